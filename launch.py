@@ -131,10 +131,10 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     if not environment.is_leader:
         return 0
     # Imported here so that composing and --help stay fast.
-    from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+    from spmd_worker.worker.memory.plan_text import describe_plan, fold_plan, make_plan
 
     plan = make_plan(resolve_run(config, "cpu" if config.device == "auto" else config.device))
-    write_report(lambda: describe_plan(plan), environment)
+    write_report(lambda: fold_plan(describe_plan(plan)), environment)
     return 1 if plan.error_result else 0
 
 

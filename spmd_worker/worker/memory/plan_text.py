@@ -3,6 +3,7 @@
 Equal ranks share a line. Only the run itself measures a GPU's memory: the plan lists GPUs of common sizes instead.
 """
 
+import textwrap
 from dataclasses import astuple, dataclass
 from itertools import groupby, takewhile
 from typing import Final
@@ -37,6 +38,8 @@ _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
 """Approximate memory of a process apart from its tensors: torch, and on a GPU CUDA's context and libraries."""
 
 _GPU_GIB: Final = (24, 48, 80, 141)
+
+_WIDTH: Final = 100
 
 _COLUMNS: Final = ("ranks", "layers", "heads", "KV heads", "columns", "vocabulary", "weights", "activations", "cache")
 
@@ -131,7 +134,7 @@ def describe_plan(plan: MemoryPlan) -> str:
     lines = [
         f"model      {model_config.architecture}, {model_config.num_parameters:,} parameters, "
         f"{model_config.num_layers} layers, hidden size {model_config.hidden_size:,}, {model_config.num_heads} heads, "
-        f"{model_config.num_kv_heads} key-value heads",
+        f"{model_config.num_kv_heads} KV heads",
         *_quantised(plan),
         *_int8(plan),
         *_head_argmax(plan),
@@ -144,7 +147,18 @@ def describe_plan(plan: MemoryPlan) -> str:
     lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
     lines += _grammars(plan)
     error_result = plan.error_result
-    return "\n".join([*lines, *([f"rejected   {error_result}"] if error_result else [])])
+    lines += [f"rejected   {error_result}"] if error_result else []
+    return "\n".join(lines)
+
+
+def fold_plan(text: str) -> str:
+    """The lines of `describe_plan` at most 100 columns wide: longer ones go on below their twelfth column."""
+    return "\n".join(
+        textwrap.fill(line, _WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+        if len(line) > _WIDTH
+        else line
+        for line in text.splitlines()
+    )
 
 
 def _share(resolved: ResolvedRun, rank: int) -> RankShare:
@@ -176,7 +190,7 @@ def _sizing(resolved: ResolvedRun, rank: int, share: RankShare, total_bytes: int
 def _where(plan: MemoryPlan) -> str:
     dtype = plan.resolved.dtype
     if plan.resolved.config.device == "auto":
-        return f"in {dtype} on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)"
+        return f"in {dtype} on the CPU (device=auto takes a GPU if there is one: device=cuda plans for it)"
     return f"in {dtype} on {'the CPU' if plan.resolved.device_type == 'cpu' else 'one GPU a rank'}"
 
 
