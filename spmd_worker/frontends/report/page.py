@@ -53,6 +53,7 @@ th { color: #555555; font-weight: 600; }
   .figures { grid-template-columns: repeat(2, 1fr); }
   .wide { display: none; }
   .narrow { display: block; }
+  section > .scroll > table { min-width: 860px; }
 }
 footer { color: #666666; font-size: 13px; }
 @page { size: landscape; margin: 11mm; }

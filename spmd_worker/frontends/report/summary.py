@@ -69,7 +69,8 @@ def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
     cached, prompt = _cached_and_prompt_tokens(totals, metrics)
     if not cached:
         return f"{pressure} No prompt tokens were found in the prefix cache: no prompts shared a prefix, or it was off."
-    return f"{pressure} {share(cached, prompt)} of the prompt tokens were found in the prefix cache and not computed."
+    found = share(cached, prompt).capitalize()
+    return f"{pressure} {found} of the prompt tokens were found in the prefix cache and not computed."
 
 
 def slowest_phase(stats: StepStats) -> str:

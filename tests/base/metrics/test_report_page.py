@@ -256,6 +256,13 @@ def test_report_diagnosis_explains_the_cache_pressure(steps: list[StepStats], wo
     text = Page(page_of(steps, METRICS)).text
     assert words in text, text[:700]
     assert "25 % of the prompt tokens were found in the prefix cache" in text
+    few = {**METRICS, "cached_prompt_tokens": 1, "prompt_tokens": 100_000}
+    assert ". Under 0.1 % of the prompt tokens were found" in Page(page_of(steps, few)).text
+
+
+def test_slowest_steps_scroll_sideways_on_phones():
+    """Narrow columns made a row five lines high."""
+    assert "section > .scroll > table { min-width: 860px; }" in page_of(pressed_steps(), METRICS)
 
 
 def test_slowest_steps_are_listed_with_reason_and_events():
