@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from demo_tokenizer import END_OF_TEXT
-from examples import IGNORED_TARGET, Example, collate, encode_example
+from encoded_examples import IGNORED_TARGET, Example, collate, encode_example
 from tasks import TASK_NAMES, held_out_instances
 from tokenizers import Tokenizer
 from torch import Tensor

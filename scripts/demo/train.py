@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 from demo_tokenizer import CHAT_END, END_OF_TEXT, build_tokenizer, write_tokenizer
+from encoded_examples import IGNORED_TARGET, Example, collate, encode_example
 from evaluate import accuracy_line, held_out_examples, right_by_forward
-from examples import IGNORED_TARGET, Example, collate, encode_example
 from tasks import SplitMix64, draw_instance
 from tokenizers import Tokenizer
 from torch import Tensor, nn

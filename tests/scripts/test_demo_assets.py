@@ -267,7 +267,7 @@ def test_score_names_the_malformed_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_shipped_model_answers_held_out_prompts() -> None:
-    evaluate, examples, tasks = (demo_module(name) for name in ("evaluate", "examples", "tasks"))
+    evaluate, examples, tasks = (demo_module(name) for name in ("evaluate", "encoded_examples", "tasks"))
     tokenizer = load_tokenizer()
     model = evaluate.load_model(MODEL, "float32")
     asked = [
