@@ -43,6 +43,9 @@ run_quietly() {
 }
 
 make_venv() {
+  # `--clear` would empty the folder behind it, which another checkout uses.
+  [ ! -L "$venv" ] ||
+    fail ".venv is a link to $(readlink "$venv"), made for ${made_for:-no checkout}: remove the link, or use that environment's python"
   local python=${PYTHON:-python3}
   command -v "$python" >/dev/null || fail "no $python found: set PYTHON to an interpreter of 3.11 or newer"
   local version

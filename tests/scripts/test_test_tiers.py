@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,20 @@ def test_other_tiers_are_one_run_with_closing_line(script: Path):
     assert "-m not matrix and not stress and not gpu -n 3 --dist loadfile" in asked(lines)[0]
     assert (code, lines[-1]) == (0, "200 passed, 1 skipped in 1800.75s (0:30:00)")
     assert "-m not stress and not gpu -n 3" in asked(run(script, "--matrix")[1])[0]
+
+
+def test_setup_leaves_a_linked_environment_alone(tmp_path: Path):
+    """`venv --clear` emptied the environment of another checkout."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(REPOSITORY / "scripts/setup_env.sh", tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "constraints.txt").touch()
+    theirs = tmp_path / "theirs"
+    (theirs / "bin").mkdir(parents=True)
+    (theirs / "bin/python").symlink_to(sys.executable)
+    (theirs / ".setup-stamp").write_text("/another/checkout\n1 2\nrun\n")
+    (tmp_path / ".venv").symlink_to(theirs)
+    done = subprocess.run(["bash", str(tmp_path / "scripts/setup_env.sh")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f".venv is a link to {theirs}" in done.stderr
+    assert (theirs / "bin/python").exists()
