@@ -76,7 +76,7 @@ def test_outputs_keep_prompt_order_and_own_parameters(llm: LLM):
 
 
 def test_parameters_must_match_prompts(llm: LLM):
-    with pytest.raises(ValueError, match="3 sampling params for 8 prompts"):
+    with pytest.raises(ValueError, match=r"^3 sampling .*8 prompts"):
         run(llm, PROMPTS, [GREEDY] * 3)
     with pytest.raises(TypeError, match=r"sampling_params\[1\] is a dict"):
         run(llm, PROMPTS[:2], [GREEDY, {"temperature": 0}])
@@ -89,7 +89,7 @@ def test_generate_and_chat_reject_invalid_argument_types(llm: LLM):
         with pytest.raises(TypeError, match=r"prompts is a \w+"):
             run(llm, prompts)
     for messages in ("hello", None, {"role": "user"}):
-        with pytest.raises(TypeError, match=r"messages is a \w+: give a list of messages"):
+        with pytest.raises(TypeError, match=r"^messages is .*: .*list"):
             llm.chat(messages, GREEDY, use_tqdm=False)
     with pytest.raises(TypeError, match="sampling_params is a dict"):
         run(llm, PROMPTS, {"temperature": 0})
@@ -356,7 +356,7 @@ def test_invalid_call_argument_is_rejected_immediately(llm: LLM, call: Callable[
 def test_abort_takes_numbers_texts_and_iterables(llm: LLM):
     engine = llm.llm_engine
     ids = [engine.add_request(prompt, replace(GREEDY, max_tokens=100)) for prompt in PROMPTS[:6]]
-    with pytest.raises(TypeError, match="None is not a request id"):
+    with pytest.raises(TypeError, match=r"^None .*request id"):
         engine.abort_request([ids[5], None])
     engine.abort_request(ids[0])
     engine.abort_request(str(ids[1]))
@@ -422,7 +422,7 @@ def test_failed_engine_rejects_calls(monkeypatch: pytest.MonkeyPatch):
 
 def test_generate_rejects_open_requests(llm: LLM):
     llm.llm_engine.add_request(tuple(PROMPTS[0]), GREEDY)
-    with pytest.raises(RuntimeError, match=r"1 requests of .* are not answered yet"):
+    with pytest.raises(RuntimeError, match=r"^1 requests .*not answered"):
         run(llm, PROMPTS)
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
@@ -462,7 +462,7 @@ def test_unsupported_models_are_rejected_before_weights_are_read(tmp_path: Path)
         LLM(folder, num_blocks=4)
     with pytest.raises(ConfigError, match=r"^max_model_len=513"):
         LLM(folder, max_model_len=513)
-    with pytest.raises(ConfigError, match="float16 is not supported on the CPU"):
+    with pytest.raises(ConfigError, match=r"^dtype=float16 .*not .*CPU"):
         LLM(folder, dtype="float16", device="cpu")
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size=3 .* 1, 2 and 4"):
         LLM(folder, tensor_parallel_size=3)

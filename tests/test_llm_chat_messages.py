@@ -44,9 +44,9 @@ def test_tool_call_round_trips_through_the_template(llm: LLM):
     # Without tools, or in another form, it is content.
     for messages in (llm.chat_messages(output), llm.chat_messages(output, TOOLS, tool_call_format="mistral")):
         assert messages == [{"role": "assistant", "content": f"I add.\n{CALL}"}]
-    with pytest.raises(ConfigError, match=r"^tool_call_format=xml is not one of auto"):
+    with pytest.raises(ConfigError, match=r"^tool_call_format=xml .*not .*auto"):
         llm.chat_messages(output, TOOLS, tool_call_format="xml")
-    with pytest.raises(ValueError, match=r"tools\[0\]=3 must be an object"):
+    with pytest.raises(ValueError, match=r"^tools\[0\]=3 must .*object"):
         llm.chat_messages(output, [3])
 
 

@@ -375,7 +375,7 @@ def test_chat_template_may_be_text_or_file(tmp_path: Path, text_llm: LLM):
     with pytest.raises(ConfigError, match="chat_template='nowhere'"):
         LLM(folder, chat_template="nowhere")
     for long in ("x" * 100_000, "x\0"):
-        with pytest.raises(ConfigError, match="is neither a template's text nor a file") as refused:
+        with pytest.raises(ConfigError, match=r"^chat_template='x.* neither .*nor") as refused:
             LLM(folder, chat_template=long)
         assert len(str(refused.value)) < 400
 
@@ -500,5 +500,5 @@ def test_vllm_methods_exist_or_name_alternatives(llm: LLM):
         with pytest.raises(AttributeError) as refused:
             getattr(llm, name)
         assert str(refused.value) == f"LLM has no attribute {name!r}: {words}"
-    with pytest.raises(AttributeError, match=r"^LLM has no attribute 'frobnicate'$"):
+    with pytest.raises(AttributeError, match=r"^LLM .*attribute 'frobnicate'$"):
         _ = llm.frobnicate

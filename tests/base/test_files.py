@@ -102,7 +102,7 @@ def test_ambiguous_json_is_an_error(name: str, tmp_path: Path):
 def test_json_nesting_is_limited_when_asked():
     data = b'{"a": [[1]]}'
     assert parse_json_object(data, max_nesting=3) == {"a": [[1]]}
-    with pytest.raises(JsonError, match="is nested more than 2 levels deep") as caught:
+    with pytest.raises(JsonError, match=r"nested .*\b2 levels") as caught:
         parse_json_object(data, max_nesting=2)
     assert caught.value.code == "nested_too_deeply"
 
@@ -116,12 +116,12 @@ def test_regular_file_reader_rejects_large_and_endless_files(tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_bytes(b"x" * 100)
     assert read_regular_file(path, 100) == b"x" * 100
-    with pytest.raises(OSError, match="has more than 99 bytes"):
+    with pytest.raises(OSError, match=r"config\.json .*more than 99 bytes"):
         read_regular_file(path, 99)
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless").symlink_to("/dev/zero")
     for name in ("fifo", "endless"):
-        with pytest.raises(OSError, match="is not a regular file"):
+        with pytest.raises(OSError, match=rf"{name} .*not .*regular file"):
             read_regular_file(tmp_path / name)
 
 
@@ -135,14 +135,14 @@ def test_endless_model_file_is_rejected_by_name(tmp_path: Path, name: str):
         # As if it were not there: what is no file is none.
         assert Tokenizer.open(tmp_path).chat_template_source is None
         return
-    with pytest.raises(ModelConfigError, match=f"{name} cannot be read: .* is not a regular file"):
+    with pytest.raises(ModelConfigError, match=rf"{name} cannot .*{name} .*regular file"):
         read_model_files(tmp_path)
 
 
 def test_oversized_tokenizer_is_rejected(tmp_path: Path):
     with open(tmp_path / "tokenizer.json", "wb") as file:
         file.truncate((256 << 20) + 1)
-    with pytest.raises(TokenizerError, match=r"tokenizer.json cannot be read: .* has more than 268,435,456 bytes"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot .*more than 268,435,456 "):
         Tokenizer.open(tmp_path)
 
 

@@ -62,7 +62,7 @@ def test_vllm_name_exists(name: str):
 
 @pytest.mark.parametrize("name", VLLM_ABSENT)
 def test_missing_vllm_name_error_suggests_an_alternative(name: str):
-    with pytest.raises(AttributeError, match=rf"^module 'spmd_worker' has no attribute '{name}': .{{20}}"):
+    with pytest.raises(AttributeError, match=rf"^module 'spmd_worker' .*attribute '{name}': .{{20}}"):
         getattr(spmd_worker, name)
 
 
@@ -144,7 +144,7 @@ def test_type_errors_within_a_call_are_unchanged(llm: LLM):
     """Negative control."""
     with pytest.raises(TypeError, match=r"^prompts is a int"):
         llm.generate(3, use_tqdm=False)  # type: ignore[arg-type]  # a number
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+    with pytest.raises(TypeError, match=r"\.generate\(\) missing 1 .*'prompts'"):
         llm.generate()  # type: ignore[call-arg]  # nothing
 
 
@@ -173,7 +173,7 @@ def test_prompts_have_the_names_of_vllm(llm: LLM):
     assert [output.outputs for output in outputs] == [outputs[0].outputs] * 4
     assert [output.prompt for output in outputs] == ["hello world", None, "said", "hello world"]
     for key, value in (("multi_modal_data", {"image": 1}), ("prompt_embeds", torch.zeros(1, 4))):
-        with pytest.raises(PromptsRefusedError, match=f"a prompt has no key {key}"):
+        with pytest.raises(PromptsRefusedError, match=rf"no key {key}: "):
             llm.generate({"prompt": "hello", key: value}, use_tqdm=False)
 
 
@@ -204,7 +204,7 @@ def test_model_config_has_attributes_read_by_scripts(llm: LLM, monkeypatch: pyte
 
 
 def test_profile_without_a_folder_is_rejected(llm: LLM):
-    with pytest.raises(ValueError, match="start_profile needs the folder to write to"):
+    with pytest.raises(ValueError, match=r"^start_profile needs .*folder"):
         llm.start_profile()
 
 

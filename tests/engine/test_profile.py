@@ -72,7 +72,7 @@ def test_worker_event_rejects_invalid_name_and_payload(llm: LLM):
         llm.worker_event("a b")
     with pytest.raises(TypeError, match="type object"):
         llm.worker_event("start_profile", object())
-    with pytest.raises(WorkerEventError, match="rank 0: Worker has no method prepare_fly"):
+    with pytest.raises(WorkerEventError, match=r"rank 0: .* no method prepare_fly"):
         llm.worker_event("fly")
 
 
@@ -85,7 +85,7 @@ def test_a_commit_that_raises_ends_the_engine(tmp_path: Path, monkeypatch: pytes
             llm.start_profile(tmp_path)
         with pytest.raises(RuntimeError, match="failed halfway"):
             llm.generate(["copy q ="], SHORT, use_tqdm=False)
-    with pytest.raises(RuntimeError, match="this LLM was closed: make a new one"):
+    with pytest.raises(RuntimeError, match=r"^this LLM .*closed"):
         llm.stop_profile()
 
 

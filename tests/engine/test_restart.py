@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -129,7 +128,7 @@ def test_multiproc_layout_change_restarts_workers_with_empty_cache(expected: str
         assert answer(llm) == (expected, 0)
         llm.reinitialize_distributed(**TP)
         assert answer(llm) == (expected, 0)
-        with pytest.raises(ConfigError, match=re.escape("tensor_parallel_size=3 does not divide this model")):
+        with pytest.raises(ConfigError, match=r"^tensor_parallel_size=3 .*not divide"):
             llm.reinitialize_distributed(tensor_parallel_size=3)
         text, num_cached = answer(llm)
         assert text == expected
@@ -173,7 +172,7 @@ def test_restart_rejects_unanswered_requests():
         assert llm.llm_engine is not engine
         # Requests go on being numbered, because their numbers name their randomness.
         assert llm.llm_engine.add_request((7, 8, 9), SamplingParams(max_tokens=1)) == 2
-        with pytest.raises(RuntimeError, match="this LLM was closed"):
+        with pytest.raises(RuntimeError, match=r"^this LLM .*closed"):
             engine.life.check_open()
 
 

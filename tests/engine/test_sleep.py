@@ -132,7 +132,7 @@ def in_two_partial_updates(llm: LLM) -> None:
     poison(llm)
     llm.start_weight_update(partial=True)
     load(llm, but=NORM)
-    with pytest.raises(MissingWeightsError, match=rf"dropped them:\n  {NORM}\nload them too$"):
+    with pytest.raises(MissingWeightsError, match=rf"dropped .*:\n  {NORM}\nload .*$"):
         llm.finish_weight_update()
     llm.update_weights([(NORM, load_file(MODEL / "model.safetensors")[NORM])])
 
@@ -218,9 +218,9 @@ def test_weights_that_sleep_are_neither_written_nor_read(llm: LLM, old: Any):
         llm.sleep(level)
         with pytest.raises(RuntimeError, match=r"wake_up\(tags=\['weights'\]\)"):
             load(llm)
-        with pytest.raises(RuntimeError, match="the weights are asleep"):
+        with pytest.raises(RuntimeError, match=r"asleep: .*\['weights'\]\) before "):
             llm.collective_rpc("reload_weights")
-        with pytest.raises(RuntimeError, match="the weights are asleep"):
+        with pytest.raises(RuntimeError, match=r"asleep: .*\['weights'\]\) first"):
             llm.apply_model(lambda model: model)
     assert "Decoder" in llm.collective_rpc("get_model_inspection")[0]
     llm.wake_up()
@@ -238,7 +238,7 @@ def test_sleeping_worker_rejects_a_step(llm: LLM):
 
 def test_arguments_and_times_that_are_wrong_change_nothing(llm: LLM, old: Any):
     for level in (0, 3, True, "1", None):
-        with pytest.raises(ValueError, match=r"^level=.* must be 1 \(weights are kept"):
+        with pytest.raises(ValueError, match=r"^level=.* must be 1 .* or 2 "):
             llm.sleep(level)
     for tags in ("weights", ["weight"], [1]):
         with pytest.raises(ValueError, match=r"^tags="):
@@ -258,7 +258,7 @@ def test_arguments_and_times_that_are_wrong_change_nothing(llm: LLM, old: Any):
         llm.sleep(1)
     load(llm)
     llm.start_weight_update()
-    with pytest.raises(RuntimeError, match="a weight update was begun"):
+    with pytest.raises(RuntimeError, match=r"update .*begun: call finish_weight_update"):
         llm.sleep(2)
     llm.finish_weight_update()
     assert not llm.is_sleeping
@@ -332,7 +332,7 @@ def test_sleep_orders_compute_with_complete_weights_only(llm: LLM, seed: int, ol
             else:
                 llm.reset_prefix_cache()
         elif kind == "load" and "weights" in asleep:
-            with pytest.raises(RuntimeError, match="the weights are asleep"):
+            with pytest.raises(RuntimeError, match=r"asleep: .*\['weights'\]\) before "):
                 load(llm)
         elif kind == "load":
             load(llm)

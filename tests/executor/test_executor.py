@@ -94,7 +94,7 @@ def test_calls_accept_names_and_callables(executor: UniProcExecutor):
 
 
 def test_unknown_method_error_names_it(executor: UniProcExecutor):
-    with pytest.raises(AttributeError, match=r"^rank 0: a worker has no method 'no_such_method'"):
+    with pytest.raises(AttributeError, match=r"^rank 0: .* no method 'no_such_method'"):
         executor.collective_rpc("no_such_method")
     assert not executor.is_failed
 
@@ -179,12 +179,12 @@ def test_failure_callbacks_run_once(executor: UniProcExecutor, monkeypatch: pyte
 
     monkeypatch.setattr(executor.driver_worker.worker, "execute_model", break_down)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="the device is gone"):
+        with pytest.raises(RuntimeError, match=r"^the device .*gone"):
             executor.execute_model(StepPlan(step=2))
     assert called == ["first", "second"]
     executor.register_failure_callback(lambda: called.append("late"))
     assert called == ["first", "second", "late"]
-    with pytest.raises(RuntimeError, match="the executor has failed: make a new one"):
+    with pytest.raises(RuntimeError, match=r"^the executor .*failed:"):
         executor.check_health()
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -83,9 +82,7 @@ def test_forked_process_cannot_call_workers(executor: MultiprocExecutor):
     """One that ended by sys.exit, which runs `shutdown`, ended the workers of its parent."""
 
     def use() -> None:
-        with pytest.raises(
-            RuntimeError, match=r"^the workers belong to process \d+, which forked this one: make a new"
-        ):
+        with pytest.raises(RuntimeError, match=r"workers .*process \d+, .*forked"):
             executor.collective_rpc("echo")
         executor._pool.fail(ValueError("planted"))
         executor._pool.close()
@@ -119,7 +116,7 @@ def test_error_on_one_rank_names_it(executor: MultiprocExecutor):
 
 def test_error_on_all_ranks_names_the_lowest(executor: MultiprocExecutor):
     for _ in range(5):
-        with pytest.raises(WorkerError, match=r"^rank 0 raised ValueError in fail_on: went wrong"):
+        with pytest.raises(WorkerError, match=r"^rank 0 .*ValueError .*fail_on: .*wrong"):
             executor.collective_rpc("fail_on", args=(-1,))
 
 
@@ -134,9 +131,7 @@ def test_timeout_names_the_unanswered_ranks(executor: MultiprocExecutor, go_on: 
         executor.collective_rpc("wait_for", timeout=3, args=(str(go_on), 1))
     pid = executor.worker_pids[1]
     assert str(raised.value) == f"rank 1 (pid {pid}) has not answered wait_for within 3 s"
-    with pytest.raises(
-        TimeoutError, match=r"^rank 0 \(pid \d+\), rank 1 \(pid \d+\) have not answered wait_for within"
-    ):
+    with pytest.raises(TimeoutError, match=r"^rank 0 \(.* \d+\), rank 1 \(.* \d+\) .*answered wait_for "):
         executor.collective_rpc("wait_for", timeout=0.1, args=(str(go_on),))
     go_on.touch()
     # The late answers are nobody's: the next call gets its own.
@@ -146,9 +141,9 @@ def test_timeout_names_the_unanswered_ranks(executor: MultiprocExecutor, go_on: 
 def test_unsendable_values_are_rejected_before_sending(executor: MultiprocExecutor):
     with pytest.raises(TypeError, match=r"nothing is unpickled: .* executor\.worker_extension_cls"):
         executor.collective_rpc(lambda worker: worker.rank)
-    with pytest.raises(TypeError, match=r"^apply_model: a value of type function .* executor\.worker_extension_cls"):
+    with pytest.raises(TypeError, match=r"^apply_model: .*type function .*executor\.worker_extension_cls"):
         executor.collective_rpc("apply_model", args=(lambda model: model,))
-    with pytest.raises(TypeError, match=r"^echo: a value of type object cannot cross processes"):
+    with pytest.raises(TypeError, match=r"^echo: .*type object .*cross"):
         executor.collective_rpc("echo", args=(object(),))
 
 
@@ -159,7 +154,7 @@ def test_invalid_timeout_is_rejected(executor: MultiprocExecutor, timeout: Any, 
 
 
 def test_unsendable_answer_error_names_rank(executor: MultiprocExecutor):
-    with pytest.raises(WorkerError, match=r"^rank 0 raised TypeError in give_object: a value of type object cannot"):
+    with pytest.raises(WorkerError, match=r"^rank 0 .*TypeError .*give_object: .*type object"):
         executor.collective_rpc("give_object")
 
 
@@ -343,7 +338,7 @@ def test_resized_world_keeps_remaining_processes():
 
 def test_indivisible_world_size_changes_nothing(executor: MultiprocExecutor):
     before = executor.worker_pids
-    with pytest.raises(ConfigError, match=re.escape("parallel.tensor_parallel_size=3 does not divide this model")):
+    with pytest.raises(ConfigError, match=r"^parallel\.tensor_parallel_size=3 .*not divide"):
         executor.reinitialize_distributed(resolve_again(executor.resolved, ParallelConfig(3)))
     assert executor.worker_pids == before
     assert executor.collective_rpc("nap", args=(0,)) == [0, 1]

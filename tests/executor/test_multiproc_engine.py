@@ -92,9 +92,9 @@ def test_processes_split_the_model(two: LLM):
     assert [shard.count("qkv_proj: ColumnParallelLinear weight [128, 128] float32") for shard in shards] == [1, 1]
     assert two.llm_engine.executor.supported_tasks == ("generate",)
     two.llm_engine.executor.check_health()
-    with pytest.raises(TypeError, match="a value of type function cannot cross processes"):
+    with pytest.raises(TypeError, match=r"^apply_model: .*type function .*cross"):
         two.apply_model(lambda model: None)
-    with pytest.raises(WorkerError, match=r"^rank 0 raised TypeError in get_model: a value of type \S+\.DecoderFor"):
+    with pytest.raises(WorkerError, match=r"^rank 0 .*TypeError .*get_model: .* \S+\.DecoderFor"):
         two.collective_rpc("get_model")
 
 

@@ -63,7 +63,7 @@ def test_killed_worker_fails_every_pending_future(
 def test_a_blocking_call_ends_when_a_worker_does():
     with plain() as executor:
         pid = executor.worker_pids[0]
-        with pytest.raises(WorkerDiedError, match=r"^worker rank 0 \(pid \d+\) exited with code 3$"):
+        with pytest.raises(WorkerDiedError, match=r"^worker rank 0 \(.* \d+\) .*code 3$"):
             executor.collective_rpc("act_on", args=(0, "exit"))
         for call in (lambda: executor.collective_rpc("echo"), executor.check_health):
             with pytest.raises(RankFailedError) as raised:
@@ -104,7 +104,7 @@ def test_failed_step_ends_all_workers(what: str, text: str):
         assert not any(map(is_running, pids))
         executor.register_failure_callback(lambda: called.append(False))
         assert called == [True, False]
-        with pytest.raises(RankFailedError, match="the executor has failed"):
+        with pytest.raises(RankFailedError, match=r"the executor .*failed:"):
             executor.execute_model(StepPlan(step=3))
 
 
@@ -178,7 +178,7 @@ def test_shutdown_fails_pending_calls():
         assert str(step.exception(timeout=0)) == f"{text} step"
         assert [str(error) for error in raised] == [f"{text} echo"]
         assert not executor.is_failed
-        with pytest.raises(RuntimeError, match=r"^the executor was shut down: make a new one$"):
+        with pytest.raises(RuntimeError, match=r"executor .*shut down: "):
             executor.collective_rpc("echo")
 
 
@@ -359,5 +359,5 @@ def test_masks_differ_only_on_sampling_stages():
     assert executor._aggregate(results, 2).mask_checksums == (5,)
     # Negative control: one that samples and made none.
     results[3] = StepResult(3, (3,))
-    with pytest.raises(ReplicaDivergedError, match=r"rank 3 diverged .* \[5\] on rank 2, \[\] on rank 3"):
+    with pytest.raises(ReplicaDivergedError, match=r"rank 3 diverged .*mask_checksums: \[5\] .* 2, \[\] .* 3\b"):
         executor._aggregate(results, 2)

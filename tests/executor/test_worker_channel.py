@@ -41,7 +41,7 @@ def test_frames_are_parsed_from_any_pieces(lengths: list[int]):
 
 @pytest.mark.parametrize("head", [b"\x00" + bytes(12), b"\x63" + bytes(12), b"\x01" + bytes(8) + b"\xff" * 4])
 def test_foreign_bytes_are_rejected_at_once(head: bytes):
-    with pytest.raises(FrameError, match="not a frame of this protocol"):
+    with pytest.raises(FrameError, match=r"^kind \d+, length \d+: .*frame"):
         FrameParser(FrameKind).feed(head)
 
 
@@ -59,7 +59,7 @@ def test_end_of_stream_differs_from_silence(pair: tuple[socket.socket, socket.so
 def test_send_limit_does_not_limit_receiving(pair: tuple[socket.socket, socket.socket]):
     one, other = pair
     limit_sending(one, 0.2)
-    with pytest.raises(TimeoutError, match="the other process does not read"):
+    with pytest.raises(TimeoutError, match=r"other process .*not"):
         send_frame(one, FrameKind.CALL, 0, bytes(10_000_000))
     send_frame(other, FrameKind.RESULT, 0)
     assert receive_piece(one, wait=True) is not None

@@ -162,7 +162,7 @@ def test_other_release_is_rejected_before_anything_is_replaced(swift: Path):
 
 
 def test_missing_swift_is_reported_with_remedy(swift: Path):
-    with pytest.raises(ImportError, match=r"ms-swift is not installed: pip install 'ms-swift==4.6.\*'"):
+    with pytest.raises(ImportError, match=r"not installed: .*'ms-swift==4\.6\.\*'"):
         importlib.import_module(MODULE)
 
 

@@ -262,9 +262,7 @@ def test_trainers_own_availability_check_finds_the_engine(ours: Ours):
 def test_other_trl_release_is_rejected_and_replaces_nothing(ours: Ours):
     init, generation = ours.packages / "trl" / "__init__.py", "trl/generation/vllm_generation.py"
     write(init, '__version__ = "1.17.10"\n')
-    with pytest.raises(
-        ImportError, match=r"^trl 1\.17\.10 is installed and this package knows the calls of 1\.16: pip"
-    ):
+    with pytest.raises(ImportError, match=r"^trl 1\.17\.10 .*calls .*1\.16: pip"):
         ours.imported()
     assert "trl.generation" not in sys.modules
     write(init, '__version__ = "1.16.1"\n')

@@ -100,7 +100,7 @@ def test_block_accepts_only_its_own_hash_again():
     pool.take(1)
     assert pool.set_hash(0, A)
     assert not pool.set_hash(0, A)
-    with pytest.raises(AssertionError, match="block 0 has another hash"):
+    with pytest.raises(AssertionError, match=r"block 0 .*another hash"):
         pool.set_hash(0, B)
     assert pool.find(A) == 0
     assert pool.find(B) is None
@@ -157,7 +157,7 @@ def test_empty_allocation_changes_nothing():
 def test_allocation_beyond_the_free_blocks_fails():
     pool = BlockPool(3)
     pool.take(1)
-    with pytest.raises(AssertionError, match="3 blocks wanted, 2 of 3 are free"):
+    with pytest.raises(AssertionError, match="3 blocks wanted, 2 of 3 "):
         pool.take(3)
     assert list(pool._free) == [1, 2]
 
@@ -165,7 +165,7 @@ def test_allocation_beyond_the_free_blocks_fails():
 def test_double_release_error_names_the_block():
     pool = BlockPool(3)
     pool.take(2)
-    with pytest.raises(AssertionError, match="block 1 is released but it is free already"):
+    with pytest.raises(AssertionError, match=r"block 1 .*released .*free"):
         pool.release([1, 1])
 
 
@@ -189,7 +189,7 @@ def test_foreign_block_id_is_rejected(use, block_id):
     """-1 would be the last block's place in a list."""
     pool = BlockPool(3)
     pool.take(3)
-    with pytest.raises(AssertionError, match=f"block {block_id} is not one of 3"):
+    with pytest.raises(AssertionError, match=rf"block {block_id} .*not .*of 3$"):
         use(pool, block_id)
 
 

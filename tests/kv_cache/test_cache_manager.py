@@ -37,7 +37,7 @@ def test_begin_block_equals_extending_by_one_token():
         manager.check_integrity([table, other])
         found.append((block_ids, table.block_ids, other.block_ids, free_ids(manager), manager.take_block_ops()))
     assert found[0] == found[1]
-    with pytest.raises(AssertionError, match="11 tokens do not fill the 3 blocks"):
+    with pytest.raises(AssertionError, match=r"11 tokens .*not .*3 blocks"):
         manager.begin_block(table, 11)
 
 
@@ -122,7 +122,7 @@ def test_watermark_is_kept_free_only_on_request():
 
 def test_extending_beyond_free_blocks_fails_and_changes_nothing():
     manager, table = CacheManager(num_blocks=2, block_size=4), BlockTable()
-    with pytest.raises(AssertionError, match="3 blocks wanted, 2 of 2 are free"):
+    with pytest.raises(AssertionError, match="3 blocks wanted, 2 of 2 "):
         manager.extend(table, 0, 9)
     assert table.block_ids == []
     assert free_ids(manager) == [0, 1]
@@ -286,7 +286,7 @@ class CopiesInReverse(Memories):
 @pytest.mark.parametrize("memories", [CopiesNothing, CopiesInReverse])
 def test_content_check_detects_missing_or_overtaken_copies(memories):
     simulation = build_reused_source(memories=memories)
-    with pytest.raises(AssertionError, match=r"sequence . reads another's tokens"):
+    with pytest.raises(AssertionError, match=r"sequence . reads another's"):
         simulation.run_step()
 
 
@@ -384,5 +384,5 @@ def test_manager_check_detects_damage_of_any_pool(damage):
 def test_manager_check_detects_a_copy_to_itself():
     manager = CacheManager(num_blocks=4, block_size=4)
     manager._moves._copies[2] = 2
-    with pytest.raises(AssertionError, match="block 2 is to be copied to itself"):
+    with pytest.raises(AssertionError, match=r"block 2 .*copied .*itself"):
         manager.check_integrity([])

@@ -95,11 +95,11 @@ def test_transfers_can_finish_in_any_order():
 def test_transfer_finishes_once_and_after_its_step():
     transfers = Transfers(EndlessShelf(A))
     load(transfers, [A], [7])
-    with pytest.raises(AssertionError, match=r"transfer 1 is not in flight: \[\]"):
+    with pytest.raises(AssertionError, match=r"transfer 1 .*not .*flight: \[\]"):
         transfers.finish(1)
     transfers.take()
     transfers.finish(1)
-    with pytest.raises(AssertionError, match=r"transfer 1 is not in flight: \[\]"):
+    with pytest.raises(AssertionError, match=r"transfer 1 .*not .*flight: \[\]"):
         transfers.finish(1)
 
 

@@ -63,7 +63,7 @@ def test_queue_removes_blocks_at_any_position(index, expected):
 
 
 def test_empty_queue_cannot_pop():
-    with pytest.raises(AssertionError, match="no block is free"):
+    with pytest.raises(AssertionError, match=r"no block .*free"):
         FreeQueue(0).pop_first()
     FreeQueue(0).check_integrity()
 
@@ -71,13 +71,13 @@ def test_empty_queue_cannot_pop():
 @pytest.mark.parametrize("enter", [FreeQueue.append, FreeQueue.prepend])
 def test_queued_block_cannot_be_queued_twice(enter):
     queue = FreeQueue(2)
-    with pytest.raises(AssertionError, match="block 1 is in the free queue already"):
+    with pytest.raises(AssertionError, match=r"block 1 .*queue already"):
         enter(queue, 1)
     assert list(queue) == [0, 1]
 
 
 def test_unqueued_block_cannot_be_removed():
-    with pytest.raises(AssertionError, match="block 1 is not in the free queue"):
+    with pytest.raises(AssertionError, match=r"block 1 .*not .*queue"):
         queue_of(2, 0).remove(1)
 
 

@@ -120,7 +120,7 @@ def test_tier_without_slots_stores_nothing():
 
 
 def test_missing_block_cannot_be_loaded():
-    with pytest.raises(AssertionError, match="2 blocks wanted, 1 are here"):
+    with pytest.raises(AssertionError, match=r"2 blocks wanted, 1 .*here"):
         tier_with(A).load([A, B])
 
 
@@ -159,7 +159,7 @@ def test_forgotten_slot_being_read_stays_reserved():
 def test_tier_check_detects_a_store_to_free_slot():
     tier = HostTier(2)
     tier._storing[A] = 1
-    with pytest.raises(AssertionError, match="61 is stored in slot 1, which is free"):
+    with pytest.raises(AssertionError, match=r"61 .*stored .*slot 1, .*free"):
         tier.check_integrity()
 
 

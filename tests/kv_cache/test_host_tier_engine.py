@@ -44,8 +44,8 @@ def test_step_without_transfers_finishes_none(engine: CacheEngine):
 def test_unknown_slot_is_rejected_before_anything_moves(engine: CacheEngine, place: int):
     tier = HostTierEngine(engine, num_slots=2)
     before = engine.device_cache.clone()
-    with pytest.raises(ValueError, match=f"slot {place} of the host tier does not exist, there are 2"):
+    with pytest.raises(ValueError, match=rf"slot {place} .*host tier .*\b2$"):
         tier.store(1, ((0, 0), (1, place)))
-    with pytest.raises(ValueError, match=f"slot {place} of the host tier does not exist, there are 2"):
+    with pytest.raises(ValueError, match=rf"slot {place} .*host tier .*\b2$"):
         tier.load(1, ((0, 1), (place, 2)))
     assert torch.equal(engine.device_cache, before)

@@ -150,10 +150,10 @@ def test_rank_reads_only_its_own_experts():
 def test_missing_and_extra_experts_are_rejected_by_name(tmp_path: Path):
     lost, found = "model.layers.2.mlp.experts.5.up_proj.weight", "model.layers.2.mlp.experts.8.up_proj.weight"
     folder = changed("qwen3_moe", tmp_path / "lost", lambda tensors: tensors.pop(lost))
-    with pytest.raises(CheckpointError, match=rf"1 missing from the checkpoint:\n  {lost}"):
+    with pytest.raises(CheckpointError, match=rf"1 missing .*checkpoint:\n  {lost}"):
         load(folder)
     folder = changed("qwen3_moe", tmp_path / "found", lambda tensors: tensors.update({found: torch.zeros(32, 64)}))
-    with pytest.raises(CheckpointError, match=rf"1 in the checkpoint but not in the model:\n  {found}"):
+    with pytest.raises(CheckpointError, match=rf"1 in .*but not .*:\n  {found}"):
         load(folder)
     # GLM's files have a layer beyond the last, which speculates.
     beyond = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
@@ -161,14 +161,14 @@ def test_missing_and_extra_experts_are_rejected_by_name(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"eh_proj"):
         load(changed("qwen3_moe", tmp_path / "beyond_others", lambda tensors: tensors.update(beyond)))
     model = new_model(expert_folder("qwen3_moe"))
-    with pytest.raises(ValueError, match=f"{found}: the model has no such weight"):
+    with pytest.raises(ValueError, match=rf"^{found}: .*no such weight"):
         model.load_weights([(found, torch.zeros(32, 64))])
     for shape in ((7, 64, 64), (8, 65, 64), (8, 64)):
         with pytest.raises(ValueError, match=rf"shape \[{', '.join(map(str, shape))}\].* has 8 experts"):
             model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(shape))])
-    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight: has the shape \[33, 64\], but"):
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight: .*shape \[33, 64\], .*\[32, 64\]"):
         model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(8, 66, 64))])
-    with pytest.raises(ValueError, match="is on the meta device and has no data"):
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: .*meta device"):
         model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros((8, 64, 64), device="meta"))])
     assert not model.weights.update.is_open
 

@@ -117,7 +117,7 @@ def test_new_weights_are_loaded_without_optional_prefix():
     assert loaded == set(model.weights.shapes)
     for one, other in zip(kept.parameters(), model.parameters(), strict=True):
         assert torch.equal(one * 2, other)
-    with pytest.raises(ValueError, match=r"^h\.0\.other: the model has no such weight"):
+    with pytest.raises(ValueError, match=r"^h\.0\.other: .*no such weight"):
         model.load_weights([("h.0.other", torch.zeros(1))])
 
 
@@ -230,7 +230,7 @@ def test_names_of_newer_transformers_are_read_and_loaded(name: str, tmp_path: Pa
         parameter.data.zero_()
     found.load_weights(tensors.items())
     assert all(map(torch.equal, found.parameters(), model.parameters()))
-    with pytest.raises(ValueError, match="the model has no such weight"):
+    with pytest.raises(ValueError, match=r"layers\.99\.mlp\.up_proj\.weight: .*no such weight"):
         found.load_weights([("model.language_model.layers.99.mlp.up_proj.weight", torch.zeros(1))])
 
 

@@ -100,7 +100,7 @@ def test_update_is_rejected_until_its_head_matches(folder: Path, head_first: boo
             with pytest.raises(CheckpointError, match=words):
                 llm.reset_prefix_cache()
         load(llm, embedding)
-        with pytest.raises(ValueError, match=f"{HEAD}: is on the meta device"):
+        with pytest.raises(ValueError, match=rf"^{HEAD}: .*meta device"):
             llm.update_weights([(HEAD, embedding.to("meta"))])
 
 

@@ -416,7 +416,7 @@ def test_unsupported_dtype_is_logged_and_invalid_one_rejected(caplog: pytest.Log
             (said,) = [record.getMessage() for record in caplog.records]
             assert said.startswith(f"{PATH}: {key}={word!r} is not one of float32, bfloat16, float16: model.dtype=auto")
         for value in (3, ["bfloat16"], {"": "bfloat16"}, True):
-            with pytest.raises(ModelConfigError, match=rf"{key}=.* must be the name of a type, such as bfloat16"):
+            with pytest.raises(ModelConfigError, match=rf"{key}=.* must .*type, .*bfloat16"):
                 shape_of(**{key: value})
     caplog.clear()
     assert shape_of().dtype == shape_of(dtype=None).dtype == "float32"

@@ -125,7 +125,7 @@ def test_module_path_outside_the_folder_is_not_read(tmp_path: Path, path: Any):
     modules = [{"path": each, "type": f"x.{kind}"} for each, kind in (("", "Transformer"), (path, "Pooling"))]
     (folder / "modules.json").write_text(json.dumps(modules))
     assert pooling_files(folder) == [folder / "modules.json"]
-    with pytest.raises(ModelConfigError, match="must be the name of a folder"):
+    with pytest.raises(ModelConfigError, match=r"modules\.json: path .* must .*folder"):
         read_model_files(folder)
 
 
@@ -163,6 +163,6 @@ def test_attention_to_later_tokens_is_rejected_with_pooling(tmp_path: Path, give
 def test_invalid_pooling_mode_is_rejected_in_any_folder(tmp_path: Path) -> None:
     """The digest covers the folder, whatever its name."""
     modules = [TRANSFORMER, ("pool", "sentence_transformers.models.Pooling", {"pooling_mode": [["mean"]]})]
-    with pytest.raises(ModelConfigError, match=r"pool/config.json: pooling mode \[\['mean'\]\] is not supported"):
+    with pytest.raises(ModelConfigError, match=r"pool/config\.json: .*mode \[\['mean'\]\] .*not"):
         read(tmp_path, modules=modules)
     assert tmp_path / "pool" / "config.json" in pooling_files(tmp_path)

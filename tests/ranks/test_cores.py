@@ -95,7 +95,7 @@ def test_neighbouring_cores_go_to_the_same_rank(tmp_path: Path):
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "\u0661"])
 def test_invalid_thread_count_is_rejected(value: str):
-    with pytest.raises(ConfigError, match=f"SPMD_WORKER_THREADS={value} must be a whole number"):
+    with pytest.raises(ConfigError, match=rf"^SPMD_WORKER_THREADS={value} must .*whole number"):
         share_cores(EIGHT, 0, 2, {"SPMD_WORKER_THREADS": value})
 
 

@@ -84,7 +84,7 @@ def test_expert_keys_require_expert_parallelism(
     caplog: pytest.LogCaptureFixture,
 ):
     """Expert parallelism has no effect on a dense model."""
-    with pytest.raises(ConfigError, match=r"parallel.invariant_experts=true needs ranks that hold complete experts"):
+    with pytest.raises(ConfigError, match=r"^parallel\.invariant_experts=true needs .*complete"):
         ParallelConfig(invariant_experts=True)
     with pytest.raises(ConfigError, match=r"parallel.expert_placement=round_robin needs ranks"):
         ParallelConfig(expert_placement="round_robin")
@@ -133,7 +133,7 @@ def test_expert_keywords_of_vllm_set_our_keys():
 
 def test_expert_columns_must_suffice_when_sharded():
     config = config_of(moe_intermediate_size=3)
-    with pytest.raises(ConfigError, match="its feed-forward has 3 columns"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 .*feed-forward .*3 columns; .* 1 and 2$"):
         check_divides(RankLayout(4), config)
     check_divides(RankLayout(4, experts=layout_of(config, 4)), config)
 

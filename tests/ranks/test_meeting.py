@@ -119,7 +119,7 @@ def test_missing_ranks_are_named_and_can_come_later(store: Any):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(meet, store, 2, 4, LONG)
         wait_until(lambda: store.check(["at/2"]))
-        with pytest.raises(RankFailedError, match=r"^rank 1, 3 has not joined in 2 s: every rank makes its engine"):
+        with pytest.raises(RankFailedError, match=r"^rank 1, 3 .*joined in 2 s: "):
             meet(store, 0, 4, timedelta(seconds=2))
         names: list[Future[str]] = []
         with ThreadPoolExecutor(3) as later:
@@ -129,9 +129,9 @@ def test_missing_ranks_are_named_and_can_come_later(store: Any):
 
 def test_rank_that_times_out_is_not_counted(store: Any):
     for rank in (1, 2):
-        with pytest.raises(RankFailedError, match=r"^rank 0 has not joined with all the others in 0\.05 s"):
+        with pytest.raises(RankFailedError, match=r"^rank 0 .*joined with .*0\.05 s"):
             meet(store, rank, 3, SHORT)
-    with pytest.raises(RankFailedError, match=r"^rank 1, 2 has not joined"):
+    with pytest.raises(RankFailedError, match=r"^rank 1, 2 .*not joined"):
         meet(store, 0, 3, SHORT)
     all_meet(store)
 

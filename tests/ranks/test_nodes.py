@@ -56,7 +56,7 @@ def test_rank_without_an_engine_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(RankFailedError, match=r"^rank 1, 2 has not published its node within 0\.1 s: every rank"):
+    with pytest.raises(RankFailedError, match=r"^rank 1, 2 .*published .*within 0\.1 s"):
         world_environment(RankEnvironment(), 3, 0.1)
     # Engines of one rank may be made on some ranks alone.
     alone = world_environment(RankEnvironment(), 1, 0.1)

@@ -41,7 +41,7 @@ def test_every_rank_is_in_one_group_per_kind(sizes: tuple[int, int, int]):
 
 
 def test_unequal_world_size_error_names_both_numbers():
-    with pytest.raises(ConfigError, match=r"is 6 ranks, but 4 were started: start 6"):
+    with pytest.raises(ConfigError, match=r" 6 ranks, but 4 .*: start 6 "):
         check_world_size(RankLayout(3, 2), 4)
     check_world_size(RankLayout(3, 2), 6)
     with pytest.raises(ConfigError, match=r"is 1 rank, but 2 were started: start 1 "):
@@ -128,7 +128,7 @@ def test_incomplete_environment_error_names_missing_variables():
     half = {key: value for key, value in TORCHRUN.items() if not key.startswith("MASTER")}
     with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT is not"):
         read_rank_environment(half)
-    with pytest.raises(ConfigError, match="RANK='x' must be a whole number"):
+    with pytest.raises(ConfigError, match=r"^RANK='x' must .*number"):
         read_rank_environment({**TORCHRUN, "RANK": "x"})
 
 

@@ -153,7 +153,7 @@ def test_texts_are_cut_as_the_library_cuts_them(most: int | None) -> None:
     assert ours.encode_inside("hello world " * 9, None, most)[0] == theirs("hello world " * 9, **options)["input_ids"]
     for pair in (*PAIRS, ("x", "hello " * 30)):
         if most == 3:
-            with pytest.raises(ValueError, match="3 tokens leave none for text"):
+            with pytest.raises(ValueError, match=r"^3 tokens .*none .*text"):
                 ours.encode_inside(*pair, most)
             continue
         token_ids, num_first = ours.encode_inside(*pair, most)
@@ -196,7 +196,7 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         other = replace(data, **change)  # type: ignore[arg-type]  # a table has no types
         num_tokens = first.num_tokens - data.num_scheduled_tokens + other.num_scheduled_tokens
         wrong = replace(first, groups=(replace(group, sequences=(other,)), *others), num_tokens=num_tokens)
-        with pytest.raises(MirrorError, match=r"at once, where there is no cache|the mirror expects from 0 to -1"):
+        with pytest.raises(MirrorError, match=r"num_scheduled_tokens .*40 .*no cache$|block_ids .* 0 to -1$"):
             seen.apply(wrong)
     seen.apply(first)
 
@@ -218,7 +218,7 @@ def test_unsupported_encoder_is_rejected(architecture: str, given: dict[str, Any
 
 
 def test_encoder_does_not_generate() -> None:
-    with pytest.raises(ConfigError, match="has no language-model head"):
+    with pytest.raises(ConfigError, match=r"=generate: .*language-model head"):
         LLM(encoder_folder("bert_masked"), runner="generate", **SETTINGS)
 
 
@@ -325,7 +325,7 @@ def test_llm_engine_truncates_texts_like_llm() -> None:
             ends = output.prompt_token_ids[0], output.prompt_token_ids[-1]
             assert ends == (whole[0], whole[-1]), "special tokens stay"
             assert len(output.prompt_token_ids) == (5 if length == 5 else 100)
-        with pytest.raises(ValueError, match="2 tokens leave none for text"):
+        with pytest.raises(ValueError, match=r"^2 tokens .*none .*text"):
             engine.add_request("short", text, PoolingParams(truncate_prompt_tokens=2))
         engine.add_request("ids", {"prompt_token_ids": [9, 8, 7, 6]}, PoolingParams(truncate_prompt_tokens=3))
         (output,) = _stepped(engine)

@@ -75,13 +75,13 @@ def llm() -> Iterator[LLM]:
 
 
 def test_worker_event_must_carry_events(llm: LLM):
-    with pytest.raises(TypeError, match="then contains 'x': give ResetPrefixCache, SetWeightVersion or Commit"):
+    with pytest.raises(TypeError, match=r"^then contains 'x': .*SetWeightVersion"):
         llm.llm_engine.worker_event("start_profile", "folder", "xy")
     assert llm.generate([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_completions_that_are_no_list_are_named(llm: LLM):
-    with pytest.raises(TypeError, match="completions is a SamplingParams: give a list of token ids for each prompt"):
+    with pytest.raises(TypeError, match=r"^completions .*SamplingParams: .*list"):
         llm.score_tokens(["add"], SamplingParams())
 
 

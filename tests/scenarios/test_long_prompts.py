@@ -61,14 +61,14 @@ def encodes_no_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.finding(number="B1")
 @pytest.mark.parametrize("call", CALLS)
 def test_call_refuses_a_long_text_unencoded(llm: LLM, encodes_no_long_text: None, call: str):
-    with pytest.raises(ValueError, match=r"the prompt has at least \d+ tokens but max_model_len is 256"):
+    with pytest.raises(ValueError, match=r"least \d+ tokens .*max_model_len is 256"):
         CALLS[call](llm)
 
 
 @pytest.mark.finding(number="B1")
 @pytest.mark.parametrize("call", POOLED)
 def test_pooling_call_refuses_a_long_text_unencoded(pooled: LLM, encodes_no_long_text: None, call: str):
-    with pytest.raises(ValueError, match=r"the prompt has at least \d+ tokens but max_model_len is "):
+    with pytest.raises(ValueError, match=r"least \d+ tokens .*max_model_len is "):
         POOLED[call](pooled)
 
 
@@ -89,7 +89,7 @@ def test_long_text_costs_the_others_nothing(llm: LLM, encodes_no_long_text: None
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_long_text_that_is_cut_is_answered(llm: LLM, encodes_no_long_text: None, is_listed: bool):
     """Negative control: it needs its text encoded."""
-    with pytest.raises(AssertionError, match="a long text is encoded"):
+    with pytest.raises(AssertionError, match=r"^a long text .*encoded"):
         llm.generate([TEXT], [CUT] if is_listed else CUT)
 
 

@@ -225,13 +225,13 @@ def _add(llm: LLM, prompt: list[int]) -> Any:
 def test_run_reports_its_tasks_and_rejects_others() -> None:
     with LLM(checkpoint_folder("llama_tied"), **SETTINGS) as llm:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("generate",)
-        with pytest.raises(ValueError, match=r"embed is not supported: this run generates .*set runner=pooling"):
+        with pytest.raises(ValueError, match=r"^embed .*generates .*=pooling"):
             llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
     with LLM(pooling_folder("mean"), **SETTINGS) as llm:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("embed", "score")
-        with pytest.raises(PromptsRefusedError, match=r"this run pools .*runner=generate"):
+        with pytest.raises(PromptsRefusedError, match=r"run pools .*=generate"):
             llm.generate(ids(PROMPTS[:1]), SamplingParams(max_tokens=2), use_tqdm=False)
-        with pytest.raises(ValueError, match="classify is not supported: this model does embed, score"):
+        with pytest.raises(ValueError, match=r"^classify .*: .*embed, score"):
             llm.classify(ids(PROMPTS[:1]), use_tqdm=False)
         with pytest.raises(PromptsRefusedError, match=r"65 tokens .*truncate_prompt_tokens"):
             llm.embed(ids([[5] * 65]), use_tqdm=False)
@@ -269,7 +269,7 @@ def test_non_finite_vector_fails_only_its_row(monkeypatch: pytest.MonkeyPatch) -
         outputs = {}
         while llm.llm_engine.has_unfinished_requests():
             outputs |= {int(output.request_id): output for output in llm.llm_engine.step()}
-        with pytest.raises(ValueError, match="vector is not finite"):
+        with pytest.raises(ValueError, match=r"vector .*not finite"):
             llm.embed(ids(PROMPTS[1:2]), use_tqdm=False)
     assert [outputs[each].vector for each in requests] == [plain[0], None, plain[2]]
     assert outputs[requests[1]].error_code == "non_finite_vector"
@@ -327,9 +327,7 @@ def test_bidirectional_model_is_rejected_without_pooling_config(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **given}))
     (key,) = given
-    with pytest.raises(
-        ModelConfigError, match=rf"config.json: {key}={given[key]} is not supported: a token attends to those"
-    ):
+    with pytest.raises(ModelConfigError, match=rf"config\.json: {key}={given[key]} .*attends .*before"):
         LLM(folder, **SETTINGS, **settings)
 
 
@@ -405,7 +403,7 @@ def test_llm_engine_gives_equal_vectors_by_name() -> None:
         for index, prompt in enumerate(ids(PROMPTS)):
             assert engine.add_request(f"row {index}", prompt, PoolingParams()) == f"row {index}"
         engine.add_request("cut", ids(PROMPTS)[0], PoolingParams(dimensions=16, truncate_prompt_tokens=3))
-        with pytest.raises(ValueError, match="classify is not supported: this model does embed, score"):
+        with pytest.raises(ValueError, match=r"^classify .*: .*embed, score"):
             engine.add_request("other", ids(PROMPTS)[0], PoolingParams(task="classify"))
         with pytest.raises(ValueError, match="this run pools"):
             engine.add_request("tokens", ids(PROMPTS)[0], SamplingParams(max_tokens=2))

@@ -90,13 +90,13 @@ def test_scored_row_may_fill_max_model_len(model: Path):
         assert len(PROMPTS[0]) + len(tokens) == 96
         (scores,) = llm.score_tokens([PROMPTS[0]], [tokens])
         assert scores == [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]
-        with pytest.raises(PromptsRefusedError, match=r"the prompt has 97 tokens but max_model_len is 96") as refused:
+        with pytest.raises(PromptsRefusedError, match=r"has 97 tokens .*max_model_len is 96") as refused:
             llm.score_tokens([PROMPTS[0]], [[*tokens, 1]])
         # It has no `on_error`.
         assert str(refused.value).endswith("\nleave them out")
-        with pytest.raises(ValueError, match="2 completions for 1 prompts: give one for each prompt"):
+        with pytest.raises(ValueError, match=r"^2 completions for 1 prompts"):
             llm.score_tokens([PROMPTS[0]], [[1], [2]])
-        with pytest.raises(ValueError, match="a completion has no tokens: there is nothing to score"):
+        with pytest.raises(ValueError, match=r"completion .*no tokens"):
             llm.score_tokens([PROMPTS[0]], [[]])
         assert len(llm.score_tokens(PROMPTS[0], [[1, 2]])[0]) == 2
 
@@ -104,7 +104,7 @@ def test_scored_row_may_fill_max_model_len(model: Path):
 def test_prompt_without_tokens_is_rejected(model: Path):
     """The first token of its completion was left out: two scores for three tokens."""
     with LLM(model, **SMALL) as llm:
-        with pytest.raises(PromptsRefusedError, match="the prompt has no tokens, so the") as refused:
+        with pytest.raises(PromptsRefusedError, match=r"prompt 1: .*no tokens, ") as refused:
             llm.score_tokens([[5], {"prompt_token_ids": []}], [[8], [5, 6, 7]])
         assert list(refused.value.reasons) == [1]
         assert not llm.llm_engine.has_unfinished_requests()

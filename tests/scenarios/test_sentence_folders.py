@@ -246,7 +246,7 @@ def test_named_or_empty_prompt_is_prepended_to_texts() -> None:
         assert near(ours, theirs), name
     # The control: the folder's own prompt counts.
     assert not near(ours, encoded(folder, TEXTS[:2]), 1e-3)
-    with pytest.raises(ConfigError, match=r"default_prompt_name=other is not one of the folder's prompts \(query, "):
+    with pytest.raises(ConfigError, match=r"^default_prompt_name=other .*not .*\(query, "):
         LLM(folder, default_prompt_name="other", **SETTINGS)
 
 
@@ -406,7 +406,7 @@ def test_pairs_are_refused_by_templates_that_lose_them(tmp_path: Path) -> None:
     )
     with (
         LLM(folder, **SETTINGS) as llm,
-        pytest.raises(ValueError, match="ignores messages of the role query and document"),
+        pytest.raises(ValueError, match=r"ignores .*query .*document, "),
     ):
         llm.score("a", "b", use_tqdm=False)
 

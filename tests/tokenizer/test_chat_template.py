@@ -115,7 +115,7 @@ def test_template_without_a_date_uses_its_default():
 
 def test_template_requiring_todays_date_is_rejected():
     template = ChatTemplate("{{ strftime_now('%d') }}", {})
-    with pytest.raises(ChatTemplateError, match=r"strftime_now.*pass the date in chat_template_kwargs"):
+    with pytest.raises(ChatTemplateError, match=r"'strftime_now' .*date .*chat_template_kwargs"):
         template.render(CONVERSATIONS[0])
 
 
@@ -225,7 +225,7 @@ def test_long_conversation_is_within_bounds():
 
 
 def test_template_rejects_objects_with_methods():
-    with pytest.raises(ChatTemplateError, match="plain JSON values, not object"):
+    with pytest.raises(ChatTemplateError, match=r"JSON .*not object$"):
         ChatTemplate("{{ messages }}", {}).render([{"role": "user", "content": object()}])
 
 

@@ -104,7 +104,7 @@ def test_missing_transformers_error_names_the_conversion_command(
 def test_unconvertible_files_are_rejected_with_the_reason(tmp_path: Path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x00nothing")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    with pytest.raises(TokenizerError, match=r"no tokenizer\.json, and transformers cannot"):
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json, .*transformers cannot"):
         Tokenizer.open(tmp_path)
 
 
@@ -222,5 +222,5 @@ def test_missing_sentencepiece_package_is_named(module: str, tmp_path: Path, mon
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     package = module.removeprefix("google.")
-    with pytest.raises(TokenizerError, match=rf"and {package}, which converts it, is not installed: text prompts need"):
+    with pytest.raises(TokenizerError, match=rf"and {package}, .*not installed"):
         Tokenizer.open(tmp_path)

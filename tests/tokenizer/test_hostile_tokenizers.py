@@ -108,7 +108,7 @@ def test_template_file_name_must_be_utf8(tmp_path: Path):
     write_byte_level(tmp_path)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / os.fsdecode(b"tool\xff.jinja")).write_text("x")
-    with pytest.raises(TokenizerError, match=r"tool\\udcff.jinja': the name of a template must be UTF-8: rename"):
+    with pytest.raises(TokenizerError, match=r"tool\\udcff\.jinja': .*name .*UTF-8"):
         Tokenizer.open(tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_unknown_tokenizer_is_encoded_in_a_process(tmp_path: Path):
         assert tokenizer.encode(text) == library.encode(text).ids
         assert tokenizer.encode_inside(text, text)[0] == 2 * library.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text)) == library.decode(library.encode(text).ids)
-    with pytest.raises(TokenizerError, match="the text cannot be encoded"):
+    with pytest.raises(TokenizerError, match=r"text cannot .*encoded: "):
         tokenizer.encode("a" * 40 + "!")
     assert tokenizer.encode("hello") == library.encode("hello").ids
     assert tokenizer.min_num_tokens("a" * 1_000_000) == 0
@@ -139,7 +139,7 @@ def test_library_panic_is_a_tokenizer_error():
     with pytest.raises(BaseException, match="no entry found") as panic:
         backend.encode("aaaaa")
     assert not isinstance(panic.value, Exception), "the control"
-    with pytest.raises(TokenizerError, match="the text cannot be encoded: no entry found"):
+    with pytest.raises(TokenizerError, match="encoded: no entry"):
         Encoder(backend).encode("aaaaa", True)
 
 
@@ -301,5 +301,5 @@ def test_grammar_over_hostile_vocabulary_is_rejected(tmp_path: Path):
     tokenizer = Tokenizer.open(write_llama_style(tmp_path, added_tokens_decoder={"300": {"content": "x" * 5000}}))
     compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (2,))
     for _ in range(2):
-        with pytest.raises(GrammarError, match="does not support this model's tokenizer"):
+        with pytest.raises(GrammarError, match=r"llguidance .*not .*tokenizer: "):
             compiler.check(StructuredOutputsParams(choice=("a", "b")))

@@ -74,7 +74,7 @@ def test_oversized_conversation_is_named_and_next_row_runs(
     """The error claimed that jinja2 was missing."""
     monkeypatch.setattr(template_process, "MEMORY_BYTES", 256 << 20)
     template = IsolatedTemplate("fine", {})
-    with pytest.raises(ChatTemplateError, match="more than 256 MiB of memory"):
+    with pytest.raises(ChatTemplateError, match="more than 256 MiB"):
         template.render(CONVERSATIONS[0], variables={"x": [{"": 0}] * 1_500_000})
     assert template.render(CONVERSATIONS[0]) == "fine"
 
@@ -83,7 +83,7 @@ def test_conversation_beyond_process_memory_is_named(monkeypatch: pytest.MonkeyP
     """Its process has ended before all of it is sent."""
     monkeypatch.setattr(template_process, "MEMORY_BYTES", 128 << 20)
     template = IsolatedTemplate("fine", {})
-    with pytest.raises(ChatTemplateError, match="more than 128 MiB of memory"):
+    with pytest.raises(ChatTemplateError, match="more than 128 MiB"):
         template.render(CONVERSATIONS[0], variables={"x": "x" * (160 << 20)})
     assert template.render(CONVERSATIONS[0]) == "fine"
 
@@ -96,7 +96,7 @@ def test_conversation_beyond_process_memory_is_named(monkeypatch: pytest.MonkeyP
 def test_template_exceeding_memory_fails_and_next_row_runs(name: str):
     template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{LARGE[name]}{{% else %}}fine{{% endif %}}", {})
     assert template.render(CONVERSATIONS[0]) == "fine"
-    with pytest.raises(ChatTemplateError, match="more than 512 MiB of memory"):
+    with pytest.raises(ChatTemplateError, match="more than 512 MiB"):
         template.render(CONVERSATIONS[1])
     assert template.render(CONVERSATIONS[0]) == "fine"
 
@@ -108,7 +108,7 @@ def test_template_exceeding_cpu_time_fails_and_next_runs(name: str, monkeypatch:
     monkeypatch.setattr(template_process, "CPU_S", 0)
     template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{SLOW[name]}{{% else %}}fine{{% endif %}}", {})
     assert template.render(CONVERSATIONS[0]) == "fine"
-    with pytest.raises(ChatTemplateError, match=r"it took more than \d s of computing"):
+    with pytest.raises(ChatTemplateError, match=r"more than \d s .*computing"):
         template.render(CONVERSATIONS[1])
     assert template.render(CONVERSATIONS[0]) == "fine"
 
@@ -187,7 +187,7 @@ def test_early_group_signal_does_not_fail_the_row(monkeypatch: pytest.MonkeyPatc
 def test_process_killed_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch, number, tries: int):
     """The control: one more try, and no more; and none for what may be the template's own doing."""
     started = end_as_they_start(monkeypatch, number, most=9)
-    with pytest.raises(ChatTemplateError, match=f"its process was ended by {number.name}"):
+    with pytest.raises(ChatTemplateError, match=rf"ended by {number.name}"):
         IsolatedTemplate("x", {}).render(CONVERSATIONS[0])
     assert len(started) == tries
 
@@ -233,7 +233,7 @@ def test_forked_owner_starts_its_own_template_process(monkeypatch: pytest.Monkey
 
 
 def test_objects_with_methods_are_not_sent():
-    with pytest.raises(ChatTemplateError, match="plain JSON values, not object"):
+    with pytest.raises(ChatTemplateError, match=r"JSON .*not object$"):
         IsolatedTemplate("{{ messages }}", {}).render([{"role": "user", "content": object()}])
 
 
@@ -285,7 +285,7 @@ NESTED = {
 def test_uncompilable_template_is_named_as_such():
     """They were told that there was no jinja2."""
     for source in NESTED.values():
-        with pytest.raises(ChatTemplateError, match="its loops and conditions are nested too deeply"):
+        with pytest.raises(ChatTemplateError, match=r"loops .*nested too"):
             IsolatedTemplate(source, {}).render(CONVERSATIONS[0])
     for source, words in {
         "{% break %}": "it cannot be compiled: 'break' outside loop",

@@ -432,7 +432,7 @@ def _byte_characters():
 def test_special_tokens_must_be_a_list(tmp_path, key, value):
     """Each letter of a string became a special token, which decoding omits."""
     folder = write_byte_level(tmp_path, **{key: value})
-    with pytest.raises(TokenizerError, match=f"tokenizer_config.json: {key}=.* must be a list of tokens"):
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: {key}=.* must .*list .*tokens"):
         Tokenizer.open(folder)
 
 

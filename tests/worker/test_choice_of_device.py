@@ -25,7 +25,7 @@ def test_rank_uses_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch):
     assert choose_device("cpu", 3) == torch.device("cpu")
     see(monkeypatch, 0)
     assert choose_device("auto", 3) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="finds no CUDA device"):
+    with pytest.raises(ConfigError, match=r"torch .*no CUDA"):
         choose_device("cuda", 0)
 
 
@@ -39,7 +39,7 @@ def test_rank_uses_its_only_visible_gpu(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("count", "visible"), [(1, None), (1, ""), (2, "0,1")])
 def test_rank_without_own_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None):
     see(monkeypatch, count, visible=visible)
-    with pytest.raises(DeviceError, match=f"local rank 3 needs a GPU of its own but this node has {count}"):
+    with pytest.raises(DeviceError, match=rf"^local rank 3 .* has {count}: "):
         choose_device("cuda", 3)
 
 
@@ -67,9 +67,7 @@ def test_ranks_on_the_same_gpu_are_rejected(monkeypatch: pytest.MonkeyPatch):
     """CUDA_VISIBLE_DEVICES=0 for all of them: replicas of one rank each ran on one GPU, and nothing said so."""
     one, other = (identity_of(monkeypatch, uuid) for uuid in ("4ed7", "51aa"))
     elsewhere = identity_of(monkeypatch, "4ed7", host="two")
-    with pytest.raises(
-        ConfigError, match=r"^ranks 0, 2, 5 .* H200 GPU-4ed7, and ranks 1, 4 on H200 GPU-51aa: give each"
-    ):
+    with pytest.raises(ConfigError, match=r"^ranks 0, 2, 5 .* H200 GPU-4ed7, .*ranks 1, 4 .*H200 GPU-51aa"):
         check_gpus_not_shared([one, other, one, elsewhere, other, one])
     check_gpus_not_shared([one, other, elsewhere])
     assert len({one, other, elsewhere}) == 3
@@ -81,5 +79,5 @@ def test_ranks_may_share_gpu_by_variable(monkeypatch: pytest.MonkeyPatch):
     check_gpus_not_shared([identity_of(monkeypatch, "4ed7", variables=allowed)] * 2)
     check_gpus_not_shared([gpu_identity(torch.device("cpu"), {})] * 2)
     # Control: the same ranks with another value.
-    with pytest.raises(ConfigError, match="ranks 0, 1 of one host"):
+    with pytest.raises(ConfigError, match=r"^ranks 0, 1 .*one host"):
         check_gpus_not_shared([identity_of(monkeypatch, "4ed7", variables={"SPMD_WORKER_SHARE_GPUS": "0"})] * 2)

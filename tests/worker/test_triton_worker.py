@@ -51,7 +51,7 @@ def chosen(
 
 def test_an_encoder_is_refused_because_attention_is_causal(monkeypatch: pytest.MonkeyPatch):
     """Its rows were computed causally, in silence."""
-    with pytest.raises(ConfigError, match=r"is an encoder .*leave executor\.device_backend at auto"):
+    with pytest.raises(ConfigError, match=r" encoder .*\.device_backend at auto"):
         chosen(monkeypatch, is_encoder=True)
     assert isinstance(chosen(monkeypatch).attention, TritonBackend)
     sees_later = AttentionMetadata(*(None,) * 5, sees_later=True)
@@ -67,15 +67,13 @@ def test_heads_that_no_gate_has_seen_are_refused(monkeypatch: pytest.MonkeyPatch
     if is_taken:
         chosen(monkeypatch, head_size=head_size)
         return
-    with pytest.raises(ConfigError, match=rf"head sizes from 16 to 128 .* not {head_size} and"):
+    with pytest.raises(ConfigError, match=rf"sizes .*16 to 128 .*, not {head_size} "):
         chosen(monkeypatch, head_size=head_size)
 
 
 def test_gpu_with_small_shared_memory_is_rejected(monkeypatch: pytest.MonkeyPatch):
     for shared_bytes, dtype, head_size in ((T4, "float16", 64), (RTX_4090, "float32", 128)):
-        with pytest.raises(
-            ConfigError, match=rf"for heads of {head_size} in {dtype}, and a GPU has {shared_bytes:,}: "
-        ):
+        with pytest.raises(ConfigError, match=rf"heads of {head_size} in {dtype}, .* {shared_bytes:,}: "):
             chosen(monkeypatch, shared_bytes, dtype, head_size=head_size)
     for shared_bytes, dtype, head_size in (
         (RTX_4090, "bfloat16", 128),

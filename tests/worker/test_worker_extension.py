@@ -89,12 +89,12 @@ def test_extension_with_colliding_names_is_rejected(extension: str, names: str):
 
 
 def test_extension_with_handlers_event_is_rejected():
-    with pytest.raises(ConfigError, match=r"TakesAnEvent and .*\.Worker both have commit_sleep"):
+    with pytest.raises(ConfigError, match=r"TakesAnEvent .*\.Worker both .*commit_sleep"):
         extend_class(Worker, TakesAnEvent)
 
 
 def test_extension_with_constructor_is_rejected():
-    with pytest.raises(ConfigError, match=rf"{HERE}\.HasAConstructor has an __init__, which would never run: remove"):
+    with pytest.raises(ConfigError, match=rf"{HERE}\.HasAConstructor .*__init__, .*never"):
         extend_class(FakeWorker, HasAConstructor)
 
 
@@ -114,7 +114,7 @@ def test_invalid_class_error_names_its_key(key: str, name: str, reason: str):
 
 
 def test_no_class_is_the_default_class():
-    with pytest.raises(TypeError, match=r"Worker\.__init__\(\) missing 2 required positional arguments"):
+    with pytest.raises(TypeError, match=r"Worker\.__init__\(\) missing 2 "):
         WorkerWrapper().init_worker([{"worker_cls": None}])
 
 

@@ -67,7 +67,7 @@ def test_methods_are_called_by_name_with_their_arguments():
 @pytest.mark.parametrize("name", ["no_such_method", "_note", "__init__"])
 def test_unknown_method_error_names_rank_and_method(name: str):
     wrapper, worker = wrapper_of(global_rank=4)
-    with pytest.raises(AttributeError, match=rf"^rank 4: a worker has no method '{name}'$"):
+    with pytest.raises(AttributeError, match=rf"^rank 4: .*no method '{name}'$"):
         wrapper.execute_method(name)
     assert worker.calls == []
 

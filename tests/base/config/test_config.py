@@ -302,9 +302,11 @@ def test_demo_set_resolves_paths_from_any_folder(tmp_path: Path, monkeypatch: py
 def test_demo_error_names_files_missing_from_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(CONF, tmp_path / "conf")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^model\.path=scripts/demo/model is in the repository, and not in an inst"):
+    with pytest.raises(ConfigError, match=r"^model\.path=scripts/demo/model .*repository.*: give model\.path=PATH"):
         compose_run(tmp_path / "conf", ["experiment=demo"])
-    with pytest.raises(ConfigError, match=r"^job\.input=scripts/demo/prompts\.jsonl is in .*: give job\.input=PATH"):
+    with pytest.raises(
+        ConfigError, match=r"^job\.input=scripts/demo/prompts\.jsonl .*repository.*: give job\.input=PATH"
+    ):
         compose_run(tmp_path / "conf", ["experiment=demo", "model.path=m"])
     config = compose_run(tmp_path / "conf", ["experiment=demo", "model.path=m"], paths={"job.input": "x"})
     assert (config.model.path, config.job.input) == ("m", "x")
@@ -404,9 +406,9 @@ def test_host_tier_requires_prefix_caching_and_digests():
 
 
 def test_config_dataclasses_check_values_like_command_line():
-    with pytest.raises(ConfigError, match=r"executor.digest_every=-1 must be 0 or more"):
+    with pytest.raises(ConfigError, match=r"^executor\.digest_every=-1 .*\b0 or more"):
         ExecutorConfig(digest_every=-1)
-    with pytest.raises(ConfigError, match="raise the first or lower the second"):
+    with pytest.raises(ConfigError, match=r"^scheduler\.max_num_batched_tokens=4 .*below scheduler\.max_num_seqs=8"):
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4)
     assert ExecutorConfig(backend="my_package.executors.Mine").backend == "my_package.executors.Mine"
 
@@ -451,7 +453,7 @@ def test_config_annotations_check_every_key():
         *(type(value) for value in vars(RunConfig()).values() if dataclasses.is_dataclass(value)),
     ):
         for spec in dataclasses.fields(record):
-            with pytest.raises(ConfigError, match=rf"\b{spec.name}=<object object at \w+> must be "):
+            with pytest.raises(ConfigError, match=rf"\b{spec.name}=<object .*> must be "):
                 record(**{spec.name: object()})
 
 

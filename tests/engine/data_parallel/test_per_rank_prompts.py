@@ -233,7 +233,7 @@ def test_interrupted_exchange_fails_the_engine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(llm.llm_engine, "engine_channel", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5, 6]], use_tqdm=False)
-        with pytest.raises(RuntimeError, match="close this LLM and make a new one"):
+        with pytest.raises(RuntimeError, match="failed halfway"):
             llm.generate([[5, 6]], use_tqdm=False)
 
 

@@ -98,7 +98,7 @@ def test_round_is_over_when_all_replicas_finished():
 def test_round_failure_reaches_waiters_and_first_wins():
     first, second, third = rounds(3)
     threading.Timer(0.2, second.fail, ["rank 1 raised ValueError: of its own"]).start()
-    with pytest.raises(RankFailedError, match=r"^rank 1 raised ValueError: of its own$"):
+    with pytest.raises(RankFailedError, match=r"^rank 1 .*ValueError: .*own$"):
         wait(first)
     third.fail("rank 2 heard of it")
     with pytest.raises(RankFailedError, match="of its own"):

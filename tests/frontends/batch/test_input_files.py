@@ -185,7 +185,7 @@ def test_columns_with_one_name_are_rejected(tmp_path):
 def test_columns_outside_json_are_rejected_by_name(tmp_path):
     table = pyarrow.table({"prompt": ["a"], "extra": pyarrow.array([{"when": b"x"}])})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"column extra.when has the unsupported type binary"):
+    with pytest.raises(ConfigError, match=r"extra\.when .*unsupported type binary"):
         rows_of(tmp_path / "a.parquet")
 
 
@@ -256,7 +256,7 @@ def test_rows_with_too_many_values_are_rejected_unread(tmp_path):
     column = pyarrow.ListArray.from_arrays([0, 5000], pyarrow.array([1] * 5000, pyarrow.int8()))
     pyarrow.parquet.write_table(pyarrow.table({"stop": column}), tmp_path / "a.parquet")
     reader = RowReader((tmp_path / "a.parquet",), max_line_bytes=4000)
-    with pytest.raises(ConfigError, match=r"row group 0 has 5,000 values in 1 rows.*limits.max_line_bytes=4,000"):
+    with pytest.raises(ConfigError, match=r"row group 0 .*5,000 values .*limits\.max_line_bytes=4,000"):
         list(reader)
 
 
@@ -279,7 +279,7 @@ def test_row_group_bigger_than_declared_is_rejected(tmp_path, monkeypatch):
     says = SimpleNamespace(num_columns=0, num_rows=100, total_byte_size=1000)
     monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 20)
     reader._plain = SimpleNamespace(num_row_groups=1, metadata=SimpleNamespace(row_group=lambda group: says))
-    with pytest.raises(ConfigError, match="row group 0 claims 1,000 bytes"):
+    with pytest.raises(ConfigError, match=r"group 0 claims 1,000 bytes"):
         list(reader)
 
 

@@ -162,7 +162,7 @@ def test_resumed_run_reads_no_row_before_input_check(tmp_path: Path, monkeypatch
         assert admitted == [3, 4, 5]
         assert [list(each) for each in manifest(tmp_path)["overridden"]] == [["job.input"]]
         return
-    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run of"):
+    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes.* 1 file, .*job\.run_dir="):
         run(config)
     assert not admitted
     # Negative control: without the gate rows are admitted before.
@@ -187,7 +187,7 @@ def test_run_ended_before_input_scan_can_resume(tmp_path: Path, slow_scan: threa
 
 def test_scan_error_ends_the_job(tmp_path: Path):
     (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 and no more")
-    with pytest.raises(OSError, match="is damaged or truncated"):
+    with pytest.raises(OSError, match=r"rows\.jsonl\.gz .*damaged or truncated"):
         run(config_of(tmp_path, "rows.jsonl.gz"))
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -262,7 +262,7 @@ def test_stream_is_recognised_by_its_kind(tmp_path: Path):
 
 def test_parquet_file_through_fifo_is_rejected(tmp_path: Path):
     os.mkfifo(tmp_path / "rows.parquet")
-    with pytest.raises(ConfigError, match=r"rows.parquet is a FIFO.* give a regular file"):
+    with pytest.raises(ConfigError, match=r"rows\.parquet .*FIFO.* regular file"):
         list(RowReader.of(str(tmp_path / "rows.parquet")))
 
 
@@ -408,7 +408,7 @@ def test_input_changed_while_read_is_detected(tmp_path: Path, monkeypatch: pytes
         if change in ("touched", "gone"):
             run(config_of(tmp_path))
         else:
-            with pytest.raises(ConfigError, match="changed while the job read it"):
+            with pytest.raises(ConfigError, match=r"^job\.input=.*rows\.jsonl changed while .*read"):
                 run(config_of(tmp_path))
             assert not (tmp_path / "out.jsonl").exists()
     if change not in ("touched", "gone"):
@@ -452,7 +452,7 @@ def test_every_run_directory_file_counts_as_jobs_own(tmp_path: Path, monkeypatch
 def test_output_that_is_a_folder_is_rejected(tmp_path: Path, output: str):
     (tmp_path / "rows.jsonl").write_text(content())
     config = config_of(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^job\.output={re.escape(output)} exists and is not a regular file"):
+    with pytest.raises(ConfigError, match=rf"^job\.output={re.escape(output)} .*not .*regular file"):
         run(replace(config, job=replace(config.job, output=output, run_dir=str(tmp_path / "run"))))
 
 

@@ -318,7 +318,7 @@ def test_unusable_files_are_rejected_before_anything_is_loaded(tmp_path: Path, m
         assert error_result(config_of(tmp_path, **job)) == message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "hard_link", "rows.jsonl", "symbolic_link"]
     # The control: nothing is wrong with the rest.
-    with pytest.raises(AssertionError, match="the engine was started"):
+    with pytest.raises(AssertionError, match=r"^the engine .*started$"):
         run(config_of(tmp_path, output=out))
 
 
@@ -366,7 +366,7 @@ def test_exception_leaves_older_output_and_no_partial_one(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(row_runner, "format_result", fail)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match=r"^\[Errno 28\]"):
         run(config_of(tmp_path))
     assert (tmp_path / "out.jsonl").read_text() == "older\n"
     assert not (tmp_path / "out.jsonl.partial").exists()

@@ -144,7 +144,7 @@ def test_job_rejects_names_of_one_file(folder: Path, name: str):
 def test_job_rejects_links_where_it_writes_first(folder: Path, name: str, kind: str):
     {"link": os.symlink, "hard link": os.link, "fifo": lambda _, to: os.mkfifo(to)}[kind]("rows.jsonl", name)
     before = contents(folder)
-    with pytest.raises(ConfigError, match=rf"is written as {name} before it is complete, which (is a|has 3 links)"):
+    with pytest.raises(ConfigError, match=rf" {name} .*, which (is a|has 3) "):
         job(prometheus_file="metrics.prom")
     assert contents(folder) == before
 

@@ -189,7 +189,7 @@ def test_zero_header_means_nothing_was_recorded(tmp_path: Path):
     filled(tmp_path, [0])
     assert [row for row, _ in read_journal(tmp_path)] == [0]
     (tmp_path / JOURNAL_NAME).write_bytes(bytes(HEADER_BYTES + RECORD_BYTES))
-    with pytest.raises(JournalError, match="not a journal of this version"):
+    with pytest.raises(JournalError, match=r"not .*journal .*version"):
         opened(tmp_path)
 
 
@@ -243,16 +243,16 @@ def test_records_before_their_lines_are_detected(tmp_path: Path):
     """Negative control: the other order of writing leaves records of lines that are not there."""
     filled(tmp_path, [0, 1])
     os.truncate(tmp_path / LINES_NAME, len(answer(0).line) + 3)
-    with pytest.raises(JournalError, match=r"record 1 \(row 1\) names bytes \d+ to \d+ of rows.part"):
+    with pytest.raises(JournalError, match=r"record 1 \(row 1\) .*bytes \d+ .* \d+ .*rows\.part"):
         opened(tmp_path)
 
 
 def test_other_file_is_not_a_journal(tmp_path: Path):
     (tmp_path / JOURNAL_NAME).write_bytes(b"hello, world")
-    with pytest.raises(JournalError, match="not a journal of this version"):
+    with pytest.raises(JournalError, match=r"not .*journal .*version"):
         opened(tmp_path)
     (tmp_path / JOURNAL_NAME).write_bytes(b"hey")
-    with pytest.raises(JournalError, match="is not a journal: it begins with b'hey'"):
+    with pytest.raises(JournalError, match=r"not .*journal: .*b'hey'"):
         opened(tmp_path)
 
 

@@ -191,7 +191,7 @@ def test_changed_answer_settings_are_rejected(tmp_path: Path, change: str):
         "model.dtype": replace(config, model=ModelOptions(path=str(MODEL), dtype="bfloat16")),
         "model.quantization": replace(config, model=ModelOptions(path=str(MODEL), quantization="int8")),
     }[change]
-    with pytest.raises(ConfigError, match=rf"^{change} is \S+, and \S+ in the run of .*job\.resume=force"):
+    with pytest.raises(ConfigError, match=rf"^{change} is \S+, and \S+ .*job\.run_dir=.*job\.resume=force"):
         run(changed)
     # Nothing is lost by the refusal.
     assert run(config)["resumed_rows"] == 5
@@ -217,7 +217,7 @@ def test_changed_input_is_rejected_also_on_standard_input(tmp_path: Path):
     config = ended_job(tmp_path, 5)
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace('{"prompt": 7}', '{"prompt": 8}'))
-    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run of"):
+    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes.* 1 file, .*job\.run_dir="):
         run(config)
     forced = replace(config, job=replace(config.job, resume="force"))
     with pytest.raises(ConfigError, match="row 5"):
@@ -226,7 +226,7 @@ def test_changed_input_is_rejected_also_on_standard_input(tmp_path: Path):
 
 def test_unfinished_run_is_rejected_with_resume_never(tmp_path: Path):
     config = ended_job(tmp_path, 5)
-    with pytest.raises(ConfigError, match=r"holds a run already and job\.resume=never"):
+    with pytest.raises(ConfigError, match=r"^job\.run_dir=.* holds .*job\.resume=never"):
         run(replace(config, job=replace(config.job, resume="never")))
 
 
@@ -236,7 +236,7 @@ def test_second_job_is_kept_out_of_run_directory(tmp_path: Path):
     run_dir(config).mkdir()
     with (
         RunLock(run_dir(config), tmp_path / "other.jsonl"),
-        pytest.raises(ConfigError, match=rf"^job.run_dir=.* is in use by a running job \(process {os.getpid()}, "),
+        pytest.raises(ConfigError, match=rf"^job\.run_dir=.* in use .*\(process {os.getpid()}, "),
     ):
         run(config)
     run(config)
@@ -246,7 +246,7 @@ def test_too_many_error_rows_fail_again_without_computing(tmp_path: Path):
     write_rows(tmp_path)
     config = config_of(tmp_path, max_error_rows=1)
     for resumed_rows in (0, NUM_ROWS):
-        with pytest.raises(JobError, match=r"2 error rows are more than job\.max_error_rows=1"):
+        with pytest.raises(JobError, match=r"^2 error rows .*job\.max_error_rows=1\b"):
             run(config)
         metrics = json.loads((run_dir(config) / "metrics.json").read_text())
         assert metrics["resumed_rows"] == resumed_rows
@@ -256,7 +256,7 @@ def test_journal_damage_is_reported_and_loses_nothing(tmp_path: Path):
     config = ended_job(tmp_path, 5)
     journal = run_dir(config) / JOURNAL_NAME
     journal.write_bytes(b"something else")
-    with pytest.raises(ConfigError, match="not a journal of this version: remove the run directory to start over"):
+    with pytest.raises(ConfigError, match=r"not .*journal .*version: .*job\.run_dir"):
         run(config)
     assert journal.read_bytes() == b"something else"
 
@@ -438,7 +438,7 @@ def test_resume_detects_records_written_before_their_lines(tmp_path: Path, monke
         planted.setattr(journal_module.os, "ftruncate", lambda *_: None)
         with pytest.raises(Ended):
             run(config)
-    with pytest.raises(ConfigError, match=r"record 0 \(row \d+\) names bytes 0 to \d+ of rows\.part"):
+    with pytest.raises(ConfigError, match=r"record 0 \(row \d+\) .*bytes 0 .*\d+ .*rows\.part"):
         run(config)
 
 

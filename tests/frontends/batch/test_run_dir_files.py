@@ -196,7 +196,7 @@ def test_own_file_is_regular_with_one_link(tmp_path: Path, kind: str, use: Calla
     is_journal = "RowJournal" in str(use.__code__.co_names)  # type: ignore[attr-defined]  # a function
     path = tmp_path / ("journal" if is_journal else "a.partial")
     links(kind, path, tmp_path / "secret")
-    with pytest.raises(JobFileError, match=f"{path.name} {KINDS[kind]}, but files of a job"):
+    with pytest.raises(JobFileError, match=rf"{path.name} {KINDS[kind]}, but .*one link"):
         use(path)
     assert (tmp_path / "secret").read_bytes() == SECRET
     assert not (tmp_path / "absent").exists()
@@ -267,7 +267,7 @@ def test_damaged_manifest_is_rejected_with_reason(folder: Path, left: Path):
         path.write_bytes(damaged)
         if json_or_none(damaged) == json.loads(content):
             continue
-        with pytest.raises(ConfigError, match=r"manifest\.json .*: give another job\.run_dir, or remove this one"):
+        with pytest.raises(ConfigError, match=r"manifest\.json .*: give .*job\.run_dir, .*remove"):
             read_manifest(path)
         num_refused += 1
     assert num_refused > 300
@@ -329,7 +329,7 @@ def test_error_record_of_other_types_is_an_error(tmp_path: Path):
         *({"diagnosis": value} for value in ([], {"ranks": ["x"], "text": ""}, {"ranks": 1, "text": ""})),
     ):
         (tmp_path / "error.rank0.json").write_text(json.dumps({**good, **change}))
-        with pytest.raises(ValueError, match=r"error\.rank0\.json: not an error record"):
+        with pytest.raises(ValueError, match=r"error\.rank0\.json: not .*error record"):
             read_records(tmp_path)
 
 
@@ -338,7 +338,7 @@ def test_error_record_of_other_types_is_an_error(tmp_path: Path):
 def test_step_statistics_of_huge_numbers_are_damaged(left: Path, tmp_path: Path, digits: int):
     header, line, *_ = (left / "run" / "steps.csv").read_text().splitlines()
     (tmp_path / "steps.csv").write_text(f"{header}\n{'9' * digits}{line[line.index(',') :]}\n")
-    with pytest.raises(SpmdError, match=r"line 2 has step='9+', which is not a count: the file is damaged"):
+    with pytest.raises(SpmdError, match=r"line 2 .*step='9+', .*not .*count"):
         read_step_stats(tmp_path / "steps.csv")
 
 

@@ -283,7 +283,7 @@ def test_replay_detects_dropped_event_changed_id_wrong_digest(tmp_path: Path):
         replay_all(rewrite(tmp_path / "log", tmp_path / "a", drop_abort))
     with pytest.raises(ReplayDivergedError, match=r"step 7: (continuing|appended)_token_ids"):
         replay_all(rewrite(tmp_path / "log", tmp_path / "b", change_id))
-    with pytest.raises(ReplayDivergedError, match="step 7: the plans are equal but the digests are not: 0000"):
+    with pytest.raises(ReplayDivergedError, match=r"step 7: .*plans .*digests .*0000"):
         replay_all(rewrite(tmp_path / "log", tmp_path / "c", change_digest))
 
 
@@ -293,7 +293,7 @@ def test_missing_ids_are_reported_before_scheduling(tmp_path: Path):
     def lose_one(message: StepMessage) -> StepMessage:
         return replace(message, sampled_token_ids=message.sampled_token_ids[:-1]) if message.step == 9 else message
 
-    with pytest.raises(ReplayDivergedError, match=r"step 8 samples \d ids, but the log has \d"):
+    with pytest.raises(ReplayDivergedError, match=r"step 8 samples \d .*log .*\d"):
         replay_all(rewrite(tmp_path / "log", tmp_path / "short", lose_one))
 
 
@@ -301,14 +301,14 @@ def test_missing_message_is_error_and_not_divergence(tmp_path: Path):
     write_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
     payloads = list(log.messages())
-    with pytest.raises(ReplayError, match=r"message 6 of the log: .*where 6 comes next"):
+    with pytest.raises(ReplayError, match=r"message 6 .*: .*where 6 comes"):
         list(Replay(log.header, None).steps(payloads[:5] + payloads[6:]))
 
 
 def test_log_beginning_late_cannot_be_replayed(tmp_path: Path):
     write_log(tmp_path / "log")
     late = rewrite(tmp_path / "log", tmp_path / "late", lambda message: message if message.step >= 20 else None)
-    with pytest.raises(ReplayError, match="the log begins at step 20"):
+    with pytest.raises(ReplayError, match=r"log begins .*step 20\b"):
         replay_all(late)
 
 
@@ -333,7 +333,7 @@ def test_stop_strings_are_found_only_with_the_tokenizer(tmp_path: Path):
     run.close()
     assert isinstance(run.ended[0].sequences[0].stop_reason, str)
     log = read_step_log(tmp_path / "log")
-    with pytest.raises(ReplayError, match=r"request 0 has stop strings \['a', .* no longer has tokenizer.json"):
+    with pytest.raises(ReplayError, match=r"request 0 .*stop strings \['a', .*tokenizer\.json"):
         list(Replay(log.header, None).steps(log.messages()))
 
 

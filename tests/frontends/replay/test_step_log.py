@@ -122,10 +122,10 @@ def test_damaged_header_is_rejected_at_its_byte(tmp_path: Path):
 def test_empty_or_other_file_is_rejected(tmp_path: Path):
     path = tmp_path / "log"
     path.write_bytes(b"")
-    with pytest.raises(StepLogError, match="is empty: the run ended before"):
+    with pytest.raises(StepLogError, match=r"is empty: .*header"):
         read_step_log(path)
     path.write_bytes(b'{"custom_id": "row"}\n')
-    with pytest.raises(StepLogError, match="is not a step log"):
+    with pytest.raises(StepLogError, match=r"not .*step log"):
         read_step_log(path)
     with pytest.raises(FileNotFoundError):
         read_step_log(tmp_path / "absent")
@@ -168,7 +168,7 @@ def test_excessive_length_does_not_hide_good_frames(tmp_path: Path):
     whole[start + 4 : start + 8] = b"\xff\xff\xff\x7f"
     path = tmp_path / "damaged"
     path.write_bytes(whole)
-    with pytest.raises(StepLogError, match=f"damaged at byte {start}, after 2 messages"):
+    with pytest.raises(StepLogError, match=rf"damaged .*byte {start}, .*2 messages"):
         read_step_log(path)
 
 
@@ -233,7 +233,7 @@ def test_header_with_missing_or_mistyped_key_is_rejected(name: str):
 
 def test_unknown_keys_and_other_versions_are_rejected():
     value = header_to_json(HEADER)
-    with pytest.raises(StepLogError, match="header's shoe_size is missing, unknown"):
+    with pytest.raises(StepLogError, match=r"shoe_size .*missing, unknown"):
         header_from_json({**value, "shoe_size": 43})
     words = f"format version 2; this code reads version {FORMAT_VERSION}: replay the log with the version"
     with pytest.raises(StepLogError, match=words):

@@ -135,7 +135,7 @@ def test_index_cannot_name_file_outside_the_folder(tmp_path, file_name):
     save_single(tmp_path, {"a": tensor(1)})
     (tmp_path / "model.safetensors").rename(tmp_path / "x.safetensors")
     write_index(tmp_path, {"a": file_name})
-    with pytest.raises(CheckpointError, match="must be the plain name"):
+    with pytest.raises(CheckpointError, match=r"'a': .*must .*plain name"):
         Checkpoint.open(tmp_path)
 
 
@@ -161,7 +161,7 @@ def test_tensor_in_two_files_is_rejected(tmp_path):
     files = {"x.safetensors": {"a": tensor(1)}, "y.safetensors": {"a": tensor(1), "b": tensor(1)}}
     save_indexed(tmp_path, files)
     write_index(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"})
-    with pytest.raises(CheckpointError, match=r"y\.safetensors: tensor 'a' .* the index says x"):
+    with pytest.raises(CheckpointError, match=r"^y\.safetensors: .*'a' .*index says x\.safetensors"):
         Checkpoint.open(tmp_path)
 
 
@@ -170,9 +170,7 @@ def test_two_tensors_of_one_name_are_rejected(tmp_path):
     files = {"a.gamma": tensor(2, seed=1), "a.weight": tensor(2, seed=2), "b.gamma": tensor(2)}
     with Checkpoint.open(save_single(tmp_path, files)) as checkpoint:
         checkpoint.rename(lambda name, shape: {name.replace("b.gamma", "b.weight"): None})
-        with pytest.raises(
-            CheckpointError, match=r"tensors 'a\.gamma' and 'a\.weight' are the same weight of the model"
-        ):
+        with pytest.raises(CheckpointError, match=r"'a\.gamma' and 'a\.weight' .*same weight"):
             checkpoint.rename(lambda name, shape: {name.replace("gamma", "weight"): None})
         assert checkpoint.names() == ["a.gamma", "a.weight", "b.weight"]
         assert checkpoint.stored_name("b.weight") == "b.gamma"
@@ -191,7 +189,7 @@ def test_tensor_also_inside_another_is_rejected(tmp_path):
 
     with (
         Checkpoint.open(save_single(tmp_path, files)) as checkpoint,
-        pytest.raises(CheckpointError, match=r"tensors 'experts' and 'experts\.1' are the same weight of the model"),
+        pytest.raises(CheckpointError, match=r"'experts' and 'experts\.1' .*same "),
     ):
         checkpoint.rename(parts)
 
@@ -201,7 +199,7 @@ def test_duplicate_name_in_index_is_rejected(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "x.safetensors")
     text = '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}'
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match="the index is not strict JSON: the key 'a' appears twice"):
+    with pytest.raises(CheckpointError, match=r"index\.json: .*strict JSON: .*'a' .*twice"):
         Checkpoint.open(tmp_path)
 
 
@@ -253,7 +251,7 @@ def test_shrunk_file_is_an_error_and_no_signal(tmp_path):
     checkpoint = Checkpoint.open(tmp_path)
     checkpoint.read("a", ((0, 1024),))
     os.truncate(path, path.stat().st_size - 100)
-    with pytest.raises(CheckpointError, match="the file ends at"):
+    with pytest.raises(CheckpointError, match=r"'b': .*file ends at \d+,"):
         checkpoint.read("b", ((0, 1024),))
     checkpoint.close()
     with pytest.raises(CheckpointError, match="bytes now"):

@@ -177,7 +177,7 @@ def test_ascending_order_is_optional(tmp_path: Path):
 
 def test_plain_and_quantised_weight_are_rejected_together(tmp_path: Path):
     parts, _ = FORMATS["gptq"].pack(matrix())
-    with pytest.raises(CheckpointError, match=r"up_proj\.qweight' and '.*up_proj\.weight' are the same weight"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.qweight' and '.*up_proj\.weight' .*same weight"):
         opened(tmp_path, FORMATS["gptq"], {**named(parts), NAME: matrix()})
 
 
@@ -242,7 +242,7 @@ def test_invalid_groups_are_rejected_when_read(tmp_path: Path):
     parts[".g_idx"][5] = 6
     checkpoint = opened(tmp_path, FORMATS["gptq_order"], named(parts))
     checkpoint.read(NAME, ((0, ROWS), (6, COLUMNS)))
-    with pytest.raises(CheckpointError, match=r"up_proj\.g_idx: has groups outside 0 to 5"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.g_idx: .*groups outside 0 to 5$"):
         checkpoint.read(NAME, WHOLE)
 
 

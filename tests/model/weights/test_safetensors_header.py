@@ -251,7 +251,7 @@ def test_duplicate_names_of_a_header_are_dropped(tmp_path):
     length = int.from_bytes(content[:8], "little")
     header = twice(content[8 : 8 + length])
     (tmp_path / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
-    with pytest.raises(CheckpointError, match="the key 'a' appears twice in one object"):
+    with pytest.raises(CheckpointError, match=r"key 'a' .*twice .*object"):
         read_header(tmp_path / SINGLE_FILE)
     assert tensor_names(tmp_path) == ()
 
@@ -281,5 +281,5 @@ def test_duplicate_keys_of_a_file_are_rejected(tmp_path, name, error):
     start = text.index("{")
     key, value = next(iter(json.JSONDecoder().raw_decode(text, start)[0].items()))
     path.write_text(text[: start + 1] + f"{json.dumps(key)}: {json.dumps(value)}, " + text[start + 1 :])
-    with pytest.raises(error, match=f"the key '{key}' appears twice in one object"):
+    with pytest.raises(error, match=rf"key '{key}' .*twice .*object"):
         LLM(folder, device="cpu")

@@ -82,7 +82,7 @@ def test_nonfinite_element_is_named_for_every_source(bring: Bring, tmp_path: Pat
     tensors = tensors_of(model)
     tensors[DOWN][3, 5] = -torch.inf
     folder = written(tmp_path / "bad", tensors)
-    with pytest.raises(CheckpointError, match=re.escape("has -inf at [3, 5], which is not finite in torch.float32")):
+    with pytest.raises(CheckpointError, match=r" -inf at \[3, 5\], .*finite .*torch\.float32"):
         bring(model, folder)
     assert torch.isfinite(tensors_of(model)[DOWN]).all(), "the weight is as it was"
     if bring in (start, reload):
@@ -147,5 +147,5 @@ def test_optional_prefix_may_be_omitted_per_name(tmp_path: Path):
     assert loaded.load_weights(some.items()) == set(loaded.weights.shapes)
     assert all(map(torch.equal, filled.parameters(), loaded.parameters()))
     both = written(tmp_path / "both", {**tensors, "wpe.weight": tensors["transformer.wpe.weight"].clone()})
-    with pytest.raises(CheckpointError, match=r"'transformer\.wpe\.weight' and 'wpe\.weight' are the same weight"):
+    with pytest.raises(CheckpointError, match=r"'transformer\.wpe\.weight' and 'wpe\.weight' .*same weight"):
         filled.weights.open(both).__enter__()

@@ -232,10 +232,10 @@ def test_inexact_schema_is_rejected_with_reason(name: str) -> None:
 @pytest.mark.finding(number="D17")
 @pytest.mark.parametrize("grammar", ['start: start "a"', "start: a\na: b\nb: a"])
 def test_endless_grammar_is_rejected_with_reason(grammar: str) -> None:
-    with pytest.raises(GrammarError, match="refers back to itself without end") as refused:
+    with pytest.raises(GrammarError, match=r"^grammar: .*refers .*itself") as refused:
         compiler().check(StructuredOutputsParams(grammar=grammar))
     assert "NoExtension" not in str(refused.value)
-    with pytest.raises(GrammarError, match="refers back to itself without end"):
+    with pytest.raises(GrammarError, match=r"^json: .*refers .*itself"):
         compiler().check(StructuredOutputsParams(json={"$ref": "#"}))
 
 
@@ -276,7 +276,7 @@ def test_too_deeply_nested_schema_is_rejected() -> None:
 
 
 def test_lone_surrogate_in_schema_is_rejected() -> None:
-    with pytest.raises(ValueError, match="json contains a lone surrogate"):
+    with pytest.raises(ValueError, match=r"^json contains .*surrogate"):
         StructuredOutputsParams(json='{"const": "\\ud83d"}')
 
 

@@ -216,7 +216,7 @@ def test_best_of_below_n_is_rejected():
     # Constant columns (16): n is 3, best_of is there (a flag of 1) and 5, zig-zag.
     bad = good.replace(bytes([16, 6, 16, 2, 16, 10]), bytes([16, 6, 16, 2, 16, 4]))
     assert bad != good
-    with pytest.raises(MessageError, match="best_of=2 must be at least n=3"):
+    with pytest.raises(MessageError, match=r"best_of=2 must .*least n=3:"):
         decode_message(refit(bad))
 
 
@@ -264,7 +264,7 @@ def test_trailing_bytes_are_rejected():
 
 def test_other_layout_version_is_rejected_by_name():
     data = encode_message(FULL_MESSAGE)
-    with pytest.raises(MessageError, match=f"layout version {VERSION + 1}, this code reads version {VERSION}"):
+    with pytest.raises(MessageError, match=rf"version {VERSION + 1}, .*reads version {VERSION}$"):
         decode_message(refit(bytes([VERSION + 1]) + data[1:]))
 
 
@@ -274,7 +274,7 @@ def test_unknown_flags_and_missing_mask_checksums_are_rejected():
         with pytest.raises(MessageError, match=words):
             decode_message(refit(data[:1] + bytes([flags]) + data[2:]))
     # Version, flags, step, layout, no digest, no ids, no numbers of ids; then no checksums.
-    with pytest.raises(MessageError, match="checksums of masks are announced and missing"):
+    with pytest.raises(MessageError, match=r"checksums .*announced .*missing"):
         decode_message(refit(data[:1] + b"\x02" + data[2:10] + b"\0" + data[10:]))
 
 
@@ -282,7 +282,7 @@ def test_records_with_other_fields_are_rejected():
     data = encode_message(FULL_MESSAGE)
     for place in range(3, 7):
         other = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-        with pytest.raises(MessageError, match="records have other fields"):
+        with pytest.raises(MessageError, match=r"records .*other fields"):
             decode_message(refit(other))
 
 
@@ -393,7 +393,7 @@ def test_fork_continues_from_ids_of_one_row():
 
 
 def test_message_and_plan_must_be_of_one_step():
-    with pytest.raises(AssertionError, match="message of step 3 carries the plan of step 9"):
+    with pytest.raises(AssertionError, match=r"step 3 carries .*step 9$"):
         StepMessage(3, (), FULL_PLAN, (), b"")
 
 
@@ -409,7 +409,7 @@ def test_dropped_message_is_detected_at_next_one():
     coded = coded_run(4)
     decoder = Decoder()
     decoder.decode(coded[0])
-    with pytest.raises(MessageError, match="message of step 3 where 2 comes next"):
+    with pytest.raises(MessageError, match="step 3 where 2 comes"):
         decoder.decode(coded[2])
 
 
@@ -418,7 +418,7 @@ def test_repeated_message_is_detected():
     decoder = Decoder()
     decoder.decode(coded[0])
     decoder.decode(coded[1])
-    with pytest.raises(MessageError, match="message of step 2 where 3 comes next"):
+    with pytest.raises(MessageError, match="step 2 where 3 comes"):
         decoder.decode(coded[1])
 
 
@@ -428,12 +428,12 @@ def test_message_of_another_run_is_detected():
     others = [other.encode(other_run.next_message()) for _ in range(2)]
     decoder = Decoder()
     decoder.decode(coded[0])
-    with pytest.raises(MessageError, match="coded against another message of step 1"):
+    with pytest.raises(MessageError, match=r"step 2 .*another .*step 1$"):
         decoder.decode(others[1])
 
 
 def test_continuing_message_is_not_read_alone():
-    with pytest.raises(MessageError, match="coded against step 1, which was not read"):
+    with pytest.raises(MessageError, match=r"against step 1, .*not "):
         decode_message(coded_run(2)[1])
 
 

@@ -182,12 +182,12 @@ def test_type_without_encoding_is_rejected_by_name(hint):
 
 
 def test_list_of_possibly_empty_records_is_rejected():
-    with pytest.raises(AssertionError, match="any number of entries in no bytes"):
+    with pytest.raises(AssertionError, match=r"Empty\(\) .*no bytes"):
         codec_of(tuple[Empty, ...])
 
 
 def test_value_outside_union_is_rejected():
-    with pytest.raises(MessageError, match="Tree has no encoding: supported are Leaf, Empty"):
+    with pytest.raises(MessageError, match=r"^Tree .*: .*Leaf, Empty$"):
         written(codec_of(Leaf | Empty), [Tree(leaves=())])
 
 

@@ -75,9 +75,9 @@ def test_single_rank_transfer_counts_at_once():
 def test_finishing_a_transfer_twice_is_an_assertion_error():
     book = TransferBook(3)
     book.add(1, (7,))
-    with pytest.raises(AssertionError, match="rank 1 finished transfer 7 twice"):
+    with pytest.raises(AssertionError, match=r"rank 1 .*transfer 7 twice"):
         book.add(1, (7,))
-    with pytest.raises(AssertionError, match="rank 2 finished transfer 8 twice"):
+    with pytest.raises(AssertionError, match=r"rank 2 .*transfer 8 twice"):
         book.add(2, (8, 8))
 
 

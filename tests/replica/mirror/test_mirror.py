@@ -168,10 +168,10 @@ def test_sample_count_follows_running_sequences():
     assert row.num_samples == 3
     mirror.apply(plan(2, delta(3, SequenceDataDelta(2, (60,), 0, (0, 4), 4, 1, 1))))
     assert mirror_state(mirror)[(3, 2)] == ((60,), (0, 4), 5)
-    with pytest.raises(MirrorError, match="sample 3: field sample_index is 3, the mirror expects from 0 to 2"):
+    with pytest.raises(MirrorError, match=r"sample 3: .*sample_index is 3, .* 0 to 2$"):
         mirror.apply(plan(3, delta(3, SequenceDataDelta(3, (61,), 0, (0, 5), 4, 1, 1))))
     four = SequenceGroupMetadata(dataclasses.replace(ranked, request_id=4), (SequenceData(0, (), (1,), 0, 4, 4),))
-    with pytest.raises(MirrorError, match="field num_samples is 4, the mirror expects from 0 to 3"):
+    with pytest.raises(MirrorError, match=r"num_samples is 4, .* 0 to 3$"):
         mirror.apply(plan(3, four))
 
 
@@ -399,12 +399,12 @@ def test_fault_at_end_of_plan_changes_nothing(mirror, name):
 
 def test_first_plan_is_checked_too():
     mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
-    with pytest.raises(MirrorError, match="does not hold the request"):
+    with pytest.raises(MirrorError, match=r"^step 7, .*request_id .*not hold"):
         mirror.apply(plan(7, delta(1, NEXT_OF_1)))
     mirror.apply(prompt_step())
 
 
 def test_finished_request_is_unknown_afterwards(mirror):
     mirror.apply(plan(8, finished_request_ids=(1,)))
-    with pytest.raises(MirrorError, match="does not hold the request"):
+    with pytest.raises(MirrorError, match=r"^step 9, .*request_id .*not hold"):
         mirror.apply(plan(9, delta(1, NEXT_OF_1)))

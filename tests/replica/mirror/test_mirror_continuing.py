@@ -224,7 +224,7 @@ def test_block_is_required_with_first_token_needing_it(mirror):
     for number in range(3):
         mirror.apply(steady(8 + number, (KEY_OF_1, 50)))
     before = frozen(mirror)
-    with pytest.raises(MirrorError, match="without a block for token 8"):
+    with pytest.raises(MirrorError, match=r"without .*block .*token 8,"):
         mirror.apply(steady(11, (KEY_OF_1, 50)))
     assert frozen(mirror) == before
     mirror.apply(steady(11, (KEY_OF_1, 50), blocks=[(0, 9)]))
@@ -292,9 +292,9 @@ def test_inconsistent_id_counts_are_rejected(mirror, bad, problem):
 def test_sequence_without_id_may_copy_its_last_block(mirror):
     """A delta that begins one token back, which nobody else may do."""
     repeats = delta(1, SequenceDataDelta(0, (), 1, (8,), 4, 1, 1))
-    with pytest.raises(MirrorError, match="num_computed_tokens is 3, the mirror expects 5"):
+    with pytest.raises(MirrorError, match=r"num_computed_tokens is 3, .*expects 5$"):
         mirror.apply(plan(8, delta(1, SequenceDataDelta(0, (), 0, (8, 9), 3, 2, 1))))
-    with pytest.raises(MirrorError, match="num_computed_tokens is 4, the mirror expects 5"):
+    with pytest.raises(MirrorError, match=r"num_computed_tokens is 4, .*expects 5$"):
         mirror.apply(plan(8, delta(1, SequenceDataDelta(0, (1,), 1, (8,), 4, 2, 1))))
     (row,) = mirror.apply(plan(8, repeats))
     assert (row.num_scheduled_tokens, row.sequence.num_computed_tokens) == (1, 4)

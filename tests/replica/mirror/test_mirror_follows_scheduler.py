@@ -61,7 +61,7 @@ def test_lost_message_is_noticed_at_next_one(num_steps):
     before = copy.deepcopy(history.mirror)
     history.step(())
     history.mirror = before
-    with pytest.raises(MirrorError, match=f"field step is {num_steps + 2}, the mirror expects {num_steps + 1}"):
+    with pytest.raises(MirrorError, match=rf"step is {num_steps + 2}, .*expects {num_steps + 1}$"):
         history.step(())
 
 

@@ -214,7 +214,7 @@ def test_property_detects_starving_scheduler(monkeypatch: pytest.MonkeyPatch):
     )
     run = Run(num_blocks=MAX_MODEL_LEN // 4, watermark=1, max_model_len=MAX_MODEL_LEN)
     run.admit(MAX_MODEL_LEN - 1)
-    with pytest.raises(AssertionError, match="computes nothing though requests wait"):
+    with pytest.raises(AssertionError, match=r"computes nothing .*wait"):
         run.finish()
 
 

@@ -225,11 +225,11 @@ def test_late_id_reaches_its_own_position():
 def test_plan_ahead_needs_sample_of_previous_step():
     mirror = mirrored()
     mirror.apply(StepPlan(2))
-    with pytest.raises(MirrorError, match="ahead of its id, the mirror expects one that the step before samples"):
+    with pytest.raises(MirrorError, match=r"continuing .*ahead .*samples"):
         mirror.apply(ahead(3))
-    with pytest.raises(MirrorError, match="field num_ahead is 2, the mirror expects from 0 to 1"):
+    with pytest.raises(MirrorError, match=r"num_ahead is 2, .* 0 to 1,"):
         mirror.apply(StepPlan(3, num_tokens=1, continuing=ahead(3).continuing, num_ahead=2))
-    with pytest.raises(MirrorError, match="is 1 ids, the mirror expects 0"):
+    with pytest.raises(MirrorError, match=r"continuing_token_ids is 1 ids, .*expects 0 "):
         mirrored().apply(
             StepPlan(2, num_tokens=1, continuing=ahead(2).continuing, continuing_token_ids=(7,), num_ahead=1)
         )

@@ -174,10 +174,10 @@ def test_text_of_any_kind_equals_plain_text(value: str):
 def test_configured_number_fits_64_bits():
     """One of thousands of digits was Python's own error, without a key."""
     for number in (10**5000, 2**64, -(2**63) - 1, Numbers.HUGE):
-        with pytest.raises(ConfigError, match=r"^seed=.* must fit 64 bits"):
+        with pytest.raises(ConfigError, match=r"^seed=.* must .*64 bits"):
             RunConfig(seed=number)
     assert RunConfig(seed=2**64 - 1).seed == 2**64 - 1
-    with pytest.raises(ConfigError, match=r"^seed: a number of 5000 digits"):
+    with pytest.raises(ConfigError, match=r"^seed: .*5000 digits"):
         compose_run(REPOSITORY / "conf", [f"seed={'9' * 5000}"])
 
 

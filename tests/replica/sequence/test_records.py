@@ -26,13 +26,13 @@ def coded(event: Event) -> Event:
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_event_of_another_type_is_rejected_at_construction(value: object):
     for event in (Abort, SetWeightVersion):
-        with pytest.raises(TypeError, match=rf" is a {type(value).__name__}: give a whole number"):
+        with pytest.raises(TypeError, match=rf" is a {type(value).__name__}: give a whole "):
             event(value)
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**70])
 def test_number_beyond_64_bits_is_rejected_at_construction(number: int):
-    with pytest.raises(ValueError, match=f"version={number} must fit 64 bits"):
+    with pytest.raises(ValueError, match=rf"version={number} must .*64 bits"):
         SetWeightVersion(number)
     with pytest.raises(ValueError, match=f"request_id={number} must fit 64 bits"):
         Abort(RequestId(number))
@@ -73,7 +73,7 @@ def test_invalid_prompt_makes_no_request(values: object, error: type[Exception],
 
 
 def test_request_needs_sampling_params():
-    with pytest.raises(TypeError, match="sampling is a dict: give SamplingParams"):
+    with pytest.raises(TypeError, match=r"^sampling .*dict: .*SamplingParams"):
         Request(RequestId(0), (1,), {"temperature": 0}, 0)
 
 

@@ -77,7 +77,7 @@ def test_invalid_best_of_is_rejected_with_way_out(given: dict[str, object], mess
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_best_of_below_one_is_below_every_n(value: int):
-    with pytest.raises(ValueError, match=f"best_of={value} must be at least n=1"):
+    with pytest.raises(ValueError, match=rf"best_of={value} must .*least n=1:"):
         SamplingParams(best_of=value)
 
 
@@ -124,7 +124,7 @@ def test_request_freezes_a_copy_of_its_parameters():
     request = Request(0, (1,), params, 0)
     params.max_tokens = 4
     assert request.sampling == SamplingParams(max_tokens=3)
-    with pytest.raises(dataclasses.FrozenInstanceError, match="max_tokens=5: these parameters belong to a request"):
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"max_tokens=5: .*belong .*request"):
         request.sampling.max_tokens = 5
     assert request.sampling.frozen() is request.sampling
     changeable = request.sampling.clone()
@@ -193,7 +193,7 @@ def test_foreign_output_kind_is_matched_by_name():
     theirs = enum.Enum("RequestOutputKind", {"CUMULATIVE": "a", "DELTA": "b", "FINAL_ONLY": "c"})
     assert SamplingParams(output_kind=theirs.DELTA).output_kind is RequestOutputKind.DELTA
     for wrong in (3, True, "DELTA", None):
-        with pytest.raises(ValueError, match="must be a RequestOutputKind: CUMULATIVE, DELTA, FINAL_ONLY"):
+        with pytest.raises(ValueError, match=rf"^output_kind={wrong!r} must .*CUMULATIVE, DELTA"):
             SamplingParams(output_kind=wrong)
 
 

@@ -81,7 +81,7 @@ def test_parameters_accept_records_mappings_and_other_libraries_objects():
         older = SamplingParams(guided_decoding=given)
         assert (older.structured_outputs, older.guided_decoding) == (form, None)
         assert older == SamplingParams(structured_outputs=form)
-    with pytest.raises(ValueError, match="structured_outputs=3 must have one of json"):
+    with pytest.raises(ValueError, match=r"^structured_outputs=3 must .*of json"):
         SamplingParams(structured_outputs=3)
 
 
@@ -90,7 +90,7 @@ def test_assigned_guided_decoding_counts_when_request_is_made():
     params.guided_decoding = {"regex": "a"}
     assert params.frozen().structured_outputs == StructuredOutputsParams(regex="a")
     params.guided_decoding = {"regex": "b"}
-    with pytest.raises(ValueError, match="structured_outputs and guided_decoding, its older name, differ"):
+    with pytest.raises(ValueError, match=r"^structured_outputs and guided_decoding, .*differ"):
         params.frozen()
 
 

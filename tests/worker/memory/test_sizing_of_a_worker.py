@@ -165,5 +165,5 @@ def test_co_tenant_without_free_memory_is_rejected(new_worker: Callable[..., Wor
     worker = new_worker(gpu_memory_utilization=0.1)
     num_blocks, num_host_blocks = worker.determine_num_available_blocks()
     assert num_blocks == 0
-    with pytest.raises(ConfigError, match=r"memory holds 0 cache blocks.*raise cache.gpu_memory_utilization"):
+    with pytest.raises(ConfigError, match=r" 0 cache blocks.*cache\.gpu_memory_utilization"):
         worker.initialize_cache(num_blocks, num_host_blocks)
