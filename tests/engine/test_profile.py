@@ -51,11 +51,11 @@ def test_trace_covers_steps_between_start_and_stop(llm: LLM, tmp_path: Path):
 
 
 def test_profile_rejects_unmatched_start_and_stop(llm: LLM, tmp_path: Path):
-    undone = r"^worker event '{}' was undone on every rank: rank 0: RuntimeError: {}"
-    with pytest.raises(WorkerEventError, match=undone.format("stop_profile", "no profile is running")):
+    undone = r"'{}' .*undone .*RuntimeError: {}"
+    with pytest.raises(WorkerEventError, match=undone.format("stop_profile", "no profile")):
         llm.stop_profile()
     llm.start_profile(tmp_path)
-    with pytest.raises(WorkerEventError, match=undone.format("start_profile", "a profile is running already")):
+    with pytest.raises(WorkerEventError, match=undone.format("start_profile", "a profile .*already")):
         llm.start_profile(tmp_path / "other")
     assert llm.generate(["copy q ="], SHORT, use_tqdm=False)[0].outputs[0].text.strip() == "q"
     assert llm.stop_profile() == [str(tmp_path / "trace.rank0.json")]

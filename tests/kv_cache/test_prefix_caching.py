@@ -314,5 +314,5 @@ def test_content_check_detects_a_wrong_prefix_hit(control):
     index = simulation.manager._pool._index
     index[names(TOKENS)[0]] = simulation.sequences["b"].table.block_ids[0]
     simulation.start_from_cache("c", TOKENS[:4])
-    with control("sequence c reads another's tokens"):
+    with control("sequence c reads another's"):
         simulation.run_step()

@@ -110,9 +110,7 @@ def test_damaged_header_is_rejected_at_its_byte(tmp_path: Path):
     path = tmp_path / "log"
     for end in range(1, first_message):
         path.write_bytes(whole[:end])
-        with pytest.raises(
-            StepLogError, match="not a step log" if end < 8 else "header at byte 8 is damaged or truncated"
-        ):
+        with pytest.raises(StepLogError, match="not a step log" if end < 8 else r"header .*byte 8 .*damaged"):
             read_step_log(path)
     path.write_bytes(whole[:30] + bytes([whole[30] ^ 1]) + whole[31:])
     with pytest.raises(StepLogError, match="header at byte 8"):

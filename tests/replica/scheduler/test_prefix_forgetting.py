@@ -156,7 +156,7 @@ def test_contents_check_detects_found_old_weights(monkeypatch: pytest.MonkeyPatc
     run = asked_once(tokens(1, 13))
     run.set_weight_version(1)
     run.admit(0, tokens(1, 13), max_tokens=1)
-    with control("found, but forgotten before"):
+    with control("found, but forgotten"):
         run.step()
 
 
