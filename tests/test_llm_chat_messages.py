@@ -98,17 +98,17 @@ def test_free_choice_changes_no_answer(llm: LLM):
 def test_invalid_tool_choice_is_rejected(llm: LLM):
     form = StructuredOutputsParams(regex="a")
     for given, params, words in (
-        ({"tools": TOOLS, "tool_choice": "always"}, DRAWN, "tool_choice='always' is not supported: use 'auto'"),
+        ({"tools": TOOLS, "tool_choice": "always"}, DRAWN, r"tool_choice='always' .*'auto'"),
         ({"tool_choice": "required"}, DRAWN, "tool_choice='required' needs tools"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
             DRAWN,
-            "tool_choice names 'sub', which is not in tools: add, stop",
+            r"tool_choice names 'sub', .*: add, stop",
         ),
         (
             {"tools": TOOLS, "tool_choice": "required"},
             replace(DRAWN, structured_outputs=form),
-            "structured_outputs and tool_choice both constrain the answer",
+            r"structured_outputs and tool_choice .*constrain",
         ),
         (
             {"tools": TOOLS, "tool_choice": "required", "tool_call_format": "none"},
@@ -118,7 +118,7 @@ def test_invalid_tool_choice_is_rejected(llm: LLM):
         (
             {"tools": TOOLS, "tool_choice": "auto", "chat_template": "{{ messages[0].content }}"},
             DRAWN,
-            "the model's chat template does not read tools",
+            r"template .*not .*tools",
         ),
     ):
         with pytest.raises(ValueError, match=words):

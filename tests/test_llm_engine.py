@@ -75,9 +75,9 @@ def test_a_request_is_aborted_by_its_name(engine: LLMEngine):
     ("arguments", "kind", "words"),
     [
         ({"request_id": 3}, TypeError, "request_id=3 is a int: give text"),
-        ({"params": {}}, TypeError, "sampling is a dict: give SamplingParams"),
+        ({"params": {}}, TypeError, r"^sampling .*dict: .*SamplingParams"),
         ({"prompt": {"prompt": "a", "multi_modal_data": 1}}, ValueError, "a prompt has no key multi_modal_data"),
-        ({"prompt": []}, ValueError, "the prompt has no tokens"),
+        ({"prompt": []}, ValueError, r"prompt .*no tokens"),
         ({"prompt": "hello " * 999}, ValueError, "but max_model_len is"),
         ({"lora_request": "x"}, ValueError, "lora_request=x"),
         ({"priority": 1}, ValueError, "^priority "),

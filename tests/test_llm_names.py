@@ -74,8 +74,8 @@ def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
         ({"priority": [1, 0, 0, 0, 0]}, "^priority is rejected"),
         ({"tokenization_kwargs": {"a": 1}}, "tokenization_kwargs={'a': 1}"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs={'a': 1}"),
-        ({"priority": [0]}, r"priority=\[0\] must be a number, or a list of 5, one for each prompt"),
-        ({"priority": True}, "priority=True must be a number"),
+        ({"priority": [0]}, r"priority=\[0\] must .*of 5\b"),
+        ({"priority": True}, r"priority=True must .*of 5\b"),
         ({"priority": 3}, "^priority is rejected"),
     ],
 )
@@ -345,7 +345,7 @@ def test_non_text_message_is_an_error(text_llm: LLM, message: Any, words: str):
     ("options", "words"),
     [
         ({"continue_final_message": True}, "pass add_generation_prompt=False with it"),
-        ({"chat_template_content_format": "list"}, "chat_template_content_format='list' must be one of auto, string"),
+        ({"chat_template_content_format": "list"}, r"chat_template_content_format='list' must .*auto"),
         ({"lora_request": "an adapter"}, "lora_request=an adapter"),
     ],
 )

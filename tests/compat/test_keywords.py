@@ -225,21 +225,21 @@ def test_renamed_keyword_overrides_default_of_our_name():
         made = run_config({**arguments, "expert_placement_strategy": "round_robin"})
         assert made.parallel.expert_placement == "round_robin"
         assert run_config({**arguments, "num_gpu_blocks_override": 9}).cache.num_blocks == 9
-    words = "expert_placement_strategy='linear' and expert_placement='round_robin' are one setting here"
+    words = r"expert_placement_strategy='linear' and expert_placement='round_robin' .*one"
     with pytest.raises(ConfigError, match=words):
         config(expert_placement="round_robin", expert_placement_strategy="linear", enable_expert_parallel=True)
 
 
 def test_invalid_keyword_value_has_the_command_line_message():
     for given, words in (
-        ({"distributed_executor_backend": "ray"}, "executor.backend=ray is not one of auto"),
-        ({"dtype": torch.int8}, "model.dtype=int8 is not one of auto"),
-        ({"generation_config": "folder"}, "generation_config='folder' must be auto"),
+        ({"distributed_executor_backend": "ray"}, r"executor\.backend=ray .*not .*auto"),
+        ({"dtype": torch.int8}, r"model\.dtype=int8 .*not .*auto"),
+        ({"generation_config": "folder"}, r"generation_config='folder' must .*auto"),
         (
             {"override_generation_config": {"eos_token_id": 3}},
-            "override_generation_config has the unsupported key 'eos_token_id'",
+            r"override_generation_config .*unsupported key 'eos_token_id'",
         ),
-        ({"num_blocks": 3, "num_gpu_blocks_override": 4}, "num_gpu_blocks_override=4 and num_blocks=3 are one setting"),
+        ({"num_blocks": 3, "num_gpu_blocks_override": 4}, r"num_gpu_blocks_override=4 and num_blocks=3 .*one setting"),
     ):
         with pytest.raises(ConfigError, match=words):
             config(**given)

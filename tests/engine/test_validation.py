@@ -22,12 +22,12 @@ LIMITS = RequestLimits(vocab_size=10, max_model_len=4, has_tokenizer=False)
     ("prompt", "sampling", "code", "words"),
     [
         ((), {}, "empty_prompt", "has no tokens"),
-        ((1, 10), {}, "token_out_of_vocabulary", "token id 10 is outside the vocabulary of 10 tokens"),
-        ((1, -1, 10), {}, "token_out_of_vocabulary", "token id -1 is outside"),
-        ((10**5000,), {}, "token_out_of_vocabulary", "token id of more than 64 bits is outside"),
+        ((1, 10), {}, "token_out_of_vocabulary", r"^token id 10 .*10 tokens"),
+        ((1, -1, 10), {}, "token_out_of_vocabulary", r"^token id -1 .*outside"),
+        ((10**5000,), {}, "token_out_of_vocabulary", r"^token id .*64 bits"),
         ((1, 2, 3, 4), {}, "prompt_too_long", "has 4 tokens but model.max_model_len is 4"),
         ((1,), {"stop": "x"}, "tokenizer_missing", "use stop_token_ids"),
-        ((1,), {"stop_token_ids": [10]}, "token_out_of_vocabulary", "stop_token_ids: token id 10 is outside"),
+        ((1,), {"stop_token_ids": [10]}, "token_out_of_vocabulary", r"stop_token_ids: .*id 10 .*outside"),
     ],
 )
 def test_invalid_request_has_code_and_remedy(prompt, sampling, code, words):

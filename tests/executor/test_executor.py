@@ -128,12 +128,12 @@ def test_non_blocking_call_returns_completed_futures(executor: UniProcExecutor):
 @pytest.mark.parametrize(
     ("timeout", "error", "words"),
     [
-        (math.inf, ValueError, "timeout=inf must be from 0 to 9.22337e\\+09 seconds: leave it out for no limit"),
-        (math.nan, ValueError, "timeout=nan must be"),
+        (math.inf, ValueError, r"^timeout=inf must .*9\.22337e\+09"),
+        (math.nan, ValueError, r"^timeout=nan must "),
         (-1, ValueError, "timeout=-1 must be"),
         (1e300, ValueError, "timeout=1e\\+300 must be"),
         (10**400, ValueError, "timeout=1000"),
-        (True, TypeError, "timeout is a bool: give seconds, or leave it out for no limit"),
+        (True, TypeError, r"^timeout is .*bool"),
         ("1", TypeError, "timeout is a str"),
         (torch.tensor(1.0), TypeError, "timeout is a Tensor"),
     ],

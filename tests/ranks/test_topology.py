@@ -165,10 +165,10 @@ def test_stage_is_a_run_of_layers_with_ends():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (RankLayout(1, 11), "parallel.pipeline_parallel_size=11 is more than the model's 10 layers"),
+        (RankLayout(1, 11), r"^parallel\.pipeline_parallel_size=11 .*more .*10 layers"),
         (RankLayout(1, 2, 1, (10,)), r"\[10\] has 1 stages but parallel.pipeline_parallel_size is 2"),
-        (RankLayout(1, 2, 1, (5, 6)), r"\[5,6\] makes 11 layers and the model has 10.* such as \[5,5\]"),
-        (RankLayout(1, 2, 1, (10, 0)), r"\[10,0\] makes 10 layers.*each stage takes one at least"),
+        (RankLayout(1, 2, 1, (5, 6)), r"\[5,6\] makes 11 layers .*10, .*\[5,5\]"),
+        (RankLayout(1, 2, 1, (10, 0)), r"\[10,0\] makes 10 layers.*each"),
     ],
 )
 def test_invalid_stages_error_suggests_a_valid_cut(layout: RankLayout, message: str):

@@ -134,16 +134,16 @@ def test_beams_may_fill_max_model_len(llm: LLM):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"beam_width": 0}, "beam_width=0 must be a whole number, 1 or more"),
-        ({"beam_width": 33}, "beam_width=33 must be at most 32"),
-        ({"max_tokens": 1.5}, "max_tokens=1.5 must be a whole number, 1 or more"),
+        ({"beam_width": 0}, r"beam_width=0 must .*1 or more"),
+        ({"beam_width": 33}, r"beam_width=33 must .*most 32"),
+        ({"max_tokens": 1.5}, r"max_tokens=1\.5 must .*1 or more"),
         (
             {"structured_outputs": {"regex": "a"}},
-            "structured_outputs={'regex': 'a'} is rejected: beams are not constrained",
+            r"structured_outputs=\{'regex': 'a'\} .*rejected",
         ),
-        ({"watermarking": True}, "watermarking=True is rejected: answers are not watermarked"),
-        ({"skip_special_tokens": 1}, "skip_special_tokens=1 must be true or false"),
-        ({"temperature": 0.7}, "temperature=0.7 must be 0: beams are not sampled"),
+        ({"watermarking": True}, r"watermarking=True .*rejected"),
+        ({"skip_special_tokens": 1}, r"skip_special_tokens=1 must .*true"),
+        ({"temperature": 0.7}, r"temperature=0\.7 must be 0: "),
     ],
 )
 def test_parameters_that_cannot_be_are_named(given: dict[str, object], words: str):

@@ -88,9 +88,9 @@ def test_completions_that_are_no_list_are_named(llm: LLM):
 @pytest.mark.parametrize(
     ("pair", "words"),
     [
-        ((torch.zeros(1), torch.zeros(1)), "the name of a weight is a Tensor: give pairs of a name, as text, and"),
-        ((7, torch.zeros(1)), "the name of a weight is a int: give pairs of a name, as text, and a tensor"),
-        ((fuzzed_calls.WEIGHTS[0][0], None), ".*: is a NoneType: give pairs of a name and a tensor"),
+        ((torch.zeros(1), torch.zeros(1)), r"^the name .*Tensor: "),
+        ((7, torch.zeros(1)), r"^the name .*int: "),
+        ((fuzzed_calls.WEIGHTS[0][0], None), r"^\S+: is .*NoneType: .*pairs"),
     ],
 )
 @pytest.mark.parametrize("source", [None, 0])

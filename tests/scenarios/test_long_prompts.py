@@ -74,7 +74,7 @@ def test_pooling_call_refuses_a_long_text_unencoded(pooled: LLM, encodes_no_long
 
 @pytest.mark.finding(number="B1")
 def test_pair_refuses_a_long_text_unencoded(encodes_no_long_text: None):
-    words = r"prompt 1: the prompt has at least \d+ tokens"
+    words = r"prompt 1: .*least \d+ tokens"
     with LLM(str(encoder_folder("bert_pairs")), num_blocks=64) as pairs, pytest.raises(ValueError, match=words):
         pairs.score("one", ["two", TEXT])
 

@@ -288,8 +288,8 @@ def test_uncompilable_template_is_named_as_such():
         with pytest.raises(ChatTemplateError, match=r"loops .*nested too"):
             IsolatedTemplate(source, {}).render(CONVERSATIONS[0])
     for source, words in {
-        "{% break %}": "it cannot be compiled: 'break' outside loop",
-        "{{ f(a=1, a=2) }}": "it cannot be compiled: keyword argument repeated: a",
+        "{% break %}": "compiled: 'break' outside",
+        "{{ f(a=1, a=2) }}": r"compiled: .*argument repeated: a\b",
         "{{ " + "[" * 3000 + "1" + "]" * 3000 + " }}": "it is nested, or its macros call each other, too deeply",
         "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": "it is nested, or its macros call each other, too deeply",
     }.items():

@@ -142,9 +142,9 @@ def test_index_cannot_name_file_outside_the_folder(tmp_path, file_name):
 @pytest.mark.parametrize(
     ("weight_map", "words"),
     [
-        ({"a": "x.safetensors"}, "'b' is in this file, but the index says nothing"),
+        ({"a": "x.safetensors"}, r"'b' .*index says nothing"),
         ({"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors"}, "'c' is not in x.safetensors"),
-        ({"a": "x.safetensors", "b": "gone.safetensors"}, "gone.safetensors, which is not in"),
+        ({"a": "x.safetensors", "b": "gone.safetensors"}, r"names gone\.safetensors, .*not"),
         ({}, "weight_map must be an object"),
         (["a"], "weight_map must be an object"),
         (None, "weight_map must be an object"),

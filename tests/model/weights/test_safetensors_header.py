@@ -114,7 +114,7 @@ def test_messages_name_the_tensor():
     [
         (b"", "truncated: 0 bytes"),
         (b"\x02\x00\x00", "truncated: 3 bytes"),
-        (struct.pack("<Q", 50) + b"{}", "truncated: header length 50 exceeds the file of 10 bytes"),
+        (struct.pack("<Q", 50) + b"{}", r"truncated: .*50 exceeds .*10 bytes"),
         (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "exceeds the limit"),
         (struct.pack("<Q", 2**64 - 1) + b"{}", "exceeds the limit"),
     ],

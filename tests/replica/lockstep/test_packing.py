@@ -90,7 +90,7 @@ def test_column_value_beyond_64_bits_is_rejected(values):
         (b"\xff" * 9 + b"\x7f", ByteReader.unsigned, "more than 65 bits"),
         (b"\xff" * 9 + b"\x03", ByteReader.integer_64, "does not fit 64 bits"),
         (b"\x05abc", ByteReader.blob, "truncated: 5 bytes wanted"),
-        (b"\x09abc", ByteReader.count, "9 entries announced with 3 bytes left"),
+        (b"\x09abc", ByteReader.count, r"9 entries .*3 bytes left"),
         (b"\x02\x05\x00abcdefghij", ByteReader.counted, "invalid mode 5"),
         (b"\x02\x10\x02", ByteReader.counted, "invalid mode 16"),
         (b"\x01\x01" + b"\xff" * 9 + b"\x01\x00", ByteReader.counted, "least value"),

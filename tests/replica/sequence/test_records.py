@@ -58,10 +58,10 @@ def test_token_ids_are_plain_integers_in_a_tuple():
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ("hello", TypeError, "prompt_token_ids is a str: give a list of whole numbers"),
+        ("hello", TypeError, r"^prompt_token_ids .*str: .*list"),
         (b"hello", TypeError, "prompt_token_ids is a bytes: "),
         (None, TypeError, "prompt_token_ids is a NoneType: "),
-        ([1, True], TypeError, r"prompt_token_ids\[1\]=True is a bool: give a whole number"),
+        ([1, True], TypeError, r"^prompt_token_ids\[1\]=True .*bool: .*number"),
         ([1.0], TypeError, r"prompt_token_ids\[0\]=1.0 is a float: "),
         (["a"], TypeError, r"prompt_token_ids\[0\]='a' is a str: "),
         ([5, 2**63], ValueError, r"prompt_token_ids\[1\]=9223372036854775808 must fit 64 bits"),

@@ -87,8 +87,8 @@ def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
 @pytest.mark.parametrize(
     ("changes", "device", "words"),
     [
-        ({}, "cuda", "runs on the CPU only"),
-        ({"intermediate_size": 200_000}, "cpu", "at most 131,072 inputs exactly"),
+        ({}, "cuda", r"runs .*CPU only"),
+        ({"intermediate_size": 200_000}, "cpu", "most 131,072 inputs"),
         ({"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
     ],
 )
