@@ -5,6 +5,7 @@ layer. A model folder is data: its code (`auto_map`) is never run.
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -247,7 +248,8 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     Raises ModelConfigError.
     """
     if not model_folder.is_dir():
-        raise ModelConfigError(f"model.path={model_folder} is not a folder: give a Hugging Face model folder")
+        where = "" if model_folder.is_absolute() else f" in {os.getcwd()}"
+        raise ModelConfigError(f"model.path={model_folder} is not a folder{where}: give a Hugging Face model folder")
     path, generation_path = model_folder / "config.json", model_folder / "generation_config.json"
     if not path.exists():
         raise ModelConfigError(f"{path} does not exist: a model folder needs it")

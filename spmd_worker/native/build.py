@@ -9,12 +9,14 @@ own or can write is not used: then the library is built in a private folder for 
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_worker.base.files import rename_durably, sync_stream
+
+logger = logging.getLogger(__name__)
 
 LIBRARY_NAME = "libspmd_kernels.so"
 _SOURCE_FOLDER = Path(__file__).parent
@@ -205,6 +209,9 @@ def _compile(
     descriptor, name = tempfile.mkstemp(prefix=".building-", suffix=".so", dir=library.parent)
     os.close(descriptor)
     unfinished = Path(name)
+    if sys.stderr is not None and sys.stderr.isatty():
+        # For the person who waits, also where the program shows no logs of lower levels.
+        logger.warning("compiling the CPU's kernels with %s, once: about half a minute", compiler[0])
     try:
         reason = _run_compiler(compiler, sources, architecture, unfinished)
         if reason is not None:

@@ -58,6 +58,16 @@ def test_a_library_is_compiled_once_and_found_afterwards(compiler, tmp_path):
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_compiling_is_announced_once_on_a_terminal(compiler, tmp_path, monkeypatch, caplog, is_terminal: bool):
+    """The first script of a new user seemed to hang."""
+    compiler()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    for _ in range(2):
+        build(cache_folder=tmp_path / "cache")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_terminal
+
+
 def test_another_compiler_or_architecture_has_another_library(compiler, tmp_path):
     compiler()
     first = built_at(build(cache_folder=tmp_path))

@@ -78,6 +78,7 @@ _COMMON_KEYS: Final = (
 )
 _COMPLETION_KEYS: Final = ("prompt", *_COMMON_KEYS)
 _CHAT_KEYS: Final = ("messages", "top_logprobs", "chat_template_kwargs", *_COMMON_KEYS)
+BODY_KEYS: Final = (*_COMPLETION_KEYS, *_CHAT_KEYS)
 
 
 def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:

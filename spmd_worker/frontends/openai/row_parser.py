@@ -12,7 +12,7 @@ from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat, check_takes_tools
 from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.frontends.openai.constrained_answer import answer_reader, constrained_sampling, error_message
-from spmd_worker.frontends.openai.openai_request import OPENAI_ROW_KEYS, parse_openai
+from spmd_worker.frontends.openai.openai_request import BODY_KEYS, OPENAI_ROW_KEYS, parse_openai
 from spmd_worker.frontends.openai.pooling_request import PLAIN_KEYS as POOLING_KEYS
 from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
@@ -111,6 +111,11 @@ def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
     if any(fields.get(task) is not None for task in PLAIN_TASKS) and not any(key in fields for key in _PROMPT_KEYS):
         return plain_pooling_row(index, custom_id, fields, defaults)
+    for key in fields:
+        if key in BODY_KEYS and key not in _PLAIN_KEYS:
+            grammar = "; a plain row takes structured_outputs" if key == "response_format" else ""
+            message = f"{key!r} is a key of an OpenAI row's body (custom_id, method, url, body), not of a plain row"
+            raise InvalidRequestError(message + grammar, "unknown_key")
     check_keys(fields, _PLAIN_KEYS)
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})

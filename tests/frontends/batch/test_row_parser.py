@@ -329,6 +329,10 @@ def test_error_messages_name_key_value_and_way_out():
         "unknown key 'temprature': did you mean 'temperature'? Known keys: prompt"
         in parse({"prompt": "a", "temprature": 0}).message
     )
+    misplaced = parse({"prompt": "a", "response_format": {"type": "json_object"}})
+    assert misplaced.code == "unknown_key"
+    assert misplaced.message.startswith("'response_format' is a key of an OpenAI row's body")
+    assert misplaced.message.endswith("a plain row takes structured_outputs")
     assert parse({"prompt": "a", "max_tokens": -1}).message == "max_tokens=-1 must be 1 or more"
     assert parse({"prompt": "a", "messages": [1]}).message == "the row has prompt and messages: give one of them"
     assert "use one of /v1/completions, /v1/chat" in parse(body_row("/v1/responses", input="a")).message
