@@ -104,7 +104,7 @@ TITLES = {
     Effect.SAME: "Keywords with the same meaning",
     Effect.RENAMED: "Keywords with another name here",
     Effect.OURS: "Keywords that exist only here",
-    Effect.REJECTED: "Rejected keywords (accepted with a value that has no effect)",
+    Effect.REJECTED: "Rejected keywords (an error unless the value is vLLM's default or null)",
     Effect.NONE: "Keywords without effect (logged once, at debug level)",
 }
 
