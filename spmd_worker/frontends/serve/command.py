@@ -10,6 +10,7 @@ from typing import Final
 from spmd_worker.base.config.compose import as_yaml, compose_run
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, SpmdError
+from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.process import check_limits
 from spmd_worker.base.version import version
 from spmd_worker.frontends.rank_program import (
@@ -117,13 +118,15 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
 
     resume_collections()
     exchange = RequestExchange(config.scheduler.max_num_seqs + config.serve.max_queued)
-    listener = None
-    if environment.is_leader:
-        # One connection for each request that may wait.
-        check_limits(exchange.max_sequences + MORE_CONNECTIONS)
-        # Before the slow load of the model: the port may be in use.
-        listener = Listener(bind(host, port), api_key or secrets.token_urlsafe(24), api_key is None)
+
+    def answer(watchdog: Watchdog) -> None:
+        listener = None
+        if environment.is_leader:
+            # One connection for each request that may wait.
+            check_limits(exchange.max_sequences + MORE_CONNECTIONS)
+            # Before the slow load of the model: the port may be in use. Watched, so that the other ranks learn of it.
+            listener = Listener(bind(host, port), api_key or secrets.token_urlsafe(24), api_key is None)
+        serve(config, environment, watchdog, exchange, listener)
+
     drain = Drain(lambda: exchange.end("the server is ending"), config.serve.drain_s + _MORE_S)
-    return run_rank(
-        config, environment, None, lambda watchdog: serve(config, environment, watchdog, exchange, listener), drain
-    )
+    return run_rank(config, environment, None, answer, drain)
