@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,26 @@ def kill_a_rank(tmp_path: Path, *, is_idle: bool, script: Path | None = None) ->
             assert last["error"]["code"] == "server_failed"
             each.close()
     return took_s
+
+
+def test_busy_port_is_one_error_on_two_ranks():
+    """The other rank, which was watched already, reported a silent rank 0 too."""
+    source = """
+        import sys, time
+        from spmd_worker.frontends.serve import command
+        bind = command.bind
+        def bind_late(host, port):
+            time.sleep(3)
+            return bind(host, port)
+        command.bind = bind_late
+        sys.exit(command.main())
+        """
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = f"serve.port={busy.getsockname()[1]}"
+        arguments = [f"model.path={MODEL}", "device=cpu", "parallel.tensor_parallel_size=2", port]
+        done = ranks.run_ranks(source, 2, LIMIT_S, arguments, under_torchrun=True)
+    assert done.returncode == 1, done.output
+    assert done.output.count("error: ") == 1, done.output
+    assert f"error: serve.host=127.0.0.1 with {port} is unavailable (Address already in use)" in done.output
