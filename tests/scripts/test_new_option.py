@@ -1,5 +1,6 @@
 """An option is one edit: its field in the schema, after which everything that names options has it."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -56,6 +57,6 @@ def test_new_option_is_one_edit(tmp_path: Path):
     assert "| `num_spare_seqs` | sequences that a" in names
     done = ranks.run_command([sys.executable, str(tmp_path / "asks.py")], timeout_s=240, env=own, cwd=tmp_path)
     assert done.returncode == 0, done.output
-    assert "  scheduler.num_spare_seqs=5\n      sequences that a step leaves room for\n" in done.stdout
+    assert re.search(r"(?m)^  scheduler\.num_spare_seqs=5 +sequences that a step leaves room for$", done.stdout)
     assert "  num_spare_seqs: 6\n" in done.stdout
     assert done.stdout.endswith("num_spare_seqs=0 must be 1 or more\n")
