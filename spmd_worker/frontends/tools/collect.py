@@ -8,19 +8,19 @@ changes nothing. Unfinished rows are left out; the number of finished ones is wr
 without a journal, also for a job that has ended: its rows are in its output.
 """
 
-import os
 import sys
 from pathlib import Path
 
 from spmd_worker.base.errors import JournalError
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
-from spmd_worker.frontends.tools.program import add_run_dir, make_parser, print_error
+from spmd_worker.frontends.tools.program import add_run_dir, ends_with_its_reader, make_parser, print_error
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, look_at_run
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
+@ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("collect", __doc__)
     add_run_dir(parser)
@@ -34,9 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             num_rows += 1
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe, as in `collect RUN_DIR | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
+        raise
     except FileNotFoundError:
         has_job = (run_dir / MANIFEST_NAME).exists()
         print_error("collect", f"{run_dir}: {'the job has not finished a row yet' if has_job else NO_JOB}")

@@ -19,7 +19,13 @@ from spmd_worker.base.liveness.failure_diagnosis import status_lines
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
-from spmd_worker.frontends.tools.program import add_run_dir, make_parser, print_error, program_name
+from spmd_worker.frontends.tools.program import (
+    add_run_dir,
+    ends_with_its_reader,
+    make_parser,
+    print_error,
+    program_name,
+)
 from spmd_worker.frontends.tools.run_dir import WHERE, Run, RunDirError, RunState, look_at_run, read_metrics
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
@@ -64,6 +70,7 @@ ADVICE = (
 """Advice by a part of the diagnosis. The first match applies."""
 
 
+@ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("doctor", __doc__)
     add_run_dir(parser)

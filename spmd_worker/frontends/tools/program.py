@@ -1,7 +1,10 @@
 """Name, arguments and help of a tool's program, which is run as an installed command or as a module."""
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 
 
@@ -9,6 +12,24 @@ def program_name(tool: str) -> str:
     """Program name as the user typed it: `spmd-worker-report` or `python -m spmd_worker.tools.report`."""
     is_command = Path(sys.argv[0]).name.startswith("spmd-worker-")
     return f"spmd-worker-{tool}" if is_command else f"python -m spmd_worker.tools.{tool}"
+
+
+def ends_with_its_reader(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
+    """`main`, which ends without an error when its reader has: `spmd-worker-doctor RUN_DIR | head`."""
+
+    @wraps(main)
+    def run(arguments: list[str] | None = None) -> int:
+        try:
+            try:
+                return main(arguments)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # Nothing more can be written, at the end of the process either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+    return run
 
 
 def make_parser(tool: str, description: str | None) -> argparse.ArgumentParser:

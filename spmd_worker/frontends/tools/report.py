@@ -27,13 +27,14 @@ from spmd_worker.frontends.report.data import make_totals
 from spmd_worker.frontends.report.drawing import can_draw
 from spmd_worker.frontends.report.page import NO_CHARTS, report_page
 from spmd_worker.frontends.report.summary import NO_METRICS, diagnosis, summary_figures
-from spmd_worker.frontends.tools.program import add_run_dir, make_parser, print_error
+from spmd_worker.frontends.tools.program import add_run_dir, ends_with_its_reader, make_parser, print_error
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
 
 REPORT_NAME = "report.html"
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
+@ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("report", __doc__)
     add_run_dir(parser)
@@ -44,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (RunDirError, StepStatsError, ConfigError) as error:
         print_error("report", error)
         return EXIT_CANNOT_TELL
+    except BrokenPipeError:
+        raise
     except OSError as error:
         print_error("report", f"cannot write {str(error.filename).removesuffix('.partial')}: {error.strerror}")
         return EXIT_CANNOT_TELL

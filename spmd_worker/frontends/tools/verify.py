@@ -22,7 +22,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.frontends.tools.program import make_parser, print_error
+from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
 
 GENERATED = ("outputs", "choices")
 POOLED = ("embedding", "scores", "data", "results")
@@ -262,6 +262,7 @@ def each_line(path: Path) -> Iterator[bytes]:
         raise VerifyError(f"cannot read {path}: {error.strerror}") from error
 
 
+@ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("verify", __doc__)
     parser.add_argument("first", type=Path, help="output rows, JSON Lines")

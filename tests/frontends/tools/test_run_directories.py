@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -212,3 +214,14 @@ def test_fixture_metrics_match_their_jobs(runs: Path):
     metrics = json.loads((runs / "failed" / "out.jsonl.run" / "metrics.json").read_text())
     assert metrics["error_rows"] == 1
     assert replace(config_of(runs)).job.step_log
+
+
+@pytest.mark.parametrize("name", [*TOOLS, "verify"])
+def test_tool_ends_quietly_with_its_reader(name: str):
+    """`spmd-worker-doctor RUN_DIR | head -1` was a BrokenPipeError."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", f"spmd_worker.tools.{name}", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=REPOSITORY, timeout=120, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
