@@ -217,11 +217,26 @@ def test_fixture_metrics_match_their_jobs(runs: Path):
 
 
 @pytest.mark.parametrize("name", [*TOOLS, "verify"])
-def test_tool_ends_quietly_with_its_reader(name: str):
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_tool_ends_quietly_with_its_reader(runs: Path, tmp_path: Path, name: str, is_buffered: bool):
     """`spmd-worker-doctor RUN_DIR | head -1` was a BrokenPipeError."""
+    run_dir = shutil.copytree(runs / "killed" / "out.jsonl.run", tmp_path / "run")
+    output = str(runs / "ended" / "out.jsonl")
+    arguments = [output, output] if name == "verify" else [str(run_dir)]
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", f"spmd_worker.tools.{name}", "--help"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=REPOSITORY, timeout=120, check=False)
+    command = [sys.executable, *([] if is_buffered else ["-u"]), "-m", f"spmd_worker.tools.{name}", *arguments]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env=variables,
+        timeout=120,
+        check=False,
+    )
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert "Pipe" not in done.stderr
+    assert done.returncode == 0
