@@ -358,7 +358,7 @@ class RowLimits:
     max_prompt_tokens: int | None = command_option(
         None, "tokens of a prompt; null: what the model's length leaves", least=1
     )
-    max_n: int = command_option(1024, "samples of a row, `n` or `best_of`", least=1)
+    max_n: int = command_option(1024, "samples of a row, `n` or `best_of`", least=1, most=1024)
     max_tokens: int | None = command_option(
         None, "limit of a row's `max_tokens`, and of its default; null: what the model's length leaves", least=1
     )

@@ -5,7 +5,7 @@
     python -m spmd_worker.tools.replay RUN_DIR --until STEP
         and prints the state after STEP
     python -m spmd_worker.tools.replay RUN_DIR --row KEY
-        and prints one request's history: KEY is its number, its custom_id, or index:N for row N of the input
+        and prints one request's history: KEY is its number, its custom_id, or index:N for row N without one
     python -m spmd_worker.tools.replay RUN_DIR --with-model
         and recomputes every token on one rank
     python -m spmd_worker.tools.replay --diff A B

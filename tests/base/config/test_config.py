@@ -381,7 +381,7 @@ def test_config_error_names_the_bad_file(tmp_path: Path, text: str, message: str
 
 
 def test_limits_reject_bad_values_and_larger_defaults():
-    assert error_result("limits.max_n=0") == "limits.max_n=0 must be 1 or more"
+    assert error_result("limits.max_n=0") == "limits.max_n=0 must be from 1 to 1024"
     assert error_result("limits.max_stop_strings=-1") == "limits.max_stop_strings=-1 must be 0 or more"
     assert error_result("limits.max_nesting=1000") == "limits.max_nesting=1000 must be from 1 to 256"
     assert error_result("limits.max_tokens=10", "sampling.max_tokens=11") == (

@@ -20,6 +20,7 @@ from spmd_worker.frontends.replay.step_log import (
     header_to_json,
     read_step_log,
 )
+from spmd_worker.replica.scheduler.planner import SchedulerLimits
 
 HEADER = StepLogHeader(
     code="c0de",
@@ -217,6 +218,15 @@ def test_header_round_trips_through_json():
     assert header_from_json(value) == HEADER
     assert header_from_json({**value, "tokenizer": "ab"}) == replace(HEADER, tokenizer="ab")
     assert sorted(value) == sorted(spec.name for spec in fields(StepLogHeader))
+
+
+RENAMED = {"preemption": "preemption_mode", "num_virtual_engines": "pipeline_parallel_size"}
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in fields(SchedulerLimits)])
+def test_header_has_every_limit_of_the_scheduler(name: str):
+    """A replay without one of them plans other steps than the run."""
+    assert RENAMED.get(name, name) in {spec.name for spec in fields(StepLogHeader)}
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in fields(StepLogHeader)])
