@@ -145,7 +145,7 @@ ALONE = [
         "model.path is not set: give a Hugging Face model folder, such as scripts/demo/model (for plan=true its "
         "config.json is enough)",
     ),
-    (["plan=true", "model.path=nosuch"], "model.path=nosuch is not a folder: give a Hugging Face model folder"),
+    (["plan=true", "model.path=/nosuch"], "model.path=/nosuch is not a folder: give a Hugging Face model folder"),
     (["model=demo"], "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
     (["model=demo", "job.input=x"], "job.output is not set: give the file to write"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR, --input"),

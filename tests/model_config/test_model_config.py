@@ -387,7 +387,8 @@ def test_code_check_detects_folder_code_that_runs(tmp_path: Path, monkeypatch: p
 
 
 def test_folders_without_a_model_are_rejected(tmp_path: Path):
-    assert "is not a folder" in error_result(tmp_path / "missing")
+    assert f"model.path={tmp_path / 'missing'} is not a folder: give" in error_result(tmp_path / "missing")
+    assert f"model.path=missing is not a folder in {Path.cwd()}: give" in error_result(Path("missing"))
     assert "does not exist" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in error_result(tmp_path)

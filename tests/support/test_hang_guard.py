@@ -61,7 +61,7 @@ def run_tests(folder: Path, source: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_hanging_ranks_are_located_and_the_run_continues(tmp_path: Path):
     code, output = run_tests(tmp_path, RANKS_HANG)
     assert code == 1, output
@@ -72,7 +72,7 @@ def test_hanging_ranks_are_located_and_the_run_continues(tmp_path: Path):
     assert "1 failed, 1 passed" in output
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_hang_inside_interpreter_is_named_and_run_continues(tmp_path: Path):
     """A deadlock of the interpreter runs no Python any more, so that no limit of Python's ends it."""
     code, output = run_tests(tmp_path, INTERPRETER_IS_HELD)

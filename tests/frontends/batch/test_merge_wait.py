@@ -49,7 +49,7 @@ def run(folder: Path, when: str) -> ranks.CompletedRanks:
     return ranks.run_ranks(JOB, 2, timeout_s=240, arguments=arguments)
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_long_output_writing_keeps_no_rank_waiting(tmp_path: Path):
     """And, as the control, a rank that is kept waiting as long fails. Both at once: they wait."""
     folders = [tmp_path / "merge", tmp_path / "control"]

@@ -354,7 +354,7 @@ def go_on_with_a_silent_stream(folder: Path, layout: str) -> CompletedRanks:
     return done
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_ranks_resume_stream_silent_beyond_the_timeout(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     """Both layouts at once: they wait."""
     folders = {layout: tmp_path / layout for layout in ("data_parallel_size", "tensor_parallel_size")}
