@@ -37,7 +37,6 @@ from spmd_worker.frontends.rank_program import (
     CommandParser,
     describe_keys,
     fail,
-    preload_torch,
     prepare_torch,
     run_rank,
     write_report,
@@ -148,7 +147,6 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
 
     if config.device == "cuda" or (config.device == "auto" and Path("/proc/driver/nvidia").exists()):
         return None
-    preload_torch()
     try:
         resolved = resolve_run(config, "cpu")
         check_cache_setting(resolved)

@@ -47,13 +47,14 @@ def main(arguments: list[str] | None = None) -> None:
     hold_collections()
     from launch import prefault_cache
     from spmd_worker.base.config.compose import compose_run
-    from spmd_worker.frontends.rank_program import prepare_torch
     from spmd_worker.ranks.environment import read_rank_environment
 
     environment = read_rank_environment()
     config = compose_run(ROOT / "conf", [f"model.path={options.model}", f"job.input={options.workload}", *options.keys])
-    prepare_torch()
     resolved = prefault_cache(config, environment)
+    from spmd_worker.frontends.rank_program import prepare_torch
+
+    prepare_torch()
     import torch
 
     from spmd_worker.engine.startup import read_run, start_engine

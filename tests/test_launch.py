@@ -459,30 +459,3 @@ def test_import_and_run_leave_the_host_process_unchanged():
     done = ranks.run_ranks(source, nproc=1, timeout_s=START_S)
     assert done.returncode == 0, done.output
     assert done.stdout.splitlines() == ["[]", "[]", "control True"], done.output
-
-
-PRELOAD = """
-import sys, threading
-from pathlib import Path
-from spmd_worker.frontends import rank_program
-fake = Path(sys.argv[1])
-if fake.is_dir():
-    rank_program.find_spec = lambda name: type("Spec", (), {"origin": str(fake / "__init__.py")})
-rank_program.preload_torch()
-for thread in threading.enumerate():
-    thread is threading.current_thread() or thread.join()
-print("libtorch_cpu.so" in Path("/proc/self/maps").read_text(), "torch" in sys.modules)
-import torch
-print(int(torch.ones(3, 3).matmul(torch.ones(3, 3)).sum()))
-"""
-
-
-@pytest.mark.parametrize(("library", "is_loaded"), [(None, True), ("libtorch_cuda.so", False), ("libother.so", False)])
-def test_torch_library_is_loaded_before_torch(tmp_path: Path, library: str | None, is_loaded: bool):
-    """Not that of a build with CUDA; a folder without the library is left to torch's import."""
-    if library is not None:
-        (tmp_path / "torch" / "lib").mkdir(parents=True)
-        (tmp_path / "torch" / "lib" / library).touch()
-    done = ranks.run_command([sys.executable, "-c", PRELOAD, str(tmp_path / "torch")], timeout_s=120)
-    assert done.returncode == 0, done.output
-    assert done.stdout == f"{is_loaded} False\n27\n"

@@ -5,7 +5,6 @@ Rank 0 prints help and errors, once. Imports no torch before a rank runs.
 """
 
 import argparse
-import contextlib
 import faulthandler
 import inspect
 import logging
@@ -15,9 +14,7 @@ import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from ctypes import CDLL, RTLD_GLOBAL
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -134,25 +131,6 @@ def prepare_torch() -> None:
     """Set how torch's threads wait, before it is imported; no effect in a process that has imported it."""
     if "torch" not in sys.modules:
         os.environ.update(waiting_variables(os.environ))
-
-
-def preload_torch() -> None:
-    """Begin to load torch's CPU library in a thread, if torch is not imported yet: its constructors take 0.2 s without
-    the GIL. Extension modules that are imported meanwhile wait for it, so call it after such imports.
-
-    CPU builds of torch only: those with CUDA search more libraries, in an order of their own.
-    """
-    torch = None if "torch" in sys.modules else find_spec("torch")
-    folder = None if torch is None or torch.origin is None else Path(torch.origin).parent / "lib"
-    if folder is not None and not (folder / "libtorch_cuda.so").exists():
-        threading.Thread(target=_load_libraries, args=(folder,), name="torch-libraries").start()
-
-
-def _load_libraries(folder: Path) -> None:
-    # As torch's import does, which finds them loaded or reports the error.
-    with contextlib.suppress(OSError):
-        CDLL(str(folder / "libtorch_global_deps.so"), RTLD_GLOBAL)
-        CDLL(str(folder / "libtorch_cpu.so"))
 
 
 def run_rank(
