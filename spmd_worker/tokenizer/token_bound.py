@@ -84,12 +84,14 @@ class TokenBound:
 UNKNOWN: Final = TokenBound(Counted.NONE)
 
 
-def token_bound(backend: tokenizers.Tokenizer) -> TokenBound:
-    """The bound of a tokenizer without truncation, derived from its components."""
+def token_bound(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int] | None = None) -> TokenBound:
+    """The bound of a tokenizer without truncation, derived from its components. `vocabulary` is the model's, without
+    added tokens, where the caller has it: a copy takes time.
+    """
     normalizer, pre_tokenizer = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
     if not all(map(_keeps_sequences, _steps(backend.post_processor))):
         return UNKNOWN
-    vocabulary = backend.get_vocab(with_added_tokens=False)
+    vocabulary = backend.get_vocab(with_added_tokens=False) if vocabulary is None else vocabulary
     if len(set(vocabulary.values())) < len(vocabulary):
         # Two texts with one id: either may be the one covered.
         return UNKNOWN

@@ -15,7 +15,6 @@ from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE
 from spmd_worker.tokenizer.conversion import older_files
 from spmd_worker.tokenizer.encoder import library_errors
 from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
-from spmd_worker.tokenizer.token_bound import UNKNOWN, token_bound
 from spmd_worker.tokenizer.tokenizer_files import TOKENIZER_FILE, TokenizerFiles, read_tokenizer_files
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,6 @@ class Tokenizer:
         self._has_byte_fallback = b'"ByteFallback"' in decoder
         self._is_byte_level = decoder.startswith(b'{"type":"ByteLevel"')
         self._token_texts: dict[int, str] = {}
-        self._bound = UNKNOWN if self.is_isolated else token_bound(backend)
 
     @staticmethod
     def open(model_folder: Path) -> "Tokenizer":
@@ -119,7 +117,7 @@ class Tokenizer:
 
     def min_num_tokens(self, text: str) -> int:
         """Lower bound of `len(encode(text, add_special_tokens=False))`, fast; 0 if unknown. Never raises."""
-        return self._bound.min_num_tokens(text)
+        return self._files.bound.min_num_tokens(text)
 
     def encode_inside(
         self, first: str, second: str | None = None, max_tokens: int | None = None

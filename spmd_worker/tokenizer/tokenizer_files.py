@@ -19,6 +19,7 @@ from spmd_worker.tokenizer.conversion import converted
 from spmd_worker.tokenizer.encoder import Encoder, opened
 from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
 from spmd_worker.tokenizer.file_check import WAY_OUT, CheckedFile, check_file, check_token
+from spmd_worker.tokenizer.token_bound import UNKNOWN, TokenBound, token_bound
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class TokenizerFiles:
     chat_templates: ChatTemplates
     fingerprint: str
     truncation_side: str
+    bound: TokenBound
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -76,6 +78,8 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         text = json.dumps(checked.values)
     added = _added_tokens(checked.values, config, special_tokens, folder / _CONFIG_FILE)
     backend, encoder = _open_library(path, text, checked, added)
+    vocabulary = checked.values["model"].get("vocab")
+    bound = token_bound(backend, vocabulary if isinstance(vocabulary, dict) else None) if checked.is_known else UNKNOWN
     templates = ChatTemplates(_chat_template_sources(folder, contents, config), special_tokens)
     side = config.get("truncation_side", "right")
     if side not in ("left", "right"):
@@ -84,7 +88,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     for name, each in contents.items():
         digest.update(f"{name}:{each is not None}:{len(each or b'')}\n".encode())
         digest.update(each or b"")
-    return TokenizerFiles(backend, encoder, special_tokens, templates, digest.hexdigest(), side)
+    return TokenizerFiles(backend, encoder, special_tokens, templates, digest.hexdigest(), side, bound)
 
 
 def _read(path: Path) -> bytes | None:

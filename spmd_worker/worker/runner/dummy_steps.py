@@ -17,9 +17,9 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.runner.model_runner import ModelRunner
 
 # With a top logprob: off the CPU those of many rows are computed at once, in copies next to the logits.
-_FILTERED = SamplingParams(top_p=0.9, logprobs=1)
-_REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0)
-_GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=1)
+_FILTERED = SamplingParams(top_p=0.9, logprobs=1).frozen()
+_REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0).frozen()
+_GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=1).frozen()
 
 _WARM_UP_PARAMS = (
     SamplingParams(temperature=0.0),
