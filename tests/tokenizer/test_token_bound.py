@@ -147,7 +147,8 @@ def test_token_bound_accepts_invalid_unicode(tmp_path):
 def test_token_bound_check_detects_a_short_longest_token(tmp_path):
     """The negative control."""
     tokenizer = Tokenizer.open(write_byte_level(tmp_path))
-    bound = tokenizer._bound
+    bound = tokenizer._files.bound
+    assert bound == token_bound(tokenizer._backend)
     longest = max(tokenizer.vocabulary(), key=len)
     text = tokenizer.decode([tokenizer.vocabulary()[longest]] * 100, skip_special_tokens=False)
     num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
