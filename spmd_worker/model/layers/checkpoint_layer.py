@@ -40,10 +40,6 @@ class CheckpointLayer(nn.Module):
         """Copy `values`, of any dtype and device, into a region of the parameter, whose storage stays."""
         self.read_region(parameter, region).copy_(values)
 
-    def plain_region(self, parameter: str, region: Rectangle) -> Tensor | None:
-        """A view of the region, if `write_region` only copies into it."""
-        return self.read_region(parameter, region)
-
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """Raise CheckpointError if `write_region` cannot write `values` into this region of the parameter."""
         del parameter, region, values
@@ -76,9 +72,6 @@ class PackedLayer(CheckpointLayer):
             super().write_region(parameter, region, values)
         else:
             self._kernels.repack_(self.weight, region[0][0], self._converted(values))
-
-    def plain_region(self, parameter: str, region: Rectangle) -> Tensor | None:
-        return None if parameter == "weight" and self.is_packed else super().plain_region(parameter, region)
 
     def needs_full_rows(self, parameter: str) -> bool:
         """Whether `load_rows` is to load the parameter: a quantised weight, whose scales follow from full rows."""

@@ -90,9 +90,6 @@ class VocabularyParallelEmbedding(CheckpointLayer):
             else:
                 self._quantised.repack_part_(self.packed, start, rows, row_maxima(rows))
 
-    def plain_region(self, parameter: str, region: Rectangle) -> Tensor | None:
-        return super().plain_region(parameter, region) if self.packed is None else None
-
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         return self.shard.weight_slices(prefix, self.hidden_size)
 

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 import torch
@@ -146,28 +145,22 @@ class Checkpoint:
         """File name and offset of a tensor's data: in this order files are read sequentially."""
         return self._file_of[name], self._entry(name).begin
 
-    def read(self, name: str, region: Rectangle, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements of `region` as a CPU tensor of the checkpoint's dtype: a view of `into`, if that is contiguous,
-        on the CPU and of this dtype and the bytes are read without gaps; else new, or a view of a wider buffer.
+    def read(self, name: str, region: Rectangle) -> torch.Tensor:
+        """The elements of `region` as a new CPU tensor of the checkpoint's dtype (perhaps a view of a wider buffer).
 
         Reads the region, and gaps between its rows that are shorter than a page. Raises CheckpointError if the size of
         the file has changed since its header was read.
         """
         self.dtype(name)
-        return self.read_stored(name, region, into)
+        return self.read_stored(name, region)
 
-    def read_stored(self, name: str, region: Rectangle, into: torch.Tensor | None = None) -> torch.Tensor:
+    def read_stored(self, name: str, region: Rectangle) -> torch.Tensor:
         """`read` for parts of quantised weights too."""
         entry, dtype, view = self._entry(name), self.stored_dtype(name), self._views.get(name)
         region = region if view is None else view.stored_region(region)
         assert is_inside(region, entry.shape), (name, entry.shape, region)
         plan = plan_read(entry.shape, region, _MAX_GAP_BYTES // dtype.itemsize)
-        # A view of a stack may be transposed.
-        is_plain = into is not None and view is None and into.is_contiguous() and into.is_cpu and into.dtype == dtype
-        if into is not None and is_plain and into.numel() == prod(plan.buffer_shape):
-            buffer = into.view(plan.buffer_shape)
-        else:
-            buffer = torch.empty(plan.buffer_shape, dtype=dtype)
+        buffer = torch.empty(plan.buffer_shape, dtype=dtype)
         target = buffer.reshape(-1).view(torch.uint8).numpy().data
         start = self.headers[self._file_of[name]].data_start + entry.begin
         filled = 0

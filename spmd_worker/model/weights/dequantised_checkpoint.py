@@ -126,9 +126,9 @@ class DequantisedCheckpoint:
             return self.files.blocks(name, region, max_bytes)
         return self.weights[name].blocks(region, max_bytes // torch.float32.itemsize)
 
-    def read(self, name: str, region: Rectangle, into: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, name: str, region: Rectangle) -> torch.Tensor:
         """`Checkpoint.read`: only the numbers and scales that the region needs are read."""
-        return self.weights[name].read(region) if name in self.weights else self.files.read(name, region, into)
+        return self.weights[name].read(region) if name in self.weights else self.files.read(name, region)
 
     def is_unused(self, name: str) -> bool:
         """`WeightSource.is_unused`: older writers of GPTQ give layers without a bias one of zeros."""

@@ -59,9 +59,8 @@ class DummyWeights:
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
         return split_region(self.shape(name), region, max_bytes // torch.float32.itemsize)
 
-    def read(self, name: str, region: Rectangle, into: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, name: str, region: Rectangle) -> torch.Tensor:
         """The same values for any regions, in any thread."""
-        del into
         shape = self.shape(name)
         *leading, num_outputs, num_inputs = (1, *shape)
         transposed = (*leading, num_inputs, num_outputs)[1:]

@@ -32,17 +32,10 @@ class HeldPiece:
     def write(self, values: Tensor) -> None:
         self.write_block(self.piece.source, values)
 
-    def plain_block(self, block: Rectangle) -> Tensor | None:
-        """The parameter's memory for a block of the slice's source, in its order; None if `write_block` converts it."""
-        return None if self.piece.is_transposed else self.layer.plain_region(self.parameter, self._destination(block))
-
-    def _destination(self, block: Rectangle) -> Rectangle:
-        piece = self.piece
-        return move_block(piece.oriented(block), piece.oriented(piece.source), piece.destination)
-
     def write_block(self, block: Rectangle, values: Tensor) -> None:
         """Replace a block of the slice's source: all of it, if the layer is packed."""
-        piece, destination = self.piece, self._destination(block)
+        piece = self.piece
+        destination = move_block(piece.oriented(block), piece.oriented(piece.source), piece.destination)
         values = values.transpose(-1, -2) if piece.is_transposed else values
         self.layer.write_region(self.parameter, destination, values.reshape(extents(destination)))
 

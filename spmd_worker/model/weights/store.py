@@ -283,13 +283,10 @@ class WeightStore:
     def _write_blocks(self, source: WeightSource, held: HeldPiece, blocks: list[Rectangle]) -> None:
         name = held.piece.checkpoint_name
         for block in blocks:
-            # Straight into the parameter, where that takes no conversion.
-            memory = held.plain_block(block)
-            values = source.read(name, block, memory)
+            values = source.read(name, block)
             if not self._allows_nonfinite:
                 check_finite(_in_file(source, name), values, self._dtype_of(name), [start for start, _ in block])
-            if memory is None or values.data_ptr() != memory.data_ptr():
-                held.write_block(block, values)
+            held.write_block(block, values)
 
     def _is_tied_head(self, name: str) -> bool:
         return self.names.tied is not None and name == self.names.tied[1]

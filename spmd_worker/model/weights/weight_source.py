@@ -35,8 +35,8 @@ class WeightSource(Protocol):
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
         """Cut a region into blocks, of each of which `read` returns at most `max_bytes`."""
 
-    def read(self, name: str, region: Rectangle, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements of a region, on the CPU: in `into`, fresh memory of that size, or elsewhere."""
+    def read(self, name: str, region: Rectangle) -> torch.Tensor:
+        """The elements of a region, on the CPU."""
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor that the model does not have may be ignored."""

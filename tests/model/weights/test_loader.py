@@ -10,7 +10,6 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, empty_slice, replicated, shard
 from spmd_worker.model.weights import store, tensor_checks
 from spmd_worker.model.weights.checkpoint import Checkpoint
-from spmd_worker.model.weights.held_weights import HeldPiece
 
 VOCABULARY, WIDTH, PADDED = 10, 8, 12
 
@@ -209,30 +208,15 @@ def test_files_are_read_sequentially(tmp_path, monkeypatch):
     model, slices, paddings = build()
     read = Checkpoint.read
 
-    def recorded(self, name, *arguments):
+    def recorded(self, name, region):
         order.append(self.position(name))
-        return read(self, name, *arguments)
+        return read(self, name, region)
 
     monkeypatch.setattr(Checkpoint, "read", recorded)
     with Checkpoint.open(save_indexed(tmp_path, files)) as checkpoint:
         fill(model, slices, paddings, checkpoint)
     assert order == sorted(order)
     assert_holds(model, expected())
-
-
-@pytest.mark.parametrize(("held", "is_converted"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_same_dtype_is_read_straight_into_parameters(tmp_path, monkeypatch, held, is_converted):
-    """Other dtypes, and transposed or cut matrices, are written by `write_block`."""
-    written, write_block = [], HeldPiece.write_block
-    monkeypatch.setattr(
-        HeldPiece, "write_block", lambda self, *given: (written.append(self), write_block(self, *given))
-    )
-    model, slices, paddings = build(dtype=held)
-    with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint:
-        fill(model, slices, paddings, checkpoint)
-    assert_holds(model, expected(dtype=held))
-    plain = {each.piece.parameter_name for each in written if not each.piece.is_transposed}
-    assert bool(plain) == is_converted
 
 
 def test_parameters_without_storage_are_rejected(tmp_path):
