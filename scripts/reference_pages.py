@@ -171,7 +171,7 @@ def keyword_cell(key: Key) -> str:
 
 
 def models_page() -> str:
-    """What `spmd-worker families` prints, with what a folder must have before it."""
+    """The text of `spmd-worker families`, after a section on model folders."""
     generating, encoders, heads, unsupported, closing = describe_families().split("\n\n")
     return "\n".join(
         [

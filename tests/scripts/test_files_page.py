@@ -77,7 +77,7 @@ def all_metrics() -> dict[str, Any]:
 
 
 def keys_that_the_job_adds() -> list[str]:
-    """Of `job_metrics(...) | {"load_s": ...}` in the job."""
+    """Keys of `job_metrics(...) | {"load_s": ...}` in the job."""
     tree = ast.parse((PACKAGE / "frontends" / "batch" / "job.py").read_text(encoding="utf-8"))
     (added,) = [
         each.right
