@@ -87,7 +87,7 @@ def _attend_fused(
     if num_queries == 1 and not window:
         # The G queries of a key-value head become rows: torch reads each key once, 5 to 9 times faster than with GQA.
         grouped = query.view(1, k.shape[1], num_heads // k.shape[1], head_size)
-        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, num_heads, head_size)
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(1, num_heads, head_size)
     q = query.transpose(0, 1).unsqueeze(0)
     if num_queries == num_keys and not window:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=not num_later, scale=scale, enable_gqa=True)
