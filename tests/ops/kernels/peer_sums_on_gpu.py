@@ -35,7 +35,7 @@ def main() -> None:
                 peer_sums.ONE_ROUND_BYTES = one_round
                 assert torch.equal(sums.all_reduce(parts[rank].clone()), expected), (dtype, num_rows, one_round)
                 own, other = residual.to(dtype, copy=True), residual.to(dtype, copy=True)
-                normed = sums.all_reduce_add_rms_norm(parts[rank], own, weight, EPS)
+                normed = sums.all_reduce_add_rms_norm(parts[rank].clone(), own, weight, EPS)
                 assert torch.equal(normed, rows.add_rms_norm(expected, other, weight, EPS)), (dtype, num_rows)
                 assert torch.equal(own, other), (dtype, num_rows, one_round)
             assert torch.equal(sums.all_gather(parts[rank]), torch.stack(parts)), (dtype, num_rows)
