@@ -9,7 +9,7 @@ from ranks import REPOSITORY
 from torch.distributed import distributed_c10d
 
 from kv_cache.host_memory import LazyHostMemory, PlainHostMemory
-from spmd_worker.base.config.schema import ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -17,7 +17,11 @@ from spmd_worker.ranks import groups
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import caches, opened_device, start
-from spmd_worker.worker.backends.choice import new_backend
+from spmd_worker.worker.backends import choice
+from spmd_worker.worker.backends.choice import new_backend, with_device_backend
+from spmd_worker.worker.backends.cpu import CpuDevice
+from spmd_worker.worker.backends.plain_torch import TorchDevice
+from spmd_worker.worker.backends.triton import TritonDevice
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory import device as device_memory
@@ -49,6 +53,7 @@ class FakeCuda:
             "device_count": lambda: 8,
             "get_device_capability": lambda device: self.capability,
             "get_device_name": lambda device: self.name,
+            "get_device_properties": lambda device: SimpleNamespace(shared_memory_per_block_optin=227 * 1024),
             # As torch says it of older chips, which emulate it.
             "is_bf16_supported": lambda including_emulation=True: including_emulation,
             "mem_get_info": lambda device: (self.notes.append(self.current), (80, 80))[1],
@@ -65,7 +70,9 @@ class FakeCuda:
 def new_worker(dtype: str = "bfloat16", num_ranks: int = 1) -> Worker:
     model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype)
     parallel = ParallelConfig(tensor_parallel_size=num_ranks)
-    resolved = resolve_run(RunConfig(model=model, parallel=parallel, device="cuda"), "cuda")
+    # Of one rank's tests the groups are real.
+    executor = ExecutorConfig(device_backend="auto" if num_ranks == 1 else "torch")
+    resolved = resolve_run(RunConfig(model=model, parallel=parallel, executor=executor, device="cuda"), "cuda")
     return Worker(resolved, RankEnvironment(world_size=num_ranks, local_rank=3))
 
 
@@ -106,7 +113,8 @@ def test_arithmetic_depends_on_device_and_versions(monkeypatch: pytest.MonkeyPat
     FakeCuda().install(monkeypatch)
 
     def arithmetic_of(device: torch.device) -> str:
-        return new_backend(new_worker().resolved, device).arithmetic(SdpaBackend())
+        resolved = with_device_backend(new_worker().resolved, "torch" if device.type == "cuda" else "auto")
+        return new_backend(resolved, device).arithmetic(SdpaBackend())
 
     here = arithmetic_of(GPU)
     assert here.startswith(f"torch {torch.__version__} on H200 (sm_90)")
@@ -120,6 +128,31 @@ def test_arithmetic_depends_on_device_and_versions(monkeypatch: pytest.MonkeyPat
     assert own == f"torch, {torch.backends.cpu.get_cpu_capability()}"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     assert arithmetic_of(torch.device("cpu")) == "torch, another"
+
+
+def test_auto_takes_triton_where_it_computes_the_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It took plain torch, which is 200 times slower."""
+    choice._warn_once.cache_clear()
+    FakeCuda().install(monkeypatch)
+    assert isinstance(new_backend(new_worker().resolved, GPU), TritonDevice)
+    assert isinstance(new_backend(new_worker().resolved, torch.device("cpu")), CpuDevice)
+    assert not caplog.records
+    FakeCuda((7, 5), "T4").install(monkeypatch)
+    resolved = new_worker("float16").resolved
+    for _ in range(2):
+        assert isinstance(new_backend(resolved, GPU), TorchDevice)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "executor.device_backend=triton needs compute capability 8.0, and T4 has 7.5" in said
+    FakeCuda().install(monkeypatch)
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    assert isinstance(new_backend(resolved, GPU), TorchDevice)
+    assert "needs the package triton" in caplog.records[-1].getMessage()
+    # Control: who names triton gets no other.
+    FakeCuda((7, 5), "T4").install(monkeypatch)
+    with pytest.raises(ConfigError, match=r"triton needs compute capability 8\.0, .* at auto"):
+        new_backend(with_device_backend(resolved, "triton"), GPU).operations()
 
 
 def test_groups_are_made_in_an_unbound_world(monkeypatch: pytest.MonkeyPatch):

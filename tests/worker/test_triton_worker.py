@@ -40,6 +40,7 @@ def chosen(
     properties = SimpleNamespace(shared_memory_per_block_optin=shared_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changes.pop("capability", (9, 0)))
     model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype)
     resolved = resolve_run(RunConfig(model=model, device="cuda"), "cuda")
     config = resolved.model_config

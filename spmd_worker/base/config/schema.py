@@ -208,13 +208,13 @@ class ExecutorConfig:
     )
     enforce_eager: bool = vllm_option(
         False,
-        "true: launch every kernel by itself, where `device_backend` triton on a GPU would launch complete steps as "
-        "CUDA graphs, with the same bits; elsewhere there are no graphs in any case",
+        "true: launch every kernel by itself, where `device_backend` triton would launch complete steps as CUDA "
+        "graphs, with the same bits; elsewhere there are no graphs in any case",
     )
     device_backend: str = option(
         "auto",
         "`cpu` (compiled kernels), `torch`, `triton`, or the qualified name of a `DeviceBackend` class; auto: cpu on a "
-        "CPU, else torch",
+        "CPU; on CUDA triton, or torch if triton lacks something for the model or the GPU, which is logged",
     )
     argmax_screen: bool = option(
         True,

@@ -72,6 +72,12 @@ class DeviceBackend(ABC):
         ConfigError for a model that this device cannot compute.
         """
 
+    def unsupported(self) -> str | None:
+        """What the backend lacks for the run's model or its device, as the end of a sentence; None if nothing.
+        `executor.device_backend=auto` asks it.
+        """
+        return None
+
     def arithmetic(self, attention: AttentionBackend) -> str:
         """Name of the order in which numbers are added: ranks that differ in it compute different bits. On a GPU it
         depends on the device and the versions of libraries. Kernel sources are compared with the rest of the code.

@@ -1,6 +1,13 @@
-"""Choice of the device backend that `executor.device_backend` names."""
+"""Choice of the device backend that `executor.device_backend` names.
 
+`auto` is cpu on a CPU; on CUDA triton if it computes the model there, else torch, which is said once with the reason.
+Ranks that choose differently have other arithmetic, and are refused when they start (`engine/startup.py`).
+"""
+
+import logging
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Final
 
 import torch
@@ -9,6 +16,8 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.backends.backend import DeviceBackend
 from spmd_worker.worker.worker_wrapper import resolve_class
+
+logger = logging.getLogger(__name__)
 
 _CLASSES: Final = {
     "cpu": "spmd_worker.worker.backends.cpu.CpuDevice",
@@ -19,17 +28,42 @@ _CLASSES: Final = {
 
 
 def new_backend(resolved: ResolvedRun, device: torch.device) -> DeviceBackend:
-    """The backend of `executor.device_backend`; `auto` is cpu on a CPU and torch elsewhere. Raises ConfigError for an
-    invalid class.
-    """
+    """The backend of `executor.device_backend`. Raises ConfigError for an invalid class."""
     name = resolved.config.executor.device_backend
     if name == "auto":
-        name = "cpu" if device.type == "cpu" else "torch"
+        return _automatic(resolved, device)
+    return _named(name, resolved, device)
+
+
+def _automatic(resolved: ResolvedRun, device: torch.device) -> DeviceBackend:
+    if device.type != "cuda":
+        return _named("cpu" if device.type == "cpu" else "torch", resolved, device)
+    if find_spec("triton") is None:
+        reason: str | None = "needs the package triton, which comes with CUDA builds of torch"
+    else:
+        backend = _named("triton", resolved, device)
+        reason = backend.unsupported()
+        if reason is None:
+            return backend
+    _warn_once(reason)
+    return _named("torch", resolved, device)
+
+
+def _named(name: str, resolved: ResolvedRun, device: torch.device) -> DeviceBackend:
     try:
         backend_class: type[DeviceBackend] = resolve_class(_CLASSES.get(name, name), DeviceBackend)
     except ValueError as error:
         raise ConfigError(f"executor.device_backend: {error}") from None
     return backend_class(resolved, device)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning(
+        "plain torch is used on the GPU instead of our Triton kernels: it is many times slower, and a row's last bits "
+        "may depend on its batch. executor.device_backend=triton %s",
+        reason,
+    )
 
 
 def with_device_backend(resolved: ResolvedRun, name: str) -> ResolvedRun:

@@ -1,7 +1,7 @@
 """Triton backend for NVIDIA GPUs: our kernels, steps recorded as CUDA graphs, all-reduce in rank order.
 
-Runs on the CPU if TRITON_INTERPRET=1 was set before Triton was imported, for tests. It is not the default on CUDA
-(docs/internals/gpu.md).
+The default on CUDA where it computes the model (choice.py). Runs on the CPU if TRITON_INTERPRET=1 was set before Triton
+was imported, for tests.
 """
 
 import logging
@@ -39,7 +39,9 @@ _MAX_PEER_BYTES: Final = 1 << 26
 """Larger sums are split into pieces."""
 _Made = TypeVar("_Made")
 _KEY: Final = "executor.device_backend=triton"
-_WAY_OUT: Final = "leave executor.device_backend at auto and executor.worker_cls at null"
+_WAY_OUT: Final = "leave executor.device_backend at auto and executor.worker_cls at null, which takes plain torch there"
+_LEAST_CAPABILITY: Final = (8, 0)
+"""Of GPUs with bfloat16 and asynchronous copies, which the kernels' pipelines use."""
 
 
 class TritonDevice(DeviceBackend):
@@ -56,29 +58,32 @@ class TritonDevice(DeviceBackend):
         return replace(groups, tensor=tensor)
 
     def operations(self) -> Operations:
+        reason = self.unsupported()
+        if reason is not None:
+            raise ConfigError(f"{_KEY} {reason}: {_WAY_OUT}")
+        return Operations(TritonKernels(), TritonBackend())
+
+    def unsupported(self) -> str | None:
         model_config = self.resolved.model_config
         if is_interpreted() != (self.device.type == "cpu"):
-            raise ConfigError(f"{_KEY} computes on CUDA: use device=cuda, or {_WAY_OUT}")
+            return "computes on CUDA, without TRITON_INTERPRET: use device=cuda"
         if self.resolved.config.model.quantization is not None:
-            raise ConfigError(f"{_KEY} does not support quantised weights: leave model.quantization at null")
+            return "does not support quantised weights: leave model.quantization at null"
         if is_interpreted() and self.resolved.dtype == "bfloat16":
-            raise ConfigError(f"{_KEY}: Triton's interpreter does not support bfloat16: use model.dtype=float32")
+            return "is interpreted, and Triton's interpreter does not support bfloat16: use model.dtype=float32"
         if model_config.is_encoder:
-            raise ConfigError(
-                f"{_KEY} supports causal attention only, and {model_config.architecture} is an encoder with "
-                f"bidirectional attention: {_WAY_OUT}"
+            return (
+                f"supports causal attention only, and {model_config.architecture} is an encoder with bidirectional "
+                "attention"
             )
         for layer in model_config.layers:
             group = layer.num_heads // layer.num_kv_heads
             if layer.head_size not in HEAD_SIZES or group > attention_kernels.ROWS:
-                raise ConfigError(
-                    f"{_KEY} supports head sizes from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} and at most "
-                    f"{attention_kernels.ROWS} query heads per key-value head, not {layer.head_size} and {group}: "
-                    f"{_WAY_OUT}"
+                return (
+                    f"supports head sizes from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} and at most "
+                    f"{attention_kernels.ROWS} query heads per key-value head, not {layer.head_size} and {group}"
                 )
-        if self.device.type == "cuda":
-            self._check_shared_memory()
-        return Operations(TritonKernels(), TritonBackend())
+        return self._lacks_on_device() if self.device.type == "cuda" else None
 
     def arithmetic(self, attention: AttentionBackend) -> str:
         kernels = f"Triton kernels{' interpreted' if is_interpreted() else ''}"
@@ -162,18 +167,23 @@ class TritonDevice(DeviceBackend):
         memory = None if own is None else _on_all_ranks(control, lambda: SymmetricMemory(group, own))
         return None if memory is None else PeerSums(memory, tensor.rank, buffer_bytes)
 
-    def _check_shared_memory(self) -> None:
-        """Raise ConfigError if the GPU's shared memory cannot hold the tiles: the first launch would fail."""
+    def _lacks_on_device(self) -> str | None:
+        """What the GPU lacks for these kernels: the first launch would fail."""
+        name, found = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
+        if found < _LEAST_CAPABILITY:
+            least, has = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, found))
+            return f"needs compute capability {least}, and {name} has {has}"
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         max_head_size = max(layer.head_size for layer in self.resolved.model_config.layers)
         needed = max(attention.shared_bytes(max_head_size, itemsize), matmul.shared_bytes(itemsize))
         properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
         available = int(properties.shared_memory_per_block_optin)
         if available < needed:
-            raise ConfigError(
-                f"{_KEY} needs {needed:,} bytes of shared memory per block for heads of {max_head_size} in "
-                f"{self.resolved.dtype}, and {torch.cuda.get_device_name(self.device)} has {available:,}: {_WAY_OUT}"
+            return (
+                f"needs {needed:,} bytes of shared memory per block for heads of {max_head_size} in "
+                f"{self.resolved.dtype}, and {name} has {available:,}"
             )
+        return None
 
 
 def _on_all_ranks(control: GroupHandle, call: Callable[[], _Made]) -> _Made | None:
