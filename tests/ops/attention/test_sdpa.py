@@ -56,3 +56,16 @@ def test_scores_of_a_slice_are_bounded_off_cpu():
     on_cpu = torch.empty(131072, 1, 1)
     assert list(sdpa._query_slices(8192, 32, on_cpu)) == [slice(0, 8192)]
     assert list(sdpa._query_slices(9, 32, on_cpu, 2**24))[:2] == [slice(0, 4), slice(4, 8)]
+
+
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_any_layout_of_torchs_result_is_taken(monkeypatch: pytest.MonkeyPatch, num_queries: int):
+    """CUDA's kernels return heads behind tokens, of which a decode step's result had no view."""
+    expected = attended(num_queries, 40, 0, in_full=False)
+    attend = sdpa.F.scaled_dot_product_attention
+
+    def tokens_first(*arguments: Tensor, **options: float) -> Tensor:
+        return attend(*arguments, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", tokens_first)
+    assert torch.equal(attended(num_queries, 40, 0, in_full=False), expected)
