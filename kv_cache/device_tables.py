@@ -125,10 +125,11 @@ class DeviceTables(ABC):
         Blocks past `num_written_tokens` are filled by the step being planned, the others were by earlier ones. If
         another block has the hash already, a block stays without one.
         """
-        for index in range(first_index, len(hashes)):
-            block_id = table.block_ids[index]
-            if self._pool.set_hash(block_id, hashes[index]) and (index + 1) * self.block_size > num_written_tokens:
-                self._fresh[block_id] = None
+        block_ids = table.block_ids[first_index : len(hashes)]
+        num_written = num_written_tokens // self.block_size - first_index
+        for place in self._pool.set_hashes(block_ids, hashes[first_index:]):
+            if place >= num_written:
+                self._fresh[block_ids[place]] = None
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """The blocks that hold the beginning of a sequence, as many as are found."""

@@ -20,7 +20,8 @@ class FreeQueue:
 
     Contract:
 
-    1. `append`, `prepend`, `pop_first`, `remove` and `len` take constant time, whatever the number of blocks.
+    1. `append`, `prepend`, `pop_first`, `remove` and `len` take constant time, whatever the number of blocks;
+       `pop` that of the blocks it removes.
     2. Iteration is in eviction order: prepended blocks, latest first, then appended blocks, latest last.
     3. A block is in the queue at most once. Appending a queued block or removing one that is not queued is an assertion
        that names the block.
@@ -68,6 +69,18 @@ class FreeQueue:
         following[first] = _NOT_QUEUED
         self._num_queued -= 1
         return BlockId(first)
+
+    def pop(self, count: int) -> list[BlockId]:
+        """Remove and return the first `count` blocks, in order."""
+        assert 0 <= count <= self._num_queued, f"{count} blocks wanted, {self._num_queued} are free"
+        following, first = self._next, self._next[self._sentinel]
+        popped = []
+        for _ in range(count):
+            popped.append(BlockId(first))
+            following[first], first = _NOT_QUEUED, following[first]
+        following[self._sentinel], self._previous[first] = first, self._sentinel
+        self._num_queued -= count
+        return popped
 
     def remove(self, block_id: BlockId) -> None:
         """Remove a block from any position."""

@@ -182,14 +182,31 @@ class _UnionCodec(Codec):
 
 
 class _ListCodec(Codec):
-    """Any number of entries of one type."""
+    """Any number of entries of one type. The bytes of the last long tuple of records are kept: digest and message have
+    the same groups and events, and successive plans often the same continuing sequences.
+    """
 
     def __init__(self, name: str, entry: Codec, make: Callable[[Iterator[Any]], Any]) -> None:
         assert entry.can_be_dense, f"a list of {entry.layout} could be any number of entries in no bytes"
         self._entry, self._make = entry, make
         self.layout = f"{name}[{entry.layout}]"
+        self._keeps = make is tuple and not isinstance(entry, _IntegerCodec)
+        # Assigned at once: several threads may write.
+        self._kept: tuple[tuple[Any, ...], bool, bytes] = ((), False, b"")
 
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
+        if not (self._keeps and len(values) == 1 and values[0]):
+            self._write(writer, values, is_dense)
+            return
+        kept, was_dense, data = self._kept
+        if kept is not values[0] or was_dense != is_dense:
+            own = ByteWriter()
+            self._write(own, values, is_dense)
+            data = bytes(own.data)
+            self._kept = (values[0], is_dense, data)
+        writer.data += data
+
+    def _write(self, writer: ByteWriter, values: Sequence[Any], is_dense: bool) -> None:
         _INTEGER.write(writer, list(map(len, values)), is_dense=is_dense)
         rows = values if self._make is tuple else [value.items() for value in values]
         entries = rows[0] if len(rows) == 1 and self._make is tuple else list(chain.from_iterable(rows))
