@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter, itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -74,6 +74,21 @@ class _Layout:
     starts: Tensor
 
 
+class _Sent(NamedTuple):
+    """Numbers of one step on the device. int64: `token_ids`, `positions`, `token_blocks`, `token_offsets` [T], and
+    `places`, new entries' indices into the tables; int32: `token_slots` [T], `lengths` [S], and `blocks`, the entries.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    token_blocks: Tensor
+    token_offsets: Tensor
+    places: Tensor
+    token_slots: Tensor
+    lengths: Tensor
+    blocks: Tensor
+
+
 class BatchState:
     """Builds the batches of one model runner on its device, with the same values as `build_batch`. Block tables are
     int32; entries after a sequence's blocks are left over from other sequences.
@@ -89,6 +104,7 @@ class BatchState:
         """The same, on the host."""
         self._layout: _Layout | None = None
         self._has_rows = True
+        """Whether the last step's rows need more than the argmax."""
         self.num_bytes_sent = 0
         """Bytes sent to the device for the last batch."""
 
@@ -96,63 +112,36 @@ class BatchState:
         """Lay out a step. `scheduled` comes from the mirror, in plan order. Without `has_ids`, for a step that
         continues the rows of the last one, the host does not know the token ids and the batch has none.
         """
-        layout = self._layout
-        is_same = layout is not None and scheduled is layout.scheduled
-        if layout is not None and is_same:
-            sequences, is_decode = layout.sequences, layout.is_decode
+        last = self._layout
+        is_same = last is not None and scheduled is last.scheduled
+        if last is not None and is_same:
+            sequences, is_decode = last.sequences, last.is_decode
         else:
             sequences = list(map(_SEQUENCE, scheduled))
             is_decode = all(each.num_scheduled_tokens == each.num_samples == 1 for each in scheduled)
-        firsts = np.fromiter(map(_NUM_COMPUTED, sequences), np.int64, len(sequences))
-        if layout is not None and is_decode and _continues(layout, sequences, firsts):
-            grown = _grown(sequences, layout.own_slots)
-            width = max([layout.width, *[len(sequence.block_ids) for sequence, _ in grown]])
-            self._grow_tables(len(sequences), width)
-            indices, blocks = self._new_blocks(grown)
-            last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
-            of_tokens = self._of_tokens(layout.slot_indices, firsts)
-            (ids, positions, token_blocks, offsets, places), (slots, lengths, values) = self._send(
-                (last_ids, firsts, *of_tokens[:2], indices), (of_tokens[2], firsts + 1, blocks)
-            )
-            layout = replace(layout, scheduled=scheduled, ends=firsts + 1, width=width)
+        firsts = _column(_NUM_COMPUTED, sequences)
+        if last is not None and is_decode and _continues(last, sequences, firsts):
+            layout, sent = self._continue(replace(last, scheduled=scheduled, ends=firsts + 1), has_ids=has_ids)
         else:
-            width = max(map(len, map(_BLOCKS, sequences)))
-            self._grow_tables(len(sequences), width)
-            own_slots = self._take_slots(sequences)
-            indices, blocks = self._new_blocks(_grown(sequences, own_slots))
-            counts, num_samples = _column(_NUM_SCHEDULED, scheduled), _column(_NUM_SAMPLES, scheduled)
-            slot_indices, regimes = _column(_INDEX, own_slots), _column(_REGIME, sequences)
-            starts, ends = np.append(0, counts.cumsum()), firsts + counts
-            host_positions = np.arange(starts[-1]) + (firsts - starts[:-1]).repeat(counts)
-            of_tokens = self._of_tokens(slot_indices.repeat(counts), host_positions)
-            sampled = (starts[1:] - 1).repeat(num_samples)
-            of_step = (token_ids(scheduled), host_positions, *of_tokens[:2], indices)
-            of_layout = (slot_indices, regimes.repeat(counts), sampled)
-            (ids, positions, token_blocks, offsets, places, *kept), (slots, lengths, values, device_starts) = (
-                self._send((*of_step, *of_layout), (of_tokens[2], ends, blocks, starts))
-            )
-            layout = _Layout(
-                *(scheduled, sequences, ends, width, is_decode, own_slots, slot_indices, tuple(starts.tolist()), *kept),
-                starts=device_starts,
-            )
-        had_rows, self._layout = self._has_rows, layout
-        if len(places):
-            self._tables.view(-1)[places] = values
+            layout, sent = self._lay_out(scheduled, sequences, firsts, is_decode=is_decode)
+        self._layout = layout
+        if len(sent.places):
+            self._tables.view(-1)[sent.places] = sent.blocks
         attention = AttentionMetadata(
             query_starts=layout.query_starts,
             context_lengths=tuple(layout.ends.tolist()),
-            block_tables=self._tables[:, :width].index_select(0, layout.slots),
-            token_blocks=token_blocks,
-            token_offsets=offsets,
+            block_tables=self._tables[:, : layout.width].index_select(0, layout.slots),
+            token_blocks=sent.token_blocks,
+            token_offsets=sent.token_offsets,
             starts=layout.starts,
-            lengths=lengths,
-            slots=slots,
+            lengths=sent.lengths,
+            slots=sent.token_slots,
         )
-        rows = () if is_same and not had_rows else rows_to_sample(scheduled)
+        rows = () if is_same and not self._has_rows else rows_to_sample(scheduled)
         self._has_rows = bool(rows)
         return Batch(
-            token_ids=ids,
-            positions=positions,
+            token_ids=sent.token_ids,
+            positions=sent.positions,
             rope_regimes=layout.rope_regimes,
             attention=attention,
             sample_rows=layout.sample_rows,
@@ -171,6 +160,61 @@ class BatchState:
                 slot.table = None
                 self._free.append(slot)
         self._layout = None
+
+    def _continue(self, layout: _Layout, *, has_ids: bool) -> tuple[_Layout, _Sent]:
+        """The last step's sequences, one token further."""
+        sequences = layout.sequences
+        grown = _grown(sequences, layout.own_slots)
+        if grown:
+            width = max([layout.width, *[len(sequence.block_ids) for sequence, _ in grown]])
+            self._grow_tables(len(sequences), width)
+            layout = replace(layout, width=width)
+        places, blocks = self._new_blocks(grown)
+        last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
+        positions = layout.ends - 1
+        token_blocks, offsets, token_slots = self._of_tokens(layout.slot_indices, positions)
+        longs, ints = self._send(
+            (last_ids, positions, token_blocks, offsets, places), (token_slots, layout.ends, blocks)
+        )
+        return layout, _Sent(*longs, *ints)
+
+    def _lay_out(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        sequences: list[MirroredSequence],
+        firsts: Integers,
+        *,
+        is_decode: bool,
+    ) -> tuple[_Layout, _Sent]:
+        """Any step. `firsts` are the sequences' first positions."""
+        width = max(map(len, map(_BLOCKS, sequences)))
+        self._grow_tables(len(sequences), width)
+        own_slots = self._take_slots(sequences)
+        places, blocks = self._new_blocks(_grown(sequences, own_slots))
+        counts, num_samples = _column(_NUM_SCHEDULED, scheduled), _column(_NUM_SAMPLES, scheduled)
+        slot_indices, regimes = _column(_INDEX, own_slots), _column(_REGIME, sequences)
+        starts, ends = np.append(0, counts.cumsum()), firsts + counts
+        positions = np.arange(starts[-1]) + (firsts - starts[:-1]).repeat(counts)
+        token_blocks, offsets, token_slots = self._of_tokens(slot_indices.repeat(counts), positions)
+        of_step = (token_ids(scheduled), positions, token_blocks, offsets, places)
+        of_layout = (slot_indices, regimes.repeat(counts), (starts[1:] - 1).repeat(num_samples))
+        longs, (*ints, starts_there) = self._send((*of_step, *of_layout), (token_slots, ends, blocks, starts))
+        *longs, slots, rope_regimes, sample_rows = longs
+        layout = _Layout(
+            scheduled=scheduled,
+            sequences=sequences,
+            ends=ends,
+            width=width,
+            is_decode=is_decode,
+            own_slots=own_slots,
+            slot_indices=slot_indices,
+            query_starts=tuple(starts.tolist()),
+            slots=slots,
+            rope_regimes=rope_regimes,
+            sample_rows=sample_rows,
+            starts=starts_there,
+        )
+        return layout, _Sent(*longs, *ints)
 
     def _grow_tables(self, num_sequences: int, width: int) -> None:
         """Enlarge the tables for `num_sequences` of `width` blocks; their contents are kept."""
