@@ -87,12 +87,12 @@ class BlockPool:
         """Make a full block in use findable. False, without a change, where a block has that hash already."""
         return bool(self.set_hashes((block_id,), (block_hash,)))
 
-    def set_hashes(self, block_ids: Iterable[BlockId], block_hashes: Iterable[BlockHash]) -> list[int]:
+    def set_hashes(self, block_ids: Sequence[BlockId], block_hashes: Iterable[BlockHash]) -> list[int]:
         """`set_hash` of several blocks, in order. Returns the places of those that it is true of."""
         places = []
         ref_counts, hashes, index = self._ref_counts, self._hashes, self._index
+        assert min(block_ids, default=0) >= 0, block_ids
         for place, (block_id, block_hash) in enumerate(zip(block_ids, block_hashes)):
-            self._check(block_id)
             assert ref_counts[block_id] > 0, f"block {block_id} is free: it gets no hash"
             known = hashes[block_id]
             if known is not None:

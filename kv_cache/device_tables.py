@@ -93,12 +93,18 @@ class DeviceTables(ABC):
 
     def begin_block(self, table: BlockTable, num_tokens: int) -> BlockId:
         """`extend` by one token if `num_tokens` fill the blocks: no shared one is written. Returns the new block."""
-        assert num_tokens == len(table.block_ids) * self.block_size, (
-            f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
-        )
-        (block_id,) = self._take(1)
-        table.block_ids.append(block_id)
+        (block_id,) = self.begin_blocks((table,), (num_tokens,))
         return block_id
+
+    def begin_blocks(self, tables: Sequence[BlockTable], nums_tokens: Sequence[int]) -> list[BlockId]:
+        """`begin_block` of several tables, in order."""
+        allocated = self._take(len(tables))
+        for table, num_tokens, block_id in zip(tables, nums_tokens, allocated, strict=True):
+            assert num_tokens == len(table.block_ids) * self.block_size, (
+                f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
+            )
+            table.block_ids.append(block_id)
+        return allocated
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks. Allocates no block: the first of the two to write to a block copies it.

@@ -251,8 +251,8 @@ class Planner:
             return 0
         decisions.ahead.extend(running[:num_leading])
         budget.num_tokens -= num_leading
-        for index in beginning:
-            decisions.ahead_blocks.append((index, self._allocator.begin_block(running[index])))
+        new_blocks = self._allocator.begin_blocks([running[index] for index in beginning])
+        decisions.ahead_blocks.extend(zip(beginning, new_blocks, strict=True))
         for sequence, num_computed in zip(decisions.ahead, (computed + 1).tolist()):
             sequence.num_computed_tokens = num_computed
         return num_leading
