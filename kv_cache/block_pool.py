@@ -91,7 +91,8 @@ class BlockPool:
         """`set_hash` of several blocks, in order. Returns the places of those that it is true of."""
         places = []
         ref_counts, hashes, index = self._ref_counts, self._hashes, self._index
-        assert min(block_ids, default=0) >= 0, block_ids
+        for block_id in (min(block_ids), max(block_ids)) if block_ids else ():
+            self._check(block_id)
         for place, (block_id, block_hash) in enumerate(zip(block_ids, block_hashes)):
             assert ref_counts[block_id] > 0, f"block {block_id} is free: it gets no hash"
             known = hashes[block_id]
