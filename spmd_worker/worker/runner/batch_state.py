@@ -103,8 +103,6 @@ class BatchState:
         self._host_tables = np.zeros((0, 0), dtype=np.int32)
         """The same, on the host."""
         self._layout: _Layout | None = None
-        self._has_rows = True
-        """Whether the last step's rows need more than the argmax."""
         self.num_bytes_sent = 0
         """Bytes sent to the device for the last batch."""
 
@@ -113,8 +111,7 @@ class BatchState:
         continues the rows of the last one, the host does not know the token ids and the batch has none.
         """
         last = self._layout
-        is_same = last is not None and scheduled is last.scheduled
-        if last is not None and is_same:
+        if last is not None and scheduled is last.scheduled:
             sequences, is_decode = last.sequences, last.is_decode
         else:
             sequences = list(map(_SEQUENCE, scheduled))
@@ -137,15 +134,13 @@ class BatchState:
             lengths=sent.lengths,
             slots=sent.token_slots,
         )
-        rows = () if is_same and not self._has_rows else rows_to_sample(scheduled)
-        self._has_rows = bool(rows)
         return Batch(
             token_ids=sent.token_ids,
             positions=sent.positions,
             rope_regimes=layout.rope_regimes,
             attention=attention,
             sample_rows=layout.sample_rows,
-            rows=rows,
+            rows=rows_to_sample(scheduled),
         )
 
     def forget(self, finished_sequences: Sequence[SequenceKey], finished_request_ids: Sequence[RequestId]) -> None:
