@@ -49,10 +49,11 @@ class BlockPool:
     def take(self, count: int) -> list[BlockId]:
         """Allocate blocks in eviction order, with one owner each; at most `num_free_blocks`. Removes their hashes."""
         assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} are free"
-        allocated = [self._free.pop_first() for _ in range(count)]
+        allocated = self._free.pop(count)
+        ref_counts, has_hash = self._ref_counts, self._has_hash
         for block_id in allocated:
-            self._ref_counts[block_id] = 1
-            if self._has_hash[block_id]:
+            ref_counts[block_id] = 1
+            if has_hash[block_id]:
                 self._evict(block_id)
         return allocated
 
@@ -84,15 +85,25 @@ class BlockPool:
 
     def set_hash(self, block_id: BlockId, block_hash: BlockHash) -> bool:
         """Make a full block in use findable. False, without a change, where a block has that hash already."""
-        self._check(block_id)
-        assert self._ref_counts[block_id] > 0, f"block {block_id} is free: it gets no hash"
-        # Tables that share a full block may both set its hash.
-        assert self._hashes[block_id] in (None, block_hash), f"block {block_id} has another hash already"
-        if self._hashes[block_id] is not None or self._index.setdefault(block_hash, block_id) != block_id:
-            return False
-        self._hashes[block_id] = block_hash
-        self._has_hash[block_id] = True
-        return True
+        return bool(self.set_hashes((block_id,), (block_hash,)))
+
+    def set_hashes(self, block_ids: Sequence[BlockId], block_hashes: Iterable[BlockHash]) -> list[int]:
+        """`set_hash` of several blocks, in order. Returns the places of those that it is true of."""
+        places = []
+        ref_counts, hashes, index = self._ref_counts, self._hashes, self._index
+        for block_id in (min(block_ids), max(block_ids)) if block_ids else ():
+            self._check(block_id)
+        for place, (block_id, block_hash) in enumerate(zip(block_ids, block_hashes)):
+            assert ref_counts[block_id] > 0, f"block {block_id} is free: it gets no hash"
+            known = hashes[block_id]
+            if known is not None:
+                # Tables that share a full block may both set its hash.
+                assert known == block_hash, f"block {block_id} has another hash already"
+            elif index.setdefault(block_hash, block_id) == block_id:
+                hashes[block_id] = block_hash
+                self._has_hash[block_id] = True
+                places.append(place)
+        return places
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
         """The block with this hash, in use or free."""

@@ -93,12 +93,18 @@ class DeviceTables(ABC):
 
     def begin_block(self, table: BlockTable, num_tokens: int) -> BlockId:
         """`extend` by one token if `num_tokens` fill the blocks: no shared one is written. Returns the new block."""
-        assert num_tokens == len(table.block_ids) * self.block_size, (
-            f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
-        )
-        (block_id,) = self._take(1)
-        table.block_ids.append(block_id)
+        (block_id,) = self.begin_blocks((table,), (num_tokens,))
         return block_id
+
+    def begin_blocks(self, tables: Sequence[BlockTable], nums_tokens: Sequence[int]) -> list[BlockId]:
+        """`begin_block` of several tables, in order."""
+        allocated = self._take(len(tables))
+        for table, num_tokens, block_id in zip(tables, nums_tokens, allocated, strict=True):
+            assert num_tokens == len(table.block_ids) * self.block_size, (
+                f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
+            )
+            table.block_ids.append(block_id)
+        return allocated
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks. Allocates no block: the first of the two to write to a block copies it.
@@ -125,10 +131,11 @@ class DeviceTables(ABC):
         Blocks past `num_written_tokens` are filled by the step being planned, the others were by earlier ones. If
         another block has the hash already, a block stays without one.
         """
-        for index in range(first_index, len(hashes)):
-            block_id = table.block_ids[index]
-            if self._pool.set_hash(block_id, hashes[index]) and (index + 1) * self.block_size > num_written_tokens:
-                self._fresh[block_id] = None
+        block_ids = table.block_ids[first_index : len(hashes)]
+        num_written = num_written_tokens // self.block_size - first_index
+        for place in self._pool.set_hashes(block_ids, hashes[first_index:]):
+            if place >= num_written:
+                self._fresh[block_ids[place]] = None
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """The blocks that hold the beginning of a sequence, as many as are found."""

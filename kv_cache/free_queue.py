@@ -20,7 +20,7 @@ class FreeQueue:
 
     Contract:
 
-    1. `append`, `prepend`, `pop_first`, `remove` and `len` take constant time, whatever the number of blocks.
+    1. `append`, `prepend`, `remove`, `len`, and `pop` for each block, take constant time, whatever the size.
     2. Iteration is in eviction order: prepended blocks, latest first, then appended blocks, latest last.
     3. A block is in the queue at most once. Appending a queued block or removing one that is not queued is an assertion
        that names the block.
@@ -58,16 +58,17 @@ class FreeQueue:
         self._previous[block_id], following[block_id] = sentinel, first
         self._num_queued += 1
 
-    def pop_first(self) -> BlockId:
-        """Remove and return the first block."""
-        assert self._num_queued > 0, "no block is free"
-        following, sentinel = self._next, self._sentinel
-        first = following[sentinel]
-        second = following[first]
-        following[sentinel], self._previous[second] = second, sentinel
-        following[first] = _NOT_QUEUED
-        self._num_queued -= 1
-        return BlockId(first)
+    def pop(self, count: int) -> list[BlockId]:
+        """Remove and return the first `count` blocks, in order."""
+        assert 0 <= count <= self._num_queued, f"{count} blocks wanted, of which {self._num_queued} are free"
+        following, first = self._next, self._next[self._sentinel]
+        popped = []
+        for _ in range(count):
+            popped.append(BlockId(first))
+            following[first], first = _NOT_QUEUED, following[first]
+        following[self._sentinel], self._previous[first] = first, self._sentinel
+        self._num_queued -= count
+        return popped
 
     def remove(self, block_id: BlockId) -> None:
         """Remove a block from any position."""

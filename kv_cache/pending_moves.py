@@ -1,9 +1,12 @@
 """Block moves of the step being planned, collected as they are decided."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
+
+_NO_MOVES: Final = BlockOps()
 
 
 class PendingMoves:
@@ -54,6 +57,8 @@ class PendingMoves:
 
     def take(self) -> BlockOps:
         """Return all moves and clear them."""
+        if not (self._copies or self._swap_ins or self._swap_outs):
+            return _NO_MOVES
         block_ops = BlockOps(
             swap_in=tuple((host_block, destination) for destination, host_block in self._swap_ins.items()),
             swap_out=tuple((source, host_block) for host_block, source in self._swap_outs.items()),

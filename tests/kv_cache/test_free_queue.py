@@ -14,7 +14,7 @@ def queue_of(count, *queued):
     """A queue of `count` blocks in which `queued` stand, in this order."""
     queue = FreeQueue(count)
     while len(queue):
-        queue.pop_first()
+        queue.pop(1)
     for block_id in queued:
         queue.append(BlockId(block_id))
     return queue
@@ -23,7 +23,7 @@ def queue_of(count, *queued):
 def test_queue_is_first_in_first_out():
     queue = FreeQueue(3)
     assert list(queue) == [0, 1, 2]
-    assert queue.pop_first() == 0
+    assert queue.pop(1) == [0]
     queue.append(0)
     assert list(queue) == [1, 2, 0]
     assert len(queue) == 3
@@ -34,7 +34,7 @@ def test_prepended_block_is_popped_first():
     queue.prepend(2)
     queue.prepend(3)
     assert list(queue) == [3, 2, 0, 1]
-    assert queue.pop_first() == 3
+    assert queue.pop(1) == [3]
     queue.append(3)
     assert list(queue) == [2, 0, 1, 3]
     queue.check_integrity()
@@ -49,7 +49,7 @@ def test_empty_queue_accepts_a_block_at_either_end(enter):
     assert list(queue) == [0]
     assert 0 in queue
     queue.check_integrity()
-    assert queue.pop_first() == 0
+    assert queue.pop(1) == [0]
     queue.check_integrity()
 
 
@@ -63,8 +63,8 @@ def test_queue_removes_blocks_at_any_position(index, expected):
 
 
 def test_empty_queue_cannot_pop():
-    with pytest.raises(AssertionError, match=r"no block .*free"):
-        FreeQueue(0).pop_first()
+    with pytest.raises(AssertionError, match=r"1 blocks wanted, .*0 are free"):
+        FreeQueue(0).pop(1)
     FreeQueue(0).check_integrity()
 
 
@@ -81,9 +81,7 @@ def test_unqueued_block_cannot_be_removed():
         queue_of(2, 0).remove(1)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["append", "prepend", "pop_first", "remove"]), st.integers(0, 5)), max_size=60)
-)
+@given(st.lists(st.tuples(st.sampled_from(["append", "prepend", "pop", "remove"]), st.integers(0, 5)), max_size=60))
 def test_queue_matches_a_deque_with_removal(operations):
     queue, model = queue_of(6), deque()
     for name, index in operations:
@@ -93,8 +91,9 @@ def test_queue_matches_a_deque_with_removal(operations):
         elif name == "prepend" and index not in model:
             queue.prepend(index)
             model.appendleft(index)
-        elif name == "pop_first" and model:
-            assert queue.pop_first() == model.popleft()
+        elif name == "pop" and model:
+            count = min(index, len(model))
+            assert queue.pop(count) == [model.popleft() for _ in range(count)]
         elif name == "remove" and index in model:
             queue.remove(index)
             model.remove(index)

@@ -17,7 +17,8 @@ class AttentionMetadata:
     `block_tables` int64 or int32 [S, B], arbitrary after a sequence's blocks; `token_blocks` and `token_offsets` int64
     [T]: the block of a token's key and value, and the offset in it. `sees_later`: attention is bidirectional, a window
     is as wide on both sides, and sequences are complete. `starts` [S + 1] and `lengths` [S] are the two tuples as int32
-    on the device, if they are there. `fixed` belongs to the backend, for steps whose tensors keep their addresses
+    on the device, if they are there, and `slots` int32 [T] are the tokens' slots in the cache, block * block size +
+    offset. `fixed` belongs to the backend, for steps whose tensors keep their addresses
     (`attention.backend.FixedAttention`): the other fields except `sees_later` are not used then.
     """
 
@@ -29,6 +30,7 @@ class AttentionMetadata:
     sees_later: bool = False
     starts: Tensor | None = None
     lengths: Tensor | None = None
+    slots: Tensor | None = None
     fixed: object | None = None
 
     def num_later_keys(self, window: int) -> int:

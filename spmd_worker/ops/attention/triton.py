@@ -60,7 +60,7 @@ class TritonFixedAttention:
         assert metadata.starts is not None, "only for batches of `BatchState`"
         assert metadata.lengths is not None, "only for batches of `BatchState`"
         count, width = metadata.block_tables.shape
-        slots = metadata.token_blocks * self._block_size + metadata.token_offsets
+        slots = _slots_of(metadata, self._block_size)
         self._slots[: len(slots)] = slots
         if len(slots) < num_tokens:
             self._slots[len(slots) : num_tokens] = _NO_SLOT
@@ -158,7 +158,7 @@ class TritonBackend(AttentionBackend):
 
     def _planned_step(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _Planned:
         if self._planned is None or self._planned.source is not metadata:
-            slots = metadata.token_blocks * layer_cache.shape[3] + metadata.token_offsets
+            slots = _slots_of(metadata, layer_cache.shape[3])
             self._before, self._planned = self._planned, _Planned(metadata, slots.to(torch.int32))
         return self._planned
 
@@ -203,6 +203,13 @@ class TritonBackend(AttentionBackend):
             window,
             on_device=None if starts is None or lengths is None else (starts, lengths),
         )
+
+
+def _slots_of(metadata: AttentionMetadata, block_size: int) -> Tensor:
+    """Integers [T]."""
+    if metadata.slots is not None:
+        return metadata.slots
+    return metadata.token_blocks * block_size + metadata.token_offsets
 
 
 def _fixed_step(metadata: AttentionMetadata) -> _FixedStep | None:

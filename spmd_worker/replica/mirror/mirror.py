@@ -5,9 +5,13 @@ A plan is checked completely before it changes anything: a rejected plan leaves 
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.plan_check import PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata, SequenceGroupMetadataDelta
@@ -30,11 +34,25 @@ class _Sampling(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """A step in which sequences continue by one id each, and nothing else happens."""
+    """A step in which sequences continue by one id each, and nothing else happens. Their lists of output tokens and of
+    blocks, and their numbers of tokens after the step, int64 [S].
+    """
 
     keys: tuple[SequenceKey, ...]
     sequences: list[MirroredSequence]
     scheduled: tuple[ScheduledSequence, ...]
+    outputs: list[list[int]]
+    tables: list[list[BlockId]]
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, keys: tuple[SequenceKey, ...], sequences: list[MirroredSequence], scheduled: tuple[ScheduledSequence, ...]
+    ) -> "_Decoding":
+        outputs = [sequence.output_token_ids for sequence in sequences]
+        tables = [sequence.block_ids for sequence in sequences]
+        ends = [sequence.num_computed_tokens + sequence.num_scheduled_tokens for sequence in sequences]
+        return cls(keys, sequences, scheduled, outputs, tables, np.array(ends, dtype=np.int64))
 
 
 class Mirror:
@@ -51,6 +69,8 @@ class Mirror:
         self._step: int | None = None
         self._groups: dict[RequestId, MirroredGroup] = {}
         self._sampling: deque[_Sampling] = deque()
+        # Of the last plan.
+        self._last_rows: tuple[ScheduledSequence, ...] = ()
         # The last step, if sequences only continued in it.
         self._decoding: _Decoding | None = None
         # Ids of sequences that continue after their ids are read.
@@ -66,7 +86,13 @@ class Mirror:
         if decoding is None or not self._is_same_decoding(plan, decoding):
             return self._apply(plan)
         self._step = plan.step
-        self._continue(plan, decoding.sequences)
+        for index, block_id in plan.continuing_blocks:
+            decoding.tables[index].append(block_id)
+        for outputs, token_id in zip(decoding.outputs, self._appended_ids(plan, decoding.sequences), strict=True):
+            outputs.append(token_id)
+        for sequence, num_computed in zip(decoding.sequences, decoding.ends.tolist()):
+            sequence.num_computed_tokens = num_computed
+        decoding.ends[:] += 1
         if self._num_steps_ahead:
             self._await(plan.step, decoding.scheduled)
         return decoding.scheduled
@@ -88,18 +114,15 @@ class Mirror:
             return False
         if plan.continuing_blocks:
             num_new = PlanCheck(plan, self._groups, self.num_blocks, self.block_size).num_new_blocks()
-        size = self.block_size
-        lacking = [
-            index
-            for index, each in enumerate(last.sequences)
-            if each.num_computed_tokens + each.num_scheduled_tokens >= len(each.block_ids) * size
-        ]
+        num_blocks = np.fromiter(map(len, last.tables), np.int64, num_rows)
+        lacking: list[int] = np.flatnonzero(last.ends >= num_blocks * self.block_size).tolist()
         return all(index in num_new for index in lacking)
 
     def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
         """`apply` for any plan."""
-        last_rows = self._sampling[-1].rows if self._sampling and self._sampling[-1].step == self._step else ()
-        check = PlanCheck(plan, self._groups, self.num_blocks, self.block_size, self._step, last_rows)
+        sizes = (self.num_blocks, self.block_size)
+        allows_ahead = self._num_steps_ahead > 0
+        check = PlanCheck(plan, self._groups, *sizes, self._step, self._last_rows, allows_ahead=allows_ahead)
         continuing = check.check()
         self._step = plan.step
         self._forget(plan)
@@ -115,7 +138,8 @@ class Mirror:
         others = map(ScheduledSequence._make, zip(*columns, strict=True))
         scheduled = (*continuing_rows, *others)
         is_decoding = bool(continuing) and not plan.groups and not plan.continuing_num_ids
-        self._decoding = _Decoding(plan.continuing, continuing, scheduled) if is_decoding else None
+        self._last_rows = scheduled
+        self._decoding = _Decoding.of(plan.continuing, continuing, scheduled) if is_decoding else None
         if self._num_steps_ahead:
             self._await(plan.step, scheduled)
         return scheduled
@@ -129,29 +153,27 @@ class Mirror:
         if not self._sampling or self._sampling[0].step > step:
             return
         awaited = self._sampling[0]
-        if awaited.is_single and not sampled.num_ids:
-            rows: Iterable[tuple[int, ...]] = [(token_id,) for token_id in sampled.token_ids]
-        else:
-            given = iter(sampled.rows())
+        token_ids: Iterable[int | None] = sampled.token_ids
+        if not awaited.is_single or sampled.num_ids:
             # Forks, and sequences with none or several ids at once, continue by the plan's ids.
-            rows = [
-                tuple([each[0] for each in islice(given, row.num_samples) if len(each) == row.num_samples == 1])
-                for row in awaited.rows
-            ]
-        columns = (awaited.rows, awaited.outputs, awaited.nums_outputs, rows)
-        for row, outputs, num_outputs, token_ids in zip(*columns, strict=True):
-            for token_id in token_ids:
-                # A sequence that got no id ends there; its later results are never read.
-                if len(outputs) > num_outputs:
-                    outputs[num_outputs] = token_id if token_id > 0 else 0
-                else:
-                    self._read_ids[row.sequence] = max(token_id, 0)
+            given = iter(sampled.rows())
+            samples = [list(islice(given, row.num_samples)) for row in awaited.rows]
+            token_ids = [each[0][0] if len(each) == 1 and len(each[0]) == 1 else None for each in samples]
+        columns = (awaited.rows, awaited.outputs, awaited.nums_outputs, token_ids)
+        for row, outputs, num_outputs, token_id in zip(*columns, strict=True):
+            if token_id is None:
+                continue
+            # A sequence that got no id ends there; its later results are never read.
+            if len(outputs) > num_outputs:
+                outputs[num_outputs] = token_id if token_id > 0 else 0
+            else:
+                self._read_ids[row.sequence] = max(token_id, 0)
 
     def _await(self, step: int, scheduled: tuple[ScheduledSequence, ...]) -> None:
         self._read_ids.clear()
-        outputs = [row.sequence.output_token_ids for row in scheduled]
-        is_single = self._decoding is not None
-        self._sampling.append(_Sampling(step, scheduled, outputs, list(map(len, outputs)), is_single))
+        decoding = self._decoding
+        outputs = [row.sequence.output_token_ids for row in scheduled] if decoding is None else decoding.outputs
+        self._sampling.append(_Sampling(step, scheduled, outputs, list(map(len, outputs)), decoding is not None))
         # One step that is read and one that is not; older ones belong to a step that failed.
         while len(self._sampling) > 1 + self._num_steps_ahead:
             self._sampling.popleft()
@@ -159,17 +181,21 @@ class Mirror:
     def _continue(self, plan: StepPlan, continuing: list[MirroredSequence]) -> list[ScheduledSequence]:
         for index, block_id in plan.continuing_blocks:
             continuing[index].block_ids.append(block_id)
-        ahead = continuing[: plan.num_ahead]
-        read_ids = self._read_ids
-        for sequence in ahead:
-            _append_token(sequence, read_ids.get(sequence, NOT_READ) if read_ids else NOT_READ)
-        rows = [sequence.decode_row for sequence in ahead]
-        others = continuing[plan.num_ahead :] if ahead else continuing
-        if plan.continuing_num_ids:
-            return rows + self._continue_unevenly(plan, others)
-        for sequence, token_id in zip(others, plan.continuing_token_ids):
-            _append_token(sequence, token_id)
-        return rows + [sequence.decode_row for sequence in others]
+        num_single = plan.num_ahead if plan.continuing_num_ids else len(continuing)
+        for sequence, token_id in zip(continuing[:num_single], self._appended_ids(plan, continuing)):
+            sequence.output_token_ids.append(token_id)
+            sequence.num_computed_tokens += sequence.num_scheduled_tokens
+            sequence.num_scheduled_tokens = 1
+        rows = [sequence.decode_row for sequence in continuing[:num_single]]
+        return rows + self._continue_unevenly(plan, continuing[num_single:]) if plan.continuing_num_ids else rows
+
+    def _appended_ids(self, plan: StepPlan, continuing: list[MirroredSequence]) -> Iterable[int]:
+        """Ids of those that go ahead, as far as they are read, then the plan's."""
+        read_ids, ahead = self._read_ids, islice(continuing, plan.num_ahead)
+        known = (
+            (read_ids.get(sequence, NOT_READ) for sequence in ahead) if read_ids else repeat(NOT_READ, plan.num_ahead)
+        )
+        return chain(known, plan.continuing_token_ids)
 
     def _continue_unevenly(self, plan: StepPlan, continuing: list[MirroredSequence]) -> list[ScheduledSequence]:
         """Each computes its given ids, or recomputes its last token if it was given none."""
@@ -222,10 +248,3 @@ class Mirror:
             sequence.num_computed_tokens = data.num_computed_tokens
             sequence.num_scheduled_tokens = data.num_scheduled_tokens
             sequences.append(sequence)
-
-
-def _append_token(sequence: MirroredSequence, token_id: int) -> None:
-    """Append one token, and schedule it."""
-    sequence.output_token_ids.append(token_id)
-    sequence.num_computed_tokens += sequence.num_scheduled_tokens
-    sequence.num_scheduled_tokens = 1

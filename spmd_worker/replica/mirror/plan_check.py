@@ -1,7 +1,10 @@
 """Checks that a plan follows from the plans before it: every rule, before the mirror changes anything."""
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from operator import attrgetter
+from typing import Final, NoReturn
+
+import numpy as np
 
 from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
@@ -16,10 +19,18 @@ from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 
+_KEY: Final = attrgetter("key")
+_NUM_COMPUTED: Final = attrgetter("num_computed_tokens")
+_NUM_SCHEDULED: Final = attrgetter("num_scheduled_tokens")
+_NUM_PROMPT: Final = attrgetter("num_prompt_tokens")
+_OUTPUTS: Final = attrgetter("output_token_ids")
+_BLOCKS: Final = attrgetter("block_ids")
+
 
 class PlanCheck:
     """One check of one plan against `groups`, which are at step `step` (None: before the first). Without blocks,
-    sequences are computed completely at once. `last_rows` are that step's, if the next may go ahead of its ids.
+    sequences are computed completely at once. `last_rows` are that step's, whose sequences `groups` still holds; with
+    `allows_ahead` they may go ahead of the ids that it samples.
     """
 
     def __init__(
@@ -30,9 +41,11 @@ class PlanCheck:
         block_size: int,
         step: int | None = None,
         last_rows: Sequence[ScheduledSequence] = (),
+        *,
+        allows_ahead: bool = False,
     ) -> None:
         self._plan, self._groups, self._step, self._last_rows = plan, groups, step, last_rows
-        self._num_blocks, self._block_size = num_blocks, block_size
+        self._num_blocks, self._block_size, self._allows_ahead = num_blocks, block_size, allows_ahead
 
     def check(self) -> list[MirroredSequence]:
         """Raise MirrorError unless all of the plan follows from the mirror's state; returns the continuing rows."""
@@ -75,33 +88,53 @@ class PlanCheck:
 
     def _check_continuing(self) -> list[MirroredSequence]:
         """The continuing sequences; the mirror must hold each with all its tokens computed."""
-        plan, groups, block_size = self._plan, self._groups, self._block_size
+        plan = self._plan
         num_ids = self._check_continuing_ids()
         num_new_blocks = self.num_new_blocks()
-        sequences: list[MirroredSequence] = []
-        for index, key in enumerate(plan.continuing):
-            group = groups.get(key.request_id)
-            sequence = None if group is None else group.sequences.get(key.sample_index)
-            if sequence is None:
-                self._reject("continuing", "unknown", "a sequence that it holds", *key)
+        sampling = [row.sequence for row in self._last_rows if row.num_samples == 1]
+        if plan.finished_sequences:
+            ended = dict.fromkeys(plan.finished_sequences)
+            sampling = [sequence for sequence in sampling if sequence.key not in ended]
+        sequences = sampling[: len(plan.continuing)]
+        # Hot path: those that sampled continue in the same order, each with one id and with a block for it.
+        are_last = list(map(_KEY, sequences)) == [*plan.continuing]
+        if not are_last:
+            sequences = [self._held(key) for key in plan.continuing]
+        for index in range(len(sequences)) if num_ids else self._to_check(sequences):
+            key, sequence = plan.continuing[index], sequences[index]
             end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
             if end != sequence.num_tokens:
                 rule = f"computed to {sequence.num_tokens}, its last token"
                 self._reject("continuing", f"computed to {end}", rule, *key)
-            # Hot path: most get one id, and have a block for it.
-            if end >= len(sequence.block_ids) * block_size or num_ids:
-                last = end - 1 + (num_ids[index] if num_ids else 1)
-                if last >= (len(sequence.block_ids) + num_new_blocks.get(index, 0)) * block_size:
-                    self._reject("continuing", f"without a block for token {last}", "a block for it", *key)
-            sequences.append(sequence)
+            last = end - 1 + (num_ids[index] if num_ids else 1)
+            if last >= (len(sequence.block_ids) + num_new_blocks.get(index, 0)) * self._block_size:
+                self._reject("continuing", f"without a block for token {last}", "a block for it", *key)
         self._check_listed_once()
-        if plan.num_ahead:
-            sampling = dict.fromkeys([row.sequence for row in self._last_rows if row.num_samples == 1])
+        if plan.num_ahead and not (are_last and self._allows_ahead):
+            known = dict.fromkeys(sampling if self._allows_ahead else ())
             for key, sequence in zip(plan.continuing[: plan.num_ahead], sequences):
-                if sequence not in sampling:
+                if sequence not in known:
                     rule = "one that the step before samples one id for"
                     self._reject("continuing", "ahead of its id", rule, *key)
         return sequences
+
+    def _held(self, key: SequenceKey) -> MirroredSequence:
+        group = self._groups.get(key.request_id)
+        sequence = None if group is None else group.sequences.get(key.sample_index)
+        if sequence is None:
+            self._reject("continuing", "unknown", "a sequence that it holds", *key)
+        return sequence
+
+    def _to_check(self, sequences: list[MirroredSequence]) -> list[int]:
+        """Indices of the sequences whose tokens are not all computed, or whose blocks are full."""
+        count = len(sequences)
+        ends = np.fromiter(map(_NUM_COMPUTED, sequences), np.int64, count)
+        ends += np.fromiter(map(_NUM_SCHEDULED, sequences), np.int64, count)
+        num_tokens = np.fromiter(map(len, map(_OUTPUTS, sequences)), np.int64, count)
+        num_tokens += np.fromiter(map(_NUM_PROMPT, sequences), np.int64, count)
+        num_slots = np.fromiter(map(len, map(_BLOCKS, sequences)), np.int64, count) * self._block_size
+        indices: list[int] = np.flatnonzero((ends != num_tokens) | (ends >= num_slots)).tolist()
+        return indices
 
     def _check_continuing_ids(self) -> tuple[int, ...]:
         """Number of ids that each appends; empty if each appends one."""

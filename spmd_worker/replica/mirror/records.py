@@ -1,10 +1,15 @@
 """Records of a mirror: a worker's state of a sequence, and a step's work on it."""
 
+import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kv_cache.block import BlockId
 from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sequence import SequenceKey
 
 
 class MirrorError(ValueError):
@@ -26,10 +31,14 @@ class MirroredSequence:
     block_ids: list[BlockId]
     num_computed_tokens: int
     num_scheduled_tokens: int
+    key: SequenceKey = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     decode_row: "ScheduledSequence" = field(init=False)
     is_plain: bool = field(init=False)
+    _prompt: NDArray[np.int64] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.key = SequenceKey(self.request.request_id, self.sample_index)
         # Made once: the row of a sequence with one id is always the same.
         self.decode_row = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
         self.set_request(self.request)
@@ -38,11 +47,12 @@ class MirroredSequence:
         """Replace the request by the one sent last."""
         sampling = request.sampling
         is_plain = sampling.needs_argmax_only and not sampling.min_tokens and sampling.prompt_logprobs is None
-        self.request, self.is_plain = request, is_plain
+        self.request, self.is_plain, self._prompt = request, is_plain, None
+        self.num_prompt_tokens = len(request.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens at positions [start, stop) of prompt and output together."""
@@ -53,6 +63,15 @@ class MirroredSequence:
         if stop <= len(prompt):
             return list(prompt[start:stop])
         return [*prompt[start:], *self.output_token_ids[: stop - len(prompt)]]
+
+    def token_array(self, start: int, stop: int) -> NDArray[np.int64]:
+        """`token_ids` as an array; a prompt's is made once."""
+        prompt = self.request.prompt_token_ids
+        if stop > len(prompt):
+            return np.array(self.token_ids(start, stop), dtype=np.int64)
+        if self._prompt is None:
+            self._prompt = np.frombuffer(struct.pack(f"<{len(prompt)}q", *prompt), dtype=np.int64)
+        return self._prompt[start:stop]
 
 
 class ScheduledSequence(NamedTuple):

@@ -106,12 +106,18 @@ class Allocator:
 
     def begin_block(self, sequence: Sequence) -> BlockId:
         """`extend` by one token for a sequence whose blocks are full. Returns the new block."""
-        first = sequence.num_computed_tokens
-        block_id = self._cache.begin_block(sequence.table, first)
-        sequence.shares_tail = False
-        sequence.num_computed_tokens = first + 1
-        self._set_full_block_hashes(sequence, num_written_tokens=first)
+        (block_id,) = self.begin_blocks((sequence,))
         return block_id
+
+    def begin_blocks(self, sequences: Sized[Sequence]) -> list[BlockId]:
+        """`begin_block` of several sequences, in order."""
+        firsts = [sequence.num_computed_tokens for sequence in sequences]
+        block_ids = self._cache.begin_blocks([sequence.table for sequence in sequences], firsts)
+        for sequence, first in zip(sequences, firsts):
+            sequence.shares_tail = False
+            sequence.num_computed_tokens = first + 1
+            self._set_full_block_hashes(sequence, num_written_tokens=first)
+        return block_ids
 
     def preempt(self, sequence: Sequence, group: SequenceGroup) -> None:
         """Preempt a running sequence: swap it out if that is cheaper and fits, else drop its blocks."""

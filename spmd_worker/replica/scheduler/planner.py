@@ -9,6 +9,9 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
@@ -26,6 +29,8 @@ PROMPT_ROUNDS: Final = 4
 """With several steps in flight, number of steps per step in flight over which prompts are spread."""
 
 _SERVICE_ORDER: Final = attrgetter("sequence.key")
+_NUM_COMPUTED: Final = attrgetter("num_computed_tokens")
+_NUM_AHEAD: Final = attrgetter("num_outputs_ahead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,28 @@ class SchedulerLimits:
     def num_in_flight(self) -> int:
         """Steps that may be decided before the oldest one's sampled ids are applied."""
         return self.num_virtual_engines + self.num_steps_ahead
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Running sequences, and what of theirs never changes: lists of output tokens, numbers of prompt tokens."""
+
+    sequences: list[Sequence]
+    outputs: list[list[int]]
+    num_prompt_tokens: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> "_Columns":
+        prompts = [sequence.num_prompt_tokens for sequence in sequences]
+        outputs = [sequence.output_token_ids for sequence in sequences]
+        return cls(list(sequences), outputs, np.array(prompts, np.int64))
+
+    def joined(self, later: "_Columns") -> "_Columns":
+        return _Columns(
+            self.sequences + later.sequences,
+            self.outputs + later.outputs,
+            np.concatenate((self.num_prompt_tokens, later.num_prompt_tokens)),
+        )
 
 
 class Planner:
@@ -81,6 +108,7 @@ class Planner:
         self._split = split
         self._min_watermark_blocks = cache.watermark_blocks
         self._allows_ahead = limits.num_steps_ahead > 0
+        self._columns = _Columns.of([])
 
     def has_ready(self) -> bool:
         """Whether a step could compute something before the results of those in flight are applied."""
@@ -176,7 +204,9 @@ class Planner:
 
     def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
         block_size, allows_ahead = self._cache.block_size, self._allows_ahead
-        for sequence in self._served():
+        served = self._served()
+        num_ahead = self._decide_ahead(served, budget, decisions) if allows_ahead else 0
+        for sequence in islice(served, num_ahead, None):
             if not budget.num_tokens:
                 break
             num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
@@ -204,6 +234,37 @@ class Planner:
                     continue
                 budget.num_tokens -= 1
                 decisions.ahead.append(sequence)
+
+    def _decide_ahead(self, running: list[Sequence], budget: StepBudget, decisions: Decisions) -> int:
+        """Decide for the leading sequences that go ahead of their ids, all at once, and return their number: what
+        `_decide_running` decides one by one.
+        """
+        columns = self._columns_of(running)
+        computed = np.fromiter(map(_NUM_COMPUTED, running), np.int64, len(running))
+        num_outputs = np.fromiter(map(len, columns.outputs), np.int64, len(running))
+        limits = np.fromiter(map(_NUM_AHEAD, running), np.int64, len(running))
+        goes_ahead = (columns.num_prompt_tokens + num_outputs == computed) & (num_outputs < limits)
+        num_leading = int(np.append(goes_ahead, False).argmin())
+        num_leading = min(num_leading, budget.num_tokens)
+        beginning = np.flatnonzero(computed[:num_leading] % self._cache.block_size == 0).tolist()
+        if len(beginning) > self._cache.num_free_blocks:
+            return 0
+        decisions.ahead.extend(running[:num_leading])
+        budget.num_tokens -= num_leading
+        new_blocks = self._allocator.begin_blocks([running[index] for index in beginning])
+        decisions.ahead_blocks.extend(zip(beginning, new_blocks, strict=True))
+        for sequence, num_computed in zip(decisions.ahead, (computed + 1).tolist()):
+            sequence.num_computed_tokens = num_computed
+        return num_leading
+
+    def _columns_of(self, running: list[Sequence]) -> _Columns:
+        known = self._columns
+        num_known = len(known.sequences)
+        if running[:num_known] != known.sequences:
+            self._columns = _Columns.of(running)
+        elif len(running) > num_known:
+            self._columns = known.joined(_Columns.of(running[num_known:]))
+        return self._columns
 
     def _continue(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
         """A sequence that computes just its given ids continues if its table only grows; a copy needs a delta."""
@@ -239,8 +300,9 @@ class Planner:
 
     def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
         # A sequence that has not forked yet counts as all its samples.
-        num_running = sum([sequence.num_samples for sequence in self._queues.running])
-        budget.num_sequences -= num_running - len(self._queues.running)
+        running, is_sorted = self._queues.running, True
+        num_running = sum([sequence.num_samples for sequence in running])
+        budget.num_sequences -= num_running - len(running)
         while self._queues.waiting and budget.num_tokens:
             sequence = self._queues.waiting.first()
             is_swapped = sequence.status is SequenceStatus.SWAPPED
@@ -263,13 +325,15 @@ class Planner:
             if num_samples < sequence.num_samples:
                 self._split(sequence, num_samples)
             self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix)
-            self._queues.running.append(sequence)
+            is_sorted = is_sorted and (not running or running[-1].key < sequence.key)
+            running.append(sequence)
             num_running += num_samples
             budget.num_sequences -= num_samples
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
             decision = self._compute(sequence, num_tokens, budget)
             decisions.others.append(decision._replace(change=TableChange(0, tuple(sequence.table.block_ids))))
-        self._queues.running.sort(key=service_order)
+        if not is_sorted:
+            running.sort(key=service_order)
 
     def _may_join(self, sequence: Sequence, prefix: list[BlockId], num_samples: int, budget: StepBudget) -> bool:
         num_uncomputed = sequence.num_uncomputed_tokens - len(prefix) * self._cache.block_size

@@ -28,7 +28,8 @@ class Queues:
 
     def drop_ended(self) -> None:
         """Remove ended sequences from `running`."""
-        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+        runs = SequenceStatus.RUNNING
+        self.running = [sequence for sequence in self.running if sequence.status is runs]
 
     def stop_waiting(self, sequence: Sequence) -> None:
         """Remove a sequence that ended without running."""

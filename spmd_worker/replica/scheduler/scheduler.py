@@ -60,6 +60,9 @@ class Scheduler:
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
         self._step = 0
+        # Of the last step with rows.
+        self._continuing: list[Sequence] = []
+        self._continuing_keys: tuple[SequenceKey, ...] = ()
 
     @property
     def has_unfinished(self) -> bool:
@@ -120,7 +123,7 @@ class Scheduler:
             finished_sequences=tuple(self._ended_sequences),
             finished_request_ids=tuple(self._ended_requests),
             num_tokens=num_tokens,
-            continuing=tuple([sequence.key for sequence in continuing]),
+            continuing=self._keys_of(continuing),
             continuing_token_ids=continuing_ids,
             continuing_num_ids=continuing_num_ids,
             continuing_blocks=tuple(continuing_blocks),
@@ -130,6 +133,12 @@ class Scheduler:
         self._ended_requests.clear()
         return plan
 
+    def _keys_of(self, continuing: list[Sequence]) -> tuple[SequenceKey, ...]:
+        """The same tuple if the same sequences continue: digest and mirror then see at once that it is equal."""
+        if continuing != self._continuing:
+            self._continuing, self._continuing_keys = continuing, tuple([sequence.key for sequence in continuing])
+        return self._continuing_keys
+
     def apply(self, result: StepResult) -> list[SequenceGroup]:
         """Append the sampled ids, fork, finish. Returns the groups that ended, in plan order.
 
@@ -138,6 +147,7 @@ class Scheduler:
         dropped, also those of a step that went ahead of it. A sequence without an id recomputes its last token.
         """
         ended: list[SequenceGroup] = []
+        num_ended = len(self._ended_sequences)
         token_ids, logprobs = result.token_ids, result.logprobs
         groups = self.queues.groups
         for request_id, first, entries in result.prompt_logprobs:
@@ -156,19 +166,20 @@ class Scheduler:
             for sequence, row_ids, row_logprobs in zip(sampling, ids.rows(), ids.divide(reported), strict=True):
                 self._append_row(sequence, row_ids, row_logprobs, ended)
         else:
+            are_ids = min(token_ids, default=0) >= 0
             for sequence, token_id, token_logprobs in zip(sampling, token_ids, reported, strict=True):
-                if sequence.status is not SequenceStatus.RUNNING:
-                    self.counters.num_output_tokens -= 1
-                    continue
-                # Hot path: nearly every token continues its answer.
+                # Hot path: nearly every token continues its answer. One that ended has a `num_outputs_plain` of 0.
                 outputs = sequence.output_token_ids
                 may_end = len(outputs) + 1 >= sequence.num_outputs_plain or token_id in sequence.end_ids
-                if may_end or token_id < 0 or token_logprobs is not None:
+                if not may_end and are_ids and token_logprobs is None:
+                    outputs.append(token_id)
+                elif sequence.status is SequenceStatus.RUNNING:
                     self._append(sequence, token_id, token_logprobs, ended)
                 else:
-                    outputs.append(token_id)
+                    self.counters.num_output_tokens -= 1
         self.counters.num_output_tokens += len(token_ids)
-        self.queues.drop_ended()
+        if len(self._ended_sequences) > num_ended:
+            self.queues.drop_ended()
         return ended
 
     def check_integrity(self) -> None:
@@ -245,7 +256,7 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             self.queues.stop_waiting(sequence)
         self._allocator.release(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        sequence.status, sequence.num_outputs_plain = SequenceStatus.FINISHED, 0
         self._ended_sequences.append(sequence.key)
 
     def _end(self, group: SequenceGroup) -> SequenceGroup:

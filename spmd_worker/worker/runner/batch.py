@@ -175,11 +175,21 @@ def _positions(firsts: list[int], counts: list[int], num_tokens: int) -> Integer
 
 def token_ids(scheduled: Sequence[ScheduledSequence]) -> Integers:
     """The ids that a step computes, int64 [T]."""
-    found: list[int] = []
-    for each in scheduled:
-        first = each.sequence.num_computed_tokens
-        found += each.sequence.token_ids(first, first + each.num_scheduled_tokens)
-    return np.array(found, dtype=np.int64)
+    found: list[Integers] = []
+    # Of consecutive rows that compute their last token.
+    last_ids: list[int] = []
+    for sequence, count, num_samples in scheduled:
+        if count == 1 and num_samples and sequence.output_token_ids:
+            last_ids.append(sequence.output_token_ids[-1])
+            continue
+        if last_ids:
+            found.append(np.array(last_ids, dtype=np.int64))
+            last_ids = []
+        first = sequence.num_computed_tokens
+        found.append(sequence.token_array(first, first + count))
+    if last_ids or not found:
+        found.append(np.array(last_ids, dtype=np.int64))
+    return np.concatenate(found)
 
 
 def _block_tables(tables: Sequence[Sequence[int]]) -> Integers:

@@ -1,8 +1,9 @@
-"""Persistent batch: block tables and positions kept on the device, so that a step sends only what is new.
+"""Persistent batch: block tables kept on the device, so that a step sends only what is new of them.
 
-Every computed sequence has a slot with its block table: a table that has grown sends its new blocks. A step that
-continues every sequence of the last step by one token, in the same order, also sends the token ids; the device
-increments the positions itself. Any other step sends its complete layout. Everything goes in one copy.
+Every computed sequence has a slot with its block table: a table that has grown sends its new blocks. All else that a
+step needs of each token and sequence is laid out on the host and sent with them, in one copy: it takes less time than
+the launches that would derive it. A step that continues every sequence of the last step by one token, in the same
+order, sends what differs from the last step's layout.
 
 Slots are only a cache: they are compared with what the step needs, so any plan may follow any other, and a sequence
 that lost its slot is sent completely when it is scheduled again.
@@ -10,10 +11,11 @@ that lost its slot is sent completely when it is scheduled again.
 T: tokens of the step; S: sequences; R: rows that sample; B: blocks of the longest table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Final
+from operator import attrgetter, itemgetter
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +28,20 @@ from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.worker.runner.batch import Batch, rows_to_sample, token_ids
+from spmd_worker.worker.runner.batch import Batch, Integers, rows_to_sample, token_ids
 
 _SLOTS_A_SEQUENCE: Final = 4
 """Slots for the sequences of a few steps in flight and for waiting ones."""
 _ALIGNED_WORDS: Final = 4
 _MAX_INDEX: Final = 2**31
 """Indices into the tables are sent as int32."""
+_SEQUENCE: Final = itemgetter(0)
+_NUM_SCHEDULED: Final = itemgetter(1)
+_NUM_SAMPLES: Final = itemgetter(2)
+_NUM_COMPUTED: Final = attrgetter("num_computed_tokens")
+_REGIME: Final = attrgetter("request.rope_regime")
+_INDEX: Final = attrgetter("index")
+_BLOCKS: Final = attrgetter("block_ids")
 
 
 @dataclass(slots=True, eq=False)
@@ -46,25 +55,38 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Layout of a step. On the host: `context_lengths`, `query_starts`, and `width`, the blocks of the longest table.
-    On the device, int64: `slots` [S], `row_of_token`, `positions`, `rope_regimes` [T], `sample_rows` [R]; int32:
-    `starts` [S + 1], `lengths` [S].
+    """Layout of a step. On the host: `ends` int64 [S], the tokens computed with the step, `slot_indices` int64 [S],
+    `query_starts`, and `width`, the blocks of the longest table. On the device, int64: `slots` [S], `rope_regimes` [T],
+    `sample_rows` [R]; int32: `starts` [S + 1].
     """
 
     scheduled: Sequence[ScheduledSequence]
     sequences: list[MirroredSequence]
-    context_lengths: list[int]
+    ends: Integers
     width: int
     is_decode: bool
     own_slots: list[_Slot]
+    slot_indices: Integers
     query_starts: tuple[int, ...]
     slots: Tensor
-    row_of_token: Tensor
-    positions: Tensor
     rope_regimes: Tensor
     sample_rows: Tensor
     starts: Tensor
+
+
+class _Sent(NamedTuple):
+    """Numbers of one step on the device. int64: `token_ids`, `positions`, `token_blocks`, `token_offsets` [T], and
+    `places`, new entries' indices into the tables; int32: `token_slots` [T], `lengths` [S], and `blocks`, the entries.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    token_blocks: Tensor
+    token_offsets: Tensor
+    places: Tensor
+    token_slots: Tensor
     lengths: Tensor
+    blocks: Tensor
 
 
 class BatchState:
@@ -78,6 +100,8 @@ class BatchState:
         """The least recently used first."""
         self._free: list[_Slot] = []
         self._tables = torch.zeros((0, 0), dtype=torch.int32, device=device)
+        self._host_tables = np.zeros((0, 0), dtype=np.int32)
+        """The same, on the host."""
         self._layout: _Layout | None = None
         self.num_bytes_sent = 0
         """Bytes sent to the device for the last batch."""
@@ -86,52 +110,33 @@ class BatchState:
         """Lay out a step. `scheduled` comes from the mirror, in plan order. Without `has_ids`, for a step that
         continues the rows of the last one, the host does not know the token ids and the batch has none.
         """
-        layout = self._layout
-        if layout is not None and scheduled is layout.scheduled:
-            sequences, is_decode = layout.sequences, layout.is_decode
+        last = self._layout
+        if last is not None and scheduled is last.scheduled:
+            sequences, is_decode = last.sequences, last.is_decode
         else:
-            sequences = [each.sequence for each in scheduled]
+            sequences = list(map(_SEQUENCE, scheduled))
             is_decode = all(each.num_scheduled_tokens == each.num_samples == 1 for each in scheduled)
-        firsts = [sequence.num_computed_tokens for sequence in sequences]
-        if layout is not None and is_decode and _continues(layout, sequences, firsts):
-            grown = _grown(sequences, layout.own_slots)
-            width = max([layout.width, *[len(sequence.block_ids) for sequence, _ in grown]])
-            self._grow_tables(len(sequences), width)
-            last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
-            ids, indices, blocks = self._send(last_ids, *self._new_blocks(grown))
-            layout = replace(
-                layout,
-                scheduled=scheduled,
-                context_lengths=[first + 1 for first in firsts],
-                width=width,
-                positions=layout.positions + 1,
-                lengths=layout.lengths + 1,
-            )
+        firsts = _column(_NUM_COMPUTED, sequences)
+        if last is not None and is_decode and _continues(last, sequences, firsts):
+            layout, sent = self._continue(replace(last, scheduled=scheduled, ends=firsts + 1), has_ids=has_ids)
         else:
-            width = max([len(sequence.block_ids) for sequence in sequences])
-            self._grow_tables(len(sequences), width)
-            slots = self._take_slots(sequences)
-            ids, indices, blocks, *numbers = self._send(
-                token_ids(scheduled), *self._new_blocks(_grown(sequences, slots)), *_numbers(scheduled, slots)
-            )
-            lengths = [first + each.num_scheduled_tokens for first, each in zip(firsts, scheduled)]
-            layout = _new_layout(scheduled, sequences, lengths, width, is_decode, slots, numbers)
+            layout, sent = self._lay_out(scheduled, sequences, firsts, is_decode=is_decode)
         self._layout = layout
-        if len(indices):
-            self._tables.view(-1)[indices.long()] = blocks
-        tables = self._tables[:, :width].index_select(0, layout.slots)
+        if len(sent.places):
+            self._tables.view(-1)[sent.places] = sent.blocks
         attention = AttentionMetadata(
             query_starts=layout.query_starts,
-            context_lengths=tuple(layout.context_lengths),
-            block_tables=tables,
-            token_blocks=tables[layout.row_of_token, layout.positions // self._block_size].long(),
-            token_offsets=layout.positions % self._block_size,
+            context_lengths=tuple(layout.ends.tolist()),
+            block_tables=self._tables[:, : layout.width].index_select(0, layout.slots),
+            token_blocks=sent.token_blocks,
+            token_offsets=sent.token_offsets,
             starts=layout.starts,
-            lengths=layout.lengths,
+            lengths=sent.lengths,
+            slots=sent.token_slots,
         )
         return Batch(
-            token_ids=ids.long(),
-            positions=layout.positions,
+            token_ids=sent.token_ids,
+            positions=sent.positions,
             rope_regimes=layout.rope_regimes,
             attention=attention,
             sample_rows=layout.sample_rows,
@@ -151,6 +156,61 @@ class BatchState:
                 self._free.append(slot)
         self._layout = None
 
+    def _continue(self, layout: _Layout, *, has_ids: bool) -> tuple[_Layout, _Sent]:
+        """The last step's sequences, one token further."""
+        sequences = layout.sequences
+        grown = _grown(sequences, layout.own_slots)
+        if grown:
+            width = max([layout.width, *[len(sequence.block_ids) for sequence, _ in grown]])
+            self._grow_tables(len(sequences), width)
+            layout = replace(layout, width=width)
+        places, blocks = self._new_blocks(grown)
+        last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
+        positions = layout.ends - 1
+        token_blocks, offsets, token_slots = self._of_tokens(layout.slot_indices, positions)
+        longs, ints = self._send(
+            (last_ids, positions, token_blocks, offsets, places), (token_slots, layout.ends, blocks)
+        )
+        return layout, _Sent(*longs, *ints)
+
+    def _lay_out(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        sequences: list[MirroredSequence],
+        firsts: Integers,
+        *,
+        is_decode: bool,
+    ) -> tuple[_Layout, _Sent]:
+        """Any step. `firsts` are the sequences' first positions."""
+        width = max(map(len, map(_BLOCKS, sequences)))
+        self._grow_tables(len(sequences), width)
+        own_slots = self._take_slots(sequences)
+        places, blocks = self._new_blocks(_grown(sequences, own_slots))
+        counts, num_samples = _column(_NUM_SCHEDULED, scheduled), _column(_NUM_SAMPLES, scheduled)
+        slot_indices, regimes = _column(_INDEX, own_slots), _column(_REGIME, sequences)
+        starts, ends = np.append(0, counts.cumsum()), firsts + counts
+        positions = np.arange(starts[-1]) + (firsts - starts[:-1]).repeat(counts)
+        token_blocks, offsets, token_slots = self._of_tokens(slot_indices.repeat(counts), positions)
+        of_step = (token_ids(scheduled), positions, token_blocks, offsets, places)
+        of_layout = (slot_indices, regimes.repeat(counts), (starts[1:] - 1).repeat(num_samples))
+        longs, (*ints, starts_there) = self._send((*of_step, *of_layout), (token_slots, ends, blocks, starts))
+        *longs, slots, rope_regimes, sample_rows = longs
+        layout = _Layout(
+            scheduled=scheduled,
+            sequences=sequences,
+            ends=ends,
+            width=width,
+            is_decode=is_decode,
+            own_slots=own_slots,
+            slot_indices=slot_indices,
+            query_starts=tuple(starts.tolist()),
+            slots=slots,
+            rope_regimes=rope_regimes,
+            sample_rows=sample_rows,
+            starts=starts_there,
+        )
+        return layout, _Sent(*longs, *ints)
+
     def _grow_tables(self, num_sequences: int, width: int) -> None:
         """Enlarge the tables for `num_sequences` of `width` blocks; their contents are kept."""
         num_slots, max_blocks = self._tables.shape
@@ -163,7 +223,9 @@ class BatchState:
         assert shape[0] * shape[1] < _MAX_INDEX, shape
         tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
         tables[:num_slots, :max_blocks] = self._tables
-        self._tables = tables
+        host_tables = np.zeros(shape, dtype=np.int32)
+        host_tables[:num_slots, :max_blocks] = self._host_tables
+        self._tables, self._host_tables = tables, host_tables
         self._free += [_Slot(index) for index in range(num_slots, shape[0])]
 
     def _take_slots(self, sequences: list[MirroredSequence]) -> list[_Slot]:
@@ -195,24 +257,38 @@ class BatchState:
             indices += range(slot.index * width + known, slot.index * width + len(table))
             blocks += table[known:]
             slot.table, slot.num_known = table, len(table)
-        return np.array(indices, dtype=np.int64), np.array(blocks, dtype=np.int64)
+        places, values = np.array(indices, dtype=np.int64), np.array(blocks, dtype=np.int64)
+        self._host_tables.ravel()[places] = values
+        return places, values
 
-    def _send(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
-        """Copy arrays of numbers below 2^31 to the device as int32, in one copy. Each is aligned to 16 bytes, because
-        Triton recompiles a kernel for an unaligned tensor.
+    def _of_tokens(self, slots: Integers, positions: Integers) -> tuple[Integers, Integers, Integers]:
+        """Block, offset in it, and slot in the cache of each token; given each one's row of the tables and position."""
+        numbers, offsets = np.divmod(positions, self._block_size)
+        blocks = self._host_tables[slots, numbers].astype(np.int64)
+        return blocks, offsets, blocks * self._block_size + offsets
+
+    def _send(self, longs: Sequence[Integers], ints: Sequence[Integers]) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy arrays of numbers below 2^31 to the device in one copy, as int32; `longs` become int64 there. Each is
+        aligned to 16 bytes, because Triton recompiles a kernel for an unaligned tensor.
         """
+        arrays = (*longs, *ints)
         starts = [0, *accumulate(-(-len(each) // _ALIGNED_WORDS) * _ALIGNED_WORDS for each in arrays)]
         words = np.zeros(starts[-1], dtype=np.int32)
         for start, each in zip(starts, arrays):
             words[start : start + len(each)] = each
         self.num_bytes_sent = words.nbytes
         sent = to_device(torch.from_numpy(words), self._device)
-        return [sent[start : start + len(each)] for start, each in zip(starts, arrays)]
+        wide = sent[: starts[len(longs)]].long()
+        found = [
+            (wide if number < len(longs) else sent)[start : start + len(each)]
+            for number, (start, each) in enumerate(zip(starts, arrays))
+        ]
+        return found[: len(longs)], found[len(longs) :]
 
 
-def _continues(layout: _Layout, sequences: list[MirroredSequence], firsts: list[int]) -> bool:
+def _continues(layout: _Layout, sequences: list[MirroredSequence], firsts: Integers) -> bool:
     """Whether a decode step continues the rows of the last one, also a decode step, by one token."""
-    return layout.is_decode and layout.sequences == sequences and layout.context_lengths == firsts
+    return layout.is_decode and layout.sequences == sequences and bool((layout.ends == firsts).all())
 
 
 def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[MirroredSequence, _Slot]]:
@@ -224,51 +300,9 @@ def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[
     ]
 
 
-def _numbers(scheduled: Sequence[ScheduledSequence], slots: list[_Slot]) -> list[NDArray[np.int64]]:
-    """The arrays of a layout: slots, first positions and rope regimes [S], starts [S + 1], rows of tokens [T], sampled
-    rows [R].
-    """
-    counts = np.array([each.num_scheduled_tokens for each in scheduled])
-    starts = np.concatenate(([0], counts.cumsum()))
-    return [
-        np.array([slot.index for slot in slots]),
-        np.array([each.sequence.num_computed_tokens for each in scheduled]),
-        np.array([each.sequence.request.rope_regime for each in scheduled]),
-        starts,
-        np.arange(len(scheduled)).repeat(counts),
-        (starts[1:] - 1).repeat([each.num_samples for each in scheduled]),
-    ]
-
-
-def _new_layout(
-    scheduled: Sequence[ScheduledSequence],
-    sequences: list[MirroredSequence],
-    context_lengths: list[int],
-    width: int,
-    is_decode: bool,
-    own_slots: list[_Slot],
-    numbers: list[Tensor],
-) -> _Layout:
-    """`numbers` are the arrays of `_numbers`, on the device."""
-    slots, first_positions, regimes, starts, row_of_token, rows = numbers
-    row_of_token = row_of_token.long()
-    offsets = (first_positions - starts[:-1]).long()
-    return _Layout(
-        scheduled=scheduled,
-        sequences=sequences,
-        context_lengths=context_lengths,
-        width=width,
-        is_decode=is_decode,
-        own_slots=own_slots,
-        query_starts=(0, *accumulate(each.num_scheduled_tokens for each in scheduled)),
-        slots=slots.long(),
-        row_of_token=row_of_token,
-        positions=torch.arange(len(row_of_token), device=row_of_token.device) + offsets[row_of_token],
-        rope_regimes=regimes.long()[row_of_token],
-        sample_rows=rows.long(),
-        starts=starts,
-        lengths=first_positions + starts[1:] - starts[:-1],
-    )
+def _column(getter: Callable[[Any], int], values: Sequence[object]) -> Integers:
+    """int64 [len(values)]."""
+    return np.fromiter(map(getter, values), np.int64, len(values))
 
 
 def _power_of_two(number: int) -> int:

@@ -6,13 +6,19 @@ T: tokens of a step; R: its samples.
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import itemgetter
+from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
 from spmd_worker.worker.runner.batch import Batch
+
+_SEQUENCE: Final = itemgetter(0)
 
 
 class ChosenTokens:
@@ -36,17 +42,27 @@ class ChosenTokens:
         return num_ahead == len(scheduled) and self._step != self._read_step and scheduled == self._scheduled
 
     def filled(self, batch: Batch, scheduled: Sequence[ScheduledSequence], num_ahead: int) -> Batch:
-        """The batch with the ids of its first `num_ahead` rows, which the host has not read."""
+        """The batch with the ids of its first `num_ahead` rows, of one token each, which the host has not read. They
+        are written into its `token_ids` if that has any.
+        """
         if not num_ahead or self._step == self._read_step:
             return batch
         # A row that got no id has ended, and what is computed for it is never read.
-        chosen = self._chosen.clamp(min=0)
         if self.are_all(scheduled, num_ahead):
-            return replace(batch, token_ids=chosen)
-        # A row that is ahead computes one token.
-        starts = torch.tensor(batch.attention.query_starts[:num_ahead], dtype=torch.int64)
-        first_samples = accumulate((each.num_samples for each in self._scheduled), initial=0)
-        samples = {each.sequence: first for each, first in zip(self._scheduled, first_samples) if each.num_samples == 1}
-        sources = torch.tensor([samples[each.sequence] for each in scheduled[:num_ahead]], dtype=torch.int64)
-        starts, sources = to_device(torch.stack((starts, sources)), self._device)
-        return replace(batch, token_ids=batch.token_ids.index_copy(0, starts, chosen.index_select(0, sources)))
+            return replace(batch, token_ids=self._chosen.clamp(min=0))
+        chosen, sources = self._chosen, self._sources(scheduled, num_ahead)
+        if sources is not None:
+            chosen = chosen.index_select(0, to_device(torch.from_numpy(sources), self._device))
+        torch.clamp(chosen[:num_ahead], min=0, out=batch.token_ids[:num_ahead])
+        return replace(batch, token_ids=batch.token_ids)
+
+    def _sources(self, scheduled: Sequence[ScheduledSequence], num_ahead: int) -> NDArray[np.int64] | None:
+        """Numbers of the samples of the first `num_ahead` rows; None if they are the first samples, in order."""
+        ahead = list(map(_SEQUENCE, scheduled[:num_ahead]))
+        sampled = [row for row in self._scheduled if row.num_samples]
+        are_single = all(row.num_samples == 1 for row in sampled[:num_ahead])
+        if are_single and ahead == list(map(_SEQUENCE, sampled[:num_ahead])):
+            return None
+        firsts = accumulate((row.num_samples for row in sampled), initial=0)
+        samples = {row.sequence: first for row, first in zip(sampled, firsts) if row.num_samples == 1}
+        return np.array([samples[sequence] for sequence in ahead], dtype=np.int64)

@@ -89,9 +89,11 @@ class StepGraphs:
         self._token_ids, self._positions, self._regimes = (
             torch.zeros(max_tokens, dtype=torch.int64, device=self._device) for _ in range(3)
         )
+        self._rows = torch.zeros(max_seqs, dtype=torch.int64, device=self._device)
         self._regimes_of: Tensor | None = None
+        self._rows_of: Tensor | None = None
         # Allocated by the first step, which has their shapes.
-        self._incoming = self._hidden = self._sampled = self._values = self._columns = torch.empty(0)
+        self._incoming = self._hidden = self._values = self._columns = torch.empty(0)
         self._graphs: dict[tuple[str, int], StepGraph] = {}
         self._addresses: tuple[int, ...] = ()
         self._must_check_addresses, self._records = True, True
@@ -122,15 +124,17 @@ class StepGraphs:
         return self._hidden[:count]
 
     def argmax(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """`DecoderForCausalLM.argmax_logits` of the sampled `rows`, int64 [R], of `hidden` [T, H]; the next step
-        overwrites the result.
+        """`DecoderForCausalLM.argmax_logits` of the sampled `rows`, int64 [R], of `hidden` [T, H], the result of
+        `forward`; the next step overwrites the result.
         """
         count = len(rows)
         if not 0 < count <= self._max_seqs:
             return self._model.argmax_logits(hidden[rows])
         size = min(self._size_for(count), self._max_seqs)
-        self._sampled = _allocated(self._sampled, hidden, self._max_seqs)
-        self._sampled[:count] = hidden[rows]
+        if rows is not self._rows_of:
+            # Rows that continue keep those of the last step.
+            self._rows[:count] = rows
+            self._rows_of = rows
         self._run(("head", size), partial(self._compute_argmax, size))
         return self._values[:count], self._columns[:count]
 
@@ -156,7 +160,8 @@ class StepGraphs:
 
     def _compute_argmax(self, size: int) -> None:
         self._reset_sums()
-        values, columns = self._model.argmax_logits(self._sampled[:size])
+        # Rows from earlier steps pad them.
+        values, columns = self._model.argmax_logits(self._hidden[self._rows[:size]])
         self._values = _allocated(self._values, values, self._max_seqs)
         self._columns = _allocated(self._columns, columns, self._max_seqs)
         self._values[:size], self._columns[:size] = values, columns

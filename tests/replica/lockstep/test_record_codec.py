@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmd_worker.replica.lockstep.wire.message import MessageError
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
-from spmd_worker.replica.lockstep.wire.record_codec import Codec, RecordCodec, codec_of
+from spmd_worker.replica.lockstep.wire.record_codec import Codec, RecordCodec, _ListCodec, codec_of
 from spmd_worker.replica.sequence.record_checks import NOT_SENT, Integer65
 
 words = st.integers(-(2**63), 2**63 - 1)
@@ -281,3 +281,71 @@ def test_event_outside_union_is_rejected():
     process = run_new_event("")
     assert process.returncode != 0
     assert "MessageError: LoadAdapter has no encoding: supported are Admit, Abort" in process.stderr
+
+
+@dataclass(frozen=True)
+class Wide:
+    """As many fields as sampling parameters."""
+
+    a: int
+    b: tuple[int, ...] = ()
+    c: int = 0
+    d: int = 0
+    e: int = 0
+    f: int = 0
+    g: int = 0
+    h: int = 0
+    i: int = 0
+    j: int = 0
+    k: int = 0
+    m: int = 0
+    n: int = 0
+    o: int = 0
+    p: int = 0
+    q: float = 0.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    wide: tuple[Wide, ...]
+    pairs: tuple[Pair, ...] = ()
+
+
+def holders() -> list[list[Holder]]:
+    """Columns with shared records and lists, and with equal ones that are other objects."""
+    first, second, pairs = Wide(1, (2, 3)), Wide(4, q=-0.0), (Pair(1, "x"), Pair(2, None))
+    columns = [[Holder((first,) * count, pairs)] * repeats for count in (1, 2, 3) for repeats in (1, 2)]
+    columns += [
+        [Holder((second, first), pairs)],
+        [Holder((first, second))],
+        [Holder((Wide(1, (2, 3)),), (Pair(1, "x"),))],
+    ]
+    return columns * 2
+
+
+def test_kept_bytes_equal_those_written_anew():
+    kept = RecordCodec(Holder)
+    for values in holders():
+        for is_dense in (False, True):
+            # `codec_of` keeps one codec of each type.
+            codec_of.cache_clear()
+            assert written(kept, values, is_dense=is_dense) == written(RecordCodec(Holder), values, is_dense=is_dense)
+
+
+def test_comparison_detects_bytes_of_another_record(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: kept bytes are taken for any list of the same length."""
+    write = _ListCodec._write
+    seen: dict[tuple[int, int], bytes] = {}
+
+    def careless(self: _ListCodec, writer: ByteWriter, values: list[Any], is_dense: bool) -> None:
+        key = (id(self), len(values[0])) if values else (id(self), 0)
+        if key not in seen:
+            own = ByteWriter()
+            write(self, own, values, is_dense)
+            seen[key] = bytes(own.data)
+        writer.data += seen[key]
+
+    kept = RecordCodec(Holder)
+    expected = [written(RecordCodec(Holder), values) for values in holders()]
+    monkeypatch.setattr(_ListCodec, "_write", careless)
+    assert [written(kept, values) for values in holders()] != expected

@@ -138,15 +138,15 @@ def test_comparison_detects_wrong_batch_state(
 
 @pytest.mark.parametrize("spread", [15, 0], ids=["blocks at different steps", "all take a block in one step"])
 @pytest.mark.parametrize("length", [400, 4096])
-def test_256_decode_rows_send_under_four_kib(length: int, spread: int):
+def test_256_decode_rows_send_at_most_eight_kib(length: int, spread: int):
     state = BatchState(16, CPU)
     sent = []
     for step, scheduled in zip(range(18), decoding(256, length, 16, spread)):
         assert len(state.build(scheduled).sample_rows) == 256, step
         sent.append(state.num_bytes_sent)
-    assert max(sent[1:]) < 4 * KiB
+    assert max(sent[1:]) <= 8 * KiB
     # Negative control: what a step sends that is laid out anew.
-    assert sent[0] > 4 * KiB
+    assert sent[0] > 16 * KiB
 
 
 def test_larger_tables_have_what_stood_in_smaller_ones():
@@ -160,7 +160,7 @@ def test_larger_tables_have_what_stood_in_smaller_ones():
         shapes.append(tuple(state._tables.shape))
         sent.append(state.num_bytes_sent)
     assert len(set(shapes)) == 4, shapes
-    assert max(sent[-3:]) <= 3 * 8 * 4, "ids, places and blocks of five rows, each to 16 bytes"
+    assert max(sent[-3:]) <= 8 * 8 * 4, "ids, positions, places and so on of five rows, each to 16 bytes"
 
 
 def test_sent_tensors_are_aligned_to_16_bytes():

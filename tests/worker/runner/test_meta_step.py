@@ -104,8 +104,8 @@ def test_read_back_count_detects_injected_read_back():
 
 
 @pytest.mark.parametrize("keeps_state", [True, False])
-def test_decode_step_sends_under_16_bytes_a_row(keeps_state: bool):
-    """All of it: what the model, the sampler and the read-back send too. 256 rows have 4 KiB. And, as a control, one
+def test_decode_step_sends_at_most_24_bytes_a_row(keeps_state: bool):
+    """All of it: what the model, the sampler and the read-back send too. 256 rows have 6 KiB. And, as a control, one
     that is laid out anew.
     """
     runner = new_runner(ReferenceKernels(), keeps_state=keeps_state)
@@ -116,7 +116,7 @@ def test_decode_step_sends_under_16_bytes_a_row(keeps_state: bool):
             assert len(runner.sample().token_ids) == 64
         assert (waits.read_backs, waits.uploads) == (["_to_copy"], [])
         sent.append(waits.num_bytes_up)
-    assert (max(sent[1:]) < 16 * 64) == keeps_state, sent
+    assert (max(sent[1:]) <= 24 * 64) == keeps_state, sent
 
 
 def test_choosing_tokens_reads_back_and_is_found():

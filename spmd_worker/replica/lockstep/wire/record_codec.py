@@ -36,6 +36,7 @@ from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.sequence.record_checks import INT65, sent_fields
 
 _MAX_WIDTH: Final = 9
+_MANY_FIELDS: Final = 16
 _SAME_FLOAT: Final = 0
 _FLOAT_EACH: Final = 1
 
@@ -88,7 +89,9 @@ def codec_of(hint: Any) -> Codec:
 
 
 class RecordCodec(Codec):
-    """A dataclass, without the fields `without`, which the caller writes, and local ones (`NOT_SENT`)."""
+    """A dataclass, without the fields `without`, which the caller writes, and local ones (`NOT_SENT`). The bytes of the
+    last record of many fields are kept, by its number in a column: rows mostly share their sampling parameters.
+    """
 
     def __init__(self, record: Any, without: tuple[str, ...] = ()) -> None:
         hints = get_type_hints(record, include_extras=True)
@@ -102,10 +105,28 @@ class RecordCodec(Codec):
         self._dense_name = required[0] if required and self._codecs[required[0]].can_be_dense else None
         self.can_be_dense = self._dense_name is not None
         self.layout = f"{record.__name__}({', '.join(map(self._field_layout, self._names))})"
+        # Assigned at once: several threads may write.
+        self._kept: tuple[Any, dict[tuple[int, bool], bytes]] = (None, {})
 
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
         if not values:
             return
+        first = values[0]
+        if len(self._names) < _MANY_FIELDS or any(value is not first for value in values):
+            self._write(writer, values, is_dense)
+            return
+        kept, written = self._kept
+        if kept is not first:
+            written = {}
+            self._kept = (first, written)
+        key = (len(values), is_dense)
+        if key not in written:
+            own = ByteWriter()
+            self._write(own, values, is_dense)
+            written[key] = bytes(own.data)
+        writer.data += written[key]
+
+    def _write(self, writer: ByteWriter, values: Sequence[Any], is_dense: bool) -> None:
         bits, bit, columns = 0, 1, []
         for name, getter in self._getters:
             column = list(map(getter, values))
@@ -182,14 +203,31 @@ class _UnionCodec(Codec):
 
 
 class _ListCodec(Codec):
-    """Any number of entries of one type."""
+    """Any number of entries of one type. The bytes of the last long tuple of records are kept: digest and message have
+    the same groups and events, and successive plans often the same continuing sequences.
+    """
 
     def __init__(self, name: str, entry: Codec, make: Callable[[Iterator[Any]], Any]) -> None:
         assert entry.can_be_dense, f"a list of {entry.layout} could be any number of entries in no bytes"
         self._entry, self._make = entry, make
         self.layout = f"{name}[{entry.layout}]"
+        self._keeps = make is tuple and not isinstance(entry, _IntegerCodec)
+        # Assigned at once: several threads may write.
+        self._kept: tuple[tuple[Any, ...], bool, bytes] = ((), False, b"")
 
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
+        if not (self._keeps and len(values) == 1 and values[0]):
+            self._write(writer, values, is_dense)
+            return
+        kept, was_dense, data = self._kept
+        if kept is not values[0] or was_dense != is_dense:
+            own = ByteWriter()
+            self._write(own, values, is_dense)
+            data = bytes(own.data)
+            self._kept = (values[0], is_dense, data)
+        writer.data += data
+
+    def _write(self, writer: ByteWriter, values: Sequence[Any], is_dense: bool) -> None:
         _INTEGER.write(writer, list(map(len, values)), is_dense=is_dense)
         rows = values if self._make is tuple else [value.items() for value in values]
         entries = rows[0] if len(rows) == 1 and self._make is tuple else list(chain.from_iterable(rows))
