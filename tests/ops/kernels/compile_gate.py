@@ -256,9 +256,9 @@ def matmul_variant(
     boxes = {"x": (tile.rows, tile.inputs), "out": (tile.rows, tile.columns)}
     boxes |= dict.fromkeys(("weight", "up_weight") if is_gated else ("weight",), (tile.columns, tile.inputs))
     by_tma = dict(zip(("x", "weight", "up_weight", "out"), (way[0], way[1], way[1], way[2]), strict=True))
-    for name, (rows, columns) in boxes.items():
+    for name, box in boxes.items():
         if by_tma[name]:
-            types[name] = f"tensordesc<{element}[{rows}, {columns}]>"
+            types[name] = f"tensordesc<{element}[{box[0]}, {box[1]}]>"
     dtype = torch.float32 if element == "fp32" else torch.bfloat16
     constants = dict(matmul.constants(tile, dtype, False, True, *way))
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", *matmul_kernels.LAUNCH)}
