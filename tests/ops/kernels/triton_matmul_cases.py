@@ -4,7 +4,7 @@
                                                                   prints {case: what went wrong, or ""}
     python tests/ops/kernels/triton_matmul_cases.py cuda              the same on a GPU, with all tiles of its kind
 
-Interpreted, a step along K is one numpy product, so only tiles with the same step have the same bits; on a GPU all have.
+Interpreted, a step along K is one numpy product, so only tiles with the same step have the same bits; on a GPU all do.
 """
 
 import json

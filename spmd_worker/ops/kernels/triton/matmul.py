@@ -33,7 +33,7 @@ from spmd_worker.ops.kernels.triton.tiles import (
 
 logger = logging.getLogger(__name__)
 
-_REPLACED: dict[tuple[bool, Tile], Tile] = {}
+REPLACED: dict[tuple[bool, Tile], Tile] = {}
 """Whether gated, and a tile that does not work -> the tile that is launched in its place."""
 _TILE_ERRORS = (OutOfResources, PTXASError, CompilationError)
 _PASS_FAILED = "PassManager::run failed"
@@ -63,10 +63,10 @@ def _table(chip: Chip) -> dict[tile_table.Key, tile_table.Entry]:
 
 
 def warm_up_rows(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows up to `max_rows` that between them launch all that a shape's matmuls of up to `max_rows` rows can
-    launch: the ends of each bucket, because a tile's operands go by pointer if it has more rows than there are.
+    """Numbers of rows that between them launch each kernel that matmuls of up to `max_rows` rows launch: both ends of
+    each bucket, because x goes by pointer if a tile has more rows than there are. No tile of the last bucket has.
     """
-    counts = {1, max_rows, *BUCKETS, *(bucket + 1 for bucket in BUCKETS)}
+    counts = {1, min(max_rows, BUCKETS[-1]), *BUCKETS, *(bucket + 1 for bucket in BUCKETS)}
     return tuple(sorted(count for count in counts if count <= max_rows))
 
 
@@ -114,7 +114,7 @@ def _launch(
     if tile is None:
         tile = tile_for(num_rows, num_columns, x.shape[1], x.dtype, x.device, is_gated=is_gated)
     while True:
-        tile = _REPLACED.get((is_gated, tile), tile)
+        tile = REPLACED.get((is_gated, tile), tile)
         try:
             return _launch_tile(x, weights, biases, out, tile)
         except (*_TILE_ERRORS, RuntimeError) as error:
@@ -123,7 +123,7 @@ def _launch(
             replacement = replacement_of(tile, is_gated=is_gated)
             if replacement is None:
                 raise
-            _REPLACED[is_gated, tile] = replacement
+            REPLACED[is_gated, tile] = replacement
             logger.warning("%s does not work here (%s): %s in its place", tile, _first_line(error), replacement)
 
 

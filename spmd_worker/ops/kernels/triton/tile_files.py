@@ -1,7 +1,7 @@
 """Tables of tiles that `scripts/tune_kernels.py` measured on the user's GPU: JSON files in the user's cache folder.
 
     $XDG_CACHE_HOME/spmd-worker/tiles/<device>-triton-<version>.json
-    {"device": ..., "triton": ..., "tiles": [{"is_gated": false, "outputs": 6144, "inputs": 4096, "tiles": [{...}, ...]}]}
+    {"device": ..., "triton": ..., "tiles": [{"is_gated": false, "outputs": 6144, "inputs": 4096, "tiles": [...]}, ...]}
 
 A file is for one kind of device and one version of Triton. Bits do not depend on tiles, so ranks need not have the same
 file, and a file that cannot be used costs a warning and no answer.
@@ -28,7 +28,9 @@ def table_path(chip: Chip) -> Path | None:
     # By the XDG specification a relative path is ignored.
     root = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     name = re.sub(r"[^a-z0-9]+", "-", chip.name.lower()).strip("-")
-    return Path(root, "spmd-worker", "tiles", f"{name}-triton-{triton.__version__}.json") if os.path.isabs(root) else None
+    return (
+        Path(root, "spmd-worker", "tiles", f"{name}-triton-{triton.__version__}.json") if os.path.isabs(root) else None
+    )
 
 
 def read_table(chip: Chip) -> dict[Key, Entry]:
@@ -39,7 +41,8 @@ def read_table(chip: Chip) -> dict[Key, Entry]:
     try:
         entries = _parse(path.read_text(encoding="utf-8"), chip)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("%s is not used (%s: %s): make it again with scripts/tune_kernels.py", path, type(error).__name__, error)
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("%s is not used (%s): make it again with scripts/tune_kernels.py", path, reason)
         return {}
     logger.info("%s: tiles of %d matmul shapes", path, len(entries))
     return entries
@@ -83,8 +86,9 @@ def _tile(values: dict[str, object]) -> Tile:
             raise TypeError(f"{field.name}={value!r} of a tile")
     tile = Tile(**values)  # type: ignore[arg-type]  # checked above
     sizes = (tile.rows, tile.columns, tile.inputs, tile.num_warps)
-    is_right = all(size > 0 and size & (size - 1) == 0 for size in sizes) and min(sizes[:3]) >= _LEAST
-    if not (is_right and max(sizes[:2]) <= _MOST and 0 < tile.num_stages <= _MOST_STAGES and 0 < tile.per_multiprocessor):
+    are_powers = all(size > 0 and size & (size - 1) == 0 for size in sizes)
+    are_sides = min(sizes[:3]) >= _LEAST and max(sizes[:2]) <= _MOST
+    if not (are_powers and are_sides and tile.num_stages in range(1, _MOST_STAGES) and tile.per_multiprocessor > 0):
         raise ValueError(f"{tile} is no tile")
     return tile
 

@@ -67,9 +67,7 @@ def chip_of(device: torch.device) -> Chip:
         return INTERPRETED
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = int(getattr(properties, "shared_memory_per_block_optin", INTERPRETED.shared_bytes))
-    return Chip(
-        properties.name, launching.capability(device), int(properties.multi_processor_count), shared_bytes
-    )
+    return Chip(properties.name, launching.capability(device), int(properties.multi_processor_count), shared_bytes)
 
 
 FLOAT32 = Tile(32, 32, 32, 4, 2, False, False, False)
@@ -127,6 +125,7 @@ def estimated_clocks(
     moved = loaded + 2 * (tile.rows + max(1, tile.rows // 64) * columns)
     step = max(loaded / _LOADED_BYTES, moved / _SHARED_BYTES, tile.rows * columns / _PRODUCTS)
     num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.columns)
+    num_inputs = -(-num_inputs // tile.inputs) * tile.inputs
     return -(-num_tiles // chip.num_multiprocessors) * (num_inputs * step + _TILE_CLOCKS)
 
 
@@ -151,7 +150,7 @@ _HOPPER = (
     Tile(64, 128, 64, 4, 5),
     Tile(64, 256, 64, 4, 4),
     Tile(128, 128, 64, 8, 4),
-    Tile(128, 256, 64, 8, 3),
+    Tile(128, 256, 64, 8, 3, is_specialized=True),
 )
 _GATED_HOPPER = (
     Tile(16, 32, 256, 4, 4, x_by_tma=False),
