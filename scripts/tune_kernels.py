@@ -184,8 +184,11 @@ class Sweep:
         self.rows = ((5,), (20,)) if is_dry else MEASURED_ROWS
         self.results: list[dict[str, object]] = []
         if not is_dry:
-            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             self._warm_up()
+            # A graph that stays keeps the pool of the others.
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            kept = torch.zeros(1, device=self.device)
+            self.kept = self._recorded(kept.zero_)
 
     def measure(self, shape: Shape) -> Entry | None:
         """The fastest tile for each bucket; None if there was no time for all."""
@@ -232,7 +235,11 @@ class Sweep:
         for tile in DRY_TILES if self.is_dry else candidates(shape, len(x), self.chip):
             if time.monotonic() > self.deadline:
                 break
-            found = _call(shape, x, whole[0], tile)
+            try:
+                found = _call(shape, x, whole[0], tile)
+            except Exception as error:  # of a tile that does not compile
+                print(f"{shape} rows {len(x)}: {_short(tile)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                continue
             if (shape.is_gated, tile) in matmul.REPLACED:
                 continue
             if not torch.equal(found, expected):
@@ -259,13 +266,12 @@ class Sweep:
         num_launches = max(len(whole), min(120, int(MEASURED_US / floor)))
         call(whole[0])
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # `torch.cuda.graph` would empty the allocator's cache each time.
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool)
+
+        def launch() -> None:
             for index in range(num_launches):
                 call(whole[index % len(whole)])
-            graph.capture_end()
+
+        graph = self._recorded(launch)
         found = []
         for _ in range(3):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -275,6 +281,16 @@ class Sweep:
             end.synchronize()
             found.append(start.elapsed_time(end) * 1e3 / num_launches)
         return min(found)
+
+    def _recorded(self, launch: Callable[[], object]) -> "torch.cuda.CUDAGraph":
+        """A graph of what `launch` launches. `torch.cuda.graph` would empty the allocator's cache each time."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool)
+            launch()
+            graph.capture_end()
+        return graph
 
     def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(sum(shape))
@@ -296,32 +312,52 @@ def _short(tile: Tile) -> str:
     return f"{tile.rows}x{tile.columns}x{tile.inputs}/{tile.num_warps}/{tile.num_stages}{ways}{extra}"
 
 
-def compile_all(shapes: Sequence[Shape], chip: Chip, num_jobs: int) -> None:
-    """Fill Triton's cache with the kernels that the sweep launches, in parallel processes, of which each compiles some.
-    A kernel depends on the tile, on whether inputs are multiples of its step, and on whether x goes by TMA.
-    """
-    jobs = {
-        (shape.is_gated, tile, shape.inputs % tile.inputs == 0, num_rows >= tile.rows)
-        for shape in shapes
-        for rows in MEASURED_ROWS
-        for num_rows in rows
-        for tile in candidates(shape, num_rows, chip)
-    }
-    # The slowest first: their processes end last.
-    ordered = sorted(jobs, key=lambda job: -job[1].rows * job[1].columns)
-    with multiprocessing.get_context("spawn").Pool(num_jobs) as pool:
-        failed = [error for error in pool.imap_unordered(_compile, ordered) if error]
-    print(f"{len(jobs)} kernels compiled, {len(failed)} failed", *failed, sep="\n", flush=True)
+Job = tuple[bool, Tile, bool, bool]
+"""What a kernel depends on: whether gated, tile, whether inputs are a multiple of its step, whether x goes by TMA."""
 
 
-def _compile(job: tuple[bool, Tile, bool, bool]) -> str:
+def jobs_of(shape: Shape, chip: Chip) -> list[Job]:
+    """Kernels that a shape's sweep launches, those of the fewest rows first."""
+    counts = [num_rows for rows in MEASURED_ROWS for num_rows in rows]
+    return list(
+        dict.fromkeys(
+            (shape.is_gated, tile, shape.inputs % tile.inputs == 0, num_rows >= tile.rows)
+            for num_rows in counts
+            for tile in candidates(shape, num_rows, chip)
+        )
+    )
+
+
+class Compilers:
+    """Processes that fill Triton's cache, in the order in which shapes are measured."""
+
+    def __init__(self, shapes: Sequence[Shape], chip: Chip, num_processes: int) -> None:
+        self._jobs = {shape: jobs_of(shape, chip) for shape in shapes}
+        pool = multiprocessing.get_context("spawn").Pool(num_processes)
+        ordered = dict.fromkeys(job for jobs in self._jobs.values() for job in jobs)
+        self._results = {job: pool.apply_async(_compile, (job,)) for job in ordered}
+        pool.close()
+
+    def wait_for(self, shape: Shape) -> None:
+        """Until the kernels of `shape` are compiled."""
+        began = time.monotonic()
+        failed = {error for job in self._jobs[shape] if (error := self._results[job].get())}
+        print(
+            f"{shape}: {len(self._jobs[shape])} kernels, waited {time.monotonic() - began:.1f} s", *failed, flush=True
+        )
+
+
+def _compile(job: Job) -> str:
     """Launch a small matmul with the kernel; returns what went wrong."""
     is_gated, tile, is_even, is_full = job
     inputs = 2 * tile.inputs if is_even else 2 * tile.inputs + 16
     outputs = max(tile.columns, 16)
     x = torch.zeros(tile.rows if is_full else tile.rows - 8, inputs, dtype=torch.bfloat16, device="cuda")
     weight = torch.zeros((2 if is_gated else 1) * outputs, inputs, dtype=torch.bfloat16, device="cuda")
-    _call(Shape(is_gated, outputs, inputs), x, weight, tile)
+    try:
+        _call(Shape(is_gated, outputs, inputs), x, weight, tile)
+    except Exception as error:  # the others are still worth compiling
+        return f"{_short(tile)}: {type(error).__name__}: {str(error)[:200]}"
     return f"{_short(tile)} failed" if (is_gated, tile) in matmul.REPLACED else ""
 
 
@@ -336,12 +372,12 @@ def main() -> None:
         raise SystemExit("give a model's folder or --shapes")
     sweep = Sweep(is_dry=arguments.dry, deadline=began + arguments.budget_s)
     print(f"{sweep.chip.name}, torch {torch.__version__}: {', '.join(map(str, shapes))}", flush=True)
-    if not arguments.dry:
-        compile_all(shapes, sweep.chip, arguments.jobs)
-        print(f"{time.monotonic() - began:.0f} s", flush=True)
+    compilers = None if arguments.dry else Compilers(shapes, sweep.chip, arguments.jobs)
     entries: dict[Key, Entry] = {}
     with torch.inference_mode():
         for shape in shapes:
+            if compilers is not None:
+                compilers.wait_for(shape)
             entry = sweep.measure(shape)
             if entry is None:
                 print(f"{shape}: no time left, keeps the tiles that it has", flush=True)

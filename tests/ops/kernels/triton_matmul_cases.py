@@ -57,7 +57,7 @@ def cases() -> tuple[Case, ...]:
     if is_on_gpu():
         dtypes = (torch.bfloat16, torch.float16)
         return tuple((*of, dtype) for of in ((70, 328, 1040), (257, 520, 512), (5, 40, 75)) for dtype in dtypes)
-    return (5, 40, 48, torch.float32), (37, 72, 70, torch.float16), (33, 33, 40, torch.float32)
+    return (5, 24, 32, torch.float32), (33, 33, 38, torch.float16)
 
 
 def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,13 +101,13 @@ def every_tile_and_way_has_the_same_bits() -> None:
 
 def a_row_has_the_same_bits_alone() -> None:
     """In a tile that holds it alone, moved back from the last row, and in the middle."""
-    m, n, k, dtype = (300, 96, 256, torch.bfloat16) if is_on_gpu() else (67, 40, 48, torch.float16)
+    m, n, k, dtype = (300, 96, 256, torch.bfloat16) if is_on_gpu() else (35, 24, 32, torch.float16)
     x, weight, _ = operands((m, n, k, dtype))
     for is_gated in (False, True):
         base = tested_tiles(is_gated=is_gated)[0]
         for tile in tested_tiles(is_gated=is_gated):
             whole = multiply(x, weight, None, tile, is_gated=is_gated)
-            for row in (0, 17, m - 1):
+            for row in (0, m - 1):
                 alone = multiply(x[row : row + 1], weight, None, base, is_gated=is_gated)
                 assert torch.equal(alone[0], whole[row]), (tile, row)
 
@@ -115,16 +115,16 @@ def a_row_has_the_same_bits_alone() -> None:
 def chosen_tiles_have_the_same_bits() -> None:
     """By the number of rows, with nothing said about tiles; interpreted in float32, whose tile is always the same."""
     n, k, dtype = (1024, 512, torch.bfloat16) if is_on_gpu() else (24, 32, torch.float32)
-    x, weight, _ = operands((700 if is_on_gpu() else 70, n, k, dtype))
+    x, weight, _ = operands((700 if is_on_gpu() else 40, n, k, dtype))
     whole, gated = matmul.linear(x, weight, None), matmul.gated_linear(x, weight, None)
-    for m in (1, 16, 17, 64, 65, 70, 300, 513):
+    for m in (1, 16, 17, 33, 64, 65, 300, 513):
         if m <= len(x):
             assert torch.equal(matmul.linear(x[:m], weight, None), whole[:m]), m
             assert torch.equal(matmul.gated_linear(x[:m], weight, None), gated[:m]), m
 
 
 def operands_may_be_strided_and_unaligned() -> None:
-    m, n, k, dtype = (70, 72, 128, torch.bfloat16) if is_on_gpu() else (20, 24, 32, torch.float16)
+    m, n, k, dtype = (70, 72, 128, torch.bfloat16) if is_on_gpu() else (20, 16, 32, torch.float16)
     x, weight, bias = operands((m, n, k, dtype))
     room = torch.zeros(m, 3 * k + 8, dtype=dtype)
     wide, shifted = room[:, k : 2 * k].copy_(x), torch.zeros(m * k + 1, dtype=dtype)[1:].view(m, k).copy_(x)
