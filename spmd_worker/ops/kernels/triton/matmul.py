@@ -101,7 +101,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | No
 
 def _as_rows(x: Tensor) -> Tensor:
     """[M, K], K contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -114,7 +114,8 @@ def _launch(
     if tile is None:
         tile = tile_for(num_rows, num_columns, x.shape[1], x.dtype, x.device, is_gated=is_gated)
     while True:
-        tile = REPLACED.get((is_gated, tile), tile)
+        if REPLACED:
+            tile = REPLACED.get((is_gated, tile), tile)
         try:
             return _launch_tile(x, weights, biases, out, tile)
         except (*_TILE_ERRORS, RuntimeError) as error:
@@ -150,15 +151,16 @@ def _launch_tile(
     out_by_tma = tile.out_by_tma and can_describe(out)
     flags = (biases[0] is not None, num_inputs % tile.inputs == 0, x_by_tma, weight_by_tma, out_by_tma)
     num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.columns)
-    grid = (min(num_tiles, num_programs(x.device, tile.per_multiprocessor)),)
-    rows = describe(x, tile.rows, tile.inputs) if x_by_tma else x
-    halves = tuple(describe(each, tile.columns, tile.inputs) if weight_by_tma else each for each in weights)
-    to = describe(out, tile.rows, tile.columns) if out_by_tma else out
-    sizes = (num_rows, num_columns, num_inputs, x.stride(0), weights[0].stride(0), out.stride(0))
+    operands: list[object] = [describe(x, tile.rows, tile.inputs) if x_by_tma else x]
+    for weight, bias in zip(weights, biases, strict=True):
+        operands += (describe(weight, tile.columns, tile.inputs) if weight_by_tma else weight, bias)
+    operands.append(describe(out, tile.rows, tile.columns) if out_by_tma else out)
     # Looked up at each launch: tests put others in their place.
     kernel = matmul_kernels.gated_linear if len(weights) > 1 else matmul_kernels.linear
-    operands = [each for pair in zip(halves, biases, strict=True) for each in pair]
-    kernel[grid](rows, *operands, to, *sizes, **constants(tile, x.dtype, *flags))
+    kernel[(min(num_tiles, num_programs(x.device, tile.per_multiprocessor)),)](
+        *operands, num_rows, num_columns, num_inputs, x.stride(0), weights[0].stride(0), out.stride(0),
+        **constants(tile, x.dtype, *flags),
+    )  # fmt: skip
 
 
 @cache
