@@ -42,7 +42,7 @@ def read_table(chip: Chip) -> dict[Key, Entry]:
         entries = _parse(path.read_text(encoding="utf-8"), chip)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
-        logger.warning("%s is not used (%s): make it again with scripts/tune_kernels.py", path, reason)
+        logger.warning("%s is not used (%s): make it again with tune_kernels.py, or delete it", path, reason)
         return {}
     logger.info("%s: tiles of %d matmul shapes", path, len(entries))
     return entries
