@@ -30,7 +30,7 @@ from spmd_worker.worker.worker import Worker
 pytestmark = pytest.mark.matrix
 DEMO = REPOSITORY / "scripts" / "demo" / "model"
 KIB = 1024
-H200, RTX_4090, T4 = 227 * KIB, 99 * KIB, 64 * KIB
+H200, RTX_4090, SMALL = 227 * KIB, 99 * KIB, 24 * KIB
 
 
 def chosen(
@@ -73,7 +73,7 @@ def test_heads_that_no_gate_has_seen_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_gpu_with_small_shared_memory_is_rejected(monkeypatch: pytest.MonkeyPatch):
-    for shared_bytes, dtype, head_size in ((T4, "float16", 64), (RTX_4090, "float32", 128)):
+    for shared_bytes, dtype, head_size in ((SMALL, "float16", 64), (RTX_4090, "float32", 128)):
         with pytest.raises(ConfigError, match=rf"heads of {head_size} in {dtype}, .* {shared_bytes:,}: "):
             chosen(monkeypatch, shared_bytes, dtype, head_size=head_size)
     for shared_bytes, dtype, head_size in (

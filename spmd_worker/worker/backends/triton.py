@@ -29,7 +29,7 @@ from spmd_worker.replica.grammar.row_grammar import BITS
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
-from spmd_worker.worker.runner.dummy_steps import greedy_step, warm_up_steps
+from spmd_worker.worker.runner.dummy_steps import greedy_step, prompt_step, warm_up_steps
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import CudaGraph, StepGraph, StepGraphs
 
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_PEER_BYTES: Final = 1 << 26
 """Larger sums are split into pieces."""
+_WARM_UP_ROWS: Final = 65
+"""Rows that sample in the larger of two warm-up steps."""
 _Made = TypeVar("_Made")
 _KEY: Final = "executor.device_backend=triton"
 _WAY_OUT: Final = "leave executor.device_backend at auto and executor.worker_cls at null, which takes plain torch there"
@@ -117,10 +119,9 @@ class TritonDevice(DeviceBackend):
     def warm_up(
         self, new_runner: Callable[[StepGraphs | None], ModelRunner], graphs: StepGraphs | None, num_blocks: int
     ) -> None:
-        """Compile every kernel that a later step can launch, in each of Triton's specialisations: a matmul's tiling
-        depends on whether it has more than a few rows, so one step with few rows and one with more cover all. Then
-        record the decode steps, largest first, because smaller graphs reuse its memory. Other steps are recorded when
-        they first occur.
+        """Compile every kernel that a later step can launch, in each of Triton's specialisations. Then record the
+        decode steps, largest first, because smaller graphs reuse its memory. Other steps are recorded when they first
+        occur.
 
         Not covered: joining partial attention results of pooled rows, which is compiled for the first row that ends
         with a one-token chunk after a long prefix; and matmul specialisations of complete experts to which no dummy
@@ -129,11 +130,13 @@ class TritonDevice(DeviceBackend):
         scheduler, pooling = self.resolved.config.scheduler, self.resolved.model_config.pooling
         block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_model_len
         runner = new_runner(None)
-        num_tokens = min(matmul.MAX_FEW_ROWS + 1, scheduler.max_num_batched_tokens)
+        num_tokens = min(_WARM_UP_ROWS, scheduler.max_num_batched_tokens)
         num_keys = 1 if pooling is not None else max(1, min(attention_kernels.SEGMENT + 1, max_model_len - 1))
         for number, scheduled in enumerate(warm_up_steps(num_tokens, num_keys, block_size, num_blocks, pooling)):
             runner.forward(number, scheduled)
             runner.sample()
+        if not is_interpreted():
+            self._warm_up_matmuls(runner, num_blocks)
         self.warm_up_masks(runner)
         if graphs is None:
             return
@@ -142,6 +145,21 @@ class TritonDevice(DeviceBackend):
         for number, count in enumerate((max_seqs, *reversed(counts))):
             runner.forward(number, greedy_step(count, block_size, num_blocks))
             runner.sample()
+
+    def _warm_up_matmuls(self, runner: ModelRunner, num_blocks: int) -> None:
+        """Compile matmuls in the tiles of each bucket of rows, the head's up to one row of each sequence."""
+        scheduler, model_config = self.resolved.config.scheduler, self.resolved.model_config
+        sizes = (self.resolved.max_model_len, self.resolved.config.cache.block_size, num_blocks)
+        for number, count in enumerate(matmul.warm_up_rows(scheduler.max_num_batched_tokens)):
+            runner.forward(number, prompt_step(count, *sizes, model_config.pooling))
+            runner.sample()
+        if runner.sampler is None:
+            return
+        dtype = getattr(torch, self.resolved.dtype)
+        with torch.inference_mode():
+            for count in matmul.warm_up_rows(scheduler.max_num_seqs):
+                hidden = torch.zeros((count, model_config.hidden_size), dtype=dtype, device=self.device)
+                runner.model.compute_logits(hidden)
 
     def warm_up_masks(self, runner: ModelRunner) -> None:
         """Compile the token masks of grammars: two greedy rows, one with logprobs, cover shards and complete rows."""

@@ -98,6 +98,18 @@ def greedy_step(num_sequences: int, block_size: int, num_blocks: int) -> tuple[S
     return tuple(_sequence(index, _WARM_UP_PARAMS[0], blocks, 1) for index in range(num_sequences))
 
 
+def prompt_step(
+    num_tokens: int, max_model_len: int, block_size: int, num_blocks: int, pooling: PoolingConfig | None = None
+) -> tuple[ScheduledSequence, ...]:
+    """A step of as few prompts as hold `num_tokens` tokens. Blocks cycle through the `num_blocks` of the cache."""
+    most = max(1, max_model_len - 1)
+    lengths = [min(most, num_tokens - start) for start in range(0, num_tokens, most)]
+    return tuple(
+        _sequence(index, _WARM_UP_PARAMS[0], _cycled_blocks(length, block_size, num_blocks), length, pooling=pooling)
+        for index, length in enumerate(lengths)
+    )
+
+
 def _sequence(
     index: int,
     sampling: SamplingParams,

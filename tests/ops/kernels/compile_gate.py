@@ -33,8 +33,11 @@ from spmd_worker.ops.kernels.triton import (
     rows,
     sampling_kernels,
     sum_kernels,
+    tile_table,
+    tiles,
 )
 from spmd_worker.ops.kernels.triton.launching import power_of_two
+from spmd_worker.ops.kernels.triton.tiles import Chip
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
@@ -46,6 +49,7 @@ class Variant:
     """One specialisation. `types` as Triton writes them; `aligned`: arguments that 16 divides, which the launcher finds
     out for itself. `pipelined_bytes`: shared memory that the asked stages of operands take, 0 where nothing is staged.
     `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
+    `instruction`: what multiplies, if it is not MATRIX_INSTRUCTION. `stack_bytes`: what may lie on the stack.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Variant:
     multiplies: bool = False
     pipelined_bytes: int = 0
     most_bytes: int = 0
+    instruction: str = ""
+    stack_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,13 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
         registers=numbers["REG"],
         stack_bytes=numbers["STACK"] + numbers["LOCAL"],
         shared_bytes=compiled.metadata.shared,
-        has_matrix_instruction=MATRIX_INSTRUCTION[capability] in ptx,
-        num_async_copies=len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        has_matrix_instruction=_instruction(variant, capability) in ptx,
+        num_async_copies=len(re.findall(r"cp\.async\.(?:c[ag]|bulk\.tensor)", ptx)),
     )
+
+
+def _instruction(variant: Variant, capability: int) -> str:
+    return variant.instruction or MATRIX_INSTRUCTION[capability]
 
 
 def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[str]]:
@@ -104,14 +114,16 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
     except Exception as error:
         return None, [f"{type(error).__name__}: {str(error).strip()[-300:]}"]
     wrong = []
-    if found.stack_bytes:
+    if found.stack_bytes > variant.stack_bytes:
         wrong.append(f"spills {found.stack_bytes} bytes")
     if found.shared_bytes > SHARED_BYTES[capability]:
         wrong.append(f"wants {found.shared_bytes} bytes of shared memory of {SHARED_BYTES[capability]}")
     if variant.multiplies and not found.has_matrix_instruction:
-        wrong.append(f"multiplies without {MATRIX_INSTRUCTION[capability]}")
+        wrong.append(f"multiplies without {_instruction(variant, capability)}")
     # mma.sync takes operands from registers: they have left the last stage by then.
-    staged = int(variant.pipelined_bytes * (0.75 if MATRIX_INSTRUCTION[capability] == "mma.sync" else 1))
+    is_from_registers = _instruction(variant, capability) == "mma.sync"
+    stages = variant.options.get("num_stages", 1)
+    staged = variant.pipelined_bytes * (stages - is_from_registers) // stages
     if variant.pipelined_bytes and (not found.num_async_copies or found.shared_bytes < staged):
         wrong.append(f"is not pipelined: {found.shared_bytes} bytes of shared memory of {staged}")
     if variant.most_bytes and MATRIX_INSTRUCTION[capability] == "mma.sync" and found.shared_bytes > variant.most_bytes:
@@ -150,7 +162,6 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     types = _typed(row_kernels.full_norm, element)
     constants = {"BH": 4096, "CENTRED": True, "BIAS": True}
     yield Variant("full_norm 4096", row_kernels.full_norm, types, constants, rows.row_options(4096), ("H",))
-    yield from matmul_variants(element)
     yield from draw_variants(element)
     yield from sum_variants(element)
 
@@ -205,22 +216,69 @@ def sum_variants(element: str = "bf16") -> Iterator[Variant]:
     yield Variant("add_parts_and_norm 4096", sum_kernels.add_parts_and_norm, types, constants, options, ("H", "first"))
 
 
-def matmul_variants(element: str = "bf16") -> Iterator[Variant]:
-    gated = (matmul.GATED_FEW_ROWS, matmul.GATED_MANY_ROWS)
-    for tile in (matmul.FEW_ROWS, matmul.MANY_ROWS, *gated):
-        kernel = matmul_kernels.gated_linear if tile in gated else matmul_kernels.linear
-        yield matmul_variant(kernel, tile, element)
+CHIPS = {
+    80: Chip("A100", (8, 0), 108, SHARED_BYTES[80]),
+    90: Chip("H100", (9, 0), 132, SHARED_BYTES[90]),
+    100: Chip("B200", (10, 0), 148, SHARED_BYTES[100]),
+    120: Chip("RTX 5090", (12, 0), 170, SHARED_BYTES[120]),
+}
 
 
-def matmul_variant(kernel: Any, tile: matmul.Tile, element: str = "bf16") -> Variant:
-    """Without a bias. N, K and strides are multiples of 16, as models' sizes are."""
+def matmul_variants(capability: int) -> Iterator[Variant]:
+    """All tiles that a chip can get, each in the ways that it is launched in: as it says, with x by pointer where TMA
+    would read past the end, and all by pointer for what TMA cannot move.
+    """
+    chip = CHIPS[capability]
+    for is_gated in (False, True):
+        shipped = [tile for key, entry in tile_table.shipped(chip).items() if key[0] == is_gated for tile in entry]
+        safe = tiles.GATED_SAFE if is_gated else tiles.SAFE
+        for tile in dict.fromkeys((*shipped, *tiles.family(chip, is_gated=is_gated), safe)):
+            if not tiles.fits(tile, chip, is_gated=is_gated):
+                continue
+            ways = {
+                (tile.x_by_tma, tile.weight_by_tma, tile.out_by_tma),
+                (False, tile.weight_by_tma, tile.out_by_tma),
+                (False, False, False),
+            }
+            for way in sorted(ways, reverse=True):
+                yield matmul_variant(tile, way, capability, is_gated=is_gated)
+    yield matmul_variant(tiles.FLOAT32, (False, False, False), capability, is_gated=False, element="fp32")
+    yield matmul_variant(tiles.FLOAT32, (False, False, False), capability, is_gated=True, element="fp32")
+
+
+def matmul_variant(
+    tile: tiles.Tile, way: tuple[bool, bool, bool], capability: int, *, is_gated: bool, element: str = "bf16"
+) -> Variant:
+    """Without a bias. `way`: whether x, weights and out go by TMA. N, K and strides are multiples of 16, as models'
+    sizes are, and BK divides K.
+    """
+    kernel = matmul_kernels.gated_linear if is_gated else matmul_kernels.linear
     types = {name: kind for name, kind in _typed(kernel, element).items() if "bias" not in name}
-    columns = tile.columns * (2 if kernel is matmul_kernels.gated_linear else 1)
-    staged = 2 * tile.inputs * (tile.rows + columns) * tile.num_stages
-    name = f"{kernel.__name__} {tile.rows}x{tile.columns}x{tile.inputs}"
+    boxes = {"x": (tile.rows, tile.inputs), "out": (tile.rows, tile.columns)}
+    boxes |= dict.fromkeys(("weight", "up_weight") if is_gated else ("weight",), (tile.columns, tile.inputs))
+    by_tma = dict(zip(("x", "weight", "up_weight", "out"), (way[0], way[1], way[1], way[2]), strict=True))
+    for name, box in boxes.items():
+        if by_tma[name]:
+            types[name] = f"tensordesc<{element}[{box[0]}, {box[1]}]>"
+    dtype = torch.float32 if element == "fp32" else torch.bfloat16
+    constants = dict(matmul.constants(tile, dtype, False, True, *way))
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", *matmul_kernels.LAUNCH)}
+    itemsize = 4 if element == "fp32" else 2
+    letters = "".join("t" if each else "p" for each in way)
+    name = f"{kernel.__name__} {tile.rows}x{tile.columns}x{tile.inputs} {tile.num_warps} {tile.num_stages} {letters}"
+    name += f"{' specialized' * tile.is_specialized}{' fp32' * (element == 'fp32')}"
     aligned = ("N", "K", "stride_x", "stride_weight", "stride_out")
-    most = matmul.shared_bytes(4 if element == "fp32" else 2)
-    return Variant(name, kernel, types, tile.constants(False), tile.options(), aligned, element != "fp32", staged, most)
+    staged = itemsize * tile.inputs * tile.num_stages * (tile.rows + (1 + is_gated) * tile.columns)
+    has_few_rows = tile.rows < 64 and MATRIX_INSTRUCTION[capability] != "mma.sync"
+    most = matmul.shared_bytes(itemsize) if tile in (tiles.SAFE, tiles.GATED_SAFE, tiles.FLOAT32) else 0
+    # ptxas puts a few numbers of the outer loop on the stack, where most registers are free too.
+    return Variant(
+        name, kernel, types, constants, options, aligned, element != "fp32", staged, most,
+        "mma.sync" if has_few_rows else "", _OUTER_LOOP_BYTES,
+    )  # fmt: skip
+
+
+_OUTER_LOOP_BYTES = 32
 
 
 def _on(variant: Variant, capability: int) -> Variant:
@@ -241,20 +299,31 @@ def _typed(kernel: Any, element: str) -> dict[str, str]:
 
 def planted() -> dict[str, Variant]:
     """Failures that the gate has to find on sm_90, by the word that it finds them with."""
-    base = matmul_variant(matmul_kernels.linear, matmul.MANY_ROWS)
+    by_pointers, by_tma = (False, False, False), (True, True, True)
+    base = matmul_variant(tiles.SAFE, by_pointers, 90, is_gated=False)
+    large = matmul_variant(tiles.Tile(128, 256, 64, 8, 5), by_tma, 90, is_gated=False)
+    plain = matmul_variant(tiles.FLOAT32, by_pointers, 90, is_gated=False, element="fp32")
     return {
         "spills": replace(next(variants()), options=attention_kernels.LAUNCH | {"maxnreg": 168}),
-        "shared memory": matmul_variant(matmul_kernels.linear, matmul.Tile(128, 256, 64, 8, 5)),
+        "shared memory": large,
         "is not pipelined": replace(base, aligned=()),
-        "multiplies without": replace(matmul_variant(matmul_kernels.linear, matmul.FLOAT32, "fp32"), multiplies=True),
+        "multiplies without": replace(plain, multiplies=True),
     }
+
+
+MATMULS_OF_THE_GATE = (
+    "linear 16x64x256 4 4 ptt",
+    "linear 64x64x128 4 4 ttt",
+    "linear 128x256x64 8 3 ttt",
+    "linear 64x64x64 4 3 ppp",
+    "gated_linear 16x64x128 4 4 ptt",
+    "gated_linear 128x128x64 8 3 ttt",
+)
 
 
 def main(capabilities: list[int]) -> None:
     everything = list(variants())
     first = (
-        "linear",
-        "gated_linear",
         "add_rms_norm 4096",
         "attend llama-8b",
         "join_partials llama-8b",
@@ -263,9 +332,13 @@ def main(capabilities: list[int]) -> None:
         *(each.name for each in draw_variants()),
         *(each.name for each in sum_variants()),
     )
-    short = [each for each in everything if each.name.startswith(first)]
-    chosen = everything if "--all" in sys.argv else short
-    examined = {f"{each.name} sm_{of}": examine(_on(each, of), of) for each in chosen for of in capabilities}
+    examined = {}
+    for of in capabilities:
+        matmuls = list(matmul_variants(of))
+        short = [each for each in everything if each.name.startswith(first)]
+        short += [each for each in matmuls if each.name.startswith(MATMULS_OF_THE_GATE)]
+        for each in [*everything, *matmuls] if "--all" in sys.argv else short:
+            examined[f"{each.name} sm_{of}"] = examine(_on(each, of), of)
     report = {
         "triton": triton.__version__,
         "resources": {name: found and asdict(found) for name, (found, _) in examined.items()},

@@ -32,9 +32,10 @@ def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path):
-    found = run_alone("triton_cases.py", cache=tmp_path, interpret=True)
-    assert len(found) >= LEAST_CASES
+@pytest.mark.parametrize(("script", "least"), [("triton_cases.py", LEAST_CASES), ("triton_matmul_cases.py", 8)])
+def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: str, least: int):
+    found = run_alone(script, cache=tmp_path, interpret=True)
+    assert len(found) >= least
     assert {name: error for name, error in found.items() if error} == {}
 
 
@@ -66,8 +67,9 @@ def test_interpreted_engine_generates_the_tokens_of_the_cpu(tmp_path: Path):
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path):
-    found = run_alone("triton_cases.py", "cuda", cache=tmp_path)
+@pytest.mark.parametrize("script", ["triton_cases.py", "triton_matmul_cases.py"])
+def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str):
+    found = run_alone(script, "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}
 
 

@@ -1,105 +1,191 @@
-"""Launches of matmul_kernels.py: tiles and number of programs.
+"""Launches of matmul_kernels.py: tiles, descriptors and number of programs.
 
-One tile shape up to 64 rows and one above, with one step along K; bits do not depend on it. Faster tables by (N, K, M)
-need measurements on a GPU.
+A tile follows from the matmul's shape and bucket of rows: from the user's table, from the table that ships, or by
+estimate; bits do not depend on it. Operands go by TMA where the chip has it, the tile says so and rows of the operand
+are at multiples of 16 bytes; else by pointers. A tile that Triton cannot compile, or for which the chip has too little
+shared memory, is replaced, once for all, by one that works.
 """
 
-from dataclasses import dataclass
+import logging
+from bisect import bisect_left
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
-from spmd_worker.ops.kernels.triton import matmul_kernels
+from spmd_worker.ops.kernels.triton import matmul_kernels, tile_files, tile_table
+from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.launching import num_programs
+from spmd_worker.ops.kernels.triton.tiles import (
+    BUCKETS,
+    FLOAT32,
+    GATED_SAFE,
+    ROWS,
+    SAFE,
+    Chip,
+    Tile,
+    chip_of,
+    estimated,
+)
+
+logger = logging.getLogger(__name__)
+
+REPLACED: dict[tuple[bool, Tile], Tile] = {}
+"""Whether gated, and a tile that does not work -> the tile that is launched in its place."""
+_TILE_ERRORS = (OutOfResources, PTXASError, CompilationError)
+_PASS_FAILED = "PassManager::run failed"
+"""The message of the RuntimeError that Triton raises if a compiler pass rejects a kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows and columns of a program's result tile, inputs of a step along K, warps, pipeline stages."""
-
-    rows: int
-    columns: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-    def constants(self, has_bias: bool) -> dict[str, int]:
-        """Constexprs of the kernels."""
-        return {"BM": self.rows, "BN": self.columns, "BK": self.inputs, "GROUP": 8, "BIAS": has_bias}
-
-    def options(self) -> dict[str, int]:
-        """Launch options."""
-        return matmul_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
-
-FEW_ROWS = Tile(64, 64, 64, 4, 5)
-MANY_ROWS = Tile(128, 128, 64, 8, 4)
-GATED_FEW_ROWS = Tile(64, 32, 64, 4, 5)
-GATED_MANY_ROWS = Tile(128, 64, 64, 8, 4)
-FLOAT32 = Tile(32, 32, 32, 4, 2)
-"""No matrix instruction keeps float32 precision (TF32 does not): plain FMA, with small tiles."""
-
-MAX_FEW_ROWS = 64
-"""Maximum rows of a matmul with the tiles for few rows."""
-
-
-def tile_for(num_rows: int, dtype: torch.dtype, *, is_gated: bool) -> Tile:
-    """The tile of a matmul of `num_rows` rows."""
+def tile_for(
+    num_rows: int, num_columns: int, num_inputs: int, dtype: torch.dtype, device: torch.device, *, is_gated: bool
+) -> Tile:
+    """The tile of [num_rows, num_inputs] x [num_columns, num_inputs] (twice if gated)."""
     if dtype == torch.float32:
         return FLOAT32
-    if is_gated:
-        return GATED_FEW_ROWS if num_rows <= MAX_FEW_ROWS else GATED_MANY_ROWS
-    return FEW_ROWS if num_rows <= MAX_FEW_ROWS else MANY_ROWS
+    return _tiles(is_gated, num_columns, num_inputs, device)[bisect_left(BUCKETS, num_rows)]
+
+
+@cache
+def _tiles(is_gated: bool, num_columns: int, num_inputs: int, device: torch.device) -> tuple[Tile, ...]:
+    """A tile for each bucket of rows."""
+    chip, key = chip_of(device), (is_gated, num_columns, num_inputs)
+    measured = _table(chip).get(key)
+    return measured or tuple(estimated(rows, num_columns, num_inputs, chip, is_gated=is_gated) for rows in ROWS)
+
+
+@cache
+def _table(chip: Chip) -> dict[tile_table.Key, tile_table.Entry]:
+    return tile_table.shipped(chip) | tile_files.read_table(chip)
+
+
+def warm_up_rows(max_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that between them launch each kernel that matmuls of up to `max_rows` rows launch: both ends of
+    each bucket, because x goes by pointer if a tile has more rows than there are. No tile of the last bucket has.
+    """
+    counts = {1, min(max_rows, BUCKETS[-1]), *BUCKETS, *(bucket + 1 for bucket in BUCKETS)}
+    return tuple(sorted(count for count in counts if count <= max_rows))
 
 
 def shared_bytes(itemsize: int) -> int:
-    """Bytes of shared memory of a program with the largest tile, on chips without wgmma or tcgen05, which have the
-    least: one stage of operands is in registers.
+    """Bytes of shared memory that a chip must have: those of the tiles that replace others, on chips without wgmma or
+    tcgen05, which have the least. One stage of operands is in registers there.
     """
-    tiles = ((FLOAT32, 2),) if itemsize == 4 else ((MANY_ROWS, 1), (GATED_MANY_ROWS, 2))
+    tiles = ((FLOAT32, False), (FLOAT32, True)) if itemsize == 4 else ((SAFE, False), (GATED_SAFE, True))
     return max(
-        itemsize * (tile.rows + halves * tile.columns) * tile.inputs * (tile.num_stages - 1) for tile, halves in tiles
+        tile.shared_bytes(itemsize, is_gated=is_gated) * (tile.num_stages - 1) // tile.num_stages
+        for tile, is_gated in tiles
     )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """[..., K] x [N, K] -> [..., N]: see `matmul_kernels.linear`. `tile` None: from `tile_for`."""
-    rows = _as_rows(x)
     out = x.new_empty((*x.shape[:-1], len(weight)))
-    tile = tile or tile_for(len(rows), x.dtype, is_gated=False)
-    sizes = (len(rows), len(weight), rows.shape[1], rows.stride(0), weight.stride(0), len(weight))
-    grid = (_num_tiles(len(rows), len(weight), tile, x.device),)
     if out.numel():
-        constants, options = tile.constants(bias is not None), tile.options()
-        matmul_kernels.linear[grid](rows, weight, bias, out, *sizes, **constants, **options)
+        _launch(_as_rows(x), (weight,), (bias,), out.view(-1, len(weight)), tile)
     return out
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """[..., K] x [2 I, K] -> [..., I]: see `matmul_kernels.gated_linear`."""
-    rows, width = _as_rows(x), len(weight) // 2
+    width = len(weight) // 2
     out = x.new_empty((*x.shape[:-1], width))
-    tile = tile or tile_for(len(rows), x.dtype, is_gated=True)
-    halves = (
-        weight[:width],
-        None if bias is None else bias[:width],
-        weight[width:],
-        bias if bias is None else bias[width:],
-    )
-    sizes = (len(rows), width, rows.shape[1], rows.stride(0), weight.stride(0), width)
-    grid = (_num_tiles(len(rows), width, tile, x.device),)
     if out.numel():
-        constants, options = tile.constants(bias is not None), tile.options()
-        matmul_kernels.gated_linear[grid](rows, *halves, out, *sizes, **constants, **options)
+        biases = (None, None) if bias is None else (bias[:width], bias[width:])
+        _launch(_as_rows(x), (weight[:width], weight[width:]), biases, out.view(-1, width), tile)
     return out
 
 
 def _as_rows(x: Tensor) -> Tensor:
     """[M, K], K contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _num_tiles(num_rows: int, num_columns: int, tile: Tile, device: torch.device) -> int:
-    tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.columns)
-    return min(tiles, num_programs(device))
+def _launch(
+    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], out: Tensor, tile: Tile | None
+) -> None:
+    """`weights` and `biases` of one matmul, or of gate and up."""
+    is_gated = len(weights) > 1
+    num_rows, num_columns = out.shape
+    if tile is None:
+        tile = tile_for(num_rows, num_columns, x.shape[1], x.dtype, x.device, is_gated=is_gated)
+    while True:
+        if REPLACED:
+            tile = REPLACED.get((is_gated, tile), tile)
+        try:
+            return _launch_tile(x, weights, biases, out, tile)
+        except (*_TILE_ERRORS, RuntimeError) as error:
+            if not isinstance(error, _TILE_ERRORS) and _PASS_FAILED not in str(error):
+                raise
+            replacement = replacement_of(tile, is_gated=is_gated)
+            if replacement is None:
+                raise
+            REPLACED[is_gated, tile] = replacement
+            logger.warning("%s does not work here (%s): %s in its place", tile, _first_line(error), replacement)
+
+
+def replacement_of(tile: Tile, *, is_gated: bool) -> Tile | None:
+    """The tile to launch if `tile` does not work: itself without specialization, then one that works everywhere."""
+    if tile.is_specialized:
+        shape = (tile.rows, tile.columns, tile.inputs, tile.num_warps, tile.num_stages)
+        return Tile(*shape, tile.x_by_tma, tile.weight_by_tma, tile.out_by_tma)
+    safe = GATED_SAFE if is_gated else SAFE
+    return None if tile in (safe, FLOAT32) else safe
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:200]}".splitlines()[0]
+
+
+def _launch_tile(
+    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], out: Tensor, tile: Tile
+) -> None:
+    num_rows, num_columns = out.shape
+    num_inputs = x.shape[1]
+    x_by_tma = tile.x_by_tma and num_rows >= tile.rows and can_describe(x)
+    weight_by_tma = tile.weight_by_tma and num_columns >= tile.columns and can_describe(*weights)
+    out_by_tma = tile.out_by_tma and can_describe(out)
+    flags = (biases[0] is not None, num_inputs % tile.inputs == 0, x_by_tma, weight_by_tma, out_by_tma)
+    num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.columns)
+    operands: list[object] = [describe(x, tile.rows, tile.inputs) if x_by_tma else x]
+    for weight, bias in zip(weights, biases, strict=True):
+        operands += (describe(weight, tile.columns, tile.inputs) if weight_by_tma else weight, bias)
+    operands.append(describe(out, tile.rows, tile.columns) if out_by_tma else out)
+    # Looked up at each launch: tests put others in their place.
+    kernel = matmul_kernels.gated_linear if len(weights) > 1 else matmul_kernels.linear
+    kernel[(min(num_tiles, num_programs(x.device, tile.per_multiprocessor)),)](
+        *operands, num_rows, num_columns, num_inputs, x.stride(0), weights[0].stride(0), out.stride(0),
+        **constants(tile, x.dtype, *flags),
+    )  # fmt: skip
+
+
+@cache
+def constants(
+    tile: Tile, dtype: torch.dtype, has_bias: bool, is_even: bool, x_by_tma: bool, weight_by_tma: bool, out_by_tma: bool
+) -> dict[str, Any]:
+    """Constexprs and options of a launch."""
+    return {
+        "ELEMENT": ELEMENTS[dtype],
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.inputs,
+        "GROUP": _GROUP,
+        "BIAS": has_bias,
+        "EVEN": is_even,
+        "X_BY_TMA": x_by_tma,
+        "WEIGHT_BY_TMA": weight_by_tma,
+        "OUT_BY_TMA": out_by_tma,
+        # Without TMA there is nothing that a warp of its own could load.
+        "SPECIALIZED": tile.is_specialized and x_by_tma and weight_by_tma,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **matmul_kernels.LAUNCH,
+    }
+
+
+_GROUP = 8
+"""Row tiles that share columns in L2."""

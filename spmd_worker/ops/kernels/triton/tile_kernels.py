@@ -19,17 +19,23 @@ def tile_indices(tile, num_m, num_n, GROUP: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    source, row, column, num_rows, num_columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_TMA: tl.constexpr
+    source, row, column, num_rows, num_columns, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_TMA: tl.constexpr, EVEN: tl.constexpr = False,
 ):  # fmt: skip
     """[ROWS, COLUMNS] of `source` [num_rows, num_columns] from (row, column) on: zero past the last column. Past the
-    last row, zero by TMA and row 0 by pointer, for results that are not stored: a mask over both would stop cp.async.
+    last row, zero by TMA, and by pointer zero if EVEN, which says that no tile passes the last column, else row 0, for
+    results that are not stored: a mask over both would stop cp.async.
     """
     if BY_TMA:
         return source.load([row, column])
     else:
         r, c = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        index = (tl.where(r < num_rows, r, 0).to(tl.int64) * stride)[:, None] + c[None, :]
-        return tl.load(source + index, mask=(c < num_columns)[None, :], other=0.0)
+        if EVEN:
+            index = (r.to(tl.int64) * stride)[:, None] + c[None, :]
+            return tl.load(source + index, mask=(r < num_rows)[:, None], other=0.0)
+        else:
+            index = (tl.where(r < num_rows, r, 0).to(tl.int64) * stride)[:, None] + c[None, :]
+            return tl.load(source + index, mask=(c < num_columns)[None, :], other=0.0)
 
 
 @triton.jit
