@@ -50,8 +50,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
     opened, model = loaded.opened, loaded.model
     weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     if opened.device.type == "cuda":
-        at_start = (opened.free_at_start, opened.reserved_at_start)
-        return measure_cuda(opened.device, weights, *at_start, prepare_max_step(loaded, spec))
+        return measure_cuda(opened.device, weights, opened.readings, prepare_max_step(loaded, spec))
     resolved, environment = opened.resolved, opened.environment
     scheduler, rank = resolved.config.scheduler, environment.rank
     estimate = activation_bytes(

@@ -107,8 +107,7 @@ def test_check_detects_reuse_before_the_copy(tmp_path: Path, late: LateStaging, 
     monkeypatch.setattr(PinnedStaging, "buffer", hasty)
     load(save_single(tmp_path, full_tensors()), late)
     with pytest.raises(AssertionError, match="overwritten before"):
-        for copy in waits:
-            copy.synchronize()
+        list(map(Copy.synchronize, waits))
 
 
 def test_staged_dummy_weights_have_equal_bits(late: LateStaging, monkeypatch: pytest.MonkeyPatch):
