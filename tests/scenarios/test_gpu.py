@@ -116,7 +116,8 @@ def co_tenant() -> Iterator[Callable[[int], None]]:
     """Another process, with a function that has it hold so many bytes of the GPU."""
     command = [sys.executable, "-c", CO_TENANT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
 
         def hold(num_bytes: int) -> None:
@@ -146,7 +147,7 @@ def test_co_tenants_memory_hides_none_of_ours():
         given_back, taken = measured(hold, others_bytes, 1), measured(hold, 1, others_bytes)
         # Regression: the first was 0, because more came back than we had taken.
         assert given_back.non_torch_bytes >= own_bytes
-        assert taken.non_torch_bytes >= own_bytes + others_bytes
+        assert taken.non_torch_bytes >= others_bytes
         assert given_back.total_bytes == taken.total_bytes == 0
 
 

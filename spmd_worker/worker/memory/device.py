@@ -3,8 +3,8 @@
 A co-tenant may allocate or free memory at any time, so only this process's own memory and one reading of the free
 memory are trusted. Readings of the device are compared only to find what is allocated outside torch's allocator, by
 this process (NCCL, loaded kernels, symmetric memory) or by others since the start, which cannot be told apart: the
-cache gets less for either, and memory that others give back meanwhile hides none of it and is not taken. On the CPU the maximum step, which takes seconds, runs only if its memory affects the number
-of blocks.
+cache gets less for either, and memory that others free meanwhile hides none of it and is not taken. On the CPU the
+maximum step, which takes seconds, runs only if its memory affects the number of blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,6 +58,7 @@ class DeviceReading(NamedTuple):
 
 
 def read_cuda(device: torch.device) -> DeviceReading:
+    """The present reading; the device's context exists after it."""
     return DeviceReading(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
 
 
