@@ -27,7 +27,7 @@ from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
-from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, measure
+from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, compile_ahead, measure
 from spmd_worker.worker.worker_base import WorkerBase, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,10 @@ class Worker(WorkerBase):
         return cache_spec_of(self.resolved, self.environment.rank)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
+        with self.start_times.part("kernels"):
+            words = compile_ahead(self.loaded, self.get_kv_cache_spec())
+        if words:
+            self.start_times.note("kernels", words)
         with self.start_times.part("profile"):
             self.sizing = measure(self.loaded, self.get_kv_cache_spec())
         logger.info("%s", self.sizing.reason)

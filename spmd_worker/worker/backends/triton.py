@@ -18,6 +18,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, matmul
+from spmd_worker.ops.kernels.triton.compile_ahead import compiling
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
@@ -30,6 +31,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.runner.dummy_steps import greedy_step, warm_up_steps
+from spmd_worker.worker.runner.forward_only import ForwardOnlyRunner
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import CudaGraph, StepGraph, StepGraphs
 
@@ -108,6 +110,21 @@ class TritonDevice(DeviceBackend):
     def graph_maker(self) -> Callable[[], StepGraph] | None:
         """A factory of empty graphs; None if kernels are interpreted."""
         return partial(CudaGraph, torch.cuda.graph_pool_handle()) if self.device.type == "cuda" else None
+
+    @property
+    def compiles_ahead(self) -> bool:
+        return self.device.type == "cuda"
+
+    def compile_ahead(self, new_runner: Callable[[], ModelRunner], num_blocks: int, num_threads: int) -> str:
+        """Run the warm-up with launches that only compile. Kernels of the sampler are compiled when it really runs."""
+
+        def forward_only(graphs: StepGraphs | None) -> Any:
+            del graphs
+            return ForwardOnlyRunner(new_runner())
+
+        with compiling(self.device, num_threads) as compiled:
+            self.warm_up(forward_only, None, num_blocks)
+        return str(compiled)
 
     def warm_up(
         self, new_runner: Callable[[StepGraphs | None], ModelRunner], graphs: StepGraphs | None, num_blocks: int

@@ -214,6 +214,10 @@ class ModelRunner:
         pending.read_back.launch()
         return LaunchedStep(pending, sample, masks, self._clock, self._chosen)
 
+    def drop(self) -> None:
+        """In place of `launch`: the last forward pass is not sampled."""
+        self._pending = None
+
     def forget(self, plan: StepPlan) -> None:
         """Drop the sequences and requests that the plan lists as finished."""
         if self._state is not None:

@@ -1,0 +1,94 @@
+"""Compiles kernels before they are launched, several at a time, from launches that compute nothing.
+
+    with compiling(device, num_threads) as compiled:
+        ...  # launches of this thread
+
+Triton compiles a kernel for each specialisation of its arguments when it is first launched, and some versions have a C
+compiler build its launcher: one after another these take most of a first start. Triton keeps both in its cache folder
+(TRITON_CACHE_DIR), so a second start only loads them. A kernel that cannot be compiled is left to its first launch,
+which raises the error.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(slots=True)
+class Compiled:
+    """Whether each kernel that was not loaded yet came from the cache folder."""
+
+    cache_hits: list[bool] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        num_compiled = self.cache_hits.count(False)
+        return f"{num_compiled} compiled, {len(self.cache_hits) - num_compiled} cached"
+
+
+class _Compilers:
+    """In an executor's place: compiles in threads and loads what was compiled."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        return self._threads.submit(_loaded, compile_kernel)
+
+
+@contextmanager
+def compiling(device: torch.device, num_threads: int) -> Iterator[Compiled]:
+    """Context in which launches of the calling thread compile kernels for `device` and compute nothing: outputs are
+    what was in their memory. Compiled kernels are loaded at its end. Other threads launch as always.
+    """
+    launch, listener = JITFunction.run, triton.knobs.compilation.listener
+    owner, kernels, compiled = threading.get_ident(), set[Any](), Compiled()
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        is_owner = threading.get_ident() == owner
+        if is_owner:
+            kernels.add(kernel)
+        return launch(kernel, *arguments, grid=grid, warmup=warmup or is_owner, **options)
+
+    def listen(**facts: Any) -> None:
+        compiled.cache_hits.append(facts["cache_hit"])
+        if listener is not None:
+            listener(**facts)
+
+    def enter_thread() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    try:
+        with ThreadPoolExecutor(num_threads, "compile-kernels", enter_thread) as threads:
+            JITFunction.run = compile_only
+            triton.knobs.compilation.listener = listen
+            with triton.AsyncCompileMode(_Compilers(threads), ignore_errors=True):
+                yield compiled
+    finally:
+        JITFunction.run, triton.knobs.compilation.listener = launch, listener
+        for kernel in kernels:
+            _forget_failed(kernel)
+
+
+def _loaded(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    # The launch raises it again.
+    with suppress(OutOfResources):
+        # Loads the kernel, and builds its launcher.
+        _ = kernel.run
+    return kernel
+
+
+def _forget_failed(kernel: Any) -> None:
+    """Remove futures that Triton has left in place of kernels that could not be compiled."""
+    for loaded, *_ in kernel.device_caches.values():
+        for key in [key for key, each in loaded.items() if isinstance(each, triton.FutureKernel)]:
+            del loaded[key]
