@@ -1,4 +1,4 @@
-"""What the triton backend compiles before any step runs: all that a forward pass launches, and nothing is computed."""
+"""Kernels that the triton backend compiles before any step runs: all of a forward pass, and nothing is computed."""
 
 import inspect
 from collections.abc import Callable, Iterator

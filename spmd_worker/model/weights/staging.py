@@ -89,7 +89,7 @@ class PinnedStaging(HostStaging):
         return on_device
 
     def _copy(self, buffer: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """A copy on the current stream, which is the thread's in `thread`, and the event after it."""
+        """Start a copy on the current stream, which is the thread's in `thread`, and the event after it."""
         on_device = buffer.to(self.device, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own is not typed
         copied.record(torch.cuda.current_stream(self.device))

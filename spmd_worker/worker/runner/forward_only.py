@@ -10,7 +10,7 @@ from spmd_worker.worker.runner.model_runner import ModelRunner
 
 
 class ForwardOnlyRunner:
-    """What a backend's `warm_up` uses of a runner."""
+    """The part of a runner that a backend's `warm_up` uses."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self.model = runner, runner.model

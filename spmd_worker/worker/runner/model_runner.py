@@ -215,7 +215,7 @@ class ModelRunner:
         return LaunchedStep(pending, sample, masks, self._clock, self._chosen)
 
     def drop(self) -> None:
-        """In place of `launch`: the last forward pass is not sampled."""
+        """Give the last forward pass up, which is not sampled then."""
         self._pending = None
 
     def forget(self, plan: StepPlan) -> None:

@@ -24,7 +24,7 @@ NUM_THREADS = 3
 
 
 class Copy:
-    """In an event's place: the copy ends when it is waited for."""
+    """An event's replacement: the copy ends when it is waited for."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer, self._sent = buffer, buffer.clone()

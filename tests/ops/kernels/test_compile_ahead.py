@@ -32,7 +32,7 @@ def faulty(x, BLOCK: tl.constexpr):
 
 
 class FakeDriver:
-    """Of one H100."""
+    """The driver of one H100."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []

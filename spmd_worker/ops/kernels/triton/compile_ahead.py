@@ -34,7 +34,7 @@ class Compiled:
 
 
 class _Compilers:
-    """In an executor's place: compiles in threads and loads what was compiled."""
+    """Compiles in threads and loads what was compiled; Triton calls it as an executor."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
