@@ -154,13 +154,16 @@ class WeightStore:
             _check_tied(source, self.names.tied, name, held.piece.source)
             jobs += [(held, block) for block in source.blocks(name, held.piece.source, _BLOCK_BYTES)]
         write = partial(self._write_block, source)
-        if num_threads == 1:
-            flags = list(map(write, jobs))
-        else:
-            with ThreadPoolExecutor(num_threads, "fill-weights", use_single_threaded_torch) as threads:
-                # In order of the files; after an error no further block is begun.
-                flags = list(threads.map(write, jobs))
-        source.staging.finish()
+        try:
+            if num_threads == 1:
+                flags = list(map(write, jobs))
+            else:
+                with ThreadPoolExecutor(num_threads, "fill-weights", use_single_threaded_torch) as threads:
+                    # In order of the files; after an error no further block is begun.
+                    flags = list(threads.map(write, jobs))
+        finally:
+            # After an error too: a caller may free the parameters, which copies still write.
+            source.staging.finish()
         self._raise_not_finite(source, jobs, flags)
         for padding in self.paddings:
             region = tuple(slice(*bounds) for bounds in padding.destination)
