@@ -1,4 +1,4 @@
-"""Kernels that the triton backend compiles before any step runs: all of a forward pass, and nothing is computed."""
+"""Kernels that the triton backend compiles before any step runs: all of the warm-up, and nothing is computed."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.triton import attention_kernels, matmul_kernels, row_kernels, sampling_kernels
+from spmd_worker.ops.kernels.triton.compile_ahead import ZeroedMemory
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ranks.environment import read_rank_environment
 from spmd_worker.resolved import resolve_run
@@ -22,7 +23,6 @@ from spmd_worker.worker import start
 from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.backends.triton import TritonDevice
 from spmd_worker.worker.runner.dummy_steps import warm_up_steps
-from spmd_worker.worker.runner.forward_only import ForwardOnlyRunner
 from spmd_worker.worker.worker import Worker
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -94,22 +94,24 @@ def new_worker() -> Iterator[Callable[[], Worker]]:
 
 
 def compute(worker: Worker, is_ahead: bool) -> None:
-    """A forward pass of the warm-up's steps, after what is compiled ahead."""
+    """The warm-up's steps, after what is compiled ahead."""
     loaded, spec = worker.loaded, worker.get_kv_cache_spec()
     if is_ahead:
         start.compile_ahead(loaded, spec)
     engine = loaded.new_cache_engine(spec, 16, 0)
-    with start.prepared_step(loaded.model, engine, loaded.new_runner):
-        runner = ForwardOnlyRunner(loaded.new_runner(engine))
+    with start.prepared_step(loaded.model, engine, loaded.new_runner), ZeroedMemory():
+        runner = loaded.new_runner(engine)
         for number, scheduled in enumerate(warm_up_steps(65, 200, spec.block_size, 16)):
             runner.forward(number, scheduled)
+            runner.sample()
 
 
-def test_forward_pass_compiles_nothing_after_compiling_ahead(gpu: FakeGpu, new_worker: Callable[[], Worker]):
+def test_steps_compile_nothing_after_compiling_ahead(gpu: FakeGpu, new_worker: Callable[[], Worker]):
     worker = new_worker()
     compute(worker, is_ahead=True)
     assert {*gpu.compiled} >= {"attend", "join_partials", "linear", "gated_linear", "add_rms_norm", "rotate_and_write"}
-    # The pass itself launched them, and nothing else was compiled for it.
+    assert {*gpu.compiled} >= {"forbid", "filter_logits", "invert_cdf", "prob_sums"}
+    # The steps themselves launched them, and nothing else was compiled for them.
     num_compiled, gpu.compiled[:] = len(gpu.compiled), []
     compute(worker, is_ahead=False)
     assert (gpu.compiled, num_compiled > 6) == ([], True)
@@ -123,7 +125,7 @@ def test_compiling_ahead_launches_nothing(gpu: FakeGpu, new_worker: Callable[[],
     assert (gpu.launched, len(gpu.compiled) > 6) == ([], True)
 
 
-def test_forward_pass_compiles_without_compiling_ahead(gpu: FakeGpu, new_worker: Callable[[], Worker]):
+def test_steps_compile_without_compiling_ahead(gpu: FakeGpu, new_worker: Callable[[], Worker]):
     """Negative control."""
     compute(new_worker(), is_ahead=False)
     assert {*gpu.compiled} >= {"attend", "join_partials", "linear", "gated_linear"}

@@ -31,7 +31,6 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.runner.dummy_steps import greedy_step, warm_up_steps
-from spmd_worker.worker.runner.forward_only import ForwardOnlyRunner
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import CudaGraph, StepGraph, StepGraphs
 
@@ -116,14 +115,9 @@ class TritonDevice(DeviceBackend):
         return self.device.type == "cuda"
 
     def compile_ahead(self, new_runner: Callable[[], ModelRunner], num_blocks: int, num_threads: int) -> str:
-        """Run the warm-up with launches that only compile. Kernels of the sampler are compiled when it really runs."""
-
-        def forward_only(graphs: StepGraphs | None) -> Any:
-            del graphs
-            return ForwardOnlyRunner(new_runner())
-
+        """Run the warm-up with launches that only compile."""
         with compiling(self.device, num_threads) as compiled:
-            self.warm_up(forward_only, None, num_blocks)
+            self.warm_up(lambda graphs: new_runner(), None, num_blocks)
         return str(compiled)
 
     def warm_up(

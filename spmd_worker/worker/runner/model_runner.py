@@ -214,10 +214,6 @@ class ModelRunner:
         pending.read_back.launch()
         return LaunchedStep(pending, sample, masks, self._clock, self._chosen)
 
-    def drop(self) -> None:
-        """Give the last forward pass up, which is not sampled then."""
-        self._pending = None
-
     def forget(self, plan: StepPlan) -> None:
         """Drop the sequences and requests that the plan lists as finished."""
         if self._state is not None:

@@ -86,6 +86,26 @@ def test_launches_compile_ahead_and_compute_nothing(gpu: FakeDriver):
     assert len(compiled.cache_hits) == 2
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_memory_of_outputs_is_zero(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, is_inference: bool):
+    """They may be used as indices. torch fills what it allocates with its worst here."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+
+    def outputs() -> list[torch.Tensor]:
+        x = torch.ones(4, dtype=torch.int64)
+        with torch.inference_mode(is_inference):
+            return [torch.empty(4, dtype=torch.int64), x.new_empty(4), torch.empty_like(x), x.new_empty(2, 2)]
+
+    try:
+        with compiling(CPU, 1):
+            assert not any(each.any() for each in outputs())
+        assert all(each.all() for each in outputs()), "control"
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
 def test_second_start_compiles_nothing(gpu: FakeDriver):
     found = []
     for _ in range(2):

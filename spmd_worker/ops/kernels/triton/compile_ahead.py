@@ -14,12 +14,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
+
+_aten = torch.ops.aten
+_ALLOCATIONS: Final = (
+    *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
+    *(_aten.new_empty.default, _aten.new_empty_strided.default),
+)
 
 
 @dataclass(slots=True)
@@ -43,10 +50,20 @@ class _Compilers:
         return self._threads.submit(_loaded, compile_kernel)
 
 
+class ZeroedMemory(TorchDispatchMode):
+    """Zero-fills what torch allocates in this thread: a kernel's output that nobody computed may be used as an index."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        result = operation(*arguments, **options or {})
+        return result.zero_() if operation in _ALLOCATIONS else result
+
+
 @contextmanager
 def compiling(device: torch.device, num_threads: int) -> Iterator[Compiled]:
-    """Context in which launches of the calling thread compile kernels for `device` and compute nothing: outputs are
-    what was in their memory. Compiled kernels are loaded at its end. Other threads launch as always.
+    """Context in which launches of the calling thread compile kernels for `device` and compute nothing: what they would
+    write is 0. Compiled kernels are loaded at its end. Other threads launch as always.
     """
     launch, listener = JITFunction.run, triton.knobs.compilation.listener
     owner, kernels, compiled = threading.get_ident(), set[Any](), Compiled()
@@ -70,7 +87,7 @@ def compiling(device: torch.device, num_threads: int) -> Iterator[Compiled]:
         with ThreadPoolExecutor(num_threads, "compile-kernels", enter_thread) as threads:
             JITFunction.run = compile_only
             triton.knobs.compilation.listener = listen
-            with triton.AsyncCompileMode(_Compilers(threads), ignore_errors=True):
+            with triton.AsyncCompileMode(_Compilers(threads), ignore_errors=True), ZeroedMemory():
                 yield compiled
     finally:
         JITFunction.run, triton.knobs.compilation.listener = launch, listener
