@@ -50,8 +50,11 @@ class _Compilers:
         return self._threads.submit(_loaded, compile_kernel)
 
 
-class ZeroedMemory(TorchDispatchMode):
-    """Zero-fills what torch allocates in this thread: a kernel's output that nobody computed may be used as an index."""
+class ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
+    """Zero-fills torch's allocations in this thread: an output that nobody computed may be used as an index."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own is not typed
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
