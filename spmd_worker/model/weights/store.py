@@ -149,8 +149,9 @@ class WeightStore:
         self._check_covered(source, parameter_problems(self.slices, self.paddings, shapes))
         pieces = [(name, each) for name, weight in self.held.items() for each in (*weight.pieces, *weight.copies)]
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
+        pieces.sort(key=lambda pair: (source.position(pair[0]), pair[1].piece.source))
         jobs: list[tuple[HeldPiece, Rectangle]] = []
-        for name, held in sorted(pieces, key=lambda pair: (source.position(pair[0]), pair[1].piece.source)):
+        for name, held in pieces:
             _check_tied(source, self.names.tied, name, held.piece.source)
             jobs += [(held, block) for block in source.blocks(name, held.piece.source, _BLOCK_BYTES)]
         write = partial(self._write_block, source)
