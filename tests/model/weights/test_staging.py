@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hand_made_store import plain_store
+from quantised_files import FORMATS
 from test_dummy import build as build_dummy
 from test_loader import assert_holds, build, expected, full_tensors
 from torch import Tensor
@@ -18,7 +19,9 @@ from weight_files import save_indexed, save_single
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.weights import dequantise, store
 from spmd_worker.model.weights.checkpoint import Checkpoint
-from spmd_worker.model.weights.staging import HOST, HostStaging, PinnedStaging
+from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
+from spmd_worker.model.weights.staging import HOST, HostStaging, PinnedStaging, staging_for
+from spmd_worker.model_config.quantization import read_quantization
 
 NUM_THREADS = 3
 
@@ -184,3 +187,38 @@ def test_dequantisation_stays_on_its_tensors_device():
 def test_powers_of_mxfp4_scales_are_exact():
     _, powers = dequantise._mxfp4_tables(torch.device("cpu"))
     assert powers.tolist() == [2.0 ** (exponent - 127) for exponent in range(255)] + [float("inf")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_on_a_gpu_equal_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    """Files and dummy weights, by several threads, with one block after another in each pinned buffer."""
+    monkeypatch.setattr(store, "_BLOCK_BYTES", 1 << 16)
+    save_single(tmp_path, full_tensors())
+    filled = []
+    for device in (torch.device("cpu"), torch.device("cuda", torch.cuda.current_device())):
+        model, slices, paddings = build(1, 2, dtype)
+        with Checkpoint.open(tmp_path, staging_for(device)) as checkpoint:
+            plain_store(model.to(device), slices, paddings).fill(checkpoint, NUM_THREADS)
+        dummy_model, dummy_slices = build_dummy(1, 2, dtype)
+        weights = plain_store(dummy_model.to(device), dummy_slices, [])
+        weights.fill(weights.dummy(staging=staging_for(device)), NUM_THREADS)
+        filled.append([each.detach().cpu() for each in (*model.parameters(), *dummy_model.parameters())])
+    assert all(map(torch.equal, *filled))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantised_weights_on_a_gpu_equal_the_cpus(tmp_path: Path, name: str):
+    parts, _ = FORMATS[name].pack(torch.randn(72, 96, generator=torch.Generator().manual_seed(0)))
+    module = "model.layers.0.mlp.up_proj"
+    save_single(tmp_path, {module + ending: part.contiguous() for ending, part in parts.items()})
+    quantization = read_quantization({"quantization_config": FORMATS[name].config}, tmp_path / "config.json")
+    assert quantization is not None
+    read = []
+    for device in (torch.device("cpu"), torch.device("cuda", torch.cuda.current_device())):
+        with Checkpoint.open(tmp_path, staging_for(device)) as files:
+            found = DequantisedCheckpoint.open(files, quantization).read(f"{module}.weight", ((7, 50), (3, 90)))
+        assert found.device == device
+        read.append(found.cpu().view(torch.int32))
+    assert torch.equal(*read)
