@@ -69,13 +69,11 @@ def compiling(device: torch.device, num_threads: int) -> Iterator[Compiled]:
     write is 0. Compiled kernels are loaded at its end. Other threads launch as always.
     """
     launch, listener = JITFunction.run, triton.knobs.compilation.listener
-    owner, kernels, compiled = threading.get_ident(), set[Any](), Compiled()
+    owner, compiled = threading.get_ident(), Compiled()
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        is_owner = threading.get_ident() == owner
-        if is_owner:
-            kernels.add(kernel)
-        return launch(kernel, *arguments, grid=grid, warmup=warmup or is_owner, **options)
+        only_compiles = warmup or threading.get_ident() == owner
+        return launch(kernel, *arguments, grid=grid, warmup=only_compiles, **options)
 
     def listen(**facts: Any) -> None:
         compiled.cache_hits.append(facts["cache_hit"])
@@ -94,8 +92,6 @@ def compiling(device: torch.device, num_threads: int) -> Iterator[Compiled]:
                 yield compiled
     finally:
         JITFunction.run, triton.knobs.compilation.listener = launch, listener
-        for kernel in kernels:
-            _forget_failed(kernel)
 
 
 def _loaded(compile_kernel: Callable[[], Any]) -> Any:
@@ -105,10 +101,3 @@ def _loaded(compile_kernel: Callable[[], Any]) -> Any:
         # Loads the kernel, and builds its launcher.
         _ = kernel.run
     return kernel
-
-
-def _forget_failed(kernel: Any) -> None:
-    """Remove futures that Triton has left in place of kernels that could not be compiled."""
-    for loaded, *_ in kernel.device_caches.values():
-        for key in [key for key, each in loaded.items() if isinstance(each, triton.FutureKernel)]:
-            del loaded[key]
