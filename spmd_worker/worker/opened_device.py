@@ -13,12 +13,13 @@ from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.backends.backend import DeviceBackend
 from spmd_worker.worker.backends.choice import new_backend
 from spmd_worker.worker.device import choose_device
+from spmd_worker.worker.memory.device import DeviceReading, read_cuda
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedDevice:
-    """This rank's device. On CUDA, bytes before this rank allocated any: `free_at_start` were free on the device,
-    `reserved_at_start` were held by torch's allocator, for a trainer in this process.
+    """This rank's device. `readings` are of its memory on CUDA, before this rank allocated any and after the groups
+    were joined.
     """
 
     resolved: ResolvedRun
@@ -26,8 +27,7 @@ class OpenedDevice:
     device: torch.device
     backend: DeviceBackend
     groups: ParallelGroups
-    free_at_start: int = 0
-    reserved_at_start: int = 0
+    readings: tuple[DeviceReading, ...] = ()
 
 
 def open_device(resolved: ResolvedRun, environment: RankEnvironment) -> OpenedDevice:
@@ -44,17 +44,16 @@ def open_device(resolved: ResolvedRun, environment: RankEnvironment) -> OpenedDe
             torch.cuda.set_device(device)
     backend = new_backend(resolved, device)
     with current_device(device):
-        memory = (0, 0)
-        if device.type == "cuda":
-            memory = (torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+        readings = [read_cuda(device)] if device.type == "cuda" else []
         groups = join_groups(resolved.layout, environment, device, resolved.config.executor.timeout_s)
         try:
             groups = backend.wrap_groups(groups)
+            readings += [read_cuda(device)] if device.type == "cuda" else []
         except BaseException:
             # A caller that continues finds the state before the call.
             groups.destroy()
             raise
-    return OpenedDevice(resolved, environment, device, backend, groups, *memory)
+    return OpenedDevice(resolved, environment, device, backend, groups, tuple(readings))
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:

@@ -2,13 +2,17 @@
 
     open_device -> OpenedDevice      device, backend, groups         (opened_device.py)
     load_model  -> LoadedModel       operations, filled shard        (loaded_model.py)
+    compile_ahead                    kernels, where a backend compiles them
     measure     -> CacheSizing       blocks that fit in this rank's memory
     allocate    -> RunningWorker     caches, mirror, runner: ready for steps
 
 Each record is complete when it is made. Between `measure` and `allocate` all ranks agree on the numbers of blocks.
 """
 
+import logging
+import os
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from kv_cache import host_reserve
@@ -28,8 +32,28 @@ from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.sleep import WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
 
+logger = logging.getLogger(__name__)
+
+_NUM_COMPILED_BLOCKS: Final = 16
+
 EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler)
 """Classes of the objects that handle worker events next to the worker; `allocate` makes one of each."""
+
+
+def compile_ahead(loaded: LoadedModel, spec: CacheSpec) -> str:
+    """Compile kernels before any step runs; every rank calls this. Returns what was done in words, or nothing."""
+    opened = loaded.opened
+    # A stage of a pipeline would wait for the tensors of another.
+    if not opened.backend.compiles_ahead or opened.resolved.layout.pipeline_parallel_size > 1:
+        return ""
+    num_threads = max(1, len(os.sched_getaffinity(0)) // opened.environment.local_world_size)
+    engine = loaded.new_cache_engine(spec, _NUM_COMPILED_BLOCKS, 0)
+    with prepared_step(loaded.model, engine, loaded.new_runner):
+        try:
+            return opened.backend.compile_ahead(partial(loaded.new_runner, engine), _NUM_COMPILED_BLOCKS, num_threads)
+        except Exception as error:
+            logger.warning("kernels are compiled one by one when they are first launched (%s)", error)
+            return ""
 
 
 def measure(loaded: LoadedModel, spec: CacheSpec) -> CacheSizing:
@@ -50,8 +74,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
     opened, model = loaded.opened, loaded.model
     weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     if opened.device.type == "cuda":
-        at_start = (opened.free_at_start, opened.reserved_at_start)
-        return measure_cuda(opened.device, weights, *at_start, prepare_max_step(loaded, spec))
+        return measure_cuda(opened.device, weights, opened.readings, prepare_max_step(loaded, spec))
     resolved, environment = opened.resolved, opened.environment
     scheduler, rank = resolved.config.scheduler, environment.rank
     estimate = activation_bytes(

@@ -12,6 +12,7 @@ from torch import nn
 
 from kv_cache.cache_sizing import CacheSizing
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.metrics.start_times import StartTimes
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
@@ -26,7 +27,7 @@ from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
-from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, measure
+from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, compile_ahead, measure
 from spmd_worker.worker.worker_base import WorkerBase, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Worker(WorkerBase):
         self.groups: ParallelGroups | None = None
         self.sizing: CacheSizing | None = None
         self.model_runner: ModelRunner | None = None
+        self.start_times = StartTimes()
         self._opened: OpenedDevice | None = None
         self._loaded: LoadedModel | None = None
         self._running: RunningWorker | None = None
@@ -73,7 +75,8 @@ class Worker(WorkerBase):
         return _existing(self._running, "initialize_cache")
 
     def init_device(self) -> None:
-        self._opened = open_device(self.resolved, self.environment)
+        with self.start_times.part("device and groups"):
+            self._opened = open_device(self.resolved, self.environment)
         self.device, self.groups = self._opened.device, self._opened.groups
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -81,25 +84,40 @@ class Worker(WorkerBase):
 
     def load_model(self) -> None:
         # A user's subclass may have wrapped the groups that were joined.
-        self._loaded = load_model(replace(self.opened, groups=_existing(self.groups, "init_device")))
+        with self.start_times.part("weights"):
+            self._loaded = load_model(replace(self.opened, groups=_existing(self.groups, "init_device")))
+        if self._loaded is not None and self._loaded.report is not None:
+            self.start_times.note("weights", str(self._loaded.report))
 
     def get_kv_cache_spec(self) -> CacheSpec:
         return cache_spec_of(self.resolved, self.environment.rank)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        self.sizing = measure(self.loaded, self.get_kv_cache_spec())
+        with self.start_times.part("kernels"):
+            words = compile_ahead(self.loaded, self.get_kv_cache_spec())
+        if words:
+            self.start_times.note("kernels", words)
+        with self.start_times.part("profile"):
+            self.sizing = measure(self.loaded, self.get_kv_cache_spec())
         logger.info("%s", self.sizing.reason)
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        self._running = allocate(self.loaded, self.get_kv_cache_spec(), num_device_blocks, num_host_blocks)
+        with self.start_times.part("cache"):
+            self._running = allocate(self.loaded, self.get_kv_cache_spec(), num_device_blocks, num_host_blocks)
         self.model_runner = self._running.runner
 
     def initialize_host_tier(self, num_slots: int) -> None:
         self.running.caches.add_tier(num_slots)
 
     def compile_or_warm_up_model(self) -> None:
-        self.running.warm_up()
+        times, graphs = self.start_times, self.running.runner.graphs
+        with times.part("warm-up"):
+            self.running.warm_up()
+        if graphs is not None:
+            times.move(graphs.recording_s, "warm-up", "graphs")
+            times.note("graphs", f"{graphs.num_recorded} recorded")
+        logger.info("worker ready in %s", times)
 
     def expect_step(self, num_tokens: int) -> None:
         self.running.runner.expect(num_tokens)

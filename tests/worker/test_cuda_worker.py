@@ -90,13 +90,14 @@ def test_worker_restores_the_process_current_device(monkeypatch: pytest.MonkeyPa
     wrapper = WorkerWrapper()
     wrapper.worker = new_worker()
     wrapper.execute_method("init_device")
-    assert cuda.notes == [3]
+    # Memory is read before the groups are joined and after.
+    assert cuda.notes == [3, 3]
     assert cuda.current == 0
     monkeypatch.setattr(Worker, "check_health", lambda self: cuda.notes.append(f"checked on {cuda.current}"))
     wrapper.execute_method("check_health")
     with pytest.raises(AssertionError):
         wrapper.execute_method("sample_tokens")
-    assert (cuda.notes[1:], cuda.current) == (["checked on 3"], 0)
+    assert (cuda.notes[2:], cuda.current) == (["checked on 3"], 0)
 
 
 @pytest.mark.parametrize("is_callers", [False, True])
@@ -105,7 +106,7 @@ def test_process_device_is_set_only_in_own_world(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(opened_device, "join_groups", lambda *arguments: cuda.notes.append(f"joined on {cuda.current}"))
     monkeypatch.setattr(opened_device.dist, "is_initialized", lambda: is_callers)
     new_worker(num_ranks=2).init_device()
-    assert cuda.notes == [*([] if is_callers else ["set 3"]), 3, "joined on 3"]
+    assert cuda.notes == [*([] if is_callers else ["set 3"]), 3, "joined on 3", 3]
 
 
 def test_arithmetic_depends_on_device_and_versions(monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ instead of a SIGBUS, bytes read can be counted, and network file systems see a f
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from spmd_worker.model.weights.safetensors_header import (
     TensorEntry,
     read_header,
 )
+from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 
@@ -45,7 +47,7 @@ _MAX_GAP_BYTES = 4096
 
 @dataclass(slots=True)
 class Checkpoint:
-    """The tensors of one checkpoint folder. `open` reads and validates headers, `read` reads data.
+    """The tensors of one checkpoint folder. `open` reads and validates headers, `read` reads data, in any thread.
 
     `num_bytes_read` counts the bytes of tensor data read from files so far, including gaps that were read through.
     """
@@ -53,13 +55,15 @@ class Checkpoint:
     folder: Path
     headers: Mapping[str, SafetensorsHeader]
     num_bytes_read: int = 0
+    staging: HostStaging = HOST
     _file_of: dict[str, str] = field(default_factory=dict)
     _stored_names: dict[str, str] = field(default_factory=dict)
     _descriptors: dict[str, int] = field(default_factory=dict)
     _views: dict[str, TensorView] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def open(cls, folder: Path) -> "Checkpoint":
+    def open(cls, folder: Path, staging: HostStaging = HOST) -> "Checkpoint":
         """Find the files of a folder, validate all headers, and check the index. Raises CheckpointError.
 
         Of a folder with both, `model.safetensors` is read and not the index, as in transformers.
@@ -72,7 +76,7 @@ class Checkpoint:
         else:
             raise CheckpointError(_nothing_found(folder))
         file_of = {name: file for file, header in headers.items() for name in header.tensors}
-        return cls(folder, headers, 0, file_of)
+        return cls(folder, headers, 0, staging, file_of)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -146,7 +150,8 @@ class Checkpoint:
         return self._file_of[name], self._entry(name).begin
 
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
-        """The elements of `region` as a new CPU tensor of the checkpoint's dtype (perhaps a view of a wider buffer).
+        """The elements of `region` as a new tensor of the checkpoint's dtype (perhaps a view of a wider buffer), on the
+        device of `staging`.
 
         Reads the region, and gaps between its rows that are shorter than a page. Raises CheckpointError if the size of
         the file has changed since its header was read.
@@ -160,7 +165,7 @@ class Checkpoint:
         region = region if view is None else view.stored_region(region)
         assert is_inside(region, entry.shape), (name, entry.shape, region)
         plan = plan_read(entry.shape, region, _MAX_GAP_BYTES // dtype.itemsize)
-        buffer = torch.empty(plan.buffer_shape, dtype=dtype)
+        buffer = self.staging.buffer(plan.buffer_shape, dtype)
         target = buffer.reshape(-1).view(torch.uint8).numpy().data
         start = self.headers[self._file_of[name]].data_start + entry.begin
         filled = 0
@@ -168,7 +173,7 @@ class Checkpoint:
             num_bytes = (run_end - run_begin) * dtype.itemsize
             self._fill(name, target[filled : filled + num_bytes], start + run_begin * dtype.itemsize)
             filled += num_bytes
-        read = buffer[plan.wanted]
+        read = self.staging.sent(buffer)[plan.wanted]
         if view is None:
             return read
         return read.transpose(-1, -2) if view.index is None else read[0]
@@ -194,17 +199,21 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self._file_of[name]}: tensor {name!r}: the file ends at {offset}, before the tensor does"
                 )
-            self.num_bytes_read += num_bytes
+            with self._lock:
+                self.num_bytes_read += num_bytes
             target, offset = target[num_bytes:], offset + num_bytes
 
     def _descriptor(self, file_name: str) -> int:
-        if file_name not in self._descriptors:
-            descriptor = os.open(self.folder / file_name, os.O_RDONLY | os.O_CLOEXEC)
-            self._descriptors[file_name] = descriptor
-            size, expected = os.fstat(descriptor).st_size, self.headers[file_name].file_bytes
-            if size != expected:
-                raise CheckpointError(f"{file_name}: has {size} bytes now, but had {expected} when its header was read")
-        return self._descriptors[file_name]
+        with self._lock:
+            if file_name not in self._descriptors:
+                descriptor = os.open(self.folder / file_name, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptors[file_name] = descriptor
+                size, expected = os.fstat(descriptor).st_size, self.headers[file_name].file_bytes
+                if size != expected:
+                    raise CheckpointError(
+                        f"{file_name}: has {size} bytes now, but had {expected} when its header was read"
+                    )
+            return self._descriptors[file_name]
 
 
 def _read_indexed_headers(folder: Path) -> dict[str, SafetensorsHeader]:

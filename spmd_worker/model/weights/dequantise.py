@@ -6,6 +6,7 @@ w = (q - zero) * scale, computed in float32: the difference of two small integer
 O: outputs, I: inputs of the weight; Go, Gi: groups of outputs and inputs that share a scale.
 """
 
+from functools import cache
 from typing import Final
 
 import torch
@@ -24,7 +25,7 @@ def unpack(packed: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = 
     """int32 words of unsigned numbers of `bits` (4 or 8), the first in the lowest bits -> int32 numbers, 32 / bits
     times as many along `dim` (0 or 1 of two). `order`: index of each number in its word.
     """
-    shifts = torch.tensor([bits * index for index in order or range(32 // bits)], dtype=torch.int32)
+    shifts = _shifts(bits, order, packed.device)
     mask = (1 << bits) - 1
     if dim == 0:
         return (packed.unsqueeze(1) >> shifts.view(1, -1, 1)).bitwise_and_(mask).flatten(0, 1)
@@ -35,7 +36,7 @@ def apply_scales(
     numbers: Tensor, scales: Tensor, zeros: Tensor | None, row_groups: Tensor, column_groups: Tensor
 ) -> Tensor:
     """float32 [O, I] of stored numbers -> (numbers - zero) * scale, in place and returned. `scales` and `zeros` are
-    [Go, Gi] of any dtype; `row_groups` int64 [O] and `column_groups` int64 [I] index them.
+    [Go, Gi] of any dtype; `row_groups` int64 [O] and `column_groups` int64 [I], which may be on the CPU, index them.
     """
     if zeros is not None:
         numbers.sub_(_spread(zeros, row_groups, column_groups))
@@ -46,16 +47,30 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Bytes of two FP4 numbers, the first in the low bits, uint8 [..., G, 16], and exponents, uint8 [..., G] -> float32
     [..., 32 G]: number * 2^(exponent - 127).
     """
-    table = torch.tensor(E2M1, dtype=torch.float32)
+    table, powers = _mxfp4_tables(blocks.device)
     low, high = (blocks & 15).to(torch.int32), (blocks >> 4).to(torch.int32)
     numbers = torch.stack((table[low], table[high]), dim=-1).flatten(-2)
-    factors = torch.ldexp(torch.ones(scales.shape, dtype=torch.float32), scales.to(torch.int32) - _MX_BIAS)
+    factors = powers[scales.to(torch.int32)]
     return numbers.mul_(factors.unsqueeze(-1)).flatten(-2)
+
+
+@cache
+def _shifts(bits: int, order: tuple[int, ...] | None, device: torch.device) -> Tensor:
+    shifts = [bits * index for index in order or range(32 // bits)]
+    return torch.tensor(shifts, dtype=torch.int32, device=device)
+
+
+@cache
+def _mxfp4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The values of FP4 numbers, and 2^(exponent - 127) of all exponents, which GPUs might round."""
+    exponents = torch.arange(256, dtype=torch.int32) - _MX_BIAS
+    powers = torch.ldexp(torch.ones(256, dtype=torch.float32), exponents)
+    return torch.tensor(E2M1, dtype=torch.float32, device=device), powers.to(device)
 
 
 def _spread(values: Tensor, row_groups: Tensor, column_groups: Tensor) -> Tensor:
     """[Go, Gi] -> float32 [O, I], or a tensor that broadcasts to it."""
     values = values.to(torch.float32)
     if values.shape[0] > 1:
-        values = values.index_select(0, row_groups)
-    return values.index_select(1, column_groups) if values.shape[1] > 1 else values
+        values = values.index_select(0, row_groups.to(values.device))
+    return values.index_select(1, column_groups.to(values.device)) if values.shape[1] > 1 else values

@@ -24,6 +24,7 @@ from spmd_worker.model.weights.quantised_weight import (
     QuantisedWeight,
     ScaledWeight,
 )
+from spmd_worker.model.weights.staging import HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
 from spmd_worker.model_config.weight_format import Quantization, WeightFormat
 
@@ -102,6 +103,10 @@ class DequantisedCheckpoint:
     @property
     def folder(self) -> Path:
         return self.files.folder
+
+    @property
+    def staging(self) -> HostStaging:
+        return self.files.staging
 
     @property
     def num_bytes_read(self) -> int:

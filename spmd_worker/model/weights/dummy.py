@@ -7,7 +7,6 @@ counter-based generator keyed by the name, restarted for each fixed block of pos
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import prod, sqrt
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from spmd_worker.model.layers.weight_slice import ModelTensor, Rectangle, WeightSlice
 from spmd_worker.model.weights.region import plan_read, split_region
+from spmd_worker.model.weights.staging import HOST, HostStaging
 
 # Changing any of the first three changes the weights.
 _BLOCK_ELEMENTS = 1 << 16
@@ -38,8 +38,14 @@ class DummyWeights:
     folder = Path("load_format=dummy")
     num_bytes_read = 0
 
-    def __init__(self, tensors: Mapping[str, ModelTensor], slices: Iterable[WeightSlice], seed: int = 0) -> None:
-        self._tensors, self._seed = tensors, seed
+    def __init__(
+        self,
+        tensors: Mapping[str, ModelTensor],
+        slices: Iterable[WeightSlice],
+        seed: int = 0,
+        staging: HostStaging = HOST,
+    ) -> None:
+        self._tensors, self._seed, self.staging = tensors, seed, staging
         self._transposed = {piece.checkpoint_name for piece in slices if piece.is_transposed}
         self._index = {name: index for index, name in enumerate(tensors)}
 
@@ -65,7 +71,11 @@ class DummyWeights:
         *leading, num_outputs, num_inputs = (1, *shape)
         transposed = (*leading, num_inputs, num_outputs)[1:]
         mean, std = mean_and_std(name, transposed if name in self._transposed else shape)
-        return torch.from_numpy(NormalStream(name, self._seed, shape).region(region)).mul_(std).add_(mean)
+        plan = plan_read(shape, region, _MAX_GAP_ELEMENTS)
+        buffer = self.staging.buffer(plan.buffer_shape, torch.float32)
+        NormalStream(name, self._seed, shape).fill(buffer.numpy().reshape(-1), plan.runs)
+        # Each product and sum is rounded, so a GPU has the same bits.
+        return self.staging.sent(buffer)[plan.wanted].mul_(std).add_(mean)
 
     def is_unused(self, name: str) -> bool:
         del name
@@ -84,38 +94,48 @@ def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     return 0.0, 1.0 / sqrt(shape[-1])
 
 
-@dataclass(slots=True)
 class NormalStream:
-    """Standard normal float32 values, one per position of the full tensor of this name."""
+    """Standard normal float32 values, one per position of the full tensor of this name and shape. For one thread."""
 
-    name: str
-    seed: int
-    shape: tuple[int, ...]
-    _cached: tuple[int, NDArray[np.float32]] | None = field(default=None)
+    def __init__(self, name: str, seed: int, shape: tuple[int, ...]) -> None:
+        digest = blake2b(f"{seed}:{name}".encode(), digest_size=16, person=b"spmd-dummy").digest()
+        self._num_elements = prod(shape)
+        self._philox = np.random.Philox(key=int.from_bytes(digest, "little"))
+        self._generator = np.random.Generator(self._philox)
+        # Setting a fresh state takes 1 us, a new generator 60 us, which threads would take one after another.
+        self._state = self._philox.state
+        self._cached: tuple[int, NDArray[np.float32]] | None = None
 
-    def region(self, region: Rectangle) -> NDArray[np.float32]:
-        plan = plan_read(self.shape, region, _MAX_GAP_ELEMENTS)
-        buffer = np.empty(plan.buffer_shape, dtype=np.float32)
-        flat, filled = buffer.reshape(-1), 0
-        for begin, end in plan.runs:
-            self._fill(flat[filled : filled + end - begin], begin)
+    def fill(self, target: NDArray[np.float32], runs: Iterable[tuple[int, int]]) -> None:
+        """Fill `target` [n] with the values at the positions (begin, end) of the runs, one run after another."""
+        filled = 0
+        for begin, end in runs:
+            self._fill(target[filled : filled + end - begin], begin)
             filled += end - begin
-        return buffer[plan.wanted]
 
     def _fill(self, target: NDArray[np.float32], begin: int) -> None:
         filled = 0
         while filled < target.size:
             block, offset = divmod(begin + filled, _BLOCK_ELEMENTS)
-            values = self._block(block)[offset : offset + target.size - filled]
-            target[filled : filled + values.size] = values
-            filled += values.size
+            part = target[filled : filled + _BLOCK_ELEMENTS - offset]
+            if offset == 0 and part.size == self._size_of(block):
+                self._restart(block).standard_normal(out=part, dtype=np.float32)
+            else:
+                part[:] = self._block(block)[offset : offset + part.size]
+            filled += part.size
+
+    def _size_of(self, block: int) -> int:
+        return min(_BLOCK_ELEMENTS, self._num_elements - block * _BLOCK_ELEMENTS)
 
     def _block(self, block: int) -> NDArray[np.float32]:
         # The rows of a column shard are generated in order, several from each block.
         if self._cached is None or self._cached[0] != block:
-            digest = blake2b(f"{self.seed}:{self.name}".encode(), digest_size=16, person=b"spmd-dummy").digest()
-            philox = np.random.Philox(key=int.from_bytes(digest, "little"), counter=[0, 0, 0, block])
-            generator = np.random.Generator(philox)
-            num_values = min(_BLOCK_ELEMENTS, prod(self.shape) - block * _BLOCK_ELEMENTS)
-            self._cached = block, generator.standard_normal(num_values, dtype=np.float32)
+            values = self._restart(block).standard_normal(self._size_of(block), dtype=np.float32)
+            self._cached = block, values
         return self._cached[1]
+
+    def _restart(self, block: int) -> np.random.Generator:
+        """The generator at the beginning of a block's values."""
+        self._state["state"]["counter"][:] = (0, 0, 0, block)
+        self._philox.state = self._state
+        return self._generator

@@ -58,7 +58,7 @@ class QuantisedWeight(ABC):
 
     def read(self, region: Rectangle) -> Tensor:
         """The region as float32, dequantised block by block. Raises CheckpointError."""
-        result = torch.empty(extents(region), dtype=torch.float32)
+        result = torch.empty(extents(region), dtype=torch.float32, device=self.files.staging.device)
         for block in self.blocks(region, _BLOCK_ELEMENTS):
             inside = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(block, region, strict=True))
             result[inside] = self._read_block(block)

@@ -11,8 +11,8 @@ loading after a sleep update packed parameters. The same rules hold for all of t
 * A tied head that is given too equals its embedding, bit for bit. In files the two are compared block by block before
   anything is written; tensors that are loaded one after the other are compared by digest, at the commit.
 * Finiteness. Unless `allows_nonfinite`, every element is finite in the dtype in which the model holds the tensor:
-  float32 for tensors that always are float32. At start-up the elements that are read are checked, this rank's slices;
-  a full tensor is checked completely, so that all ranks come to the same result.
+  float32 for tensors that always are float32. At start-up the elements that are read are checked, this rank's slices,
+  on a GPU after all are written; a full tensor is checked completely, so that all ranks come to the same result.
 * Errors. Wrong weights raise CheckpointError, which is a ValueError; anything but a name and a tensor TypeError; calls
   at the wrong time (requests in flight, asleep) RuntimeError. A tensor is written and recorded, or neither.
 * Memory. Fresh parameters are plain: they are written in blocks of at most 16 MB in the order of the files, and packed
@@ -22,7 +22,7 @@ Architectures are known to layers and names alone. Nothing is exchanged with oth
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +44,8 @@ from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_pr
 from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.model.weights.dummy import DummyWeights
 from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_weights
-from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, tied_head_fault
+from spmd_worker.model.weights.staging import HOST, HostStaging
+from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, finite_flag, tied_head_fault
 from spmd_worker.model.weights.weight_source import WeightSource
 from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.model_config.weight_format import Quantization
@@ -62,6 +63,12 @@ class LoadReport:
     num_tensors: int
     num_bytes_read: int
     seconds: float
+
+    def __str__(self) -> str:
+        if not self.num_bytes_read:
+            return f"{self.num_tensors} dummy tensors"
+        gigabytes = self.num_bytes_read / 1e9
+        return f"{self.num_tensors} tensors, {gigabytes:.2f} GB at {gigabytes / max(self.seconds, 1e-9):.2f} GB/s"
 
 
 class WeightStore:
@@ -117,19 +124,21 @@ class WeightStore:
         return frozenset(each.piece.parameter_name for weight in held for each in weight.pieces)
 
     @contextmanager
-    def open(self, folder: Path, quantization: Quantization | None = None) -> Iterator[WeightSource]:
-        """The files of a folder with the names of the family's table, dequantised."""
-        with Checkpoint.open(folder) as files:
+    def open(
+        self, folder: Path, quantization: Quantization | None = None, staging: HostStaging = HOST
+    ) -> Iterator[WeightSource]:
+        """The files of a folder with the names of the family's table, dequantised on the device of `staging`."""
+        with Checkpoint.open(folder, staging) as files:
             files.rename(self.names.parts)
             yield files if quantization is None else DequantisedCheckpoint.open(files, quantization)
 
-    def dummy(self, seed: int = 0) -> WeightSource:
-        return DummyWeights(self.tensors, self.slices, seed)
+    def dummy(self, seed: int = 0, staging: HostStaging = HOST) -> WeightSource:
+        return DummyWeights(self.tensors, self.slices, seed, staging)
 
     @torch.no_grad()
     def fill(self, source: WeightSource, num_threads: int = 1) -> LoadReport:
         """Fill all parameters, not packed yet, from the source. Idempotent. Threads, which must not start others
-        (`use_single_threaded_torch`), share the blocks of each tensor; files are read by one.
+        (`use_single_threaded_torch`), share the blocks; on the CPU files are read by one, the fastest way there.
 
         Raises CheckpointError: before anything is written, for wrong names, shapes, dtypes or coverage; later, for a
         file that cannot be read, a tied head that differs and an element that is not finite.
@@ -140,16 +149,23 @@ class WeightStore:
         self._check_covered(source, parameter_problems(self.slices, self.paddings, shapes))
         pieces = [(name, each) for name, weight in self.held.items() for each in (*weight.pieces, *weight.copies)]
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
-        with ThreadPoolExecutor(num_threads, "fill-weights", use_single_threaded_torch) as threads:
-            for name, held in sorted(pieces, key=lambda pair: (source.position(pair[0]), pair[1].piece.source)):
-                _check_tied(source, self.names.tied, name, held.piece.source)
-                blocks = list(source.blocks(name, held.piece.source, _BLOCK_BYTES))
-                # A thread has neighbouring blocks, which may share a larger block of the source.
-                num_each = max(-(-len(blocks) // num_threads), 1)
-                runs = [blocks[start : start + num_each] for start in range(0, len(blocks), num_each)]
-                write = partial(self._write_blocks, source, held)
-                # One run is written by this thread, which would only wait for another.
-                list(threads.map(write, runs) if len(runs) > 1 else map(write, runs))
+        pieces.sort(key=lambda pair: (source.position(pair[0]), pair[1].piece.source))
+        jobs: list[tuple[HeldPiece, Rectangle]] = []
+        for name, held in pieces:
+            _check_tied(source, self.names.tied, name, held.piece.source)
+            jobs += [(held, block) for block in source.blocks(name, held.piece.source, _BLOCK_BYTES)]
+        write = partial(self._write_block, source)
+        try:
+            if num_threads == 1:
+                flags = list(map(write, jobs))
+            else:
+                with ThreadPoolExecutor(num_threads, "fill-weights", use_single_threaded_torch) as threads:
+                    # In order of the files; after an error no further block is begun.
+                    flags = list(threads.map(write, jobs))
+        finally:
+            # After an error too: a caller may free the parameters, which copies still write.
+            source.staging.finish()
+        self._raise_not_finite(source, jobs, flags)
         for padding in self.paddings:
             region = tuple(slice(*bounds) for bounds in padding.destination)
             parameters[padding.parameter_name].data[region].zero_()
@@ -280,13 +296,37 @@ class WeightStore:
             source.dtype(name)
 
     @torch.no_grad()
-    def _write_blocks(self, source: WeightSource, held: HeldPiece, blocks: list[Rectangle]) -> None:
-        name = held.piece.checkpoint_name
-        for block in blocks:
+    def _write_block(self, source: WeightSource, job: tuple[HeldPiece, Rectangle]) -> Tensor | None:
+        """Read and write one block. Raises CheckpointError if it is not finite; on a GPU, whose answer would have to be
+        waited for, the flag is returned.
+        """
+        held, block = job
+        name, flag = held.piece.checkpoint_name, None
+        with source.staging.thread():
             values = source.read(name, block)
             if not self._allows_nonfinite:
-                check_finite(_in_file(source, name), values, self._dtype_of(name), [start for start, _ in block])
+                if source.staging.device.type == "cpu":
+                    self._check_block(source, name, block, values)
+                else:
+                    flag = finite_flag(values, self._dtype_of(name))
             held.write_block(block, values)
+        return flag
+
+    def _check_block(self, source: WeightSource, name: str, block: Rectangle, values: Tensor) -> None:
+        check_finite(_in_file(source, name), values, self._dtype_of(name), [start for start, _ in block])
+
+    def _raise_not_finite(
+        self, source: WeightSource, jobs: Sequence[tuple[HeldPiece, Rectangle]], flags: Sequence[Tensor | None]
+    ) -> None:
+        """Raise CheckpointError for the first block whose flag says that it is not finite."""
+        found = [(job, flag) for job, flag in zip(jobs, flags, strict=True) if flag is not None]
+        if not found:
+            return
+        are_finite = torch.stack([flag for _, flag in found]).tolist()
+        for ((held, block), _), is_finite in zip(found, are_finite, strict=True):
+            if not is_finite:
+                name = held.piece.checkpoint_name
+                self._check_block(source, name, block, source.read(name, block))
 
     def _is_tied_head(self, name: str) -> bool:
         return self.names.tied is not None and name == self.names.tied[1]

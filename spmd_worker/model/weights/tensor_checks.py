@@ -56,8 +56,13 @@ def check_finite(subject: str, values: Tensor, dtype: torch.dtype, start: Sequen
 
 def is_finite(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether every element is finite after rounding to `dtype`."""
+    return values.numel() == 0 or bool(finite_flag(values, dtype))
+
+
+def finite_flag(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`is_finite` of at least one element as a bool tensor without dimensions, which stays on the device."""
     # Minimum and maximum are NaN if an element is.
-    return values.numel() == 0 or bool(torch.stack(values.aminmax()).to(dtype).isfinite().all())
+    return torch.stack(values.aminmax()).to(dtype).isfinite().all()
 
 
 def tied_head_fault(head: str, fault: str, way_out: str) -> str:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from spmd_worker.model.layers.weight_slice import Rectangle
+from spmd_worker.model.weights.staging import HostStaging
 
 
 class WeightSource(Protocol):
@@ -15,6 +16,10 @@ class WeightSource(Protocol):
     @property
     def folder(self) -> Path:
         """The folder of the files."""
+
+    @property
+    def staging(self) -> HostStaging:
+        """Memory that `read` uses, and the device of what it returns."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -36,7 +41,7 @@ class WeightSource(Protocol):
         """Cut a region into blocks, of each of which `read` returns at most `max_bytes`."""
 
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
-        """The elements of a region, on the CPU."""
+        """The elements of a region, on the device of `staging`. Any thread may call this."""
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor that the model does not have may be ignored."""

@@ -39,8 +39,9 @@ class Operations:
 
 class DeviceBackend(ABC):
     """One rank's device in one run. The worker calls, in this order: `wrap_groups` when the groups are joined,
-    `operations` when it loads the model, `can_record` when it measures memory, `new_graphs` when the cache is
-    allocated, `warm_up` last; `arithmetic` any time after `operations`. The device is the current one in each call.
+    `operations` when it loads the model, `compile_ahead` before it measures memory and `can_record` when it does,
+    `new_graphs` when the cache is allocated, `warm_up` last; `arithmetic` any time after `operations`. The device is
+    the current one in each call.
     """
 
     def __init__(self, resolved: ResolvedRun, device: torch.device) -> None:
@@ -98,6 +99,17 @@ class DeviceBackend(ABC):
     def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs | None:
         """Graphs of steps; None if every step is launched kernel by kernel."""
         return None
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether `compile_ahead` does anything."""
+        return False
+
+    def compile_ahead(self, new_runner: Callable[[], ModelRunner], num_blocks: int, num_threads: int) -> str:
+        """Compile kernels that steps launch, in threads, before any step runs. Runners use a cache of `num_blocks`
+        blocks. Returns what was done in words, for the log.
+        """
+        raise NotImplementedError
 
     def warm_up(  # noqa: B027  # optional
         self, new_runner: Callable[[StepGraphs | None], ModelRunner], graphs: StepGraphs | None, num_blocks: int

@@ -18,6 +18,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, matmul
+from spmd_worker.ops.kernels.triton.compile_ahead import compiling
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
@@ -115,6 +116,16 @@ class TritonDevice(DeviceBackend):
     def graph_maker(self) -> Callable[[], StepGraph] | None:
         """A factory of empty graphs; None if kernels are interpreted."""
         return partial(CudaGraph, torch.cuda.graph_pool_handle()) if self.device.type == "cuda" else None
+
+    @property
+    def compiles_ahead(self) -> bool:
+        return self.device.type == "cuda"
+
+    def compile_ahead(self, new_runner: Callable[[], ModelRunner], num_blocks: int, num_threads: int) -> str:
+        """Run the warm-up with launches that only compile."""
+        with compiling(self.device, num_threads) as compiled:
+            self.warm_up(lambda graphs: new_runner(), None, num_blocks)
+        return str(compiled)
 
     def warm_up(
         self, new_runner: Callable[[StepGraphs | None], ModelRunner], graphs: StepGraphs | None, num_blocks: int

@@ -1,14 +1,16 @@
 """Measures a device's memory and its use, to size the cache.
 
 A co-tenant may allocate or free memory at any time, so only this process's own memory and one reading of the free
-memory are trusted; two readings of the device are compared only to find other allocations of this process, and
-differences are at least 0. On the CPU the maximum step, which takes seconds, runs only if its memory affects the number
-of blocks.
+memory are trusted. Readings of the device are compared only to find what is allocated outside torch's allocator, by
+this process (NCCL, loaded kernels, symmetric memory) or by others since the start, which cannot be told apart: the
+cache gets less for either, and memory that others free meanwhile hides none of it and is not taken. On the CPU the
+maximum step, which takes seconds, runs only if its memory affects the number of blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -48,14 +50,37 @@ def profile_host(measurement: MemoryMeasurement, max_step: PreparedStep) -> Memo
     return replace(measurement, activation_bytes=max(peak - before, 0), activation_note="measured")
 
 
-def measure_cuda(
-    device: torch.device, weights: int, free_at_start: int, reserved_at_start: int, max_step: PreparedStep
-) -> MemoryMeasurement:
-    """Run the maximum step once and measure what the allocator held beyond the weights.
+class DeviceReading(NamedTuple):
+    """Bytes free on a GPU, and those that torch's allocator holds in this process, perhaps for a trainer."""
 
-    Before this rank allocated any, `free_at_start` bytes were free on the device, so co-tenants do not count as ours,
-    and `reserved_at_start` were held by the allocator, for a trainer in this process.
+    free: int
+    reserved: int
+
+
+def read_cuda(device: torch.device) -> DeviceReading:
+    """The present reading; the device's context exists after it."""
+    return DeviceReading(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+
+
+def outside_bytes(readings: Sequence[DeviceReading]) -> int:
+    """The largest rise, from any reading to any later one, of memory that is neither free nor torch's: on a quiet
+    device the rise from the first to the last.
     """
+    rise = 0
+    lowest = -(readings[0].free + readings[0].reserved)
+    for reading in readings:
+        outside = -(reading.free + reading.reserved)
+        rise, lowest = max(rise, outside - lowest), min(lowest, outside)
+    return rise
+
+
+def measure_cuda(
+    device: torch.device, weights: int, at_start: Sequence[DeviceReading], max_step: PreparedStep
+) -> MemoryMeasurement:
+    """Run the maximum step once and measure what the allocator held beyond the weights. `at_start` are readings of this
+    start so far, the first from before this rank allocated any: the cache may use a share of what was free then.
+    """
+    readings = [*at_start, read_cuda(device)]
     with max_step as run:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -63,11 +88,9 @@ def measure_cuda(
         run()
         torch.cuda.synchronize(device)
         activations = max(torch.cuda.max_memory_allocated(device) - before, 0)
-        reserved = torch.cuda.memory_reserved(device)
-        free_now, _ = torch.cuda.mem_get_info(device)
-    outside = max(free_at_start - free_now - (reserved - reserved_at_start), 0)
+        readings.append(read_cuda(device))
     torch.cuda.empty_cache()
-    return MemoryMeasurement(free_at_start, weights, activations, outside, "measured")
+    return MemoryMeasurement(at_start[0].free, weights, activations, outside_bytes(readings), "measured")
 
 
 def give_back_freed(device: torch.device) -> None:

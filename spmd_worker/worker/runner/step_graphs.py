@@ -12,6 +12,7 @@ T: tokens of the step; R: rows that sample; H: width of the hidden states.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -96,6 +97,7 @@ class StepGraphs:
         self._incoming = self._hidden = self._values = self._columns = torch.empty(0)
         self._graphs: dict[tuple[str, int], StepGraph] = {}
         self._addresses: tuple[int, ...] = ()
+        self.recording_s = 0.0
         self._must_check_addresses, self._records = True, True
 
     @property
@@ -175,6 +177,7 @@ class StepGraphs:
         launch()
         if not self._records:
             return
+        began_s = time.perf_counter()
         graph = self._new_graph()
         try:
             graph.record(launch)
@@ -189,6 +192,7 @@ class StepGraphs:
             )
         else:
             self._graphs[key] = graph
+            self.recording_s += time.perf_counter() - began_s
 
     def _check_addresses(self, cache: Tensor) -> None:
         """Drop all graphs if weights or cache were moved."""

@@ -78,11 +78,10 @@ def test_shards_of_any_ranks_reassemble_to_equal_tensors():
 def test_comparison_detects_generator_without_position(monkeypatch):
     """Negative control: values in the order of generation, as in a naive dummy loader."""
 
-    def forgetful(self, region):
-        size = tuple(stop - start for start, stop in region)
-        return np.random.Generator(np.random.Philox(key=len(self.name))).standard_normal(size, dtype=np.float32)
+    def forgetful(self, target, runs):
+        np.random.Generator(np.random.Philox(key=self._num_elements)).standard_normal(out=target, dtype=np.float32)
 
-    monkeypatch.setattr(NormalStream, "region", forgetful)
+    monkeypatch.setattr(NormalStream, "fill", forgetful)
     assert not torch.equal(reassemble(2)["gate.weight"], reassemble(1)["gate.weight"])
 
 
@@ -140,7 +139,8 @@ def test_scales_follow_the_kind_of_weight():
 
 
 def test_neighbouring_blocks_of_positions_are_independent():
-    values = NormalStream("w", 0, (4 * 65536,)).region(((0, 4 * 65536),)).reshape(4, 65536)
+    values = np.empty((4, 65536), dtype=np.float32)
+    NormalStream("w", 0, (4 * 65536,)).fill(values.reshape(-1), [(0, 4 * 65536)])
     correlation = np.corrcoef(values)
     assert np.abs(correlation - np.eye(4)).max() < 0.02
     # Streams that overlap with a shift do not correlate, but share nearly all of their values.
@@ -190,16 +190,16 @@ def test_twenty_million_weights_are_filled_within_seconds():
 @pytest.mark.parametrize("num_threads", [2, 3, 16])
 def test_threads_share_a_tensor_without_changing_values(monkeypatch, num_threads):
     monkeypatch.setattr(store, "_BLOCK_BYTES", 4 << 12)
-    runs, widths = [], set()
-    write_blocks = WeightStore._write_blocks
+    names, widths = [], set()
+    write_block = WeightStore._write_block
 
     def fill(*args):
-        runs.append(len(args[-1]))
-        write_blocks(*args)
-        if threading.current_thread().name.startswith("fill-weights"):
+        names.append(threading.current_thread().name)
+        write_block(*args)
+        if names[-1].startswith("fill-weights"):
             widths.add(torch.get_num_threads())
 
-    monkeypatch.setattr(WeightStore, "_write_blocks", fill)
+    monkeypatch.setattr(WeightStore, "_write_block", fill)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     filled = []
@@ -208,7 +208,8 @@ def test_threads_share_a_tensor_without_changing_values(monkeypatch, num_threads
         fill_dummy(model, slices, [], num_threads=threads)
         filled.append([each.data for each in model.parameters()])
     torch.set_num_threads(before)
-    assert len(runs) > 2 * len(SHAPES)
+    assert len(names) > 2 * len(SHAPES)
+    assert len({*names}) > 1
     assert widths == {1} or threads_of_torch._set_openmp_threads() is None
     for alone, shared in zip(*filled, strict=True):
         assert torch.equal(alone, shared)

@@ -11,7 +11,14 @@ import torch
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.worker.memory import host
-from spmd_worker.worker.memory.device import is_on_any_rank, measure_cuda, measure_host, profile_host
+from spmd_worker.worker.memory.device import (
+    DeviceReading,
+    is_on_any_rank,
+    measure_cuda,
+    measure_host,
+    outside_bytes,
+    profile_host,
+)
 
 MIB, GIB = 2**20, 2**30
 DEVICE = torch.device("cuda", 0)
@@ -164,7 +171,8 @@ def measure(
         cuda.allocated -= GIB
         cuda.calls.append("left")
 
-    return measure_cuda(DEVICE, 16 * GIB, 80 * GIB - cotenant_before - trainers, trainers, prepared())
+    at_start = DeviceReading(80 * GIB - cotenant_before - trainers, trainers)
+    return measure_cuda(DEVICE, 16 * GIB, [at_start], prepared())
 
 
 def test_cuda_measurement_on_quiet_device(monkeypatch: pytest.MonkeyPatch):
@@ -188,6 +196,33 @@ def test_co_tenants_allocation_reduces_the_cache(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("freed", [GIB // 4, 10 * GIB, 20 * GIB])
-def test_co_tenants_free_leaves_no_negative_share(monkeypatch: pytest.MonkeyPatch, freed: int):
+def test_co_tenants_free_hides_nothing_of_ours(monkeypatch: pytest.MonkeyPatch, freed: int):
+    """Regression: what a co-tenant gave back during the step was taken off our NCCL buffers, down to 0."""
     measured = measure(FakeCuda(during_step=-freed), monkeypatch, cotenant_before=20 * GIB)
-    assert measured == MemoryMeasurement(60 * GIB, 16 * GIB, 3 * GIB, max(0, GIB // 2 - freed), "measured")
+    assert measured == MemoryMeasurement(60 * GIB, 16 * GIB, 3 * GIB, GIB // 2, "measured")
+
+
+@pytest.mark.parametrize(
+    ("outside", "expected"),
+    [
+        ((0, 0, 0), 0),
+        ((7, 8, 8, 10), 3),
+        # A co-tenant takes 20 and keeps it, or gives it back.
+        ((0, 20, 23, 23), 23),
+        ((0, 20, 3, 3), 20),
+        # It gives back 20 before or after our 3, or between two parts of them.
+        ((30, 10, 13), 3),
+        ((30, 33, 13), 3),
+        ((30, 31, 11, 13), 2),
+    ],
+)
+def test_outside_memory_is_the_largest_rise(outside: tuple[int, ...], expected: int):
+    """Torch's own memory, which comes and goes, is no part of it."""
+    reserved = (5, 40, 25, 60)
+    readings = [DeviceReading(200 - used - own, own) for used, own in zip(outside, reserved)]
+    assert outside_bytes(readings) == expected
+
+
+def test_comparison_detects_first_reading_against_last():
+    readings = [DeviceReading(200 - used, 0) for used in (30, 33, 13)]
+    assert max(readings[0].free - readings[-1].free, 0) != outside_bytes(readings)
