@@ -18,6 +18,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, matmul
+from spmd_worker.ops.kernels.triton import experts as triton_experts
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
@@ -29,7 +30,7 @@ from spmd_worker.replica.grammar.row_grammar import BITS
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
-from spmd_worker.worker.runner.dummy_steps import greedy_step, warm_up_steps
+from spmd_worker.worker.runner.dummy_steps import greedy_step, prompt_step, warm_up_steps
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import CudaGraph, StepGraph, StepGraphs
 
@@ -86,13 +87,12 @@ class TritonDevice(DeviceBackend):
         return f"{kernels}{order}, {super().arithmetic(attention)}"
 
     def can_record(self, tensor: GroupHandle) -> bool:
-        # A recorded step has fixed launches. Experts are called one by one, after their tokens are counted; NCCL's sums
-        # may wait on the host; pooling models compute large chunks, which keep a GPU busy anyway.
+        # A recorded step has fixed launches. NCCL's sums may wait on the host; pooling models compute large chunks,
+        # which keep a GPU busy anyway.
         model_config = self.resolved.model_config
         if self.resolved.config.executor.enforce_eager or model_config.pooling is not None:
             return False
-        has_experts = any(layer.experts is not None for layer in model_config.layers)
-        return not has_experts and (tensor.size == 1 or isinstance(tensor.fast, PeerSums))
+        return tensor.size == 1 or isinstance(tensor.fast, PeerSums)
 
     def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs | None:
         new_graph = self.graph_maker() if self.can_record(tensor) else None
@@ -118,8 +118,7 @@ class TritonDevice(DeviceBackend):
         they first occur.
 
         Not covered: joining partial attention results of pooled rows, which is compiled for the first row that ends
-        with a one-token chunk after a long prefix; and matmul specialisations of complete experts to which no dummy
-        token is routed, unless another layer has the same.
+        with a one-token chunk after a long prefix.
         """
         scheduler, pooling = self.resolved.config.scheduler, self.resolved.model_config.pooling
         block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_model_len
@@ -130,6 +129,9 @@ class TritonDevice(DeviceBackend):
             runner.forward(number, scheduled)
             runner.sample()
         self.warm_up_masks(runner)
+        for number, count in enumerate(self._expert_token_counts()):
+            runner.forward(number, prompt_step(min(count, max_model_len - 1), block_size, num_blocks))
+            runner.sample()
         if graphs is None:
             return
         runner, max_seqs = new_runner(graphs), scheduler.max_num_seqs
@@ -137,6 +139,16 @@ class TritonDevice(DeviceBackend):
         for number, count in enumerate((max_seqs, *reversed(counts))):
             runner.forward(number, greedy_step(count, block_size, num_blocks))
             runner.sample()
+
+    def _expert_token_counts(self) -> tuple[int, ...]:
+        """Numbers of tokens of steps that take the tiles of experts for more than a few rows."""
+        experts = [layer.experts for layer in self.resolved.model_config.layers if layer.experts is not None]
+        if not experts or is_interpreted():
+            return ()
+        most = self.resolved.config.scheduler.max_num_batched_tokens
+        means = (triton_experts.MAX_FEW_ROWS, triton_experts.MAX_SOME_ROWS)
+        counts = {mean * each.num_experts // each.num_chosen + 1 for mean in means for each in experts}
+        return tuple(sorted(count for count in counts if count <= most))
 
     def warm_up_masks(self, runner: ModelRunner) -> None:
         """Compile the token masks of grammars: two greedy rows, one with logprobs, cover shards and complete rows."""
@@ -167,6 +179,8 @@ class TritonDevice(DeviceBackend):
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         max_head_size = max(layer.head_size for layer in self.resolved.model_config.layers)
         needed = max(attention.shared_bytes(max_head_size, itemsize), matmul.shared_bytes(itemsize))
+        if any(layer.experts is not None for layer in self.resolved.model_config.layers):
+            needed = max(needed, triton_experts.shared_bytes(itemsize))
         properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
         available = int(properties.shared_memory_per_block_optin)
         if available < needed:

@@ -98,6 +98,11 @@ def greedy_step(num_sequences: int, block_size: int, num_blocks: int) -> tuple[S
     return tuple(_sequence(index, _WARM_UP_PARAMS[0], blocks, 1) for index in range(num_sequences))
 
 
+def prompt_step(num_tokens: int, block_size: int, num_blocks: int) -> tuple[ScheduledSequence, ...]:
+    """A step of one greedy sequence of `num_tokens` tokens."""
+    return (_sequence(0, _WARM_UP_PARAMS[0], _cycled_blocks(num_tokens, block_size, num_blocks), num_tokens),)
+
+
 def _sequence(
     index: int,
     sampling: SamplingParams,

@@ -1,0 +1,209 @@
+"""Launches of expert_kernels.py: tiles by the mean number of an expert's rows, room by the number of tokens.
+
+Shapes and launches follow from the number of tokens alone, so a CUDA graph replays them for any routing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spmd_worker.ops.kernels.api import ExpertStack
+from spmd_worker.ops.kernels.triton import expert_kernels
+from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
+from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
+from spmd_worker.ops.kernels.triton.matmul import Tile
+
+Tiles = tuple[Tile, Tile]
+"""Tiles of the gate and up GEMM and of the others, with one number of rows."""
+
+FEW_ROWS: Tiles = Tile(16, 128, 64, 4, 4), Tile(16, 128, 128, 4, 4)
+SOME_ROWS: Tiles = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)
+MANY_ROWS: Tiles = Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4)
+MANY_ROWS_SM_80: Tiles = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 4)
+FLOAT32: Tiles = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
+"""Plain FMA: see `matmul.FLOAT32`."""
+MAX_FEW_ROWS, MAX_SOME_ROWS = 16, 96
+"""Maximum mean number of rows of an expert with these tiles."""
+_FIRST_WITH_WGMMA = (9, 0)
+_LIGHT = expert_kernels.LAUNCH | {"num_warps": 4}
+_SUM_COLUMNS = 1024
+_GROUP_ROWS = 256
+
+
+def tiles_for(num_slots: int, num_experts: int, dtype: torch.dtype, of_chip: tuple[int, int]) -> Tiles:
+    """The tiles for `num_slots` chosen experts out of `num_experts`; bits do not depend on them."""
+    if dtype == torch.float32:
+        return FLOAT32
+    if num_slots <= MAX_FEW_ROWS * num_experts:
+        return FEW_ROWS
+    if num_slots <= MAX_SOME_ROWS * num_experts:
+        return SOME_ROWS
+    return MANY_ROWS if of_chip >= _FIRST_WITH_WGMMA else MANY_ROWS_SM_80
+
+
+def most_tiles(num_slots: int, num_own: int, num_rows: int) -> int:
+    """Maximum number of row tiles of any routing: full ones, and for each expert one that is not full."""
+    return num_slots // num_rows + min(num_own, num_slots)
+
+
+def shared_bytes(itemsize: int) -> int:
+    """As `matmul.shared_bytes`, of the largest tiles on chips without wgmma."""
+    tiles = (FLOAT32,) if itemsize == 4 else (FEW_ROWS, SOME_ROWS, MANY_ROWS_SM_80)
+    return max(
+        itemsize * (tile.rows + halves * tile.columns) * tile.inputs * (tile.num_stages - 1)
+        for pair in tiles
+        for tile, halves in zip(pair, (2, 1), strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A step's slots by expert: see expert_kernels.py."""
+
+    num_slots: int
+    num_chosen: int
+    order: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+
+
+class TritonExperts:
+    """Implements `kernels.api.ExpertKernels`. `activate_and_mul` is called for gates other than silu."""
+
+    def __init__(self, activate_and_mul: Callable[[Tensor, str], Tensor]) -> None:
+        self._activate_and_mul = activate_and_mul
+
+    def outputs(
+        self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool
+    ) -> Tensor:
+        x, ids = x.contiguous(), ids.contiguous()
+        results = (x.new_zeros if others_are_zero else x.new_empty)((ids.numel(), x.shape[1]))
+        if not ids.numel():
+            return results
+        gate_tile, tile = tiles_for(ids.numel(), len(totals), x.dtype, capability(x.device))
+        assert gate_tile.rows == tile.rows, "row tiles are placed once"
+        counts = _count(ids, slots, totals)
+        num_own, width, _ = stack.gate_up.shape
+        if not num_own:
+            return results
+        placed = _place(ids, slots, counts, stack.ids, tile.rows)
+        if stack.limit > 0 or stack.activation == "silu":
+            gated = x.new_empty((ids.numel(), width // 2))
+            _gate_up(x, stack, placed, gated, gate_tile)
+        else:
+            columns = x.new_empty((ids.numel(), width))
+            _linear(x, stack.gate_up, stack.gate_up_bias, placed, columns, tile, gathers=True)
+            gated = self._activate_and_mul(columns, stack.activation).contiguous()
+        _linear(gated, stack.down, stack.down_bias, placed, results, tile, gathers=False)
+        return results
+
+    def weighted_sum(
+        self, results: Tensor, ids: Tensor, weights: Tensor, slots: Tensor | None, is_own: Tensor | None
+    ) -> Tensor:
+        (num_tokens, num_chosen), width = ids.shape, results.shape[1]
+        out = results.new_empty((num_tokens, width))
+        if out.numel():
+            columns = min(_SUM_COLUMNS, power_of_two(width))
+            expert_kernels.weighted_sum[(num_tokens, -(-width // columns))](
+                *(results, ids.contiguous(), weights.contiguous(), slots, is_own, out, width),
+                CHOSEN=num_chosen,
+                PADDED=slots is not None,
+                ALL=is_own is None,
+                BH=columns,
+                **_LIGHT,
+            )
+        return out
+
+
+def _count(ids: Tensor, slots: Tensor | None, totals: Tensor) -> Tensor:
+    """int32 [E]: slots of each expert, which are added to `totals`."""
+    counts = torch.empty(len(totals), dtype=torch.int32, device=ids.device)
+    expert_kernels.count_slots[(len(totals),)](
+        *(ids, slots, counts, totals, ids.numel()),
+        CHOSEN=ids.shape[1],
+        PADDED=slots is not None,
+        BLOCK=expert_kernels.BLOCK,
+        **_LIGHT,
+    )
+    return counts
+
+
+def _place(ids: Tensor, slots: Tensor | None, counts: Tensor, own: Tensor, num_rows: int) -> _Placed:
+    """Places of the slots that chose the experts `own`, int32 [N], in tiles of `num_rows`."""
+    num_slots = ids.numel()
+    most = most_tiles(num_slots, len(own), num_rows)
+    numbers = torch.empty(num_slots + 3 * most + 1, dtype=torch.int32, device=ids.device)
+    order, tiles, num_tiles = numbers[:num_slots], numbers[num_slots:-1], numbers[-1:]
+    expert_kernels.place_slots[(len(own),)](
+        *(ids, slots, counts, own, order, tiles, num_tiles, num_slots),
+        N=len(own),
+        NP=power_of_two(len(own)),
+        CHOSEN=ids.shape[1],
+        PADDED=slots is not None,
+        BM=num_rows,
+        BLOCK=expert_kernels.BLOCK,
+        **_LIGHT,
+    )
+    return _Placed(num_slots, ids.shape[1], order, tiles, num_tiles)
+
+
+def _gate_up(x: Tensor, stack: ExpertStack, placed: _Placed, out: Tensor, tile: Tile) -> None:
+    """x [T, H] -> `out` [S, I]: see `expert_kernels.gate_up`."""
+    is_clamped = stack.limit > 0
+    num_own, width, hidden_size = stack.gate_up.shape
+    # A clamped expert's gate and up of one output are one row.
+    rows = stack.gate_up.view(num_own * width // 2, 2 * hidden_size) if is_clamped else stack.gate_up.flatten(0, 1)
+    by_tma = can_describe(rows)
+    expert_kernels.gate_up[_grid(placed, num_own, out, tile)](
+        *(x, _source(rows, tile, by_tma), stack.gate_up_bias, out),
+        *(placed.order, placed.tiles, placed.num_tiles, width // 2, hidden_size, float(stack.limit)),
+        CLAMPED=is_clamped,
+        BIAS=stack.gate_up_bias is not None,
+        BY_TMA=by_tma,
+        **_constants(placed, x.dtype, tile),
+    )
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, placed: _Placed, out: Tensor, tile: Tile, *, gathers: bool
+) -> None:
+    """See `expert_kernels.expert_linear`; `weight` [N, outputs, K]."""
+    rows = weight.flatten(0, 1)
+    by_tma = can_describe(rows) and (gathers or can_describe(x))
+    source = describe(x, tile.rows, tile.inputs) if by_tma and not gathers else x
+    expert_kernels.expert_linear[_grid(placed, len(weight), out, tile)](
+        *(source, _source(rows, tile, by_tma), bias, out),
+        *(placed.order, placed.tiles, placed.num_tiles, weight.shape[1], weight.shape[2]),
+        GATHERS=gathers,
+        BIAS=bias is not None,
+        BY_TMA=by_tma,
+        **_constants(placed, x.dtype, tile),
+    )
+
+
+def _source(rows: Tensor, tile: Tile, by_tma: bool) -> Tensor | TensorDescriptor:
+    return describe(rows, tile.columns, tile.inputs) if by_tma else rows
+
+
+def _grid(placed: _Placed, num_own: int, out: Tensor, tile: Tile) -> tuple[int]:
+    num_tiles = most_tiles(placed.num_slots, num_own, tile.rows) * -(-out.shape[1] // tile.columns)
+    return (min(num_tiles, num_programs(out.device)),)
+
+
+def _constants(placed: _Placed, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
+    """Constexprs and launch options of the grouped GEMMs."""
+    return {
+        "CHOSEN": placed.num_chosen,
+        "ELEMENT": ELEMENTS[dtype],
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.inputs,
+        "GROUP": max(1, _GROUP_ROWS // tile.rows),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **expert_kernels.LAUNCH,
+    }

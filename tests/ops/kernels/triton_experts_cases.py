@@ -1,0 +1,275 @@
+"""All experts of a sparse layer at once on a GPU, interpreted on CPU tensors: see triton_cases.py.
+
+    OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python tests/ops/kernels/triton_experts_cases.py
+                                                                  prints {case: what went wrong, or ""}
+    python tests/ops/kernels/triton_experts_cases.py cuda         the same on a GPU, in bfloat16 too
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_cases import run
+
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.experts import SparseFeedForward, _ClampedGates, _weighted_sum
+from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.triton import descriptors, expert_kernels, experts, matmul
+from spmd_worker.ops.kernels.triton.kernels import TritonKernels
+from spmd_worker.ops.kernels.triton.launching import is_interpreted
+from spmd_worker.ops.kernels.triton.matmul import Tile
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.expert_layout import ExpertLayout
+
+HIDDEN = 48
+CONFIG = ExpertsConfig(num_experts=7, num_chosen=3, intermediate_size=40)
+CLAMPED = replace(CONFIG, score="softmax_chosen", has_router_bias=True, has_bias=True, limit=0.7)
+TILES = (Tile(16, 16, 16, 4, 2), Tile(16, 16, 16, 4, 2))
+OTHER_TILES = (Tile(32, 32, 16, 4, 2), Tile(32, 16, 16, 4, 2))
+FLOATS = (torch.float32, torch.float16)
+
+
+def new_layer(
+    config: ExpertsConfig = CONFIG,
+    dtype: torch.dtype = torch.float32,
+    owners: tuple[int, ...] | None = None,
+    rank: int = 0,
+    *,
+    activation: str = "silu",
+    is_exact: bool = False,
+    is_reference: bool = False,
+) -> SparseFeedForward:
+    """A layer with the same weights whatever the rank and kernels; of two ranks if `owners` are given."""
+    norm = NormConfig()
+    layer = LayerConfig(4, 2, 16, 64, 0.25, norm, experts=config, activation=activation)
+    group = single_group() if owners is None else GroupHandle((0, 1), rank, None)
+    layout = None if owners is None else ExpertLayout((owners,), is_exact)
+    kernels = ReferenceKernels() if is_reference else TritonKernels()
+    device = torch.device(torch.get_default_device())
+    context = LayerContext(group, kernels, SdpaBackend(), dtype, device, layout)
+    found = SparseFeedForward(context, layer, HIDDEN)
+    for name, parameter in found.named_parameters():
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        values = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+        parameter.data.copy_(values)
+    return found
+
+
+def tokens(count: int, dtype: torch.dtype, seed: int = 3) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(torch.get_default_device(), dtype)
+
+
+def routing(count: int, kind: str = "any") -> Tensor:
+    """int64 [count, 3], ascending in each row."""
+    if kind == "one":
+        return torch.tensor([2, 4, 6]).repeat(count, 1)
+    if kind == "first":
+        return torch.tensor([0, 1, 2]).repeat(count, 1)
+    generator = torch.Generator().manual_seed(count)
+    rows = [torch.randperm(7, generator=generator, device="cpu")[:3].sort().values for _ in range(count)]
+    return torch.stack(rows).to(torch.get_default_device())
+
+
+def outputs(layer: SparseFeedForward, x: Tensor, ids: Tensor, slots: Tensor | None = None, **options: bool) -> Tensor:
+    options = {"others_are_zero": True} | options
+    return layer._expert_kernels.outputs(x, ids, layer._stacked.get(), slots, layer._totals, **options)
+
+
+def dense(layer: SparseFeedForward, x: Tensor, ids: Tensor) -> Tensor:
+    """Outputs of experts called one by one, in other tiles."""
+    return layer._results(x, ids, True)
+
+
+def rows_have_the_bits_of_the_dense_gemm_for_any_routing() -> None:
+    for dtype in FLOATS:
+        layer, x = new_layer(dtype=dtype), tokens(21, dtype)
+        for kind in ("any", "one", "first"):
+            ids = routing(21, kind)
+            found = outputs(layer, x, ids)
+            assert torch.equal(found, dense(layer, x, ids)), (dtype, kind)
+            assert found.abs().sum(-1).min() > 0
+
+
+def tiles_and_descriptors_change_no_bit() -> None:
+    for dtype in FLOATS:
+        layer, x, ids = new_layer(dtype=dtype), tokens(37, dtype), routing(37)
+        first = outputs(layer, x, ids)
+        with mock.patch.object(experts, "tiles_for", lambda *_: OTHER_TILES):
+            assert torch.equal(outputs(layer, x, ids), first), "tiles"
+        with mock.patch.object(experts, "can_describe", lambda *_: False):
+            assert torch.equal(outputs(layer, x, ids), first), "pointers"
+
+
+def a_token_alone_has_its_bits_in_a_batch() -> None:
+    for config in (CONFIG, CLAMPED):
+        layer, x = new_layer(config), tokens(19, torch.float32)
+        batched = layer(x)
+        for row in (0, 7, 18):
+            assert torch.equal(layer(x[row : row + 1]), batched[row : row + 1])
+        assert torch.equal(layer(x.flip(0)), batched.flip(0))
+        assert not torch.equal(batched[:1], batched[1:2])
+
+
+def a_layer_is_the_reference_layer() -> None:
+    shared = replace(CONFIG, shared_size=24, has_shared_gate=True, score="sigmoid", scaling=1.7)
+    for config in (CONFIG, CLAMPED, shared):
+        x = tokens(19, torch.float32)
+        ours, reference = new_layer(config), new_layer(config, is_reference=True)
+        assert torch.allclose(ours(x), reference(x), rtol=1e-5, atol=1e-6), config
+        assert ours.num_tokens == reference.num_tokens
+
+
+def other_activations_are_applied_between_the_gemms() -> None:
+    layer, x, ids = new_layer(activation="gelu_tanh"), tokens(11, torch.float32), routing(11)
+    assert torch.equal(outputs(layer, x, ids), dense(layer, x, ids))
+
+
+def clamped_gates_are_near_the_reference() -> None:
+    layer, x, ids = new_layer(CLAMPED), tokens(23, torch.float32), routing(23)
+    found = outputs(layer, x, ids)
+    assert torch.allclose(found, dense(layer, x, ids), rtol=1e-5, atol=1e-6)
+    # Bounds are reached on both sides.
+    columns = F.linear(x, layer.experts["0"].gate_up_proj.weight, layer.experts["0"].gate_up_proj.bias)
+    assert (columns[:, ::2] > 0.7).any() and (columns[:, 1::2] < -0.7).any() and (columns[:, 1::2] > 0.7).any()
+    x[5] = torch.nan
+    found = outputs(layer, x, ids).view(23, 3, -1)
+    assert found[5].isnan().all() and not found[[4, 6]].isnan().any()
+
+
+def ranks_with_experts_apart_sum_to_one_rank() -> None:
+    x, whole = tokens(17, torch.float32), new_layer()
+    ids, weights, _ = whole.gate(x)
+    for owners in ((0, 1, 0, 1, 1, 0, 1), (1,) * 7):
+        ranks = [new_layer(owners=owners, rank=rank, is_exact=True) for rank in (0, 1)]
+        parts = [outputs(each, x, ids) for each in ranks]
+        total = parts[0] + parts[1]
+        assert torch.equal(total, outputs(whole, x, ids)), owners
+        summed = ranks[0]._expert_kernels.weighted_sum(total, ids, weights, None, None)
+        assert torch.equal(summed, whole(x)), owners
+        # Not exact: what other ranks' experts left is not read.
+        ours = []
+        for each in ranks:
+            results = outputs(each, x, ids)
+            is_own = torch.tensor([owner == ranks.index(each) for owner in owners])
+            results.view(17, 3, -1)[~is_own[ids]] = torch.nan
+            ours.append(each._expert_kernels.weighted_sum(results, ids, weights, None, each._stacked.is_own))
+        assert torch.allclose(ours[0] + ours[1], summed, rtol=1e-5, atol=1e-6), owners
+        counts = [each._totals.tolist() for each in ranks]
+        assert counts[0] == counts[1] == ids.flatten().bincount(minlength=7).tolist()
+
+
+def padding_has_no_experts_and_is_not_counted() -> None:
+    layer, x, ids = new_layer(), tokens(20, torch.float32), routing(20)
+    slots = torch.arange(20, dtype=torch.int32)
+    slots[13:] = -1
+    x[13:] = torch.nan
+    assert torch.equal(outputs(layer, x, ids, slots)[: 13 * 3], outputs(layer, x[:13], ids[:13]))
+    assert outputs(layer, x, ids, slots)[13 * 3 :].eq(0).all()
+    layer.forget_num_tokens()
+    padded = layer(x, slots=slots)
+    assert sum(layer.num_tokens) == 13 * 3
+    assert torch.equal(padded[:13], layer(x[:13]))
+    assert padded[13:].eq(0).logical_or(padded[13:].isnan()).all()
+
+
+def tokens_of_experts_are_counted_on_the_device() -> None:
+    layer = new_layer()
+    layer(tokens(40, torch.float32))
+    first = layer.gate(tokens(40, torch.float32))[0].flatten().bincount(minlength=7)
+    assert layer.num_tokens == first.tolist()
+    layer(tokens(40, torch.float32), is_fused=False)
+    assert layer.num_tokens == (2 * first).tolist()
+    layer.forget_num_tokens()
+    assert layer.num_tokens == [0] * 7
+
+
+def weights_stay_side_by_side_or_are_moved_there() -> None:
+    layer, x = new_layer(CLAMPED), tokens(9, torch.float32)
+    before = layer(x)
+    stack = layer._stacked.get()
+    names = [name for name, _ in layer.named_parameters()]
+    assert stack.gate_up[3].data_ptr() == layer.experts["3"].gate_up_proj.weight.data_ptr()
+    # In place: the stack has it.
+    layer.experts["3"].down_proj.weight.data.mul_(2)
+    changed = layer(x)
+    assert not torch.equal(changed, before)
+    layer.experts["3"].down_proj.weight.data.div_(2)
+    for parameter in layer.parameters():
+        parameter.data = parameter.data * 2
+    layer.forget_addresses()
+    for parameter in layer.parameters():
+        parameter.data.div_(2)
+    assert torch.equal(layer(x), before)
+    assert layer._stacked.get().down[6].data_ptr() == layer.experts["6"].down_proj.weight.data_ptr()
+    assert [name for name, _ in layer.named_parameters()] == names
+
+
+def control_an_unstable_order_of_slots_is_found() -> None:
+    """Slots of an expert from last to first, and rows where they are not looked for."""
+    layer, x, ids = new_layer(), tokens(21, torch.float32), routing(21)
+    place = experts._place
+
+    def reversed_places(*arguments: object) -> object:
+        placed = place(*arguments)
+        return replace(placed, order=placed.order.roll(1))
+
+    with mock.patch.object(experts, "_place", reversed_places):
+        assert not torch.equal(outputs(layer, x, ids), dense(layer, x, ids))
+
+
+def control_a_descending_sum_has_other_bits() -> None:
+    layer, x = new_layer(), tokens(40, torch.float32)
+    ids, weights, _ = layer.gate(x)
+    results = outputs(layer, x, ids)
+    ascending = layer._expert_kernels.weighted_sum(results, ids, weights, None, None)
+    assert torch.equal(ascending, _weighted_sum(results.view(40, 3, -1), weights))
+    backwards = results.view(40, 3, -1).flip(1).flatten(0, 1), ids.flip(1), weights.flip(1)
+    assert not torch.equal(layer._expert_kernels.weighted_sum(*backwards, None, None), ascending)
+
+
+def control_weights_of_the_next_expert_are_found() -> None:
+    layer, x, ids = new_layer(), tokens(21, torch.float32), routing(21)
+    stack = layer._stacked.get()
+    with mock.patch.object(layer._stacked, "get", lambda: replace(stack, gate_up=stack.gate_up.roll(1, 0))):
+        assert not torch.equal(outputs(layer, x, ids), dense(layer, x, ids))
+
+
+CASES: tuple[Callable[[], None], ...] = (
+    rows_have_the_bits_of_the_dense_gemm_for_any_routing,
+    tiles_and_descriptors_change_no_bit,
+    a_token_alone_has_its_bits_in_a_batch,
+    a_layer_is_the_reference_layer,
+    other_activations_are_applied_between_the_gemms,
+    clamped_gates_are_near_the_reference,
+    ranks_with_experts_apart_sum_to_one_rank,
+    padding_has_no_experts_and_is_not_counted,
+    tokens_of_experts_are_counted_on_the_device,
+    weights_stay_side_by_side_or_are_moved_there,
+    control_an_unstable_order_of_slots_is_found,
+    control_a_descending_sum_has_other_bits,
+    control_weights_of_the_next_expert_are_found,
+)
+
+
+def main() -> None:
+    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
+    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
+    torch.set_num_threads(1)
+    if is_interpreted():
+        matmul.FLOAT32 = matmul.Tile(32, 16, 16, 4, 2)
+        matmul.FEW_ROWS = matmul.GATED_FEW_ROWS = matmul.Tile(32, 16, 16, 4, 2)
+        experts.FLOAT32 = experts.FEW_ROWS = experts.SOME_ROWS = TILES
+        expert_kernels.BLOCK = 16
+    with torch.inference_mode():
+        print(json.dumps({case.__name__: run(case) for case in CASES}))
+
+
+if __name__ == "__main__":
+    main()
