@@ -142,7 +142,7 @@ def _shared_parts(tensors: list[Tensor]) -> list[tuple[int, int, int] | None]:
     return [
         None
         if storage is None or counts[storage] < 2
-        else (storage, tensor.untyped_storage().nbytes(), tensor.storage_offset())
+        else (storage, tensor.untyped_storage().nbytes(), int(tensor.storage_offset()))
         for tensor, storage in zip(tensors, storages, strict=True)
     ]
 

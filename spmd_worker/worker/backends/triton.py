@@ -179,8 +179,6 @@ class TritonDevice(DeviceBackend):
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         max_head_size = max(layer.head_size for layer in self.resolved.model_config.layers)
         needed = max(attention.shared_bytes(max_head_size, itemsize), matmul.shared_bytes(itemsize))
-        if any(layer.experts is not None for layer in self.resolved.model_config.layers):
-            needed = max(needed, triton_experts.shared_bytes(itemsize))
         properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
         available = int(properties.shared_memory_per_block_optin)
         if available < needed:

@@ -21,12 +21,15 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from spmd_worker.ops.kernels.triton import (
     attention,
     attention_kernels,
+    expert_kernels,
+    experts,
     matmul,
     matmul_kernels,
     row_kernels,
@@ -46,6 +49,7 @@ class Variant:
     """One specialisation. `types` as Triton writes them; `aligned`: arguments that 16 divides, which the launcher finds
     out for itself. `pipelined_bytes`: shared memory that the asked stages of operands take, 0 where nothing is staged.
     `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
+    `instruction`: in place of the chip's own, for tiles of few rows; `chips`: those that launch it, all if empty.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Variant:
     multiplies: bool = False
     pipelined_bytes: int = 0
     most_bytes: int = 0
+    instruction: str = ""
+    chips: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
         registers=numbers["REG"],
         stack_bytes=numbers["STACK"] + numbers["LOCAL"],
         shared_bytes=compiled.metadata.shared,
-        has_matrix_instruction=MATRIX_INSTRUCTION[capability] in ptx,
+        has_matrix_instruction=(variant.instruction or MATRIX_INSTRUCTION[capability]) in ptx,
         num_async_copies=len(re.findall(r"cp\.async\.c[ag]", ptx)),
     )
 
@@ -109,7 +115,7 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
     if found.shared_bytes > SHARED_BYTES[capability]:
         wrong.append(f"wants {found.shared_bytes} bytes of shared memory of {SHARED_BYTES[capability]}")
     if variant.multiplies and not found.has_matrix_instruction:
-        wrong.append(f"multiplies without {MATRIX_INSTRUCTION[capability]}")
+        wrong.append(f"multiplies without {variant.instruction or MATRIX_INSTRUCTION[capability]}")
     # mma.sync takes operands from registers: they have left the last stage by then.
     staged = int(variant.pipelined_bytes * (0.75 if MATRIX_INSTRUCTION[capability] == "mma.sync" else 1))
     if variant.pipelined_bytes and (not found.num_async_copies or found.shared_bytes < staged):
@@ -205,6 +211,63 @@ def sum_variants(element: str = "bf16") -> Iterator[Variant]:
     yield Variant("add_parts_and_norm 4096", sum_kernels.add_parts_and_norm, types, constants, options, ("H", "first"))
 
 
+_OF_EXPERTS = {
+    **dict.fromkeys(("slots", "counts", "own", "order", "tiles", "num_tiles", "is_own"), "*i32"),
+    **dict.fromkeys(("ids", "totals"), "*i64"),
+    **dict.fromkeys(("S", "N", "K", "H"), "i32"),
+    "weights": "*fp32",
+    "limit": "fp32",
+}
+
+
+def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterator[Variant]:
+    """Of 128 experts, 8 chosen: all tiles of each chip, by TMA and by pointers. `is_short`: what the gate compiles."""
+    light = expert_kernels.LAUNCH | {"num_warps": 4}
+    sizes = {"CHOSEN": 8, "PADDED": True}
+    for kernel, constants in (
+        (expert_kernels.count_slots, sizes | {"BLOCK": expert_kernels.BLOCK}),
+        (expert_kernels.place_slots, sizes | {"OWN": 128, "OWN_PADDED": 128, "BM": 64, "BLOCK": expert_kernels.BLOCK}),
+        (expert_kernels.weighted_sum, sizes | {"ALL": False, "BH": 1024}),
+    ):
+        yield Variant(kernel.__name__, kernel, _of_experts(kernel, element), constants, light, ("H",))
+    for chip in (90,) if is_short else (80, 90, 100, 120):
+        for num_slots in (256, 4096, 16384):
+            pair = experts.tiles_for(num_slots, 128, torch.bfloat16, divmod(chip, 10), SHARED_BYTES[chip])
+            if not is_short or pair[0].rows == 16:
+                yield from _grouped_variants(pair, chip, element, is_short=is_short)
+
+
+def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short: bool) -> Iterator[Variant]:
+    for by_tma in (True,) if is_short else (True, False) if chip >= 90 else (False,):
+        for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
+            is_gated = kernel is expert_kernels.gate_up
+            for flag in (is_gated,) if is_short else (False, True):
+                word = "" if not flag else "clamped " if is_gated else "gathers "
+                shape = f"{tile.rows}x{tile.columns}x{tile.inputs} stages {tile.num_stages}"
+                types = _of_experts(kernel, element)
+                if by_tma:
+                    types["weight"] = f"tensordesc<{element}[{tile.columns}, {tile.inputs}]>"
+                    if not is_gated and not flag:
+                        types["x"] = f"tensordesc<{element}[{tile.rows}, {tile.inputs}]>"
+                has_bias = is_gated and flag
+                if not has_bias:
+                    del types["bias"]
+                constants = experts.constants(8, tl.bfloat16, tile) | {"BIAS": has_bias, "BY_TMA": by_tma}
+                constants |= {"CLAMPED": flag} if is_gated else {"GATHERS": flag}
+                options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
+                yield Variant(
+                    f"{kernel.__name__} {word}{shape}{' tma' if by_tma else ''}",
+                    *(kernel, types, constants, options, ("N", "K"), True),
+                    instruction="mma.sync" if tile.rows < 64 else "",
+                    chips=(chip,),
+                )
+
+
+def _of_experts(kernel: Any, element: str) -> dict[str, str]:
+    names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+    return {name: _OF_EXPERTS.get(name, f"*{element}") for name in names}
+
+
 def matmul_variants(element: str = "bf16") -> Iterator[Variant]:
     gated = (matmul.GATED_FEW_ROWS, matmul.GATED_MANY_ROWS)
     for tile in (matmul.FEW_ROWS, matmul.MANY_ROWS, *gated):
@@ -264,8 +327,15 @@ def main(capabilities: list[int]) -> None:
         *(each.name for each in sum_variants()),
     )
     short = [each for each in everything if each.name.startswith(first)]
+    everything += expert_variants()
+    short += expert_variants(is_short=True)
     chosen = everything if "--all" in sys.argv else short
-    examined = {f"{each.name} sm_{of}": examine(_on(each, of), of) for each in chosen for of in capabilities}
+    examined = {
+        f"{each.name} sm_{of}": examine(_on(each, of), of)
+        for each in chosen
+        for of in capabilities
+        if not each.chips or of in each.chips
+    }
     report = {
         "triton": triton.__version__,
         "resources": {name: found and asdict(found) for name, (found, _) in examined.items()},

@@ -9,10 +9,12 @@ weighted_sum   a token's outputs in ascending order of ids       a program a tok
 Bits: an output element is one chain over K, in the order of `matmul_kernels.linear`, so an expert's rows have the bits
 of its dense GEMM in any tile and beside any other rows. Slots are sorted by counting, without atomics.
 
-T: tokens; C: experts of a token; S = T * C slots, slot s is choice s % C of token s // C; E: experts of the layer; N:
-own experts of this rank, in ascending order of ids; H: hidden size; I: intermediate size of this rank.
-x [T, H]; ids [T, C] of any integer type, ascending in each row; `slots` int32 [T]: a token's cache slot, -1 for padding,
-which no expert computes; gate_up weight [N, 2 I, H], gates before ups, or in turns if CLAMPED; down weight [N, H, I];
+T: tokens; C: experts of a token; S = T * C slots, slot s is choice s % C of token s // C; E: experts of the layer; own:
+this rank's experts, in ascending order of ids; H: hidden size; I: intermediate size on this rank; N, K: outputs and
+inputs of a GEMM.
+x [T, H]; ids [T, C] of any integer type, ascending in each row; `slots` int32 [T]: a token's cache slot, negative for
+padding, which no expert computes; gate_up weight [own, 2 I, H], gates before ups, or in turns if CLAMPED; down weight
+[own, H, I];
 `order` int32 [S]: slots by place; `tiles` int32 [most tiles, 3]: index of an own expert, first place, number of places.
 One dtype: float16, bfloat16 or float32.
 """
@@ -54,15 +56,15 @@ def count_slots(
 @triton.jit(do_not_specialize=["S"])
 def place_slots(
     ids, slots, counts, own, order, tiles, num_tiles, S,
-    N: tl.constexpr, NP: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    OWN: tl.constexpr, OWN_PADDED: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`own` int32 [N]: ids of this rank's experts -> `order`, `tiles` of at most BM places, `num_tiles` int32 [1]. NP:
-    N up to a power of two.
+    """`own` int32 [OWN]: ids of this rank's experts -> `order`, `tiles` of at most BM places, `num_tiles` int32
+    [1]. OWN_PADDED: OWN up to a power of two.
     """
     index = tl.program_id(0)
-    n = tl.arange(0, NP)
-    count_of = tl.load(counts + tl.load(own + n, mask=n < N, other=0), mask=n < N, other=0)
+    n = tl.arange(0, OWN_PADDED)
+    count_of = tl.load(counts + tl.load(own + n, mask=n < OWN, other=0), mask=n < OWN, other=0)
     tiles_of = (count_of + BM - 1) // BM
     place = tl.sum(tl.where(n < index, count_of, 0), 0)
     first_tile = tl.sum(tl.where(n < index, tiles_of, 0), 0)
@@ -100,8 +102,8 @@ def _weights(
     weight, expert, row, rows, column, columns, k, K,
     BN: tl.constexpr, BK: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BK] of an expert's [rows, columns], from `row` and column + k on, k below K. By TMA, of [N * rows, columns],
-    it may reach into the next expert's rows, whose results are not stored, or past K, where `x` is zero.
+    """[BN, BK] of an expert's [rows, columns], from `row` and column + k on, k below K. By TMA it may reach into the
+    next expert's rows, whose results are not stored, or past K, where `x` is zero.
     """
     if BY_TMA:
         return weight.load([expert * rows + row, column + k])
@@ -119,16 +121,16 @@ def _bias(bias, expert, first, step, n, size, width):
 
 @triton.jit
 def gate_up(
-    x, weight, bias, out, order, tiles, num_tiles, I, K, limit,
+    x, weight, bias, out, order, tiles, num_tiles, N, K, limit,
     CHOSEN: tl.constexpr, ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
-    """x [T, K] -> out [S, I] by place: silu(gate) * up, rounded as in `ReferenceKernels.gated_linear`. If CLAMPED, as in
-    `_ClampedGates`, except for exp and divisions: rows 2 i and 2 i + 1 of [2 I, K] are row i of [I, 2 K].
+    """x [T, K] -> out [S, N] by place: silu(gate) * up, rounded as in `ReferenceKernels.gated_linear`. If CLAMPED, as
+    in `_ClampedGates`, except for exp and divisions: rows 2 i and 2 i + 1 of [2 N, K] are row i of [N, 2 K].
 
     Rows of `x` are gathered by pointers: sm_90 has no gather by TMA.
     """
-    num_n, num_m = tl.cdiv(I, BN), tl.load(num_tiles)
+    num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
     step: tl.constexpr = 2 if CLAMPED else 1
     width = step * K
     for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
@@ -143,22 +145,22 @@ def gate_up(
             c = k + tl.arange(0, BK)
             a = tl.load(source + c[None, :], mask=(c < K)[None, :], other=0.0)
             if CLAMPED:
-                gates = _weights(weight, expert, row, I, 0, width, k, K, BN, BK, BY_TMA)
-                ups = _weights(weight, expert, row, I, K, width, k, K, BN, BK, BY_TMA)
+                gates = _weights(weight, expert, row, N, 0, width, k, K, BN, BK, BY_TMA)
+                ups = _weights(weight, expert, row, N, K, width, k, K, BN, BK, BY_TMA)
             else:
-                gates = _weights(weight, expert, row, 2 * I, 0, width, k, K, BN, BK, BY_TMA)
-                ups = _weights(weight, expert, I + row, 2 * I, 0, width, k, K, BN, BK, BY_TMA)
+                gates = _weights(weight, expert, row, 2 * N, 0, width, k, K, BN, BK, BY_TMA)
+                ups = _weights(weight, expert, N + row, 2 * N, 0, width, k, K, BN, BK, BY_TMA)
             gate = tl.dot(a, tl.trans(gates), gate, input_precision="ieee")
             up = tl.dot(a, tl.trans(ups), up, input_precision="ieee")
         if BIAS:
-            gate += _bias(bias, expert, 0, step, n, I, 2 * I)[None, :]
-            up += _bias(bias, expert, 1 if CLAMPED else I, step, n, I, 2 * I)[None, :]
+            gate += _bias(bias, expert, 0, step, n, N, 2 * N)[None, :]
+            up += _bias(bias, expert, 1 if CLAMPED else N, step, n, N, 2 * N)[None, :]
         if CLAMPED:
             value = _clamped(gate.to(ELEMENT).to(tl.float32), up.to(ELEMENT).to(tl.float32), limit)
         else:
             value = silu_times(gate, up, ELEMENT)
-        to = out + (first + r).to(tl.int64)[:, None] * I + n[None, :]
-        tl.store(to, value.to(ELEMENT), mask=(r < places)[:, None] & (n < I)[None, :])
+        to = out + (first + r).to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(to, value.to(ELEMENT), mask=(r < places)[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -172,14 +174,14 @@ def _clamped(gate, up, limit):
 
 @triton.jit
 def expert_linear(
-    x, weight, bias, out, order, tiles, num_tiles, num_outputs, K,
+    x, weight, bias, out, order, tiles, num_tiles, N, K,
     CHOSEN: tl.constexpr, ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, GATHERS: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
-    """`weight` [N, num_outputs, K]. If GATHERS, x [T, K] -> out [S, num_outputs] by place; else x [S, K] by place -> out by
-    slot, whose rows of other ranks' experts and of padding stay as they are.
+    """`weight` [own, N, K]. If GATHERS, x [T, K] -> out [S, N] by place; else x [S, K] by place -> out [S, N] by slot,
+    whose rows of other ranks' experts and of padding stay as they are.
     """
-    num_n, num_m = tl.cdiv(num_outputs, BN), tl.load(num_tiles)
+    num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
     for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         expert, first, places, tile_n = _tile(work, tiles, num_m, num_n, GROUP)
         r = tl.arange(0, BM)
@@ -197,13 +199,13 @@ def expert_linear(
             else:
                 c = k + tl.arange(0, BK)
                 a = tl.load(source + c[None, :], mask=(c < K)[None, :], other=0.0)
-            columns = _weights(weight, expert, row, num_outputs, 0, K, k, K, BN, BK, BY_TMA)
+            columns = _weights(weight, expert, row, N, 0, K, k, K, BN, BK, BY_TMA)
             sums = tl.dot(a, tl.trans(columns), sums, input_precision="ieee")
         if BIAS:
-            sums += _bias(bias, expert, 0, 1, n, num_outputs, num_outputs)[None, :]
+            sums += _bias(bias, expert, 0, 1, n, N, N)[None, :]
         place = first + r if GATHERS else slot
-        to = out + place.to(tl.int64)[:, None] * num_outputs + n[None, :]
-        tl.store(to, sums.to(ELEMENT), mask=(r < places)[:, None] & (n < num_outputs)[None, :])
+        to = out + place.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(to, sums.to(ELEMENT), mask=(r < places)[:, None] & (n < N)[None, :])
 
 
 @triton.jit

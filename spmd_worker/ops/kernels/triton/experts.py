@@ -4,17 +4,18 @@ Shapes and launches follow from the number of tokens alone, so a CUDA graph repl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spmd_worker.ops.kernels.api import ExpertStack
 from spmd_worker.ops.kernels.triton import expert_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
-from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
+from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two, shared_bytes
 from spmd_worker.ops.kernels.triton.matmul import Tile
 
 Tiles = tuple[Tile, Tile]
@@ -28,36 +29,37 @@ FLOAT32: Tiles = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
 """Plain FMA: see `matmul.FLOAT32`."""
 MAX_FEW_ROWS, MAX_SOME_ROWS = 16, 96
 """Maximum mean number of rows of an expert with these tiles."""
-_FIRST_WITH_WGMMA = (9, 0)
+_WITH_WGMMA = (9, 10)
+"""Major capabilities of chips with matrix instructions of 64 rows and more."""
 _LIGHT = expert_kernels.LAUNCH | {"num_warps": 4}
 _SUM_COLUMNS = 1024
 _GROUP_ROWS = 256
 
 
-def tiles_for(num_slots: int, num_experts: int, dtype: torch.dtype, of_chip: tuple[int, int]) -> Tiles:
-    """The tiles for `num_slots` chosen experts out of `num_experts`; bits do not depend on them."""
+def tiles_for(num_slots: int, num_experts: int, dtype: torch.dtype, chip: tuple[int, int], room_bytes: int) -> Tiles:
+    """The tiles for `num_slots` chosen experts out of `num_experts`, with as many stages as fit into `room_bytes` of
+    shared memory; bits do not depend on them.
+    """
     if dtype == torch.float32:
         return FLOAT32
+    pair = MANY_ROWS if chip[0] in _WITH_WGMMA else MANY_ROWS_SM_80
     if num_slots <= MAX_FEW_ROWS * num_experts:
-        return FEW_ROWS
-    if num_slots <= MAX_SOME_ROWS * num_experts:
-        return SOME_ROWS
-    return MANY_ROWS if of_chip >= _FIRST_WITH_WGMMA else MANY_ROWS_SM_80
+        pair = FEW_ROWS
+    elif num_slots <= MAX_SOME_ROWS * num_experts:
+        pair = SOME_ROWS
+    gate_tile, tile = pair
+    return _fitted(gate_tile, 2, dtype.itemsize, room_bytes), _fitted(tile, 1, dtype.itemsize, room_bytes)
+
+
+def _fitted(tile: Tile, halves: int, itemsize: int, room_bytes: int) -> Tile:
+    """The tile with fewer stages, if all do not fit. A stage has `halves` tiles of weights."""
+    stage_bytes = itemsize * tile.inputs * (tile.rows + halves * tile.columns)
+    return replace(tile, num_stages=max(1, min(tile.num_stages, room_bytes // stage_bytes)))
 
 
 def most_tiles(num_slots: int, num_own: int, num_rows: int) -> int:
     """Maximum number of row tiles of any routing: full ones, and for each expert one that is not full."""
     return num_slots // num_rows + min(num_own, num_slots)
-
-
-def shared_bytes(itemsize: int) -> int:
-    """As `matmul.shared_bytes`, of the largest tiles on chips without wgmma."""
-    tiles = (FLOAT32,) if itemsize == 4 else (FEW_ROWS, SOME_ROWS, MANY_ROWS_SM_80)
-    return max(
-        itemsize * (tile.rows + halves * tile.columns) * tile.inputs * (tile.num_stages - 1)
-        for pair in tiles
-        for tile, halves in zip(pair, (2, 1), strict=True)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class TritonExperts:
         results = (x.new_zeros if others_are_zero else x.new_empty)((ids.numel(), x.shape[1]))
         if not ids.numel():
             return results
-        gate_tile, tile = tiles_for(ids.numel(), len(totals), x.dtype, capability(x.device))
+        gate_tile, tile = tiles_for(ids.numel(), len(totals), x.dtype, capability(x.device), shared_bytes(x.device))
         assert gate_tile.rows == tile.rows, "row tiles are placed once"
         counts = _count(ids, slots, totals)
         num_own, width, _ = stack.gate_up.shape
@@ -140,8 +142,8 @@ def _place(ids: Tensor, slots: Tensor | None, counts: Tensor, own: Tensor, num_r
     order, tiles, num_tiles = numbers[:num_slots], numbers[num_slots:-1], numbers[-1:]
     expert_kernels.place_slots[(len(own),)](
         *(ids, slots, counts, own, order, tiles, num_tiles, num_slots),
-        N=len(own),
-        NP=power_of_two(len(own)),
+        OWN=len(own),
+        OWN_PADDED=power_of_two(len(own)),
         CHOSEN=ids.shape[1],
         PADDED=slots is not None,
         BM=num_rows,
@@ -164,7 +166,7 @@ def _gate_up(x: Tensor, stack: ExpertStack, placed: _Placed, out: Tensor, tile: 
         CLAMPED=is_clamped,
         BIAS=stack.gate_up_bias is not None,
         BY_TMA=by_tma,
-        **_constants(placed, x.dtype, tile),
+        **constants(placed.num_chosen, ELEMENTS[x.dtype], tile),
     )
 
 
@@ -181,7 +183,7 @@ def _linear(
         GATHERS=gathers,
         BIAS=bias is not None,
         BY_TMA=by_tma,
-        **_constants(placed, x.dtype, tile),
+        **constants(placed.num_chosen, ELEMENTS[x.dtype], tile),
     )
 
 
@@ -194,11 +196,11 @@ def _grid(placed: _Placed, num_own: int, out: Tensor, tile: Tile) -> tuple[int]:
     return (min(num_tiles, num_programs(out.device)),)
 
 
-def _constants(placed: _Placed, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
+def constants(num_chosen: int, element: tl.dtype, tile: Tile) -> dict[str, Any]:
     """Constexprs and launch options of the grouped GEMMs."""
     return {
-        "CHOSEN": placed.num_chosen,
-        "ELEMENT": ELEMENTS[dtype],
+        "CHOSEN": num_chosen,
+        "ELEMENT": element,
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.inputs,
