@@ -43,6 +43,7 @@ class Router(PackedLayer):
     def __init__(self, context: LayerContext, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
         self._experts, self._hidden_size, self._kernels = experts, hidden_size, context.kernels
+        self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
         context = replace(context, dtype=torch.float32)
         self.weight = context.parameter(experts.num_experts + experts.has_shared_gate, hidden_size)
         self.bias = context.parameter(experts.num_experts) if experts.has_router_bias else None
@@ -50,6 +51,9 @@ class Router(PackedLayer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """[T, hidden] -> experts int64 [T, k] ascending, weights float32 [T, k], shared weight [T, 1] or None."""
+        kernels = self._expert_kernels
+        if kernels is not None:
+            return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
         logits, num_experts = self._kernels.linear(x.float(), self.weight, None), self._experts.num_experts
         shared_gate = _sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
         logits = logits[:, :num_experts]

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 
 PROB_WEIGHT_BITS: Final = 40
 """Bits of the probability weight of a row's most probable token."""
@@ -100,11 +100,18 @@ class ExpertStack:
 
 
 class ExpertKernels(Protocol):
-    """All experts of a sparse layer at once, with launches that depend on the number of tokens alone.
+    """The router and all experts of a sparse layer at once, with launches that depend on the number of tokens alone.
 
     C: experts of a token; E: experts of the layer; `ids` int32 or int64 [T, C], ascending in each row. `slots` int32
     [T]: negative for padding tokens, which have no experts; None: there are none.
     """
+
+    def route(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [T, H], float32 weight [E, H] or [E + 1, H], biases float32 [E] -> ids int64 [T, C] and weights float32
+        [T, C] of `model.layers.experts.select_experts`, and the shared expert's gate, float32 [T, 1], or None.
+        """
 
     def outputs(
         self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool

@@ -129,12 +129,13 @@ class TritonDevice(DeviceBackend):
             runner.forward(number, scheduled)
             runner.sample()
         self.warm_up_masks(runner)
+        runner, max_seqs = new_runner(graphs), scheduler.max_num_seqs
         for number, count in enumerate(self._expert_token_counts()):
             runner.forward(number, prompt_step(min(count, max_model_len - 1), block_size, num_blocks))
             runner.sample()
         if graphs is None:
             return
-        runner, max_seqs = new_runner(graphs), scheduler.max_num_seqs
+        runner = new_runner(graphs)
         counts = [size for size in graphs.sizes if size < max_seqs]
         for number, count in enumerate((max_seqs, *reversed(counts))):
             runner.forward(number, greedy_step(count, block_size, num_blocks))
@@ -148,7 +149,7 @@ class TritonDevice(DeviceBackend):
         most = self.resolved.config.scheduler.max_num_batched_tokens
         means = (triton_experts.MAX_FEW_ROWS, triton_experts.MAX_SOME_ROWS)
         counts = {mean * each.num_experts // each.num_chosen + 1 for mean in means for each in experts}
-        return tuple(sorted(count for count in counts if count <= most))
+        return tuple(sorted((count for count in counts if count <= most), reverse=True))
 
     def warm_up_masks(self, runner: ModelRunner) -> None:
         """Compile the token masks of grammars: two greedy rows, one with logprobs, cover shards and complete rows."""

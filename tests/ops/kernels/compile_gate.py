@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.ops.kernels.triton import (
     attention,
     attention_kernels,
@@ -32,6 +33,7 @@ from spmd_worker.ops.kernels.triton import (
     experts,
     matmul,
     matmul_kernels,
+    router_kernels,
     row_kernels,
     rows,
     sampling_kernels,
@@ -211,10 +213,13 @@ def sum_variants(element: str = "bf16") -> Iterator[Variant]:
     yield Variant("add_parts_and_norm 4096", sum_kernels.add_parts_and_norm, types, constants, options, ("H", "first"))
 
 
+_DEEPSEEK = ExpertsConfig(
+    *(256, 8, 2048, "sigmoid", True, 2.5, 8, 4), has_choice_bias=True, has_router_bias=True, shared_size=2048
+)
 _OF_EXPERTS = {
     **dict.fromkeys(("slots", "counts", "own", "order", "tiles", "num_tiles", "is_own"), "*i32"),
     **dict.fromkeys(("ids", "totals"), "*i64"),
-    **dict.fromkeys(("S", "N", "K", "H"), "i32"),
+    **dict.fromkeys(("S", "N", "K", "H", "R"), "i32"),
     "weights": "*fp32",
     "limit": "fp32",
 }
@@ -230,6 +235,19 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
         (expert_kernels.weighted_sum, sizes | {"ALL": False, "BH": 1024}),
     ):
         yield Variant(kernel.__name__, kernel, _of_experts(kernel, element), constants, light, ("H",))
+    options = ("num_warps", "num_stages", "enable_fp_fusion")
+    constants = experts.router_constants()
+    launch = {key: constants.pop(key) for key in options}
+    kernel = router_kernels.partial_logits
+    types = _of_experts(kernel, element) | {"T": "i32", "weight": "*fp32", "partials": "*fp32"}
+    yield Variant("partial_logits", kernel, types, constants, launch, ("R", "H"))
+    for config in (ExpertsConfig(128, 8, 768), *(() if is_short else (_DEEPSEEK,))):
+        constants = experts.choice_constants(config, config.num_experts, 8)
+        launch = {key: constants.pop(key) for key in options if key in constants}
+        kernel = router_kernels.choose
+        types = _of_experts(kernel, "fp32") | {"T": "i32", "scaling": "fp32", "min_sum": "fp32"}
+        types = {name: kind for name, kind in types.items() if "bias" not in name or config.has_choice_bias}
+        yield Variant(f"choose {config.num_experts}", kernel, types, constants, launch)
     for chip in (90,) if is_short else (80, 90, 100, 120):
         for num_slots in (256, 4096, 16384):
             pair = experts.tiles_for(num_slots, 128, torch.bfloat16, divmod(chip, 10), SHARED_BYTES[chip])
@@ -242,6 +260,8 @@ def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short:
         for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
             is_gated = kernel is expert_kernels.gate_up
             for flag in (is_gated,) if is_short else (False, True):
+                if by_tma and is_gated and not experts.gates_by_tma(flag, divmod(chip, 10)):
+                    continue
                 word = "" if not flag else "clamped " if is_gated else "gathers "
                 shape = f"{tile.rows}x{tile.columns}x{tile.inputs} stages {tile.num_stages}"
                 types = _of_experts(kernel, element)

@@ -18,11 +18,11 @@ from torch import Tensor
 from triton_cases import run
 
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.experts import SparseFeedForward, _weighted_sum
+from spmd_worker.model.layers.experts import SparseFeedForward, _weighted_sum, select_experts
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.kernels.triton import expert_kernels, experts, matmul
+from spmd_worker.ops.kernels.triton import expert_kernels, experts, matmul, router_kernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.matmul import Tile
@@ -218,6 +218,51 @@ def weights_stay_side_by_side_or_are_moved_there() -> None:
     assert [name for name, _ in layer.named_parameters()] == names
 
 
+def routed(layer: SparseFeedForward, x: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids and weights of the kernel, and of torch."""
+    gate = layer.gate
+    ids, weights, _ = gate(x)
+    logits = F.linear(x.double(), gate.weight[: config.num_experts].double()).float()
+    expected = select_experts(logits if gate.bias is None else logits + gate.bias, gate.choice_bias, config)
+    return ids, weights, *expected
+
+
+def routers_choose_what_the_reference_chooses() -> None:
+    grouped = replace(CONFIG, num_experts=12, score="sigmoid", num_groups=4, num_chosen_groups=2, scaling=1.7)
+    grouped = replace(grouped, has_choice_bias=True)
+    plain = replace(CONFIG, num_experts=12, num_chosen=4, renormalises=False)
+    for config in (CONFIG, CLAMPED, grouped, plain, replace(grouped, num_groups=1, num_chosen_groups=1)):
+        for dtype in floats():
+            layer, x = new_layer(config, dtype), tokens(37, dtype)
+            ids, weights, expected, values = routed(layer, x, config)
+            assert torch.equal(ids, expected), config
+            assert torch.allclose(weights, values, rtol=1e-5, atol=1e-6), config
+            for rows in (slice(0, 1), slice(20, 37)):
+                assert torch.equal(layer.gate(x[rows])[1], weights[rows])
+
+
+def routers_choose_the_lower_of_equals_and_report_nan() -> None:
+    for config in (CONFIG, CLAMPED):
+        layer, x = new_layer(config), tokens(9, torch.float32)
+        layer.gate.weight[3] = layer.gate.weight[5]
+        if layer.gate.bias is not None:
+            layer.gate.bias.fill_(0.5)
+        ids, _, expected, _ = routed(layer, x, config)
+        assert torch.equal(ids, expected)
+        # Both or the lower one.
+        has_three, has_five = (ids == 3).any(1), (ids == 5).any(1)
+        assert (has_three | ~has_five).all()
+        assert (has_three & ~has_five).any()
+        layer.gate.weight[2] = torch.nan
+        ids, weights, _ = layer.gate(x)
+        assert weights.isnan().all()
+        assert (ids.diff(dim=1) > 0).all()
+        assert ids.min() >= 0
+        assert ids.max() < config.num_experts
+        layer.gate.weight.zero_()
+        assert layer.gate(x)[0].eq(torch.tensor([0, 1, 2])).all()
+
+
 def control_an_unstable_order_of_slots_is_found() -> None:
     """Slots of an expert from last to first, and rows where they are not looked for."""
     layer, x, ids = new_layer(), tokens(21, torch.float32), routing(21)
@@ -252,6 +297,7 @@ def control_weights_of_the_next_expert_are_found() -> None:
 GATE: tuple[Callable[[], None], ...] = (
     rows_have_the_bits_of_the_dense_gemm_for_any_routing,
     padding_has_no_experts_and_is_not_counted,
+    routers_choose_the_lower_of_equals_and_report_nan,
     control_an_unstable_order_of_slots_is_found,
     control_weights_of_the_next_expert_are_found,
 )
@@ -259,6 +305,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
     tiles_and_descriptors_change_no_bit,
     a_token_alone_has_its_bits_in_a_batch,
     a_layer_is_the_reference_layer,
+    routers_choose_what_the_reference_chooses,
     other_activations_are_applied_between_the_gemms,
     clamped_gates_are_near_the_reference,
     ranks_with_experts_apart_sum_to_one_rank,
@@ -276,7 +323,7 @@ def main() -> None:
         matmul.FLOAT32 = matmul.Tile(32, 16, 16, 4, 2)
         matmul.FEW_ROWS = matmul.GATED_FEW_ROWS = matmul.Tile(32, 16, 16, 4, 2)
         experts.FLOAT32 = experts.FEW_ROWS = experts.SOME_ROWS = TILES
-        expert_kernels.BLOCK = 32
+        expert_kernels.BLOCK, router_kernels.PIECE, experts.ROUTER = 32, 16, Tile(16, 16, 16, 4, 2)
     with torch.inference_mode():
         chosen = GATE if "gate" in sys.argv else (*GATE, *OTHERS)
         print(json.dumps({case.__name__: run(case) for case in chosen}))
