@@ -207,7 +207,7 @@ def _gate_up(x: Tensor, stack: ExpertStack, placed: _Placed, out: Tensor, tile: 
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, placed: _Placed, out: Tensor, tile: Tile, *, gathers: bool
 ) -> None:
-    """See `expert_kernels.expert_linear`; `weight` [N, outputs, K]."""
+    """One launch of `expert_kernels.expert_linear`; `weight` [own, N, K]."""
     rows = weight.flatten(0, 1)
     by_tma = can_describe(rows) and (gathers or can_describe(x))
     source = describe(x, tile.rows, tile.inputs) if by_tma and not gathers else x

@@ -44,7 +44,7 @@ def _key(value, index):
 
 @triton.jit
 def _sigmoid(x):
-    """As a softmax of two, like `model.layers.experts`."""
+    """Softmax of two, as `model.layers.experts` computes it."""
     top = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     power = tl.exp(x - top)
     return power / (power + tl.exp(-top))
