@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -160,6 +161,12 @@ def ranks_with_experts_apart_sum_to_one_rank() -> None:
         assert torch.equal(total, outputs(whole, x, ids)), owners
         summed = ranks[0]._expert_kernels.weighted_sum(total, ids, weights, None, None)
         assert torch.equal(summed, whole(x)), owners
+        for rank, each in enumerate(ranks):
+            # Both ranks have the sum, and the first adds it to the next one.
+            each._group = SimpleNamespace(rank=rank, all_reduce=lambda part, is_exact, total=total: total)
+            assert torch.equal(each(x), whole(x) if rank == 0 else torch.zeros_like(x)), owners
+            each.forget_num_tokens()
+            outputs(each, x, ids)
         # Not exact: what other ranks' experts left is not read.
         ours = []
         for each in ranks:
