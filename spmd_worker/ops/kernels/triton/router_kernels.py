@@ -87,11 +87,11 @@ def choose(
     e = tl.arange(0, EP)
     inside = e < E
     logits = tl.zeros([EP], tl.float32)
-    for piece in tl.range(0, PIECES):
+    for piece in tl.static_range(PIECES):
         logits += tl.load(partials + (piece * T + token) * R + e, mask=inside, other=0.0)
     if R > E:
         gate = tl.load(partials + token * R + E)
-        for piece in tl.range(1, PIECES):
+        for piece in tl.static_range(1, PIECES):
             gate += tl.load(partials + (piece * T + token) * R + E)
         tl.store(gates + token, _sigmoid(gate))
     if BIAS:
