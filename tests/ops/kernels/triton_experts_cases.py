@@ -50,11 +50,14 @@ def new_layer(
     activation: str = "silu",
     is_exact: bool = False,
     is_reference: bool = False,
+    shares_columns: bool = False,
 ) -> SparseFeedForward:
-    """A layer with the same weights whatever the rank and kernels; of two ranks if `owners` are given."""
+    """A layer with the same weights whatever the rank and kernels; of two ranks if `owners` are given or each has half
+    of the columns.
+    """
     norm = NormConfig()
     layer = LayerConfig(4, 2, 16, 64, 0.25, norm, experts=config, activation=activation)
-    group = single_group() if owners is None else GroupHandle((0, 1), rank, None)
+    group = GroupHandle((0, 1), rank, None) if owners is not None or shares_columns else single_group()
     layout = None if owners is None else ExpertLayout((owners,), is_exact)
     kernels = ReferenceKernels() if is_reference else TritonKernels()
     device = torch.device(torch.get_default_device())
@@ -177,6 +180,16 @@ def ranks_with_experts_apart_sum_to_one_rank() -> None:
         assert torch.allclose(ours[0] + ours[1], summed, rtol=1e-5, atol=1e-6), owners
         counts = [each._totals.tolist() for each in ranks]
         assert counts[0] == counts[1] == (2 * ids.flatten().bincount(minlength=7)).tolist()
+
+
+def ranks_with_columns_of_each_expert_add_biases_once() -> None:
+    x, ids, config = tokens(17, torch.float32), routing(17), replace(CONFIG, has_bias=True)
+    for rank in (0, 1):
+        layer = new_layer(config, rank=rank, shares_columns=True)
+        stack = layer._stacked.get()
+        assert stack.gate_up.shape == (7, 24, HIDDEN)
+        assert (stack.down_bias is not None) == (rank == 0)
+        assert torch.equal(outputs(layer, x, ids), dense(layer, x, ids))
 
 
 def padding_has_no_experts_and_is_not_counted() -> None:
@@ -316,6 +329,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
     other_activations_are_applied_between_the_gemms,
     clamped_gates_are_near_the_reference,
     ranks_with_experts_apart_sum_to_one_rank,
+    ranks_with_columns_of_each_expert_add_biases_once,
     tokens_of_experts_are_counted_on_the_device,
     weights_stay_side_by_side_or_are_moved_there,
     control_a_descending_sum_has_other_bits,
