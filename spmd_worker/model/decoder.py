@@ -88,7 +88,8 @@ class DecoderLayer(nn.Module):
                 return part, residual
         part = self._added(part, self.attention_output_norm, residual)
         x = _normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
-        return self._added(self.mlp(x, is_fused=is_fused), self.mlp_output_norm, residual), residual
+        of_experts = {} if self.config.experts is None else {"slots": metadata.slots}
+        return self._added(self.mlp(x, is_fused=is_fused, **of_experts), self.mlp_output_norm, residual), residual
 
     @property
     def supports_wanted(self) -> bool:
@@ -330,10 +331,20 @@ class DecoderForCausalLM(nn.Module):
         """A view of the weights by checkpoint name: see `WeightStore.as_checkpoint`."""
         return self.weights.as_checkpoint(model_config=self.model_config, stage=self.stage)
 
+    @property
+    def sparse_layers(self) -> dict[int, SparseFeedForward]:
+        """This stage's, by index of the layer."""
+        layers = enumerate(self.model.layers, self.stage.start)
+        return {index: layer.mlp for index, layer in layers if isinstance(layer.mlp, SparseFeedForward)}
+
     def expert_loads(self) -> dict[int, list[int]]:
         """Tokens of each expert so far, by index of this stage's sparse layers."""
-        layers = enumerate(self.model.layers, self.stage.start)
-        return {index: layer.mlp.num_tokens for index, layer in layers if isinstance(layer.mlp, SparseFeedForward)}
+        return {index: layer.num_tokens for index, layer in self.sparse_layers.items()}
+
+    def forget_addresses(self) -> None:
+        """Parameters may have been given other memory: what joins or stacks them is made again."""
+        for layer in self.sparse_layers.values():
+            layer.forget_addresses()
 
 
 def _stage_slices(context: LayerContext, model_config: ModelConfig, stage: Stage) -> list[WeightSlice]:

@@ -2,9 +2,10 @@
 
 A released weight is replaced by a tensor on the meta device of the same shape and dtype: reading or writing it is an
 error, not a crash. Names, slices and rotary frequencies stay. Addresses of weights change: `DecoderStack.join_layers`
-reads them again.
+and stacked experts read them again. Weights that are parts of one tensor are so again.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,8 @@ from spmd_worker.ops.kernels.api import Kernels
 @dataclass(frozen=True, slots=True)
 class _Released:
     """A released weight. `host` is a copy of its values, None if they were dropped. `stride` None: oneDNN's layout.
-    `is_buffer`: its values are kept, because no trainer passes them (`WeightStore.buffer_names`).
+    `is_buffer`: its values are kept, because no trainer passes them (`WeightStore.buffer_names`). `part_of`: number of
+    the storage that it shares with others, bytes of that, and its offset there, in elements; None if it has its own.
     """
 
     shape: torch.Size
@@ -27,6 +29,7 @@ class _Released:
     stride: tuple[int, ...] | None
     host: Tensor | None
     is_buffer: bool
+    part_of: tuple[int, int, int] | None = None
 
     def empty(self, device: torch.device) -> Tensor:
         if self.stride is None:
@@ -68,10 +71,12 @@ class WeightMemory:
                     *(tensor.shape, tensor.dtype, tensor.device, None if tensor.is_mkldnn else tensor.stride()),
                     host=copy,
                     is_buffer=id(tensor) in buffers,
+                    part_of=part,
                 )
-                for tensor, copy in zip(tensors, copies, strict=True)
+                for tensor, copy, part in zip(tensors, copies, _shared_parts(tensors), strict=True)
             ]
             self._model.model.joined_layers = None
+            self._model.forget_addresses()
             self._replace([each.empty(torch.device("meta")) for each in self._released])
         elif host is None:
             self._released = [each if each.is_buffer else replace(each, host=None) for each in self._released]
@@ -79,8 +84,9 @@ class WeightMemory:
     def allocate(self) -> list[Tensor]:
         """Tensors for `restore`: the kept values, zeros where they were dropped. The model does not change."""
         assert self._released is not None, "release comes first"
+        storages: dict[int, Tensor] = {}
         with torch.inference_mode(False):
-            return [self._new(each) for each in self._released]
+            return [self._new(each, storages) for each in self._released]
 
     def restore(self, tensors: list[Tensor]) -> bool:
         """Make `tensors` the weights. Returns whether all values were kept; else all but buffers have to be loaded."""
@@ -88,10 +94,18 @@ class WeightMemory:
         is_kept = all(each.host is not None for each in self._released)
         self._released = None
         self._replace(tensors)
+        self._model.forget_addresses()
         self._model.model.join_layers()
         return is_kept
 
-    def _new(self, released: _Released) -> Tensor:
+    def _new(self, released: _Released, storages: dict[int, Tensor]) -> Tensor:
+        """`storages` are those made so far, by the numbers of `_Released.part_of`."""
+        if released.part_of is not None and released.stride is not None:
+            number, num_bytes, offset = released.part_of
+            if number not in storages:
+                storages[number] = torch.empty(num_bytes, dtype=torch.uint8, device=released.device)
+            part = storages[number].view(released.dtype).as_strided(released.shape, released.stride, offset)
+            return part.zero_() if released.host is None else part.copy_(released.host, non_blocking=True)
         if released.host is not None:
             return released.host.to(released.device, non_blocking=True)
         zeros = released.empty(released.device).zero_()
@@ -119,6 +133,18 @@ class WeightMemory:
                 module._parameters[name] = new
             else:
                 module._buffers[name] = new.data
+
+
+def _shared_parts(tensors: list[Tensor]) -> list[tuple[int, int, int] | None]:
+    """`_Released.part_of` of each."""
+    storages = [None if tensor.is_mkldnn else tensor.untyped_storage().data_ptr() for tensor in tensors]
+    counts = Counter(storages)
+    return [
+        None
+        if storage is None or counts[storage] < 2
+        else (storage, tensor.untyped_storage().nbytes(), int(tensor.storage_offset()))
+        for tensor, storage in zip(tensors, storages, strict=True)
+    ]
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

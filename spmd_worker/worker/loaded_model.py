@@ -71,14 +71,14 @@ class LoadedModel:
         )
 
     def expert_loads(self) -> dict[int, list[int]]:
-        """`WorkerReport.expert_loads`; the lists continue to count."""
+        """`WorkerReport.expert_loads`."""
         is_first = self.opened.resolved.layout.tensor_rank(self.opened.environment.rank) == 0
         return self.model.expert_loads() if is_first else {}
 
     def forget_expert_loads(self) -> None:
         """Reset the counts, which include steps of profiling and warm-up."""
-        for counts in self.expert_loads().values():
-            counts[:] = [0] * len(counts)
+        for layer in self.model.sparse_layers.values():
+            layer.forget_num_tokens()
 
 
 def load_model(opened: OpenedDevice) -> LoadedModel | None:

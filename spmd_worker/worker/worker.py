@@ -155,8 +155,7 @@ class Worker(WorkerBase):
         report = WorkerReport(self.device.type, gpu_identity(self.device))
         if self._loaded is not None:
             arithmetic = self.opened.backend.arithmetic(self._loaded.operations.attention)
-            loads = {layer: [*counts] for layer, counts in self._loaded.expert_loads().items()}
-            report = replace(report, arithmetic=arithmetic, expert_loads=loads)
+            report = replace(report, arithmetic=arithmetic, expert_loads=self._loaded.expert_loads())
         if self._running is not None:
             times = self._running.clock.report() if self.layout.pipeline_parallel_size > 1 else {}
             report = replace(report, stage_times=times, thread_waits=self._running.thread_waits())
@@ -223,7 +222,9 @@ class Worker(WorkerBase):
         give_back_freed(self.device)
 
     def _check_graph_addresses(self) -> None:
-        """Have the next step check that weights are where CUDA graphs read them."""
+        """Have the next step check that weights are where CUDA graphs and stacked experts read them."""
+        if self._loaded is not None:
+            self._loaded.model.forget_addresses()
         if self._running is not None and self._running.runner.graphs is not None:
             self._running.runner.graphs.request_address_check()
 

@@ -136,12 +136,12 @@ READS_BACK = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "bincount",
 """Methods for which the host waits until the device has done everything that is queued."""
 COPIES_AND_WAITS = ("torch.tensor", "torch.as_tensor")
 """With `device=`, a copy that waits; `torch.from_numpy(...).to(device, non_blocking=True)` does not."""
-_EXPERTS = "experts are called one by one, after their tokens were counted"
+_EXPERTS = "experts are called one by one, after their tokens were counted; and counts are reported"
 _ANSWER = "a vector is the answer of a row that ends"
 _READ = "of what was read back already, or where reading costs nothing"
 _OF_HOST = "of numbers that the host has"
 MAY_READ_BACK = {
-    "spmd_worker.model.layers.experts": {"tolist": (1, _EXPERTS)},
+    "spmd_worker.model.layers.experts": {"tolist": (2, _EXPERTS)},
     "spmd_worker.worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
     "spmd_worker.ops.sampling.logprobs": {"nonzero": (1, _READ), "tolist": (2, _READ)},
     "spmd_worker.ops.sampling.processors": {"unique": (2, _OF_HOST)},

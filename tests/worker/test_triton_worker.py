@@ -134,7 +134,7 @@ def test_failed_allocation_disables_peer_sums_everywhere(
 
 
 def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
-    """Not where the host counts, waits or is asked not to: experts, sums through NCCL, models that pool."""
+    """Not where the host waits or is asked not to: sums through NCCL, models that pool."""
     demo, alone = REPOSITORY / "scripts" / "demo" / "model", single_group()
     through_nccl = GroupHandle(ranks=(0, 1), rank=0, group=object())
     over_memory = replace(through_nccl, fast=PeerSums.__new__(PeerSums))
@@ -143,7 +143,7 @@ def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
         (demo, alone, True, False),
         (demo, through_nccl, False, False),
         (demo, over_memory, False, True),
-        (expert_folder("qwen3_moe"), alone, False, False),
+        (expert_folder("qwen3_moe"), alone, False, True),
         (pooling_folder("mean"), alone, False, False),
     ):
         model, executor = ModelOptions(path=str(folder), dtype="float32"), ExecutorConfig(enforce_eager=is_eager)

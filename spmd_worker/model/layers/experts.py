@@ -6,7 +6,8 @@ parallelism), or all columns of some experts (expert parallelism, `LayerContext.
 is its part of a sum that the next norm makes, like that of a dense layer.
 
 A token's output depends on it alone: kernels are row-wise over the tokens of an expert, and a token's expert outputs
-are added in the order of the experts' indices.
+are added in the order of the experts' indices. Experts are called one by one, with the number of their tokens read
+back, or all at once, if the kernels have a way to do so (`Kernels.expert_kernels`).
 
 T: tokens of the step; E: experts of the layer; k: experts of a token.
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.expert_stack import StackedExperts
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, gate_up_linear
 from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
@@ -41,6 +43,7 @@ class Router(PackedLayer):
     def __init__(self, context: LayerContext, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
         self._experts, self._hidden_size, self._kernels = experts, hidden_size, context.kernels
+        self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
         context = replace(context, dtype=torch.float32)
         self.weight = context.parameter(experts.num_experts + experts.has_shared_gate, hidden_size)
         self.bias = context.parameter(experts.num_experts) if experts.has_router_bias else None
@@ -48,6 +51,9 @@ class Router(PackedLayer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """[T, hidden] -> experts int64 [T, k] ascending, weights float32 [T, k], shared weight [T, 1] or None."""
+        kernels = self._expert_kernels
+        if kernels is not None:
+            return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
         logits, num_experts = self._kernels.linear(x.float(), self.weight, None), self._experts.num_experts
         shared_gate = _sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
         logits = logits[:, :num_experts]
@@ -187,32 +193,71 @@ class SparseFeedForward(nn.Module):
         unsharded = replace(context, tensor_group=single_group())
         owners = [self._group.rank] * experts.num_experts if layout is None else layout.owners_of(context.layer)
         own = [index for index, owner in enumerate(owners) if owner == self._group.rank]
+        self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
         of_expert = context if layout is None else unsharded
+        if self._expert_kernels is not None:
+            of_expert = replace(of_expert, device=torch.device("meta"))
         self.gate = Router(context, experts, hidden_size)
         self.experts = nn.ModuleDict({str(index): Expert(of_expert, layer, experts, hidden_size) for index in own})
         remote = [index for index in range(experts.num_experts) if index not in own]
         self.remote_experts = _RemoteExperts(remote, experts, hidden_size)
-        self.num_tokens = [0] * experts.num_experts
-        """Tokens of each expert so far, on any rank."""
+        self._num_tokens = [0] * experts.num_experts
+        self._stacked: StackedExperts | None = None
+        if self._expert_kernels is not None:
+            modules, size = [*self.experts.values()], experts.num_experts
+            self._stacked = StackedExperts(modules, own, size, layer.activation, experts.limit, context.device)
+            self._stacked.allocate(context.device)
+            self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
         self.shared_expert: FeedForward | None = None
         if experts.shared_size:
             shared = replace(layer, intermediate_size=experts.shared_size, has_mlp_bias=False)
             self.shared_expert = FeedForward(unsharded if self._is_exact else context, shared, hidden_size)
 
-    def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
+    def forward(self, x: Tensor, *, is_fused: bool = True, slots: Tensor | None = None) -> Tensor:
+        """`slots`: see `AttentionMetadata.slots`. If not `is_fused`, experts are called one by one, without padding;
+        clamped gates then have torch's exponential instead of that of `Kernels.expert_kernels`.
+        """
         ids, weights, shared_gate = self.gate(x)
-        results = self._results(x, ids, is_fused)
+        kernels = self._expert_kernels if is_fused else None
+        if kernels is None:
+            results = self._results(x, ids, is_fused)
+        else:
+            assert self._stacked is not None, "made with the kernels"
+            stack, is_exact = self._stacked.get(), self._is_exact
+            results = kernels.outputs(x, ids, stack, slots, self._totals, others_are_zero=is_exact)
         shared: Tensor | None = None if self.shared_expert is None else self.shared_expert(x, is_fused=is_fused)
         if self._is_exact:
             # A result is zero on all ranks but one, so the sum is exact.
             results = self._group.all_reduce(results, is_exact=True)
-        output = _weighted_sum(results.view(*ids.shape, -1), weights).to(x.dtype)
+        if kernels is None:
+            output = _weighted_sum(results.view(*ids.shape, -1), weights).to(x.dtype)
+        else:
+            assert self._stacked is not None, "made with the kernels"
+            is_own = None if self._is_exact else self._stacked.is_own
+            output = kernels.weighted_sum(results, ids, weights, slots, is_own)
         if shared is not None:
             output = output + (shared if shared_gate is None else (shared.float() * shared_gate).to(x.dtype))
         if not self._is_exact:
             return output
         # Every rank has the output, and one adds it to the sum. Adding zero removes the sign of zeros, as sums do.
         return output + 0.0 if self._group.rank == 0 else torch.zeros_like(output)
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Tokens of each expert so far, on any rank, without padding. Waits for the device."""
+        counted = [0] * len(self._num_tokens) if self._stacked is None else self._totals.tolist()
+        return [sum(each) for each in zip(self._num_tokens, counted, strict=True)]
+
+    def forget_num_tokens(self) -> None:
+        """Count from zero."""
+        self._num_tokens = [0] * len(self._num_tokens)
+        if self._stacked is not None:
+            self._totals.zero_()
+
+    def forget_addresses(self) -> None:
+        """Hold no weights but the parameters, and look at their addresses in the next step."""
+        if self._stacked is not None:
+            self._stacked.forget()
 
     def _results(self, x: Tensor, ids: Tensor, is_fused: bool) -> Tensor:
         """Outputs [T * k, hidden] of each token's experts, zero for experts of other ranks. `ids` is int64 [T, k]."""
@@ -228,7 +273,7 @@ class SparseFeedForward(nn.Module):
         for index, end in enumerate(ends):
             slots, count = order[start:end], end - start
             start = end
-            self.num_tokens[index] += count
+            self._num_tokens[index] += count
             if count and str(index) in self.experts:
                 results[slots] = self.experts[str(index)](x[slots // num_chosen], is_fused=is_fused)
         return results

@@ -18,8 +18,8 @@ class AttentionMetadata:
     [T]: the block of a token's key and value, and the offset in it. `sees_later`: attention is bidirectional, a window
     is as wide on both sides, and sequences are complete. `starts` [S + 1] and `lengths` [S] are the two tuples as int32
     on the device, if they are there, and `slots` int32 [T] are the tokens' slots in the cache, block * block size +
-    offset. `fixed` belongs to the backend, for steps whose tensors keep their addresses
-    (`attention.backend.FixedAttention`): the other fields except `sees_later` are not used then.
+    offset, negative for padding tokens. `fixed` belongs to the backend, for steps whose tensors keep their addresses
+    (`attention.backend.FixedAttention`): the other fields except `sees_later` and `slots` are not used then.
     """
 
     query_starts: tuple[int, ...]

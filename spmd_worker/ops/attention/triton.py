@@ -80,7 +80,9 @@ class TritonFixedAttention:
         if num_tokens not in self._steps:
             nothing = self._slots[:0]
             step = _FixedStep(self, self._slots[:num_tokens])
-            self._steps[num_tokens] = AttentionMetadata((), (), self._tables, nothing, nothing, fixed=step)
+            self._steps[num_tokens] = AttentionMetadata(
+                (), (), self._tables, nothing, nothing, fixed=step, slots=step.slots
+            )
         return self._steps[num_tokens]
 
     def plan(self, layer_cache: Tensor, num_heads: int, window: int) -> attention.PlannedAttention:

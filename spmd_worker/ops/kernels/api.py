@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 
 PROB_WEIGHT_BITS: Final = 40
 """Bits of the probability weight of a row's most probable token."""
@@ -80,6 +80,56 @@ class LogitFilters:
         return self.maxima, self.factors, self.min_logits, self.top_k, self.top_p
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """Weights of a rank's own experts of a sparse layer, one behind the other. N: own experts, in ascending order of
+    their ids; I: intermediate size on this rank.
+
+    `ids` int32 [N]; `gate_up` [N, 2 I, H], gates before ups, or in turns if `limit` is above 0 (`ExpertsConfig.limit`);
+    `down` [N, H, I]; biases [N, 2 I] and [N, H], None if this rank adds none. `activation` is of the gates without a
+    limit.
+    """
+
+    ids: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    activation: str
+    limit: float
+
+
+class ExpertKernels(Protocol):
+    """The router and all experts of a sparse layer at once, with launches that depend on the number of tokens alone.
+
+    C: experts of a token; E: experts of the layer; `ids` int32 or int64 [T, C], ascending in each row. `slots` int32
+    [T]: negative for padding tokens, which have no experts; None: there are none.
+    """
+
+    def route(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [T, H], float32 weight [E, H] or [E + 1, H], biases float32 [E] -> ids int64 [T, C] and weights float32
+        [T, C] of `model.layers.experts.select_experts`, and the shared expert's gate, float32 [T, 1], or None.
+        """
+
+    def outputs(
+        self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool
+    ) -> Tensor:
+        """x [T, H] -> outputs [T * C, H] of each token's experts, with the bits of `gated_linear` (or the two
+        operations that it replaces) and `linear`. Outputs of other ranks' experts and padding are zero if
+        `others_are_zero`, else arbitrary. Adds the tokens of each expert, on any rank, to `totals`, int64 [E].
+        """
+
+    def weighted_sum(
+        self, results: Tensor, ids: Tensor, weights: Tensor, slots: Tensor | None, is_own: Tensor | None
+    ) -> Tensor:
+        """Outputs [T * C, H] and float32 weights [T, C] -> [T, H]: products added in float32 from a token's first
+        expert to its last, then rounded. `is_own` int32 [E], 1 for experts whose outputs are there: others count as
+        zero; None: all are.
+        """
+
+
 class Kernels(Protocol):
     """The kernels of one kind of device; passed as an argument to the layers."""
 
@@ -123,6 +173,9 @@ class Kernels(Protocol):
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[T, in] x [2 I, in] -> [T, I]: `silu_and_mul` of the GEMM. `weight` is plain or from `pack_gated`."""
+
+    def expert_kernels(self) -> ExpertKernels | None:
+        """Kernels for all experts of a layer at once; None: experts are called one by one, by the methods above."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., H] -> [..., H], computed in float32 (https://arxiv.org/abs/1910.07467)."""

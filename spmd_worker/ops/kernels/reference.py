@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, LogitFilters
+from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, ExpertKernels, LogitFilters
 
 _MAX_BLOCK_ELEMENTS: Final = 1 << 18
 _MAX_BLOCK_ELEMENTS_OFF_CPU: Final = 1 << 24
@@ -44,6 +44,9 @@ class ReferenceKernels:
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.silu_and_mul(self.linear(x, weight, bias))
+
+    def expert_kernels(self) -> ExpertKernels | None:
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rounds to the input's dtype before the weight is applied."""

@@ -18,6 +18,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, matmul
+from spmd_worker.ops.kernels.triton import experts as triton_experts
 from spmd_worker.ops.kernels.triton.compile_ahead import compiling
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
@@ -94,13 +95,12 @@ class TritonDevice(DeviceBackend):
         return f"{kernels}{order}, {super().arithmetic(attention)}"
 
     def can_record(self, tensor: GroupHandle) -> bool:
-        # A recorded step has fixed launches. Experts are called one by one, after their tokens are counted; NCCL's sums
-        # may wait on the host; pooling models compute large chunks, which keep a GPU busy anyway.
+        # A recorded step has fixed launches. NCCL's sums may wait on the host; pooling models compute large chunks,
+        # which keep a GPU busy anyway.
         model_config = self.resolved.model_config
         if self.resolved.config.executor.enforce_eager or model_config.pooling is not None:
             return False
-        has_experts = any(layer.experts is not None for layer in model_config.layers)
-        return not has_experts and (tensor.size == 1 or isinstance(tensor.fast, PeerSums))
+        return tensor.size == 1 or isinstance(tensor.fast, PeerSums)
 
     def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs | None:
         new_graph = self.graph_maker() if self.can_record(tensor) else None
@@ -135,8 +135,7 @@ class TritonDevice(DeviceBackend):
         occur.
 
         Not covered: joining partial attention results of pooled rows, which is compiled for the first row that ends
-        with a one-token chunk after a long prefix; and matmul specialisations of complete experts to which no dummy
-        token is routed, unless another layer has the same.
+        with a one-token chunk after a long prefix.
         """
         scheduler, pooling = self.resolved.config.scheduler, self.resolved.model_config.pooling
         block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_model_len
@@ -158,10 +157,11 @@ class TritonDevice(DeviceBackend):
             runner.sample()
 
     def _warm_up_matmuls(self, runner: ModelRunner, num_blocks: int) -> None:
-        """Compile matmuls in the tiles of each bucket of rows, the head's up to one row of each sequence."""
+        """Compile GEMMs in the tiles of each bucket of rows, experts' too; the head's up to a row a sequence."""
         scheduler, model_config = self.resolved.config.scheduler, self.resolved.model_config
         sizes = (self.resolved.max_model_len, self.resolved.config.cache.block_size, num_blocks)
-        for number, count in enumerate(matmul.warm_up_rows(scheduler.max_num_batched_tokens)):
+        num_tokens = {*matmul.warm_up_rows(scheduler.max_num_batched_tokens), *self._expert_token_counts()}
+        for number, count in enumerate(sorted(num_tokens, reverse=True)):
             runner.forward(number, prompt_step(count, *sizes, model_config.pooling))
             runner.sample()
         if runner.sampler is None:
@@ -171,6 +171,14 @@ class TritonDevice(DeviceBackend):
             for count in matmul.warm_up_rows(scheduler.max_num_seqs):
                 hidden = torch.zeros((count, model_config.hidden_size), dtype=dtype, device=self.device)
                 runner.model.compute_logits(hidden)
+
+    def _expert_token_counts(self) -> tuple[int, ...]:
+        """Numbers of tokens of steps that take the tiles of experts for more than a few rows."""
+        experts = [layer.experts for layer in self.resolved.model_config.layers if layer.experts is not None]
+        most = self.resolved.config.scheduler.max_num_batched_tokens
+        means = (triton_experts.MAX_FEW_ROWS, triton_experts.MAX_SOME_ROWS)
+        counts = {mean * each.num_experts // each.num_chosen + 1 for mean in means for each in experts}
+        return tuple(sorted((count for count in counts if count <= most), reverse=True))
 
     def warm_up_masks(self, runner: ModelRunner) -> None:
         """Compile the token masks of grammars: two greedy rows, one with logprobs, cover shards and complete rows."""

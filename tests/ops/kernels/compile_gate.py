@@ -21,14 +21,19 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.ops.kernels.triton import (
     attention,
     attention_kernels,
+    expert_kernels,
+    experts,
     matmul,
     matmul_kernels,
+    router_kernels,
     row_kernels,
     rows,
     sampling_kernels,
@@ -49,7 +54,8 @@ class Variant:
     """One specialisation. `types` as Triton writes them; `aligned`: arguments that 16 divides, which the launcher finds
     out for itself. `pipelined_bytes`: shared memory that the asked stages of operands take, 0 where nothing is staged.
     `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
-    `instruction`: what multiplies, if it is not MATRIX_INSTRUCTION. `stack_bytes`: what may lie on the stack.
+    `instruction`: what multiplies, if it is not MATRIX_INSTRUCTION. `stack_bytes`: what may lie on the stack. `chips`:
+    those that launch it, all if empty.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Variant:
     most_bytes: int = 0
     instruction: str = ""
     stack_bytes: int = 0
+    chips: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -222,6 +229,79 @@ CHIPS = {
     100: Chip("B200", (10, 0), 148, SHARED_BYTES[100]),
     120: Chip("RTX 5090", (12, 0), 170, SHARED_BYTES[120]),
 }
+_DEEPSEEK = ExpertsConfig(
+    *(256, 8, 2048, "sigmoid", True, 2.5, 8, 4), has_choice_bias=True, has_router_bias=True, shared_size=2048
+)
+_OF_EXPERTS = {
+    **dict.fromkeys(("slots", "counts", "own", "order", "tiles", "num_tiles", "is_own"), "*i32"),
+    **dict.fromkeys(("ids", "totals"), "*i64"),
+    **dict.fromkeys(("S", "N", "K", "H", "R"), "i32"),
+    "weights": "*fp32",
+    "limit": "fp32",
+}
+
+
+def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterator[Variant]:
+    """Of 128 experts, 8 chosen: all tiles of each chip, by TMA and by pointers. `is_short`: what the gate compiles."""
+    light = expert_kernels.LAUNCH | {"num_warps": 4}
+    sizes = {"CHOSEN": 8, "PADDED": True}
+    for kernel, constants in (
+        (expert_kernels.count_slots, sizes | {"BLOCK": expert_kernels.BLOCK}),
+        (expert_kernels.place_slots, sizes | {"OWN": 128, "OWN_PADDED": 128, "BM": 64, "BLOCK": expert_kernels.BLOCK}),
+        (expert_kernels.weighted_sum, sizes | {"ALL": False, "BH": 1024}),
+    ):
+        yield Variant(kernel.__name__, kernel, _of_experts(kernel, element), constants, light, ("H",))
+    options = ("num_warps", "num_stages", "enable_fp_fusion")
+    constants = experts.router_constants()
+    launch = {key: constants.pop(key) for key in options}
+    kernel = router_kernels.partial_logits
+    types = _of_experts(kernel, element) | {"T": "i32", "weight": "*fp32", "partials": "*fp32"}
+    yield Variant("partial_logits", kernel, types, constants, launch, ("R", "H"))
+    for config in (ExpertsConfig(128, 8, 768), *(() if is_short else (_DEEPSEEK,))):
+        constants = experts.choice_constants(config, config.num_experts, 8)
+        launch = {key: constants.pop(key) for key in options if key in constants}
+        kernel = router_kernels.choose
+        types = _of_experts(kernel, "fp32") | {"T": "i32", "scaling": "fp32", "min_sum": "fp32"}
+        types = {name: kind for name, kind in types.items() if "bias" not in name or config.has_choice_bias}
+        yield Variant(f"choose {config.num_experts}", kernel, types, constants, launch)
+    for chip in (90,) if is_short else (80, 90, 100, 120):
+        for num_slots in (256, 4096, 16384):
+            pair = experts.tiles_for(num_slots, 128, torch.bfloat16, divmod(chip, 10), SHARED_BYTES[chip])
+            if not is_short or pair[0].rows == 16:
+                yield from _grouped_variants(pair, chip, element, is_short=is_short)
+
+
+def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short: bool) -> Iterator[Variant]:
+    for by_tma in (True,) if is_short else (True, False) if chip >= 90 else (False,):
+        for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
+            is_gated = kernel is expert_kernels.gate_up
+            for flag in (is_gated,) if is_short else (False, True):
+                if by_tma and is_gated and not experts.gates_by_tma(flag, divmod(chip, 10)):
+                    continue
+                word = "" if not flag else "clamped " if is_gated else "gathers "
+                shape = f"{tile.rows}x{tile.columns}x{tile.inputs} stages {tile.num_stages}"
+                types = _of_experts(kernel, element)
+                if by_tma:
+                    types["weight"] = f"tensordesc<{element}[{tile.columns}, {tile.inputs}]>"
+                    if not is_gated and not flag:
+                        types["x"] = f"tensordesc<{element}[{tile.rows}, {tile.inputs}]>"
+                has_bias = is_gated and flag
+                if not has_bias:
+                    del types["bias"]
+                constants = experts.constants(8, tl.bfloat16, tile) | {"BIAS": has_bias, "BY_TMA": by_tma}
+                constants |= {"CLAMPED": flag} if is_gated else {"GATHERS": flag}
+                options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
+                yield Variant(
+                    f"{kernel.__name__} {word}{shape}{' tma' if by_tma else ''}",
+                    *(kernel, types, constants, options, ("N", "K"), True),
+                    instruction="mma.sync" if tile.rows < 64 else "",
+                    chips=(chip,),
+                )
+
+
+def _of_experts(kernel: Any, element: str) -> dict[str, str]:
+    names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+    return {name: _OF_EXPERTS.get(name, f"*{element}") for name in names}
 
 
 def matmul_variants(capability: int) -> Iterator[Variant]:
@@ -321,8 +401,8 @@ MATMULS_OF_THE_GATE = (
 )
 
 
-def main(capabilities: list[int]) -> None:
-    everything = list(variants())
+def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
+    """All that a chip launches; `is_short`: what the gate compiles of it."""
     first = (
         "add_rms_norm 4096",
         "attend llama-8b",
@@ -332,13 +412,19 @@ def main(capabilities: list[int]) -> None:
         *(each.name for each in draw_variants()),
         *(each.name for each in sum_variants()),
     )
-    examined = {}
-    for of in capabilities:
-        matmuls = list(matmul_variants(of))
-        short = [each for each in everything if each.name.startswith(first)]
-        short += [each for each in matmuls if each.name.startswith(MATMULS_OF_THE_GATE)]
-        for each in [*everything, *matmuls] if "--all" in sys.argv else short:
-            examined[f"{each.name} sm_{of}"] = examine(_on(each, of), of)
+    yield from (each for each in variants() if not is_short or each.name.startswith(first))
+    matmuls = matmul_variants(capability)
+    yield from (each for each in matmuls if not is_short or each.name.startswith(MATMULS_OF_THE_GATE))
+    of_experts = expert_variants(is_short=is_short)
+    yield from (each for each in of_experts if not each.chips or capability in each.chips)
+
+
+def main(capabilities: list[int]) -> None:
+    examined = {
+        f"{each.name} sm_{of}": examine(_on(each, of), of)
+        for of in capabilities
+        for each in variants_for(of, is_short="--all" not in sys.argv)
+    }
     report = {
         "triton": triton.__version__,
         "resources": {name: found and asdict(found) for name, (found, _) in examined.items()},

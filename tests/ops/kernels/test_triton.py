@@ -51,6 +51,31 @@ def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
         assert any(word in each for each in wrong), (word, wrong)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("part", ["experts"])
+def test_interpreted_kernels_of_parts_have_row_independent_bits(tmp_path: Path, part: str):
+    found = run_alone(f"triton_{part}_cases.py", "gate", cache=tmp_path, interpret=True)
+    assert len(found) >= 4
+    assert {name: error for name, error in found.items() if error} == {}
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", ["experts"])
+def test_all_interpreted_cases_of_parts(tmp_path: Path, part: str):
+    found = run_alone(f"triton_{part}_cases.py", cache=tmp_path, interpret=True)
+    assert len(found) >= 8
+    assert {name: error for name, error in found.items() if error} == {}
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1200)
+def test_interpreted_experts_generate_the_tokens_of_the_cpu(tmp_path: Path):
+    found = run_alone("triton_experts_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)
+    assert len(found) >= 18
+    assert [name for name, is_so in found.items() if not is_so] == []
+
+
 @pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_replayed_steps_have_the_bits_of_launched_steps(tmp_path: Path):
@@ -67,7 +92,7 @@ def test_interpreted_engine_generates_the_tokens_of_the_cpu(tmp_path: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", ["triton_cases.py", "triton_matmul_cases.py"])
+@pytest.mark.parametrize("script", ["triton_cases.py", "triton_matmul_cases.py", "triton_experts_cases.py"])
 def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str):
     found = run_alone(script, "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}

@@ -35,6 +35,7 @@ from spmd_worker.ops.kernels.triton import (
     rows,
     sampling,
     sampling_kernels,
+    tiles,
 )
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
@@ -281,7 +282,7 @@ def control_a_key_too_many_is_found() -> None:
     assert not step.attend([(0, 68, 69)], extra=1)[0].isfinite().all()
 
 
-SMALL = matmul.Tile(16, 16, 32, 4, 2)
+SMALL = tiles.Tile(16, 16, 32, 4, 2)
 
 
 def matmuls_are_right() -> None:
@@ -611,7 +612,7 @@ def main() -> None:
     torch.set_num_threads(1)
     attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
     sampling_kernels.PIECE, sampling_kernels.BLOCK = 16, 32
-    matmul.FLOAT32 = matmul.Tile(32, 16, 32, 4, 2)
+    matmul.FLOAT32 = tiles.Tile(32, 16, 32, 4, 2, False, False, False)
     print(json.dumps({case.__name__: run(case) for case in CASES}))
 
 

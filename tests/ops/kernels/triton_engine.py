@@ -17,7 +17,7 @@ import torch
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.ops.kernels.triton import attention_kernels, matmul
+from spmd_worker.ops.kernels.triton import attention_kernels, matmul, tiles
 from spmd_worker.ops.sampling import read_back
 
 CONFIG = {
@@ -87,7 +87,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
-    matmul.FLOAT32 = matmul.Tile(64, 64, 64, 4, 2)
+    matmul.FLOAT32 = tiles.Tile(64, 64, 64, 4, 2, False, False, False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -6,8 +6,9 @@ sums.
 
 from torch import Tensor
 
+from spmd_worker.ops.kernels.api import ExpertKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.kernels.triton import matmul, rows, sampling
+from spmd_worker.ops.kernels.triton import experts, matmul, rows, sampling
 
 
 class TritonKernels(ReferenceKernels):
@@ -19,6 +20,9 @@ class TritonKernels(ReferenceKernels):
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return matmul.gated_linear(x, weight, bias)
+
+    def expert_kernels(self) -> ExpertKernels:
+        return experts.TritonExperts(self.activate_and_mul)
 
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)

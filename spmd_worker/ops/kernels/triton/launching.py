@@ -5,6 +5,7 @@ tensors, one program after another; a few programs then test that several share 
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +25,15 @@ def num_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
 def capability(device: torch.device) -> tuple[int, int]:
     """CUDA compute capability of `device`; (0, 0) if kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on `device`; without a limit if kernels are interpreted."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
+    return int(properties.shared_memory_per_block_optin)
 
 
 def is_interpreted() -> bool:

@@ -1,0 +1,105 @@
+"""Weights of a rank's own experts of one layer, one behind the other in memory, for kernels that compute all at once.
+
+Each expert keeps its parameters, which are views of the stacked tensors: names, shapes, loading and updates in place do
+not change. Parameters may be given other memory (waking up, code of `apply_model`): after `forget` the next step moves
+them together again.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from spmd_worker.ops.kernels.api import ExpertStack
+
+_PARAMETERS: Final = (
+    ("gate_up_proj", "weight"),
+    ("gate_up_proj", "bias"),
+    ("down_proj", "weight"),
+    ("down_proj", "bias"),
+)
+
+
+class StackedExperts:
+    """Stacks the parameters of `experts`, which have a `gate_up_proj` and a `down_proj` and are the `own` ones,
+    ascending, of `num_experts`. Not a module: its tensors are those of the experts.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[nn.Module],
+        own: Sequence[int],
+        num_experts: int,
+        activation: str,
+        limit: float,
+        device: torch.device,
+    ) -> None:
+        self._experts, self._activation, self._limit = tuple(experts), activation, limit
+        is_own = [int(index in set(own)) for index in range(num_experts)]
+        self._ids = torch.tensor(own, dtype=torch.int32).to(device)
+        self.is_own: Tensor | None = None if all(is_own) else torch.tensor(is_own, dtype=torch.int32).to(device)
+        """int32 [E]; None if this rank has all experts."""
+        self._stack: ExpertStack | None = None
+
+    def allocate(self, device: torch.device) -> None:
+        """Give the parameters, built without memory, uninitialised memory side by side."""
+        for module, name in _PARAMETERS:
+            parameters = self._parameters(module, name)
+            if parameters:
+                shape = (len(parameters), *parameters[0].shape)
+                stacked = torch.empty(shape, dtype=parameters[0].dtype, device=device)
+                for expert, view in zip(self._experts, stacked, strict=True):
+                    setattr(expert.get_submodule(module), name, nn.Parameter(view, requires_grad=False))
+
+    def get(self) -> ExpertStack:
+        """The stack; where parameters do not lie side by side, they are moved first."""
+        if self._stack is None:
+            gate_up, gate_up_bias, down, down_bias = (self._stacked(*each) for each in _PARAMETERS)
+            none = torch.empty((0, 0, 0), device=self._ids.device)
+            has_bias = bool(self._experts) and self._experts[0].get_submodule("down_proj").rank_bias is not None
+            self._stack = ExpertStack(
+                ids=self._ids,
+                gate_up=none if gate_up is None else gate_up,
+                gate_up_bias=gate_up_bias,
+                down=none if down is None else down,
+                down_bias=down_bias if has_bias else None,
+                activation=self._activation,
+                limit=self._limit,
+            )
+        return self._stack
+
+    def forget(self) -> None:
+        """Hold no weights; the next `get` looks at their addresses."""
+        self._stack = None
+
+    def _parameters(self, module: str, name: str) -> list[nn.Parameter]:
+        found = [getattr(expert.get_submodule(module), name) for expert in self._experts]
+        return [each for each in found if each is not None]
+
+    def _stacked(self, module: str, name: str) -> Tensor | None:
+        """[N, ...] of the parameters' memory; None if there are none."""
+        parameters = self._parameters(module, name)
+        if not parameters:
+            return None
+        stacked = _joined([each.data for each in parameters])
+        if stacked is None:
+            # Not of inference mode, in which a step runs: updates write to parameters outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                stacked = torch.stack([each.data for each in parameters])
+                for parameter, view in zip(parameters, stacked, strict=True):
+                    parameter.data = view
+        return stacked
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """[N, ...] over the memory of N tensors that lie one behind the other in one storage; None if they do not."""
+    first = tensors[0]
+    start, size = first.data_ptr(), first.numel() * first.itemsize
+    is_inside = first.storage_offset() * first.itemsize + len(tensors) * size <= first.untyped_storage().nbytes()
+    is_joined = all(
+        each.is_contiguous() and each.data_ptr() == start + index * size for index, each in enumerate(tensors)
+    )
+    if not is_inside or not is_joined:
+        return None
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))

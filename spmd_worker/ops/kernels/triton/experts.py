@@ -1,0 +1,278 @@
+"""Launches of router_kernels.py and expert_kernels.py: tiles by the mean number of an expert's rows.
+
+Shapes and launches follow from the number of tokens alone, so a CUDA graph replays them for any routing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spmd_worker.model_config.layer_config import ExpertsConfig
+from spmd_worker.ops.kernels.api import ExpertStack
+from spmd_worker.ops.kernels.triton import expert_kernels, router_kernels
+from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
+from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two, shared_bytes
+from spmd_worker.ops.kernels.triton.tiles import Tile
+
+Tiles = tuple[Tile, Tile]
+"""Tiles of the gate and up GEMM and of the others, with one number of rows."""
+
+FEW_ROWS: Tiles = Tile(16, 128, 64, 4, 4), Tile(16, 128, 128, 4, 4)
+SOME_ROWS: Tiles = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)
+MANY_ROWS: Tiles = Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4)
+MANY_ROWS_SM_80: Tiles = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 4)
+FLOAT32: Tiles = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
+"""Plain FMA: see `matmul.FLOAT32`."""
+ROUTER = Tile(32, 64, 32, 4, 3)
+"""Float32."""
+MIN_SUM = 1e-20
+MAX_FEW_ROWS, MAX_SOME_ROWS = 16, 96
+"""Maximum mean number of rows of an expert with these tiles."""
+_WITH_WGMMA = (9, 10)
+"""Major capabilities of chips with matrix instructions of 64 rows and more."""
+_LAST_WITHOUT_SPILLS = (9, 0)
+_LIGHT = expert_kernels.LAUNCH | {"num_warps": 4}
+_ONE_WARP = 256
+_SUM_COLUMNS = 1024
+_GROUP_ROWS = 256
+
+
+def tiles_for(num_slots: int, num_experts: int, dtype: torch.dtype, chip: tuple[int, int], room_bytes: int) -> Tiles:
+    """The tiles for `num_slots` chosen experts out of `num_experts`, with as many stages as fit into `room_bytes` of
+    shared memory; bits do not depend on them.
+    """
+    if dtype == torch.float32:
+        return FLOAT32
+    pair = MANY_ROWS if chip[0] in _WITH_WGMMA else MANY_ROWS_SM_80
+    if num_slots <= MAX_FEW_ROWS * num_experts:
+        pair = FEW_ROWS
+    elif num_slots <= MAX_SOME_ROWS * num_experts:
+        pair = SOME_ROWS
+    gate_tile, tile = pair
+    return _fitted(gate_tile, 2, dtype.itemsize, room_bytes), _fitted(tile, 1, dtype.itemsize, room_bytes)
+
+
+def gates_by_tma(is_clamped: bool, chip: tuple[int, int]) -> bool:
+    """Whether a chip with TMA reads gate and up weights by it: clamped gates spill registers on chips after sm_90."""
+    return not is_clamped or chip <= _LAST_WITHOUT_SPILLS
+
+
+def _fitted(tile: Tile, halves: int, itemsize: int, room_bytes: int) -> Tile:
+    """The tile with fewer stages, if all do not fit. A stage has `halves` tiles of weights."""
+    stage_bytes = itemsize * tile.inputs * (tile.rows + halves * tile.columns)
+    return replace(tile, num_stages=max(1, min(tile.num_stages, room_bytes // stage_bytes)))
+
+
+def most_tiles(num_slots: int, num_own: int, num_rows: int) -> int:
+    """Maximum number of row tiles of any routing: full ones, and for each expert one that is not full."""
+    return num_slots // num_rows + min(num_own, num_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A step's slots by expert: see expert_kernels.py."""
+
+    num_slots: int
+    num_chosen: int
+    order: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+
+
+class TritonExperts:
+    """Implements `kernels.api.ExpertKernels`. `activate_and_mul` is called for gates other than silu."""
+
+    def __init__(self, activate_and_mul: Callable[[Tensor, str], Tensor]) -> None:
+        self._activate_and_mul = activate_and_mul
+
+    def route(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, num_rows = x.contiguous(), len(weight)
+        num_tokens, hidden_size = x.shape
+        num_pieces = -(-hidden_size // router_kernels.PIECE)
+        ids = torch.empty((num_tokens, experts.num_chosen), dtype=torch.int64, device=x.device)
+        weights, gates = (x.new_empty((num_tokens, each), dtype=torch.float32) for each in (experts.num_chosen, 1))
+        if num_tokens:
+            partials = x.new_empty((num_pieces, num_tokens, num_rows), dtype=torch.float32)
+            grid = (-(-num_tokens // ROUTER.rows), -(-num_rows // ROUTER.columns), num_pieces)
+            router_kernels.partial_logits[grid](
+                *(x, weight, partials, num_tokens, num_rows, hidden_size), **router_constants()
+            )
+            router_kernels.choose[(num_tokens,)](
+                *(partials, bias, choice_bias, ids, weights, gates, num_tokens),
+                *(float(experts.scaling), MIN_SUM if experts.score == "sigmoid" else 0.0),
+                **choice_constants(experts, num_rows, num_pieces),
+            )
+        return ids, weights, gates if num_rows > experts.num_experts else None
+
+    def outputs(
+        self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool
+    ) -> Tensor:
+        x, ids = x.contiguous(), ids.contiguous()
+        results = (x.new_zeros if others_are_zero else x.new_empty)((ids.numel(), x.shape[1]))
+        if not ids.numel():
+            return results
+        gate_tile, tile = tiles_for(ids.numel(), len(totals), x.dtype, capability(x.device), shared_bytes(x.device))
+        assert gate_tile.rows == tile.rows, "row tiles are placed once"
+        counts = _count(ids, slots, totals)
+        num_own, width, _ = stack.gate_up.shape
+        if not num_own:
+            return results
+        placed = _place(ids, slots, counts, stack.ids, tile.rows)
+        if stack.limit > 0 or stack.activation == "silu":
+            gated = x.new_empty((ids.numel(), width // 2))
+            _gate_up(x, stack, placed, gated, gate_tile)
+        else:
+            columns = x.new_empty((ids.numel(), width))
+            _linear(x, stack.gate_up, stack.gate_up_bias, placed, columns, tile, gathers=True)
+            gated = self._activate_and_mul(columns, stack.activation).contiguous()
+        _linear(gated, stack.down, stack.down_bias, placed, results, tile, gathers=False)
+        return results
+
+    def weighted_sum(
+        self, results: Tensor, ids: Tensor, weights: Tensor, slots: Tensor | None, is_own: Tensor | None
+    ) -> Tensor:
+        (num_tokens, num_chosen), width = ids.shape, results.shape[1]
+        out = results.new_empty((num_tokens, width))
+        if out.numel():
+            columns = min(_SUM_COLUMNS, power_of_two(width))
+            expert_kernels.weighted_sum[(num_tokens, -(-width // columns))](
+                *(results, ids.contiguous(), weights.contiguous(), slots, is_own, out, width),
+                CHOSEN=num_chosen,
+                PADDED=slots is not None,
+                ALL=is_own is None,
+                BH=columns,
+                **_LIGHT,
+            )
+        return out
+
+
+def _count(ids: Tensor, slots: Tensor | None, totals: Tensor) -> Tensor:
+    """int32 [E]: slots of each expert, which are added to `totals`."""
+    counts = torch.empty(len(totals), dtype=torch.int32, device=ids.device)
+    expert_kernels.count_slots[(len(totals),)](
+        *(ids, slots, counts, totals, ids.numel()),
+        CHOSEN=ids.shape[1],
+        PADDED=slots is not None,
+        BLOCK=expert_kernels.BLOCK,
+        **_LIGHT,
+    )
+    return counts
+
+
+def _place(ids: Tensor, slots: Tensor | None, counts: Tensor, own: Tensor, num_rows: int) -> _Placed:
+    """Places of the slots that chose the experts `own`, int32 [N], in tiles of `num_rows`."""
+    num_slots = ids.numel()
+    # One tensor each: kernels are compiled anew for pointers that are not aligned.
+    order, tiles, num_tiles = (
+        torch.empty(size, dtype=torch.int32, device=ids.device)
+        for size in (num_slots, 3 * most_tiles(num_slots, len(own), num_rows), 1)
+    )
+    expert_kernels.place_slots[(len(own),)](
+        *(ids, slots, counts, own, order, tiles, num_tiles, num_slots),
+        OWN=len(own),
+        OWN_PADDED=power_of_two(len(own)),
+        CHOSEN=ids.shape[1],
+        PADDED=slots is not None,
+        BM=num_rows,
+        BLOCK=expert_kernels.BLOCK,
+        **_LIGHT,
+    )
+    return _Placed(num_slots, ids.shape[1], order, tiles, num_tiles)
+
+
+def _gate_up(x: Tensor, stack: ExpertStack, placed: _Placed, out: Tensor, tile: Tile) -> None:
+    """x [T, H] -> `out` [S, I]: see `expert_kernels.gate_up`."""
+    is_clamped = stack.limit > 0
+    num_own, width, hidden_size = stack.gate_up.shape
+    # A clamped expert's gate and up of one output are one row.
+    rows = stack.gate_up.view(num_own * width // 2, 2 * hidden_size) if is_clamped else stack.gate_up.flatten(0, 1)
+    by_tma = can_describe(rows) and gates_by_tma(is_clamped, capability(x.device))
+    expert_kernels.gate_up[_grid(placed, num_own, out, tile)](
+        *(x, _source(rows, tile, by_tma), stack.gate_up_bias, out),
+        *(placed.order, placed.tiles, placed.num_tiles, width // 2, hidden_size, float(stack.limit)),
+        CLAMPED=is_clamped,
+        BIAS=stack.gate_up_bias is not None,
+        BY_TMA=by_tma,
+        **constants(placed.num_chosen, ELEMENTS[x.dtype], tile),
+    )
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, placed: _Placed, out: Tensor, tile: Tile, *, gathers: bool
+) -> None:
+    """One launch of `expert_kernels.expert_linear`; `weight` [own, N, K]."""
+    rows = weight.flatten(0, 1)
+    by_tma = can_describe(rows) and (gathers or can_describe(x))
+    source = describe(x, tile.rows, tile.inputs) if by_tma and not gathers else x
+    expert_kernels.expert_linear[_grid(placed, len(weight), out, tile)](
+        *(source, _source(rows, tile, by_tma), bias, out),
+        *(placed.order, placed.tiles, placed.num_tiles, weight.shape[1], weight.shape[2]),
+        GATHERS=gathers,
+        BIAS=bias is not None,
+        BY_TMA=by_tma,
+        **constants(placed.num_chosen, ELEMENTS[x.dtype], tile),
+    )
+
+
+def _source(rows: Tensor, tile: Tile, by_tma: bool) -> Tensor | TensorDescriptor:
+    return describe(rows, tile.columns, tile.inputs) if by_tma else rows
+
+
+def _grid(placed: _Placed, num_own: int, out: Tensor, tile: Tile) -> tuple[int]:
+    num_tiles = most_tiles(placed.num_slots, num_own, tile.rows) * -(-out.shape[1] // tile.columns)
+    return (min(num_tiles, num_programs(out.device)),)
+
+
+def router_constants() -> dict[str, Any]:
+    """Constexprs and launch options of `router_kernels.partial_logits`."""
+    return {
+        "BM": ROUTER.rows,
+        "BN": ROUTER.columns,
+        "BK": ROUTER.inputs,
+        "PIECE": router_kernels.PIECE,
+        "num_warps": ROUTER.num_warps,
+        "num_stages": ROUTER.num_stages,
+        **router_kernels.LAUNCH,
+    }
+
+
+def choice_constants(experts: ExpertsConfig, num_rows: int, num_pieces: int) -> dict[str, Any]:
+    """Constexprs and launch options of `router_kernels.choose`."""
+    return {
+        "E": experts.num_experts,
+        "EP": power_of_two(experts.num_experts),
+        "R": num_rows,
+        "PIECES": num_pieces,
+        "CHOSEN": experts.num_chosen,
+        "SCORE": experts.score,
+        "RENORMALISES": experts.renormalises,
+        "BIAS": experts.has_router_bias,
+        "CHOICE_BIAS": experts.has_choice_bias,
+        "GROUPS": experts.num_groups,
+        "GROUPS_PADDED": power_of_two(experts.num_groups),
+        "CHOSEN_GROUPS": experts.num_chosen_groups,
+        "num_warps": 1 if experts.num_experts <= _ONE_WARP else 4,
+        **router_kernels.LAUNCH,
+    }
+
+
+def constants(num_chosen: int, element: tl.dtype, tile: Tile) -> dict[str, Any]:
+    """Constexprs and launch options of the grouped GEMMs."""
+    return {
+        "CHOSEN": num_chosen,
+        "ELEMENT": element,
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.inputs,
+        "GROUP": max(1, _GROUP_ROWS // tile.rows),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **expert_kernels.LAUNCH,
+    }
