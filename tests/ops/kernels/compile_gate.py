@@ -252,11 +252,13 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
     ):
         yield Variant(kernel.__name__, kernel, _of_experts(kernel, element), constants, light, ("H",))
     options = ("num_warps", "num_stages", "enable_fp_fusion")
-    constants = experts.router_constants()
-    launch = {key: constants.pop(key) for key in options}
-    kernel = router_kernels.partial_logits
-    types = _of_experts(kernel, element) | {"T": "i32", "weight": "*fp32", "partials": "*fp32"}
-    yield Variant("partial_logits", kernel, types, constants, launch, ("R", "H"))
+    for num_tokens, num_rows in ((256, 128),) if is_short else ((256, 128), (2048, 128), (256, 32)):
+        tile = experts.router_tile(num_tokens, num_rows)
+        constants = experts.router_constants(tile)
+        launch = {key: constants.pop(key) for key in options}
+        kernel = router_kernels.partial_logits
+        types = _of_experts(kernel, element) | {"T": "i32", "weight": "*fp32", "partials": "*fp32"}
+        yield Variant(f"partial_logits {tile.rows}x{tile.columns}", kernel, types, constants, launch, ("R", "H"))
     for config in (ExpertsConfig(128, 8, 768), *(() if is_short else (_DEEPSEEK,))):
         constants = experts.choice_constants(config, config.num_experts, 8)
         launch = {key: constants.pop(key) for key in options if key in constants}

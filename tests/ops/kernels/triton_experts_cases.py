@@ -259,6 +259,8 @@ def routers_choose_what_the_reference_chooses() -> None:
             assert torch.allclose(weights, values, rtol=1e-5, atol=1e-6), config
             for rows in (slice(0, 1), slice(20, 37)):
                 assert torch.equal(layer.gate(x[rows])[1], weights[rows])
+            with mock.patch.object(experts, "router_tile", return_value=Tile(32, 16, 16, 4, 2)):
+                assert torch.equal(layer.gate(x)[1], weights), "tiles"
 
 
 def routers_choose_the_lower_of_equals_and_report_nan() -> None:
@@ -344,7 +346,8 @@ def main() -> None:
         # numpy adds a step along K in its own order.
         matmul.tile_for = lambda *sizes, is_gated: Tile(32, 16, 16, 4, 2, False, False, False)
         experts.FLOAT32 = experts.FEW_ROWS = experts.SOME_ROWS = TILES
-        expert_kernels.BLOCK, router_kernels.PIECE, experts.ROUTER = 32, 16, Tile(16, 16, 16, 4, 2)
+        expert_kernels.BLOCK, router_kernels.PIECE = 32, 16
+        experts.ROUTER = experts.ROUTER_MANY_ROWS = Tile(16, 16, 16, 4, 2)
     with torch.inference_mode():
         chosen = GATE if "gate" in sys.argv else (*GATE, *OTHERS)
         print(json.dumps({case.__name__: run(case) for case in chosen}))

@@ -28,8 +28,10 @@ MANY_ROWS: Tiles = Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4)
 MANY_ROWS_SM_80: Tiles = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 4)
 FLOAT32: Tiles = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
 """Plain FMA: see `matmul.FLOAT32`."""
-ROUTER = Tile(32, 64, 32, 4, 3)
-"""Float32."""
+ROUTER, ROUTER_MANY_ROWS = Tile(32, 64, 32, 4, 3), Tile(32, 128, 32, 4, 3)
+"""Plain FMA, with fewer columns if the router has fewer."""
+ROUTER_FEW_TOKENS = 512
+"""Maximum tokens of a step with the first of these tiles."""
 MIN_SUM = 1e-20
 MAX_FEW_ROWS, MAX_SOME_ROWS = 16, 96
 """Maximum mean number of rows of an expert with these tiles."""
@@ -100,9 +102,10 @@ class TritonExperts:
         weights, gates = (x.new_empty((num_tokens, each), dtype=torch.float32) for each in (experts.num_chosen, 1))
         if num_tokens:
             partials = x.new_empty((num_pieces, num_tokens, num_rows), dtype=torch.float32)
-            grid = (-(-num_tokens // ROUTER.rows), -(-num_rows // ROUTER.columns), num_pieces)
+            tile = router_tile(num_tokens, num_rows)
+            grid = (-(-num_tokens // tile.rows), -(-num_rows // tile.columns), num_pieces)
             router_kernels.partial_logits[grid](
-                *(x, weight, partials, num_tokens, num_rows, hidden_size), **router_constants()
+                *(x, weight, partials, num_tokens, num_rows, hidden_size), **router_constants(tile)
             )
             router_kernels.choose[(num_tokens,)](
                 *(partials, bias, choice_bias, ids, weights, gates, num_tokens),
@@ -230,15 +233,21 @@ def _grid(placed: _Placed, num_own: int, out: Tensor, tile: Tile) -> tuple[int]:
     return (min(num_tiles, num_programs(out.device)),)
 
 
-def router_constants() -> dict[str, Any]:
+def router_tile(num_tokens: int, num_rows: int) -> Tile:
+    """The tile of a router of `num_rows` outputs; bits do not depend on it."""
+    tile = ROUTER if num_tokens <= ROUTER_FEW_TOKENS else ROUTER_MANY_ROWS
+    return replace(tile, columns=max(16, min(tile.columns, power_of_two(num_rows))))
+
+
+def router_constants(tile: Tile) -> dict[str, Any]:
     """Constexprs and launch options of `router_kernels.partial_logits`."""
     return {
-        "BM": ROUTER.rows,
-        "BN": ROUTER.columns,
-        "BK": ROUTER.inputs,
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.inputs,
         "PIECE": router_kernels.PIECE,
-        "num_warps": ROUTER.num_warps,
-        "num_stages": ROUTER.num_stages,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
         **router_kernels.LAUNCH,
     }
 
