@@ -98,15 +98,36 @@ def model_shapes(path: Path, num_ranks: int) -> set[Shape]:
     return shapes
 
 
+def fastest(times: dict[int, dict[Tile, float]]) -> Tile | None:
+    """The tile with the least time relative to the fastest, summed over numbers of rows, of those timed with each; None
+    if there is none. With fewer rows than a tile has, it was timed with x by pointer.
+    """
+    tried = dict.fromkeys(tile for each in times.values() for tile in each)
+    tried |= dict.fromkeys(replace(tile, x_by_tma=True) for tile in tried if tile.rows > _FEWEST_ROWS)
+    scores = {}
+    for tile in tried:
+        found = [each.get(as_launched(tile, num_rows)) for num_rows, each in times.items()]
+        if None not in found:
+            scores[tile] = sum(us / min(each.values()) for us, each in zip(found, times.values(), strict=True))
+    return min(scores, key=scores.__getitem__, default=None)
+
+
+_FEWEST_ROWS = 16
+
+
+def as_launched(tile: Tile, num_rows: int) -> Tile:
+    """`tile` with the way that x goes: by pointer if there are fewer rows than it has."""
+    return replace(tile, x_by_tma=False) if num_rows < tile.rows else tile
+
+
 def candidates(shape: Shape, num_rows: int, chip: Chip) -> list[Tile]:
     """Tiles worth timing, in the order of their estimated time."""
     searched = [*_searched(shape.is_gated), *tiles.family(chip, is_gated=shape.is_gated)]
     if chip.capability < (9, 0):
         searched = [tile for tile in searched if not (tile.x_by_tma or tile.weight_by_tma or tile.out_by_tma)]
     fitting = [tile for tile in dict.fromkeys(searched) if tiles.fits(tile, chip, is_gated=shape.is_gated)]
-    # Fewer rows than a tile has go by pointer, whatever it says.
-    launched = [replace(tile, x_by_tma=False) if num_rows < tile.rows else tile for tile in fitting]
-    useful = [tile for tile in dict.fromkeys(launched) if _is_useful(tile, shape, num_rows)]
+    launched = dict.fromkeys(as_launched(tile, num_rows) for tile in fitting)
+    useful = [tile for tile in launched if _is_useful(tile, shape, num_rows)]
     sizes = (num_rows, shape.outputs, shape.inputs, chip)
     useful.sort(key=lambda tile: tiles.estimated_clocks(tile, *sizes, is_gated=shape.is_gated))
     chosen, num_alike = [], defaultdict(int)
@@ -204,16 +225,11 @@ class Sweep:
             if rows[-1] > len(x):
                 entry.append(entry[-1])
                 continue
-            scores: dict[Tile, float] = defaultdict(float)
-            for num_rows in rows:
-                times = self._times(shape, x[:num_rows], whole, expected[:num_rows])
-                for tile, us in times.items():
-                    scores[tile] += us / min(times.values())
-                for tile in set(scores) - set(times):
-                    scores[tile] += 2.0
-            if not scores:
+            times = {num_rows: self._times(shape, x[:num_rows], whole, expected[:num_rows]) for num_rows in rows}
+            best = fastest(times)
+            if best is None:
                 return None
-            entry.append(min(scores, key=scores.__getitem__))
+            entry.append(best)
         return tuple(entry)
 
     def _warm_up(self) -> None:
