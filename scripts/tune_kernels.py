@@ -98,22 +98,43 @@ def model_shapes(path: Path, num_ranks: int) -> set[Shape]:
     return shapes
 
 
+def fastest(times: dict[int, dict[Tile, float]]) -> Tile | None:
+    """The tile with the least time relative to the fastest, summed over numbers of rows, of those timed with each; None
+    if there is none. With fewer rows than a tile has, it was timed with x by pointer.
+    """
+    tried = dict.fromkeys(tile for each in times.values() for tile in each)
+    tried |= dict.fromkeys(replace(tile, x_by_tma=True) for tile in tried if tile.rows > _FEWEST_ROWS)
+    scores = {}
+    for tile in tried:
+        found = [each.get(as_launched(tile, num_rows)) for num_rows, each in times.items()]
+        if None not in found:
+            scores[tile] = sum(us / min(each.values()) for us, each in zip(found, times.values(), strict=True))
+    return min(scores, key=scores.__getitem__, default=None)
+
+
+_FEWEST_ROWS = 16
+
+
+def as_launched(tile: Tile, num_rows: int) -> Tile:
+    """`tile` with the way that x goes: by pointer if there are fewer rows than it has."""
+    return replace(tile, x_by_tma=False) if num_rows < tile.rows else tile
+
+
 def candidates(shape: Shape, num_rows: int, chip: Chip) -> list[Tile]:
     """Tiles worth timing, in the order of their estimated time."""
     searched = [*_searched(shape.is_gated), *tiles.family(chip, is_gated=shape.is_gated)]
     if chip.capability < (9, 0):
         searched = [tile for tile in searched if not (tile.x_by_tma or tile.weight_by_tma or tile.out_by_tma)]
     fitting = [tile for tile in dict.fromkeys(searched) if tiles.fits(tile, chip, is_gated=shape.is_gated)]
-    # Fewer rows than a tile has go by pointer, whatever it says.
-    launched = [replace(tile, x_by_tma=False) if num_rows < tile.rows else tile for tile in fitting]
-    useful = [tile for tile in dict.fromkeys(launched) if _is_useful(tile, shape, num_rows)]
+    launched = dict.fromkeys(as_launched(tile, num_rows) for tile in fitting)
+    useful = [tile for tile in launched if _is_useful(tile, shape, num_rows)]
     sizes = (num_rows, shape.outputs, shape.inputs, chip)
     useful.sort(key=lambda tile: tiles.estimated_clocks(tile, *sizes, is_gated=shape.is_gated))
     chosen, num_alike = [], defaultdict(int)
     for tile in useful:
         # Ways of one tile are estimated alike: they must not crowd out the next shape.
-        num_alike[tile.rows, tile.columns] += 1
-        if num_alike[tile.rows, tile.columns] <= _MOST_ALIKE:
+        num_alike[tile.rows, tile.width] += 1
+        if num_alike[tile.rows, tile.width] <= _MOST_ALIKE:
             chosen.append(tile)
     return chosen[:NUM_CANDIDATES]
 
@@ -123,8 +144,8 @@ _MOST_ALIKE = 4
 
 def _is_useful(tile: Tile, shape: Shape, num_rows: int) -> bool:
     """Not mostly padding, unless a row tile is wide enough to be bound by its columns."""
-    is_padded = tile.rows >= 2 * max(num_rows, 16) and (1 + shape.is_gated) * tile.columns < 256
-    is_wide = tile.columns > max(shape.outputs, 16)
+    is_padded = tile.rows >= 2 * max(num_rows, 16) and (1 + shape.is_gated) * tile.width < 256
+    is_wide = tile.width > max(shape.outputs, 16)
     return not (is_padded or is_wide or tile.rows > 8 * num_rows or (num_rows > 256 and tile.rows < 64))
 
 
@@ -154,23 +175,34 @@ def _searched(is_gated: bool) -> Iterable[Tile]:
     for sizes in some:
         yield Tile(*sizes)
         yield Tile(*sizes, x_by_tma=False)
+    by_pointers = {"out_by_tma": False}
     if is_gated:
         yield from (Tile(64, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 128, 8, 4), Tile(128, 64, 64, 8, 5))
-        yield from (Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4, out_by_tma=False), Tile(128, 64, 128, 8, 3))
-        yield Tile(128, 128, 64, 8, 3, is_specialized=True)
-        yield Tile(128, 64, 64, 8, 4, is_specialized=True)
+        yield from (Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4, **by_pointers), Tile(128, 64, 128, 8, 3))
+        yield from (Tile(32, 128, 64, 4, 5), Tile(16, 128, 64, 4, 6, False), Tile(64, 128, 64, 4, 5, **by_pointers))
+        yield from (Tile(64, 64, 64, 4, 4, per_multiprocessor=2), Tile(64, 128, 64, 4, 2, per_multiprocessor=2))
+        yield Tile(128, 64, 64, 8, 3, **by_pointers, per_multiprocessor=2)
+        yield Tile(128, 128, 64, 8, 4, **by_pointers, is_specialized=True)
         return
     yield from (
         Tile(16, 32, 256, 4, 4, x_by_tma=False, per_multiprocessor=2),
         Tile(16, 64, 128, 4, 4, False, per_multiprocessor=2),
     )
+    # A whole number of row tiles' columns for 132 multiprocessors: 48, 96, 192.
+    yield from (Tile(16, 32, 256, 4, 5, False, rest_columns=16), Tile(32, 32, 256, 4, 4, rest_columns=16))
+    yield from (Tile(64, 32, 128, 4, 7, rest_columns=16), Tile(64, 32, 256, 4, 3, rest_columns=16))
+    yield from (Tile(64, 64, 128, 4, 5, rest_columns=32), Tile(64, 64, 64, 4, 8, rest_columns=32))
+    yield from (Tile(128, 32, 64, 8, 8, rest_columns=16), Tile(128, 64, 64, 8, 7, rest_columns=32))
+    yield from (Tile(64, 128, 64, 4, 5, rest_columns=64), Tile(128, 128, 64, 8, 4, rest_columns=64))
+    yield from (Tile(128, 128, 64, 8, 5, **by_pointers, rest_columns=64), Tile(128, 64, 128, 8, 3, rest_columns=32))
     yield from (Tile(64, 32, 128, 4, 4, per_multiprocessor=2), Tile(64, 64, 64, 4, 5, per_multiprocessor=2))
     yield from (Tile(64, 128, 64, 4, 5), Tile(64, 128, 64, 4, 7), Tile(64, 128, 64, 4, 3, per_multiprocessor=2))
     yield from (Tile(128, 64, 64, 4, 6), Tile(128, 64, 128, 4, 4), Tile(128, 64, 128, 8, 4), Tile(128, 64, 64, 8, 7))
-    yield from (Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 6), Tile(128, 128, 128, 8, 3), Tile(128, 128, 64, 4, 5))
-    yield from (Tile(64, 256, 64, 8, 4), Tile(128, 128, 64, 8, 4, is_specialized=True), Tile(256, 128, 64, 8, 3))
-    yield from (Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4, out_by_tma=False))
-    yield from (Tile(128, 256, 64, 8, 3, is_specialized=True), Tile(256, 128, 64, 8, 3, is_specialized=True))
+    yield from (Tile(128, 128, 64, 8, 6), Tile(128, 128, 64, 4, 5), Tile(128, 128, 64, 8, 4), Tile(64, 256, 64, 8, 4))
+    yield from (Tile(128, 128, 64, 8, 3, **by_pointers, per_multiprocessor=2), Tile(256, 128, 64, 8, 3))
+    yield from (Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4, **by_pointers))
+    yield Tile(128, 256, 64, 8, 3, is_specialized=True)
+    yield Tile(128, 256, 64, 8, 4, **by_pointers, is_specialized=True)
 
 
 class Sweep:
@@ -204,16 +236,11 @@ class Sweep:
             if rows[-1] > len(x):
                 entry.append(entry[-1])
                 continue
-            scores: dict[Tile, float] = defaultdict(float)
-            for num_rows in rows:
-                times = self._times(shape, x[:num_rows], whole, expected[:num_rows])
-                for tile, us in times.items():
-                    scores[tile] += us / min(times.values())
-                for tile in set(scores) - set(times):
-                    scores[tile] += 2.0
-            if not scores:
+            times = {num_rows: self._times(shape, x[:num_rows], whole, expected[:num_rows]) for num_rows in rows}
+            best = fastest(times)
+            if best is None:
                 return None
-            entry.append(min(scores, key=scores.__getitem__))
+            entry.append(best)
         return tuple(entry)
 
     def _warm_up(self) -> None:
@@ -309,7 +336,8 @@ def _short(tile: Tile) -> str:
     """Sizes, warps, stages, and letters of ways: t for TMA, p for pointers."""
     ways = "".join("pt"[each] for each in (tile.x_by_tma, tile.weight_by_tma, tile.out_by_tma))
     extra = "s" * tile.is_specialized + (f"x{tile.per_multiprocessor}" if tile.per_multiprocessor > 1 else "")
-    return f"{tile.rows}x{tile.columns}x{tile.inputs}/{tile.num_warps}/{tile.num_stages}{ways}{extra}"
+    columns = f"{tile.columns}+{tile.rest_columns}" if tile.rest_columns else tile.columns
+    return f"{tile.rows}x{columns}x{tile.inputs}/{tile.num_warps}/{tile.num_stages}{ways}{extra}"
 
 
 Job = tuple[bool, Tile, bool, bool]
@@ -351,7 +379,7 @@ def _compile(job: Job) -> str:
     """Launch a small matmul with the kernel; returns what went wrong."""
     is_gated, tile, is_even, is_full = job
     inputs = 2 * tile.inputs if is_even else 2 * tile.inputs + 16
-    outputs = max(tile.columns, 16)
+    outputs = 2 * tile.width
     x = torch.zeros(tile.rows if is_full else tile.rows - 8, inputs, dtype=torch.bfloat16, device="cuda")
     weight = torch.zeros((2 if is_gated else 1) * outputs, inputs, dtype=torch.bfloat16, device="cuda")
     try:

@@ -94,3 +94,15 @@ def test_interpreted_sweep_ends_with_its_result(tmp_path: Path):
     assert set(found["shapes"]) == {"24x32", "gated:24x32"}
     assert found["table"] is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fastest_tile_is_fast_with_all_rows(tune):
+    few, many = tune.Tile(16, 16, 16, 4, 2, x_by_tma=False), tune.Tile(32, 16, 16, 4, 2)
+    by_pointer = tune.as_launched(many, 8)
+    assert by_pointer == tune.Tile(32, 16, 16, 4, 2, x_by_tma=False)
+    assert tune.as_launched(many, 32) == many
+    assert tune.fastest({8: {few: 1.0, by_pointer: 3.0}, 32: {few: 2.0, many: 1.9}}) == few
+    # With 8 rows by pointer, with 32 by TMA: one tile.
+    assert tune.fastest({8: {few: 1.0, by_pointer: 1.1}, 32: {few: 2.0, many: 1.0}}) == many
+    # What was not reached with each is not taken.
+    assert tune.fastest({8: {few: 1.0}, 32: {many: 1.0}}) is None

@@ -338,19 +338,25 @@ def matmul_variant(
     types = {name: kind for name, kind in _typed(kernel, element).items() if "bias" not in name}
     boxes = {"x": (tile.rows, tile.inputs), "out": (tile.rows, tile.columns)}
     boxes |= dict.fromkeys(("weight", "up_weight") if is_gated else ("weight",), (tile.columns, tile.inputs))
-    by_tma = dict(zip(("x", "weight", "up_weight", "out"), (way[0], way[1], way[1], way[2]), strict=True))
+    if tile.rest_columns:
+        boxes |= {"rest_weight": (tile.rest_columns, tile.inputs), "rest_out": (tile.rows, tile.rest_columns)}
+    else:
+        types = {name: kind for name, kind in types.items() if not name.startswith("rest_")}
+    by_tma = {"x": way[0], "out": way[2], "rest_out": way[2]}
+    by_tma |= dict.fromkeys(("weight", "up_weight", "rest_weight"), way[1])
     for name, box in boxes.items():
         if by_tma[name]:
             types[name] = f"tensordesc<{element}[{box[0]}, {box[1]}]>"
     dtype = torch.float32 if element == "fp32" else torch.bfloat16
-    constants = dict(matmul.constants(tile, dtype, False, True, *way))
+    constants = dict(matmul.constants(tile, dtype, is_gated, False, True, *way))
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", *matmul_kernels.LAUNCH)}
     itemsize = 4 if element == "fp32" else 2
     letters = "".join("t" if each else "p" for each in way)
-    name = f"{kernel.__name__} {tile.rows}x{tile.columns}x{tile.inputs} {tile.num_warps} {tile.num_stages} {letters}"
+    columns = f"{tile.columns}{f'+{tile.rest_columns}' if tile.rest_columns else ''}"
+    name = f"{kernel.__name__} {tile.rows}x{columns}x{tile.inputs} {tile.num_warps} {tile.num_stages} {letters}"
     name += f"{' specialized' * tile.is_specialized}{' fp32' * (element == 'fp32')}"
     aligned = ("N", "K", "stride_x", "stride_weight", "stride_out")
-    staged = itemsize * tile.inputs * tile.num_stages * (tile.rows + (1 + is_gated) * tile.columns)
+    staged = itemsize * tile.inputs * tile.num_stages * (tile.rows + (1 + is_gated) * tile.width)
     has_few_rows = tile.rows < 64 and MATRIX_INSTRUCTION[capability] != "mma.sync"
     most = matmul.shared_bytes(itemsize) if tile in (tiles.SAFE, tiles.GATED_SAFE, tiles.FLOAT32) else 0
     # ptxas puts a few numbers of the outer loop on the stack, where most registers are free too.

@@ -29,7 +29,11 @@ SMALL = (
     Tile(16, 32, 16, 4, 2, weight_by_tma=False),
     Tile(32, 32, 16, 4, 2, out_by_tma=False),
     Tile(64, 64, 16, 4, 2, is_specialized=True),
+    Tile(16, 16, 16, 4, 2, rest_columns=16),
+    Tile(16, 16, 16, 4, 2, False, False, False, rest_columns=32),
 )
+WIDE = (Tile(16, 32, 128, 4, 5, x_by_tma=False, rest_columns=16), Tile(128, 128, 64, 8, 3, rest_columns=64))
+"""Widths that are no power of two."""
 Case = tuple[int, int, int, torch.dtype]
 
 
@@ -40,11 +44,11 @@ def is_on_gpu() -> bool:
 def tested_tiles(*, is_gated: bool) -> tuple[Tile, ...]:
     """The first is the base."""
     if not is_on_gpu():
-        return SMALL
+        return tuple(tile for tile in SMALL if not (is_gated and tile.rest_columns))
     chip = tiles.chip_of(torch.device("cuda", torch.cuda.current_device()))
     shipped = [tile for key, entry in tile_table.shipped(chip).items() if key[0] == is_gated for tile in entry]
     safe = tiles.GATED_SAFE if is_gated else tiles.SAFE
-    found = dict.fromkeys((safe, *tiles.family(chip, is_gated=is_gated), *shipped))
+    found = dict.fromkeys((safe, *tiles.family(chip, is_gated=is_gated), *shipped, *WIDE))
     by_pointers = dict.fromkeys(Tile(*sizes(tile), False, False, False) for tile in [*found][::4])
     return tuple(tile for tile in {**found, **by_pointers} if tiles.fits(tile, chip, is_gated=is_gated))
 

@@ -147,28 +147,46 @@ def _launch_tile(
     num_rows, num_columns = out.shape
     num_inputs = x.shape[1]
     x_by_tma = tile.x_by_tma and num_rows >= tile.rows and can_describe(x)
-    weight_by_tma = tile.weight_by_tma and num_columns >= tile.columns and can_describe(*weights)
+    weight_by_tma = tile.weight_by_tma and num_columns >= tile.width and can_describe(*weights)
     out_by_tma = tile.out_by_tma and can_describe(out)
     flags = (biases[0] is not None, num_inputs % tile.inputs == 0, x_by_tma, weight_by_tma, out_by_tma)
-    num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.columns)
-    operands: list[object] = [describe(x, tile.rows, tile.inputs) if x_by_tma else x]
-    for weight, bias in zip(weights, biases, strict=True):
-        operands += (describe(weight, tile.columns, tile.inputs) if weight_by_tma else weight, bias)
-    operands.append(describe(out, tile.rows, tile.columns) if out_by_tma else out)
-    # Looked up at each launch: tests put others in their place.
-    kernel = matmul_kernels.gated_linear if len(weights) > 1 else matmul_kernels.linear
+    num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.width)
+    rows = describe(x, tile.rows, tile.inputs) if x_by_tma else x
+    boxes = [describe(each, tile.columns, tile.inputs) if weight_by_tma else each for each in weights]
+    to = describe(out, tile.rows, tile.columns) if out_by_tma else out
+    operands: tuple[object, ...]
+    # Kernels are looked up at each launch: tests put others in their place.
+    if len(weights) > 1:
+        kernel = matmul_kernels.gated_linear
+        operands = (rows, boxes[0], biases[0], boxes[1], biases[1], to)
+    else:
+        kernel = matmul_kernels.linear
+        rest, rest_to = None, None
+        if tile.rest_columns:
+            rest = describe(weights[0], tile.rest_columns, tile.inputs) if weight_by_tma else weights[0]
+            rest_to = describe(out, tile.rows, tile.rest_columns) if out_by_tma else out
+        operands = (rows, boxes[0], rest, biases[0], to, rest_to)
     kernel[(min(num_tiles, num_programs(x.device, tile.per_multiprocessor)),)](
         *operands, num_rows, num_columns, num_inputs, x.stride(0), weights[0].stride(0), out.stride(0),
-        **constants(tile, x.dtype, *flags),
+        **constants(tile, x.dtype, len(weights) > 1, *flags),
     )  # fmt: skip
 
 
 @cache
 def constants(
-    tile: Tile, dtype: torch.dtype, has_bias: bool, is_even: bool, x_by_tma: bool, weight_by_tma: bool, out_by_tma: bool
+    tile: Tile,
+    dtype: torch.dtype,
+    is_gated: bool,
+    has_bias: bool,
+    is_even: bool,
+    x_by_tma: bool,
+    weight_by_tma: bool,
+    out_by_tma: bool,
 ) -> dict[str, Any]:
     """Constexprs and options of a launch."""
+    rest = {} if is_gated else {"REST": tile.rest_columns}
     return {
+        **rest,
         "ELEMENT": ELEMENTS[dtype],
         "BM": tile.rows,
         "BN": tile.columns,

@@ -29,29 +29,40 @@ def _added(bias, n, N, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def linear(
-    x, weight, bias, out, M, N, K, stride_x, stride_weight, stride_out,
-    ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, X_BY_TMA: tl.constexpr, WEIGHT_BY_TMA: tl.constexpr,
-    OUT_BY_TMA: tl.constexpr, SPECIALIZED: tl.constexpr,
+    x, weight, rest_weight, bias, out, rest_out, M, N, K, stride_x, stride_weight, stride_out,
+    ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, REST: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, X_BY_TMA: tl.constexpr,
+    WEIGHT_BY_TMA: tl.constexpr, OUT_BY_TMA: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Persistent. The bias is added to the sum in float32, before it is rounded. SPECIALIZED: one flattened loop over
-    tiles and K, whose loads have warps of their own.
+    """Persistent. A tile has BN and REST columns beside each other, in accumulators of their own, because a block's
+    sides are powers of two; REST may be 0. `rest_weight` and `rest_out` are `weight` and `out`, with boxes of REST
+    columns if they are descriptors. The bias is added to the sum in float32, before it is rounded. SPECIALIZED: one
+    flattened loop over tiles and K, whose loads have warps of their own.
     """
-    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    last_m, last_n = tl.maximum(M - BM, 0), tl.maximum(N - BN, 0)
+    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN + REST)
+    last_m, last_n = tl.maximum(M - BM, 0), tl.maximum(N - BN - REST, 0)
     for tile in tl.range(
         tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=SPECIALIZED, warp_specialize=SPECIALIZED
     ):
         tile_m, tile_n = tile_indices(tile, num_m, num_n, GROUP)
-        m, n = tl.minimum(tile_m * BM, last_m), tl.minimum(tile_n * BN, last_n)
+        m, n = tl.minimum(tile_m * BM, last_m), tl.minimum(tile_n * (BN + REST), last_n)
         sums = tl.zeros([BM, BN], tl.float32)
+        if REST > 0:
+            rest = tl.zeros([BM, REST], tl.float32)
         for k in tl.range(0, K, BK):
             a = load_tile(x, m, k, M, K, stride_x, BM, BK, X_BY_TMA, EVEN)
             b = load_tile(weight, n, k, N, K, stride_weight, BN, BK, WEIGHT_BY_TMA, EVEN)
             sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+            if REST > 0:
+                c = load_tile(rest_weight, n + BN, k, N, K, stride_weight, REST, BK, WEIGHT_BY_TMA, EVEN)
+                rest = tl.dot(a, tl.trans(c), rest, input_precision="ieee")
         if BIAS:
             sums += _added(bias, n, N, BN)
+            if REST > 0:
+                rest += _added(bias, n + BN, N, REST)
         store_tile(out, sums, m, n, M, N, stride_out, ELEMENT, BM, BN, OUT_BY_TMA)
+        if REST > 0:
+            store_tile(rest_out, rest, m, n + BN, M, N, stride_out, ELEMENT, BM, REST, OUT_BY_TMA)
 
 
 @triton.jit(do_not_specialize=["M"])

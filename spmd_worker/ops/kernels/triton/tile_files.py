@@ -85,10 +85,11 @@ def _tile(values: dict[str, object]) -> Tile:
         if type(value) is not field.type:
             raise TypeError(f"{field.name}={value!r} of a tile")
     tile = Tile(**values)  # type: ignore[arg-type]  # checked above
-    sizes = (tile.rows, tile.columns, tile.inputs, tile.num_warps)
+    sizes = (tile.rows, tile.columns, tile.inputs, tile.num_warps, tile.rest_columns or _LEAST)
     are_powers = all(size > 0 and size & (size - 1) == 0 for size in sizes)
-    are_sides = min(sizes[:3]) >= _LEAST and max(sizes[:2]) <= _MOST
-    if not (are_powers and are_sides and tile.num_stages in range(1, _MOST_STAGES) and tile.per_multiprocessor > 0):
+    are_sides = min(*sizes[:3], sizes[4]) >= _LEAST and max(*sizes[:2], sizes[4]) <= _MOST
+    are_counts = tile.num_stages in range(1, _MOST_STAGES) and tile.per_multiprocessor > 0
+    if not (are_powers and are_sides and are_counts):
         raise ValueError(f"{tile} is no tile")
     return tile
 

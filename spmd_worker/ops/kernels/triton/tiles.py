@@ -24,7 +24,8 @@ ROWS = (*BUCKETS, 2048)
 class Tile:
     """Rows and columns of a program's result tile, inputs of a step along K, warps, pipeline stages; which operands TMA
     moves where the chip has it and their memory allows it, the others go by pointers; `is_specialized`: one flattened
-    loop whose loads have warps of their own; programs a multiprocessor.
+    loop whose loads have warps of their own; programs a multiprocessor; columns beside the others, 0 if none, for
+    widths that are no power of two, which gated matmuls do not have.
 
     Rows of x go by pointers if there are fewer than `rows`: TMA is slow past the end of a tensor.
     """
@@ -39,11 +40,17 @@ class Tile:
     out_by_tma: bool = True
     is_specialized: bool = False
     per_multiprocessor: int = 1
+    rest_columns: int = 0
+
+    @property
+    def width(self) -> int:
+        """All columns."""
+        return self.columns + self.rest_columns
 
     def shared_bytes(self, itemsize: int, *, is_gated: bool) -> int:
         """Bytes of shared memory of a program: all stages of operands, and the result if TMA stores it."""
-        staged = (self.rows + (1 + is_gated) * self.columns) * self.inputs * self.num_stages
-        return itemsize * (staged + self.rows * self.columns * self.out_by_tma)
+        staged = (self.rows + (1 + is_gated) * self.width) * self.inputs * self.num_stages
+        return itemsize * (staged + self.rows * self.width * self.out_by_tma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,8 @@ def fits(tile: Tile, chip: Chip, *, is_gated: bool) -> bool:
     staged = tile.shared_bytes(2, is_gated=is_gated)
     if chip.capability[0] not in _WITH_OPERANDS_IN_SHARED_MEMORY:
         staged = staged * (tile.num_stages - 1) // tile.num_stages
-    return staged + _RESERVED_BYTES <= chip.shared_bytes and tile.rows >= least_rows(chip)
+    is_of_kind = not (is_gated and tile.rest_columns)
+    return is_of_kind and staged + _RESERVED_BYTES <= chip.shared_bytes and tile.rows >= least_rows(chip)
 
 
 def least_rows(chip: Chip) -> int:
@@ -119,12 +127,13 @@ def estimated_clocks(
     tile: Tile, num_rows: int, num_columns: int, num_inputs: int, chip: Chip, *, is_gated: bool
 ) -> float:
     """The busiest multiprocessor's clocks: its tiles, each bound by loads, shared memory or products."""
-    columns = tile.columns * (1 + is_gated)
+    columns = tile.width * (1 + is_gated)
     loaded = 2 * (min(num_rows, tile.rows) + columns)
-    # A warpgroup reads its own 64 rows and all columns.
-    moved = loaded + 2 * (tile.rows + max(1, tile.rows // 64) * columns)
+    # A warpgroup reads its own 64 rows, for each accumulator, and all columns.
+    num_parts = 1 + (is_gated or tile.rest_columns > 0)
+    moved = loaded + 2 * (num_parts * tile.rows + max(1, tile.rows // 64) * columns)
     step = max(loaded / _LOADED_BYTES, moved / _SHARED_BYTES, tile.rows * columns / _PRODUCTS)
-    num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.columns)
+    num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.width)
     num_inputs = -(-num_inputs // tile.inputs) * tile.inputs
     return -(-num_tiles // chip.num_multiprocessors) * (num_inputs * step + _TILE_CLOCKS)
 
