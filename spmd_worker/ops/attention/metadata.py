@@ -18,7 +18,8 @@ class AttentionMetadata:
     [T]: the block of a token's key and value, and the offset in it. `sees_later`: attention is bidirectional, a window
     is as wide on both sides, and sequences are complete. `starts` [S + 1] and `lengths` [S] are the two tuples as int32
     on the device, if they are there. `fixed` belongs to the backend, for steps whose tensors keep their addresses
-    (`attention.backend.FixedAttention`): the other fields except `sees_later` are not used then.
+    (`attention.backend.FixedAttention`): the other fields except `sees_later` are not used then. Fixed steps of one
+    number of tokens and different `kind` have different launches.
     """
 
     query_starts: tuple[int, ...]
@@ -30,6 +31,7 @@ class AttentionMetadata:
     starts: Tensor | None = None
     lengths: Tensor | None = None
     fixed: object | None = None
+    kind: int = 0
 
     def num_later_keys(self, window: int) -> int:
         """Number of later keys that a token may see: 0 for causal attention."""
