@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from decoding_steps import decoding

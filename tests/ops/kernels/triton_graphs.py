@@ -99,7 +99,7 @@ def planted(what: str) -> AbstractContextManager[object]:
 def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
+    attention_kernels.TILE, attention_kernels.SEGMENT = 16, 32
     matmul.FLOAT32 = matmul.Tile(64, 64, 64, 4, 2)
     step_graphs._SMALL_SIZES = (3, 8)
     # Nothing is compiled here.

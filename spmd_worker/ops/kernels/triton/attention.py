@@ -315,7 +315,12 @@ def attend_constants(
     return {
         "KV_HEADS": num_kv_heads,
         "G": num_heads // num_kv_heads,
-        **{"D": head_size, "DV": value_size, "K0": k0, "K1": k1, "V0": v0, "V1": v1},
+        "D": head_size,
+        "DV": value_size,
+        "K0": k0,
+        "K1": k1,
+        "V0": v0,
+        "V1": v1,
         "BLOCK": block_size,
         "TILE": attention_kernels.TILE,
         "SEGMENT": attention_kernels.SEGMENT,
