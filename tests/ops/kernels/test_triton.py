@@ -32,8 +32,9 @@ def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path):
-    found = run_alone("triton_cases.py", cache=tmp_path, interpret=True)
+@pytest.mark.parametrize("cases", ["triton_cases.py", "triton_attention_cases.py"])
+def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, cases: str):
+    found = run_alone(cases, cache=tmp_path, interpret=True)
     assert len(found) >= LEAST_CASES
     assert {name: error for name, error in found.items() if error} == {}
 
@@ -54,7 +55,7 @@ def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
 @pytest.mark.timeout(600)
 def test_replayed_steps_have_the_bits_of_launched_steps(tmp_path: Path):
     found = run_alone("triton_graphs.py", cache=tmp_path, interpret=True)
-    assert len(found) == 13
+    assert len(found) == 14
     assert [name for name, is_so in found.items() if not is_so] == []
 
 
@@ -65,9 +66,17 @@ def test_interpreted_engine_generates_the_tokens_of_the_cpu(tmp_path: Path):
     assert [name for name, is_so in found.items() if not is_so] == []
 
 
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+def test_interpreted_attention_takes_wide_heads(tmp_path: Path):
+    found = run_alone("triton_attention_cases.py", "wide", cache=tmp_path, interpret=True)
+    assert {name: error for name, error in found.items() if error} == {}
+
+
 @pytest.mark.gpu
-def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path):
-    found = run_alone("triton_cases.py", "cuda", cache=tmp_path)
+@pytest.mark.parametrize("cases", ["triton_cases.py", "triton_attention_cases.py"])
+def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, cases: str):
+    found = run_alone(cases, "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}
 
 
