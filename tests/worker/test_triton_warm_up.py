@@ -113,15 +113,16 @@ def test_without_the_warm_up_the_first_steps_compile(forms: set[tuple], monkeypa
     }
 
 
-@pytest.mark.parametrize("missing", ["few rows", "keys of two segments"])
+@pytest.mark.parametrize("missing", ["few rows", "a chunk", "keys of two segments"])
 def test_compile_check_detects_incomplete_warm_up(forms: set[tuple], monkeypatch: pytest.MonkeyPatch, missing: str):
     right = triton_backend.warm_up_steps
-    if missing == "few rows":
-        monkeypatch.setattr(triton_backend, "warm_up_steps", lambda *sizes: right(*sizes)[:1])
+    if missing != "keys of two segments":
+        kept = slice(0, 1) if missing == "few rows" else slice(0, 2)
+        monkeypatch.setattr(triton_backend, "warm_up_steps", lambda *sizes: right(*sizes)[kept])
     else:
         monkeypatch.setattr(triton_backend, "warm_up_steps", lambda tokens, keys, *sizes: right(tokens, 1, *sizes))
     # Of linear few rows are met with the masks.
-    expected = {"gated_linear"} if missing == "few rows" else {"join_partials"}
+    expected = {"few rows": {"gated_linear", "attend"}, "a chunk": {"attend"}}.get(missing, {"join_partials"})
     assert {form[0] for form in new_forms(forms, "bfloat16")} == expected
 
 
