@@ -94,7 +94,8 @@ class TritonFixedAttention:
             assert self._filled is not None, "call fill first"
             of_step = (self._starts, self._lengths, self._tables)
             sizes = (num_heads, num_kv_heads, head_size, queries.element_size())
-            self._plans[key] = attention.fixed_plan(self._max_tokens, *of_step, *sizes, window)
+            like = next(iter(self._plans.values()), None)
+            self._plans[key] = attention.fixed_plan(self._max_tokens, *of_step, *sizes, window, like)
             attention.fill_plan(self._plans[key], len(self._filled.context_lengths))
         return replace(self._plans[key], launches=launches)
 

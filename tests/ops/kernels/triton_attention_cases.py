@@ -159,15 +159,15 @@ def capped_scores_and_sinks_are_right() -> None:
 
 
 def encoders_see_both_ways() -> None:
-    step = Step([1, 37, 70], (2, 1, 16), torch.float32)
-    chunks = [(0, 0, 1), (1, 0, 37), (2, 0, 70)]
-    for window in (0, 7, 40):
+    step = Step([1, 20, 50], (2, 1, 16), torch.float32)
+    chunks = [(0, 0, 1), (1, 0, 20), (2, 0, 50)]
+    for window in (0, 7):
         found = step.attend(chunks, window, is_causal=False)
         for chunk, rows in zip(chunks, found, strict=True):
             assert_near(rows, step.reference(chunk, window, is_causal=False), torch.float32)
-            assert torch.equal(rows, step.attend([chunk], window, is_causal=False)[0])
+        assert torch.equal(found[1], step.attend([chunks[1]], window, is_causal=False)[0])
     # Control.
-    assert not torch.equal(found[2], step.attend([chunks[2]], 40)[0])
+    assert not torch.equal(found[1], step.attend([chunks[1]], 7)[0])
 
 
 def a_rows_bits_do_not_depend_on_how_it_was_cut() -> None:
@@ -266,7 +266,7 @@ def items_in_words(
 def items_are_all_the_work_there_is() -> None:
     chance = random.Random(5)
     for number in range(4):
-        counts = [chance.choice([1, 1, 1, 2, 17, 100]) for _ in range(chance.randrange(1, 7))]
+        counts = [chance.choice([1, 1, 1, 2, 17, 70]) for _ in range(chance.randrange(3, 6))]
         starts = [0, *itertools.accumulate(counts)]
         lengths = [count + chance.choice([0, 3, 40, 700]) for count in counts]
         for group, window, later in ((1, 0, 0), (3, 0, 0), (4, 50, 0), (SMALL.rows, 33, 0), (2, 50, 49)):
@@ -288,18 +288,18 @@ def decode_steps_need_fewer_launches() -> None:
 
 
 def a_plan_in_tensors_that_stay_gives_the_same_bits() -> None:
-    """Filled up, over the end of a segment, with a window and without; with room for all partial results, and for two,
-    where rows stay whole.
+    """Filled up, over the end of a segment: with a window and room for all partial results; without, and for two, where
+    rows stay whole.
     """
     device, most = torch.get_default_device(), attention._MAX_PARTIALS
-    num_heads, num_kv_heads, size = 4, 2, 16
+    num_heads, num_kv_heads, size = 2, 1, 16
     num_joined, kinds = [], set()
-    for room, window in ((most, 0), (most, 20), (2, 0)):
+    for room, window in ((most, 20), (2, 0)):
         state, backend = BatchState(BLOCK, device), TritonBackend()
         fixed = TritonFixedAttention(6, 4, 8, BLOCK, device)
         cache = torch.randn(64, 2, num_kv_heads, BLOCK, size)
         with mock.patch.object(attention, "_MAX_PARTIALS", room):
-            for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 2, BLOCK, 5), 9):
+            for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 1, BLOCK, 2), 5):
                 metadata, queries = state.build(scheduled).attention, torch.randn(5, num_heads, size)
                 expected = TritonBackend().attend(queries[:3], cache, metadata, size**-0.5, window)
                 filled = fixed.fill(metadata, 5)
@@ -308,7 +308,7 @@ def a_plan_in_tensors_that_stay_gives_the_same_bits() -> None:
                 assert torch.equal(found[:3], expected), (room, window)
         (plan,) = fixed._plans.values()
         num_joined.append(int(plan.counts[2]))
-    assert num_joined == [3, 3, 0]
+    assert num_joined == [3, 0]
     assert kinds == {0, 1, 2}
 
 

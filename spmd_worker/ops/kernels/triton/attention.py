@@ -166,12 +166,18 @@ def fixed_plan(
     head_size: int,
     itemsize: int,
     window: int,
+    like: PlannedAttention | None = None,
 ) -> PlannedAttention:
     """An empty plan for `fill_plan`, whose tensors serve all steps of at most `num_tokens` tokens and S sequences.
-    `starts` [S + 1], `lengths` [S] and `tables` [S, B] are int32.
+    `starts` [S + 1], `lengths` [S] and `tables` [S, B] are int32. Layers run one after another, so that partial results
+    may be where another plan has its own (`like`).
     """
     sizes = (num_heads, num_kv_heads, head_size, itemsize)
-    return _empty_plan(num_tokens, starts, lengths, tables, *sizes, window, 0, _MAX_PARTIALS)
+    plan = _empty_plan(num_tokens, starts, lengths, tables, *sizes, window, 0, _MAX_PARTIALS)
+    if like is None or like.partial_sums.shape != plan.partial_sums.shape:
+        return plan
+    names = ("partial_sums", "partial_tops", "partial_denoms")
+    return replace(plan, **{name: getattr(like, name) for name in names})
 
 
 def fill_plan(plan: PlannedAttention, num_sequences: int) -> None:
