@@ -53,7 +53,9 @@ class FakeCuda:
             "device_count": lambda: 8,
             "get_device_capability": lambda device: self.capability,
             "get_device_name": lambda device: self.name,
-            "get_device_properties": lambda device: SimpleNamespace(shared_memory_per_block_optin=227 * 1024),
+            "get_device_properties": lambda device: SimpleNamespace(
+                major=self.capability[0], minor=self.capability[1], shared_memory_per_block_optin=227 * 1024
+            ),
             # As torch says it of older chips, which emulate it.
             "is_bf16_supported": lambda including_emulation=True: including_emulation,
             "mem_get_info": lambda device: (self.notes.append(self.current), (80, 80))[1],

@@ -32,7 +32,7 @@ class FixedAttention(Protocol):
 
     def fill(self, metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
         """Copy a step's metadata, padded to `num_tokens` with tokens that write and see nothing. Returns the metadata
-        to compute with, the same object for every step of that size.
+        to compute with, the same object for every step of that size and `kind`.
         """
 
 

@@ -20,6 +20,7 @@ class AttentionMetadata:
     on the device, if they are there, and `slots` int32 [T] are the tokens' slots in the cache, block * block size +
     offset, negative for padding tokens. `fixed` belongs to the backend, for steps whose tensors keep their addresses
     (`attention.backend.FixedAttention`): the other fields except `sees_later` and `slots` are not used then.
+    Fixed steps of one number of tokens and different `kind` have different launches.
     """
 
     query_starts: tuple[int, ...]
@@ -32,6 +33,7 @@ class AttentionMetadata:
     lengths: Tensor | None = None
     slots: Tensor | None = None
     fixed: object | None = None
+    kind: int = 0
 
     def num_later_keys(self, window: int) -> int:
         """Number of later keys that a token may see: 0 for causal attention."""

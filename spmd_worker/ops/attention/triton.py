@@ -6,7 +6,7 @@ do not depend on its chunk, its batch or the split of its keys: see ops/kernels/
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -17,8 +17,8 @@ from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.triton import attention, rows
 
 _NO_SLOT: Final = -1
-HEAD_SIZES = range(16, 129)
-"""Smaller heads fit no matrix instruction; larger ones spill on every chip: tests/ops/kernels/compile_gate.py."""
+HEAD_SIZES = range(16, 257)
+"""Smaller heads fit no matrix instruction; larger ones are not compiled by tests/ops/kernels/compile_gate.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,11 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class _FixedStep:
-    """Slots of all steps of one number of tokens, and the owner of what all steps share."""
+    """Slots and launches of all steps of one number of tokens and kind, and the owner of what all steps share."""
 
     owner: "TritonFixedAttention"
     slots: Tensor
+    launches: attention.Launches
 
 
 class TritonFixedAttention:
@@ -51,10 +52,8 @@ class TritonFixedAttention:
         self._lengths = torch.zeros(max_seqs, dtype=torch.int32, device=device)
         self._plans: dict[tuple[int, int, int], attention.PlannedAttention] = {}
         """Key: window, query heads and key-value heads."""
-        self._seen: dict[tuple[int, int, int], bytes] = {}
-        """The segments of the current plans, while the same sequences decode."""
         self._filled: AttentionMetadata | None = None
-        self._steps: dict[int, AttentionMetadata] = {}
+        self._steps: dict[tuple[int, attention.Launches], AttentionMetadata] = {}
 
     def fill(self, metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
         assert metadata.starts is not None, "only for batches of `BatchState`"
@@ -67,50 +66,45 @@ class TritonFixedAttention:
         self._tables[:count, :width] = metadata.block_tables
         self._lengths[:count] = metadata.lengths
         before, self._filled = self._filled, metadata
-        goes_on = before is not None and before.query_starts is metadata.query_starts
-        if not goes_on:
+        if before is None or before.query_starts is not metadata.query_starts:
             self._starts[: count + 1] = metadata.starts
-            self._seen.clear()
-        for key, plan in self._plans.items():
-            # A step of the same sequences has one query per sequence: see `BatchState`.
-            seen = attention.segments_seen(metadata.context_lengths, key[0])
-            if seen != self._seen.get(key):
-                self._fill_plan(key, plan)
-                self._seen[key] = seen
-        if num_tokens not in self._steps:
+        for plan in self._plans.values():
+            attention.fill_plan(plan, count)
+        max_partials = min((plan.max_partials for plan in self._plans.values()), default=0)
+        launches = attention.launches_of(metadata.query_starts, metadata.context_lengths, max_partials)
+        if launches.has_many:
+            # One kind for all mixed steps.
+            launches = attention.Launches(has_many=True, has_joins=True)
+        key = (num_tokens, launches)
+        if key not in self._steps:
             nothing = self._slots[:0]
-            step = _FixedStep(self, self._slots[:num_tokens])
-            self._steps[num_tokens] = AttentionMetadata(
-                (), (), self._tables, nothing, nothing, fixed=step, slots=step.slots
+            step = _FixedStep(self, self._slots[:num_tokens], launches)
+            self._steps[key] = AttentionMetadata(
+                (), (), self._tables, nothing, nothing, slots=step.slots, fixed=step, kind=sum(map(int, launches))
             )
-        return self._steps[num_tokens]
+        return self._steps[key]
 
-    def plan(self, layer_cache: Tensor, num_heads: int, window: int) -> attention.PlannedAttention:
+    def plan(
+        self, queries: Tensor, layer_cache: Tensor, num_heads: int, window: int, launches: attention.Launches
+    ) -> attention.PlannedAttention:
         """The plan of layers with these heads and this window, made at the first call."""
         _, _, num_kv_heads, _, head_size = layer_cache.shape
         key = (window, num_heads, num_kv_heads)
         if key not in self._plans:
+            assert self._filled is not None, "call fill first"
             of_step = (self._starts, self._lengths, self._tables)
-            self._plans[key] = attention.fixed_plan(self._max_tokens, *of_step, num_heads, head_size)
-            self._fill_plan(key, self._plans[key])
-        return self._plans[key]
-
-    def _fill_plan(self, key: tuple[int, int, int], plan: attention.PlannedAttention) -> None:
-        assert self._filled is not None, "call fill first"
-        window, num_heads, num_kv_heads = key
-        counts = (self._filled.query_starts, self._filled.context_lengths)
-        attention.fill_plan(plan, *counts, num_heads, num_kv_heads, window)
+            sizes = (num_heads, num_kv_heads, head_size, queries.element_size())
+            like = next(iter(self._plans.values()), None)
+            self._plans[key] = attention.fixed_plan(self._max_tokens, *of_step, *sizes, window, like)
+            attention.fill_plan(self._plans[key], len(self._filled.context_lengths))
+        return replace(self._plans[key], launches=launches)
 
 
 class TritonBackend(AttentionBackend):
-    """Implements `attention.backend.AttentionBackend`. A step's first layer plans its work; if the same sequences
-    decode, the previous step's plan is used again.
-    """
+    """Implements `attention.backend.AttentionBackend`. A step's first layer plans its work."""
 
     def __init__(self) -> None:
         self._planned: _Planned | None = None
-        self._before: _Planned | None = None
-        """Of the previous step."""
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
         return (2, num_kv_heads, block_size, head_size)
@@ -129,11 +123,10 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         num_heads, head_size = query.shape[1:]
-        assert not metadata.sees_later, "these kernels are causal"
         # A token's heads must be contiguous; tokens may be strided.
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
-        plan = self._plan(metadata, layer_cache, num_heads, window)
-        return attention.attend(query, layer_cache, plan, num_heads, scale, window, score_cap, sinks)
+        plan = self._plan(query, metadata, layer_cache, num_heads, window)
+        return attention.attend(query, layer_cache, plan, num_heads, scale, score_cap, sinks)
 
     def attend_projected(
         self,
@@ -146,11 +139,10 @@ class TritonBackend(AttentionBackend):
         window: int,
     ) -> Tensor:
         """Queries are rotated in place."""
-        assert not metadata.sees_later, "these kernels are causal"
-        plan = self._plan(metadata, layer_cache, num_heads, window)
         projected = projected.contiguous()
+        plan = self._plan(projected, metadata, layer_cache, num_heads, window)
         rows.rotate_and_write(projected, *angles, layer_cache, self._slots(metadata, layer_cache), num_heads)
-        attended = attention.attend(projected, layer_cache, plan, num_heads, scale, window)
+        attended = attention.attend(projected, layer_cache, plan, num_heads, scale)
         return attended.view(len(projected), -1)
 
     def _slots(self, metadata: AttentionMetadata, layer_cache: Tensor) -> Tensor:
@@ -161,50 +153,27 @@ class TritonBackend(AttentionBackend):
     def _planned_step(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _Planned:
         if self._planned is None or self._planned.source is not metadata:
             slots = _slots_of(metadata, layer_cache.shape[3])
-            self._before, self._planned = self._planned, _Planned(metadata, slots.to(torch.int32))
+            self._planned = _Planned(metadata, slots.to(torch.int32))
         return self._planned
 
     def _plan(
-        self, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int
+        self, queries: Tensor, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int
     ) -> attention.PlannedAttention:
         fixed = _fixed_step(metadata)
         if fixed is not None:
-            return fixed.owner.plan(layer_cache, num_heads, window)
+            return fixed.owner.plan(queries, layer_cache, num_heads, window, fixed.launches)
         plans = self._planned_step(metadata, layer_cache).plans
         if (window, num_heads) not in plans:
-            before = self._plan_before(metadata, num_heads, window)
-            if before is not None and metadata.lengths is not None:
-                plans[window, num_heads] = before.with_lengths(metadata.lengths, metadata.block_tables)
-            else:
-                plans[window, num_heads] = self._new_plan(metadata, layer_cache, num_heads, window)
+            _, _, num_kv_heads, _, head_size = layer_cache.shape
+            starts, lengths = metadata.starts, metadata.lengths
+            plans[window, num_heads] = attention.plan_attention(
+                *(metadata.query_starts, metadata.context_lengths, metadata.block_tables),
+                *(num_heads, num_kv_heads, head_size, window),
+                itemsize=queries.element_size(),
+                later=metadata.num_later_keys(window),
+                on_device=None if starts is None or lengths is None else (starts, lengths),
+            )
         return plans[window, num_heads]
-
-    def _plan_before(
-        self, metadata: AttentionMetadata, num_heads: int, window: int
-    ) -> attention.PlannedAttention | None:
-        """The previous step's plan if it has the same items: `BatchState` then passes on the same `query_starts`."""
-        if self._before is None or self._before.source.query_starts is not metadata.query_starts:
-            return None
-        before, now = self._before.source.context_lengths, metadata.context_lengths
-        if attention.segments_seen(before, window) != attention.segments_seen(now, window):
-            return None
-        return self._before.plans.get((window, num_heads))
-
-    def _new_plan(
-        self, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int
-    ) -> attention.PlannedAttention:
-        _, _, num_kv_heads, _, head_size = layer_cache.shape
-        starts, lengths = metadata.starts, metadata.lengths
-        return attention.plan_attention(
-            metadata.query_starts,
-            metadata.context_lengths,
-            metadata.block_tables,
-            num_heads,
-            num_kv_heads,
-            head_size,
-            window,
-            on_device=None if starts is None or lengths is None else (starts, lengths),
-        )
 
 
 def _slots_of(metadata: AttentionMetadata, block_size: int) -> Tensor:

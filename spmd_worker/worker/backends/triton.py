@@ -75,17 +75,12 @@ class TritonDevice(DeviceBackend):
             return "does not support quantised weights: leave model.quantization at null"
         if is_interpreted() and self.resolved.dtype == "bfloat16":
             return "is interpreted, and Triton's interpreter does not support bfloat16: use model.dtype=float32"
-        if model_config.is_encoder:
-            return (
-                f"supports causal attention only, and {model_config.architecture} is an encoder with bidirectional "
-                "attention"
-            )
         for layer in model_config.layers:
             group = layer.num_heads // layer.num_kv_heads
-            if layer.head_size not in HEAD_SIZES or group > attention_kernels.ROWS:
+            if layer.head_size not in HEAD_SIZES or group > attention.MAX_GROUP:
                 return (
                     f"supports head sizes from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} and at most "
-                    f"{attention_kernels.ROWS} query heads per key-value head, not {layer.head_size} and {group}"
+                    f"{attention.MAX_GROUP} query heads per key-value head, not {layer.head_size} and {group}"
                 )
         return self._lacks_on_device() if self.device.type == "cuda" else None
 
@@ -130,9 +125,9 @@ class TritonDevice(DeviceBackend):
     def warm_up(
         self, new_runner: Callable[[StepGraphs | None], ModelRunner], graphs: StepGraphs | None, num_blocks: int
     ) -> None:
-        """Compile every kernel that a later step can launch, in each of Triton's specialisations. Then record the
-        decode steps, largest first, because smaller graphs reuse its memory. Other steps are recorded when they first
-        occur.
+        """Compile every kernel that a later step can launch, in each of Triton's specialisations: attention has kernels
+        for short rows that decode, for long ones and for chunks. Then record the decode steps, largest first, because
+        smaller graphs reuse its memory. Other steps are recorded when they first occur.
 
         Not covered: joining partial attention results of pooled rows, which is compiled for the first row that ends
         with a one-token chunk after a long prefix.
@@ -212,9 +207,14 @@ class TritonDevice(DeviceBackend):
             least, has = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, found))
             return f"needs compute capability {least}, and {name} has {has}"
         itemsize = getattr(torch, self.resolved.dtype).itemsize
-        max_head_size = max(layer.head_size for layer in self.resolved.model_config.layers)
-        needed = max(attention.shared_bytes(max_head_size, itemsize), matmul.shared_bytes(itemsize))
+        layers = self.resolved.model_config.layers
+        max_head_size = max(layer.head_size for layer in layers)
+        max_group = max(layer.num_heads // layer.num_kv_heads for layer in layers)
         properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
+        sizes = ((properties.major, properties.minor), max_head_size, max_group, itemsize)
+        tiles = (attention.few_tile(*sizes), attention.many_tile(*sizes))
+        of_attention = max(attention.shared_bytes(tile, max_head_size, itemsize) for tile in tiles)
+        needed = max(of_attention, matmul.shared_bytes(itemsize))
         available = int(properties.shared_memory_per_block_optin)
         if available < needed:
             return (

@@ -78,18 +78,20 @@ def longest_chunk(
 def warm_up_steps(
     num_tokens: int, num_keys: int, block_size: int, num_blocks: int, pooling: PoolingConfig | None = None
 ) -> tuple[tuple[ScheduledSequence, ...], ...]:
-    """A step of `num_tokens` sequences and one of a few. Each sequence computes one token, and samples or is pooled;
-    the first attends to `num_keys` keys, the others to one. Blocks cycle through the `num_blocks` of the cache.
+    """A step of `num_tokens` sequences of one token, one of a few, and a chunk of two tokens, if there may be two. All
+    sample or are pooled. The first sequence of the first step attends to `num_keys` keys, the others to their own.
+    Blocks cycle through the `num_blocks` of the cache.
     """
     params = _WARM_UP_PARAMS if pooling is None else _WARM_UP_PARAMS[:1]
-    counts = (num_tokens, min(num_tokens, len(_WARM_UP_PARAMS)))
 
-    def sequence(index: int) -> ScheduledSequence:
-        length, sampling = 1 if index else num_keys, params[index] if index < len(params) else _WARM_UP_PARAMS[0]
+    def sequence(index: int, length: int, num_computed: int) -> ScheduledSequence:
+        sampling = params[index] if index < len(params) else _WARM_UP_PARAMS[0]
         blocks = _cycled_blocks(length, block_size, num_blocks)
-        return _sequence(index, sampling, blocks, 1, length - 1, pooling=pooling)
+        return _sequence(index, sampling, blocks, length - num_computed, num_computed, pooling=pooling)
 
-    return tuple(tuple(map(sequence, range(count))) for count in counts)
+    many = tuple(sequence(index, 1 if index else num_keys, 0 if index else num_keys - 1) for index in range(num_tokens))
+    few = tuple(sequence(index, 1, 0) for index in range(min(num_tokens, len(_WARM_UP_PARAMS))))
+    return (many, few, (sequence(0, min(num_tokens, 2), 0),))
 
 
 def greedy_step(num_sequences: int, block_size: int, num_blocks: int) -> tuple[ScheduledSequence, ...]:

@@ -1,7 +1,8 @@
 """Complete steps as CUDA graphs: the launches of a step's layers are recorded once per number of tokens, then replayed.
 
 Steps are padded to one of a few sizes. Padding tokens change no bit of the others: a row's arithmetic does not depend
-on its batch, and attention skips them. So one graph serves decode rows, prompt chunks and both together. A step's
+on its batch, and attention skips them. One graph serves decode rows, prompt chunks and both together; attention may
+ask for another where it needs fewer launches (`AttentionMetadata.kind`), as for short rows that all decode. A step's
 inputs are copied to fixed tensors; weights and cache are read at the recorded addresses, and if these change, all
 graphs are recorded again.
 
@@ -95,7 +96,8 @@ class StepGraphs:
         self._rows_of: Tensor | None = None
         # Allocated by the first step, which has their shapes.
         self._incoming = self._hidden = self._values = self._columns = torch.empty(0)
-        self._graphs: dict[tuple[str, int], StepGraph] = {}
+        self._graphs: dict[tuple[str, int, int], StepGraph] = {}
+        """Key: layers or head, number of tokens, kind of attention."""
         self._addresses: tuple[int, ...] = ()
         self.recording_s = 0.0
         self._must_check_addresses, self._records = True, True
@@ -122,7 +124,7 @@ class StepGraphs:
             self._incoming = _allocated(self._incoming, incoming, self.sizes[-1])
             self._incoming[:count] = incoming
         metadata = self._attention.fill(batch.attention, size)
-        self._run(("layers", size), partial(self._compute, size, cache, metadata, incoming is not None))
+        self._run(("layers", size, metadata.kind), partial(self._compute, size, cache, metadata, incoming is not None))
         return self._hidden[:count]
 
     def argmax(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +139,7 @@ class StepGraphs:
             # Rows that continue keep those of the last step.
             self._rows[:count] = rows
             self._rows_of = rows
-        self._run(("head", size), partial(self._compute_argmax, size))
+        self._run(("head", size, 0), partial(self._compute_argmax, size))
         return self._values[:count], self._columns[:count]
 
     def request_address_check(self) -> None:
@@ -169,7 +171,7 @@ class StepGraphs:
         self._values[:size], self._columns[:size] = values, columns
         self._reset_sums()
 
-    def _run(self, key: tuple[str, int], launch: Callable[[], None]) -> None:
+    def _run(self, key: tuple[str, int, int], launch: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()

@@ -111,7 +111,9 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
 
 
 def _instruction(variant: Variant, capability: int) -> str:
-    return variant.instruction or MATRIX_INSTRUCTION[capability]
+    """wgmma and tcgen05 have tiles of 64 rows or more."""
+    of_chip = "mma.sync" if variant.constants.get("ROWS", 64) < 64 else MATRIX_INSTRUCTION[capability]
+    return variant.instruction or of_chip
 
 
 def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[str]]:
@@ -150,17 +152,15 @@ _OF_ROWS = {
 }
 """What belongs to rows of logits."""
 _SCALARS = dict.fromkeys(("stride_query", "stride_page", "stride_table", "stride_key", "stride_value", "window"), "i32")
+_PLANNED = dict.fromkeys(("S", "num_few", "max_partials", "later"), "i32")
 _SIZES = dict.fromkeys(("M", "N", "K", "stride_x", "stride_weight", "stride_out", "H", "V", "stride"), "i32")
 _COUNTS = {**dict.fromkeys(("num_pieces", "first_id", "num_words"), "i32"), "first": "i64", "parts": "*i64"}
 _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
 
 
 def variants(element: str = "bf16") -> Iterator[Variant]:
-    """Every kernel that a step of a dense model launches, in the shapes of three models; the first is attention of
-    Llama 8B.
-    """
-    for model, (num_heads, num_kv_heads, head_size) in MODELS.items():
-        yield from _attention_variants(model, num_heads, num_kv_heads, head_size, element)
+    """Every kernel that a step of a dense model launches, in the shapes of three models."""
+    yield from attention_variants(element)
     for width in (576, 896, 4096):
         types = _typed(row_kernels.add_rms_norm, element)
         constants = {"BH": power_of_two(width), "ADDS": True}
@@ -173,26 +173,51 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     yield from sum_variants(element)
 
 
-def _attention_variants(model: str, heads: int, kv_heads: int, size: int, element: str) -> Iterator[Variant]:
-    """A tile of values is staged beside one of keys; of the stages asked for, one is in registers."""
-    types = _typed(attention_kernels.attend, element)
-    constants = attention.attend_constants(heads, kv_heads, size, 16)
-    options = attention_kernels.LAUNCH
-    staged = 2 * 2 * attention_kernels.TILE * size * (options["num_stages"] - 1)
-    strides = ("stride_query", "stride_page")
-    most = attention.shared_bytes(size, 2)
-    yield Variant(f"attend {model}", attention_kernels.attend, types, constants, options, strides, True, staged, most)
-    types = _typed(attention_kernels.join_partials, element)
-    constants = attention.join_constants(heads, size)
-    yield Variant(f"join_partials {model}", attention_kernels.join_partials, types, constants, options)
-    types = _typed(row_kernels.rotate_and_write, element)
-    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": size, "HALF": size // 2, "BLOCK": 16}
-    options = row_kernels.LAUNCH | {"num_warps": 1}
-    yield Variant(f"rotate_and_write {model}", row_kernels.rotate_and_write, types, constants, options, strides)
-    types = _typed(row_kernels.write_rows, element)
-    constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16}
-    strides = ("stride_key", "stride_value", "stride_page")
-    yield Variant(f"write_rows {model}", row_kernels.write_rows, types, constants, options, strides)
+HEAD_SIZES = {"96": (8, 8, 96), "192": (8, 2, 192), "256": (8, 4, 256), "64 of one": (64, 1, 128)}
+"""Further shapes of attention: query heads, key-value heads, head size."""
+_COMPUTE = {80: (8, 0), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
+_STRIDES = ("stride_query", "stride_page")
+
+
+def attention_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Attention in every way that it is launched, by the tiles of sm_90; `_on` takes those of other chips."""
+    for name, (heads, kv_heads, size) in (MODELS | HEAD_SIZES).items():
+        for way in ("few", "few joined", "many"):
+            yield attend_variant(f"attend {name} {way}", heads, kv_heads, size, element)
+    for way in ("sinks", "cap"):
+        yield attend_variant(f"attend llama-8b many {way}", *MODELS["llama-8b"], element)
+    types = _typed(attention_kernels.make_items, element) | dict.fromkeys(("lengths", "items", "counts"), "*i32")
+    constants = {"FEW": 4, "MANY": 32, "SEGMENT": attention_kernels.SEGMENT, "BATCH": 256, "EACH": 64}
+    yield Variant("make_items", attention_kernels.make_items, types, constants, {"num_warps": 1})
+    for name, (heads, _, size) in (MODELS | HEAD_SIZES).items():
+        types = _typed(attention_kernels.join_partials, element)
+        constants = attention.join_constants(heads, size)
+        options = attention_kernels.LAUNCH
+        yield Variant(f"join_partials {name}", attention_kernels.join_partials, types, constants, options)
+    for model, (heads, kv_heads, size) in MODELS.items():
+        types = _typed(row_kernels.rotate_and_write, element)
+        constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": size, "HALF": size // 2, "BLOCK": 16}
+        options = row_kernels.LAUNCH | {"num_warps": 1}
+        yield Variant(f"rotate_and_write {model}", row_kernels.rotate_and_write, types, constants, options, _STRIDES)
+        types = _typed(row_kernels.write_rows, element)
+        constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16}
+        strides = ("stride_key", "stride_value", "stride_page")
+        yield Variant(f"write_rows {model}", row_kernels.write_rows, types, constants, options, strides)
+
+
+def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str, capability: int = 90) -> Variant:
+    """`attend` as it is launched on a chip; the way is in the name."""
+    itemsize = 4 if element == "fp32" else 2
+    choose = attention.many_tile if "many" in name else attention.few_tile
+    tile = choose(_COMPUTE[capability], size, heads // kv_heads, itemsize)
+    capped, sinks = "cap" in name, "sinks" in name
+    constants = attention.attend_constants(heads, kv_heads, size, size, 16, is_capped=capped, has_sinks=sinks)
+    constants |= {"ROWS": tile.rows, "ONE": "many" not in name, "LOOPS": not name.endswith("few")}
+    # One tile of keys and one of values are in flight.
+    staged = 2 * itemsize * attention_kernels.TILE * size
+    most = attention.shared_bytes(tile, size, itemsize)
+    kernel, types = attention_kernels.attend, _typed(attention_kernels.attend, element) | {"values": f"*{element}"}
+    return Variant(name, kernel, types, constants, tile.options(), _STRIDES, element != "fp32", staged, most)
 
 
 def draw_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -370,17 +395,17 @@ _OUTER_LOOP_BYTES = 32
 
 
 def _on(variant: Variant, capability: int) -> Variant:
-    """With the options that it is launched with on such a chip."""
+    """With the tile that it is launched with on such a chip."""
     if variant.kernel is not attention_kernels.attend:
         return variant
-    return replace(
-        variant, options=attention.attend_options((capability // 10, capability % 10), variant.constants["D"])
-    )
+    constants = variant.constants
+    heads = (constants["KV_HEADS"] * constants["G"], constants["KV_HEADS"], constants["D"])
+    return attend_variant(variant.name, *heads, variant.types["out"][1:], capability)
 
 
 def _typed(kernel: Any, element: str) -> dict[str, str]:
     """All arguments that are not constexprs; pointers to elements are what is left."""
-    known = _POINTERS | _FLOATS | _OF_ROWS | _SCALARS | _SIZES | _COUNTS | _REAL
+    known = _POINTERS | _FLOATS | _OF_ROWS | _SCALARS | _PLANNED | _SIZES | _COUNTS | _REAL
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     return {name: known.get(name, f"*{element}") for name in names}
 
@@ -391,8 +416,9 @@ def planted() -> dict[str, Variant]:
     base = matmul_variant(tiles.SAFE, by_pointers, 90, is_gated=False)
     large = matmul_variant(tiles.Tile(128, 256, 64, 8, 5), by_tma, 90, is_gated=False)
     plain = matmul_variant(tiles.FLOAT32, by_pointers, 90, is_gated=False, element="fp32")
+    prompts = attend_variant("attend llama-8b many", *MODELS["llama-8b"], "bf16")
     return {
-        "spills": replace(next(variants()), options=attention_kernels.LAUNCH | {"maxnreg": 168}),
+        "spills": replace(prompts, options=prompts.options | {"maxnreg": 168}),
         "shared memory": large,
         "is not pipelined": replace(base, aligned=()),
         "multiplies without": replace(plain, multiplies=True),
@@ -413,7 +439,10 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
     """All that a chip launches; `is_short`: what the gate compiles of it."""
     first = (
         "add_rms_norm 4096",
-        "attend llama-8b",
+        "attend llama-8b few",
+        "attend llama-8b many",
+        "attend 256 few",
+        "make_items",
         "join_partials llama-8b",
         "rotate_and_write llama-8b",
         "write_rows llama-8b",

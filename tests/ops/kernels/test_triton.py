@@ -32,7 +32,10 @@ def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("script", "least"), [("triton_cases.py", LEAST_CASES), ("triton_matmul_cases.py", 8)])
+@pytest.mark.parametrize(
+    ("script", "least"),
+    [("triton_cases.py", LEAST_CASES), ("triton_matmul_cases.py", 8), ("triton_attention_cases.py", 12)],
+)
 def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: str, least: int):
     found = run_alone(script, cache=tmp_path, interpret=True)
     assert len(found) >= least
@@ -80,7 +83,7 @@ def test_interpreted_experts_generate_the_tokens_of_the_cpu(tmp_path: Path):
 @pytest.mark.timeout(600)
 def test_replayed_steps_have_the_bits_of_launched_steps(tmp_path: Path):
     found = run_alone("triton_graphs.py", cache=tmp_path, interpret=True)
-    assert len(found) == 13
+    assert len(found) == 14
     assert [name for name, is_so in found.items() if not is_so] == []
 
 
@@ -91,10 +94,17 @@ def test_interpreted_engine_generates_the_tokens_of_the_cpu(tmp_path: Path):
     assert [name for name, is_so in found.items() if not is_so] == []
 
 
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+def test_interpreted_attention_takes_wide_heads(tmp_path: Path):
+    found = run_alone("triton_attention_cases.py", "wide", cache=tmp_path, interpret=True)
+    assert {name: error for name, error in found.items() if error} == {}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", ["triton_cases.py", "triton_matmul_cases.py", "triton_experts_cases.py"])
-def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str):
-    found = run_alone(script, "cuda", cache=tmp_path)
+@pytest.mark.parametrize("part", ["", "matmul_", "experts_", "attention_"])
+def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, part: str):
+    found = run_alone(f"triton_{part}cases.py", "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}
 
 

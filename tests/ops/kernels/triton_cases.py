@@ -6,14 +6,10 @@
 
 Right indices, masks, dtypes and order of joins. In float16 and float32 only: the interpreter truncates where a GPU
 rounds to bfloat16, and multiplies bfloat16's bit patterns as integers. Matmuls are numpy's here, so a GPU's bits,
-registers and races are not seen. Tiles are cut down: as many cases with a few keys.
+registers and races are not seen. Attention is in triton_attention_cases.py.
 """
 
-import functools
-import itertools
 import json
-import math
-import random
 import sys
 import threading
 import traceback
@@ -22,14 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
-from decoding_steps import decoding
 
-from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.api import LogitFilters
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton import (
-    attention,
-    attention_kernels,
     matmul,
     peer_sums,
     rows,
@@ -46,72 +38,9 @@ from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.replica.sequence.sampled import NON_FINITE
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.worker.runner.batch_state import BatchState
 
 BLOCK = 8
 REFERENCE = ReferenceKernels()
-Heads = tuple[int, int, int]  # query heads, key-value heads, head size
-Chunk = tuple[int, int, int]  # sequence, first query, end
-
-
-class Step:
-    """Sequences in a paged cache whose blocks lie in random order. What no sequence has written is NaN."""
-
-    def __init__(self, lengths: list[int], heads: Heads, dtype: torch.dtype) -> None:
-        generator = torch.Generator(torch.get_default_device()).manual_seed(sum(lengths))
-        self.num_heads, num_kv_heads, size = heads
-        counts = [-(-length // BLOCK) for length in lengths]
-        order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
-        self.tables = torch.zeros(len(lengths), max(counts), dtype=torch.int64)
-        # Of two layers, as a cache by blocks is: a layer's blocks lie apart.
-        self.cache = torch.full((len(order), 2, 2, num_kv_heads, BLOCK, size), math.nan, dtype=dtype)[:, 1]
-        self.keys, self.values = [], []
-        for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            blocks, order = order[:count], order[count:]
-            self.tables[index, :count] = torch.tensor(blocks)
-            pair = torch.randn(2, length, num_kv_heads, size, generator=generator).to(dtype)
-            for position in range(length):
-                self.cache[blocks[position // BLOCK], :, :, position % BLOCK] = pair[:, position]
-            self.keys.append(pair[0])
-            self.values.append(pair[1])
-        self.queries = [torch.randn(length, self.num_heads, size, generator=generator).to(dtype) for length in lengths]
-        self.sinks = torch.randn(self.num_heads, generator=generator)
-
-    def attend(
-        self, chunks: list[Chunk], splits: bool = True, extra: int = 0, **arguments: object
-    ) -> list[torch.Tensor]:
-        """Each chunk's rows. `extra` keys too many are planned: for controls."""
-        starts = [0]
-        for _, first, end in chunks:
-            starts.append(starts[-1] + end - first)
-        _, _, num_kv_heads, _, size = self.cache.shape
-        window = arguments.get("window", 0)
-        tables = self.tables[[index for index, _, _ in chunks]]
-        ends = [end + extra for _, _, end in chunks]
-        heads = (self.num_heads, num_kv_heads, size)
-        plan = attention.plan_attention(starts, ends, tables, *heads, window, splits=splits)
-        queries = torch.cat([self.queries[index][first:end] for index, first, end in chunks]).flatten(1)
-        out = attention.attend(queries, self.cache, plan, self.num_heads, size**-0.5, **arguments)
-        return list(out.split([end - first for _, first, end in chunks]))
-
-    def reference(self, chunk: Chunk, window: int = 0, score_cap: float = 0.0, sinks: object = None) -> torch.Tensor:
-        """torch's, in float64."""
-        index, first, end = chunk
-        q = self.queries[index][first:end].double().transpose(0, 1)
-        group = len(q) // self.keys[index].shape[1]
-        k, v = (
-            each[index][:end].double().repeat_interleave(group, 1).transpose(0, 1) for each in (self.keys, self.values)
-        )
-        position, key = torch.arange(first, end)[:, None], torch.arange(end)[None]
-        seen = (key <= position) & (key > position - (window or 2**30))
-        if not score_cap and sinks is None:
-            return F.scaled_dot_product_attention(q, k, v, seen, scale=q.shape[2] ** -0.5).transpose(0, 1)
-        scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
-        scores = score_cap * (scores / score_cap).tanh() if score_cap else scores
-        scores = scores.masked_fill(~seen, -math.inf)
-        if sinks is not None:
-            scores = torch.cat((scores, self.sinks.double().view(-1, 1, 1).expand(-1, end - first, 1)), -1)
-        return (scores.softmax(-1)[..., :end] @ v).transpose(0, 1)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -121,165 +50,6 @@ def tolerance(dtype: torch.dtype) -> float:
 def assert_near(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     difference = (got.double() - expected.double()).abs().max().item()
     assert difference < tolerance(dtype) * max(1.0, expected.abs().max().item()), difference
-
-
-def attention_is_right() -> None:
-    for heads, dtype in (((3, 1, 16), torch.float32), ((4, 2, 16), torch.float16), ((4, 2, 80), torch.float32)):
-        step = Step([1, 37, 70], heads, dtype)
-        chunks = [(0, 0, 1), (1, 27, 37), (2, 69, 70)]
-        for chunk, found in zip(chunks, step.attend(chunks), strict=True):
-            assert_near(found, step.reference(chunk), dtype)
-
-
-def a_window_is_right_and_what_is_before_it_is_never_read() -> None:
-    step = Step([70], (3, 1, 16), torch.float32)
-    for chunk, window in (((0, 69, 70), 5), ((0, 69, 70), 40), ((0, 60, 70), 40)):
-        assert_near(step.attend([chunk], window=window)[0], step.reference(chunk, window), torch.float32)
-    expected = step.attend([(0, 69, 70)], window=5)[0]
-    step.cache[step.tables[0, :8]] = math.nan  # positions 0 to 63
-    assert torch.equal(step.attend([(0, 69, 70)], window=5)[0], expected)
-
-
-def bounded_scores_and_sinks_are_right() -> None:
-    step = Step([70], (3, 1, 16), torch.float32)
-    for chunk in ((0, 69, 70), (0, 60, 70)):
-        for arguments in ({"score_cap": 2.0}, {"sinks": step.sinks}):
-            found = step.attend([chunk], **arguments)[0]
-            assert_near(found, step.reference(chunk, **arguments), torch.float32)
-
-
-def a_rows_bits_do_not_depend_on_how_it_was_cut() -> None:
-    step = Step([70, 13], (3, 1, 16), torch.float32)
-    (alone,) = step.attend([(0, 69, 70)])
-    (whole,) = step.attend([(0, 30, 70)])
-    beside = step.attend([(1, 12, 13), (0, 66, 70)])
-    (unsplit,) = step.attend([(0, 69, 70)], splits=False)
-    assert torch.equal(alone[0], whole[-1])
-    assert torch.equal(whole[-4:], beside[1])
-    assert torch.equal(alone, unsplit)
-
-
-def only_the_lone_query_of_a_sequence_is_split() -> None:
-    """Prompts were, where a tile holds a query: of models with more than half of ROWS query heads a key-value head."""
-    group = attention_kernels.ROWS
-    assert made_items([0, 1], [70], group)[1] == [[0, 0, 3]]
-    items, joins = made_items([0, 5, 6], [70, 20], group)
-    assert (len(items), joins) == (6, [])
-    assert attention.count_items([0, 5, 6], [70, 20], group).num_partials == 0
-    assert made_items([0, attention_kernels.ROWS + 1], [70], 1)[1] == []
-
-
-def made_items(starts: list[int], lengths: list[int], group: int, window: int = 0) -> tuple[list, list]:
-    counts = attention.count_items(starts, lengths, group, window)
-    items, joins = attention.make_items(integers(starts), integers(lengths), counts, group, window)
-    assert (len(items), len(joins)) == (counts.num_items, counts.num_joins)
-    return items.tolist(), joins.tolist()
-
-
-def integers(values: list[int], device: str = "cpu") -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def items_in_words(starts: list[int], lengths: list[int], group: int, window: int) -> tuple[list, list]:
-    """One item after the other."""
-    rows, segment = attention_kernels.ROWS, attention_kernels.SEGMENT
-    items, joins, partial, per_tile = [], [], 0, rows // group
-    for index, length in enumerate(lengths):
-        start, stop = starts[index], starts[index + 1]
-        for token in range(start, stop, per_tile):
-            num_tokens = min(per_tile, stop - token)
-            position = length - stop + token
-            first = max(0, position - window + 1) // segment if window else 0
-            end = -(-(position + num_tokens) // segment)
-            if stop - start == 1 and end - first > 1:
-                items += [[index, token, 1, each, each + 1, partial + each - first] for each in range(first, end)]
-                joins.append([token, partial, end - first])
-                partial += end - first
-            else:
-                items.append([index, token, num_tokens, first, end, -1])
-    return items, joins
-
-
-def items_are_all_the_work_there_is() -> None:
-    """And the host needs no value of the device for them."""
-    chance = random.Random(5)
-    for _ in range(60):
-        counts = [chance.choice([1, 1, 1, 2, 17, 100]) for _ in range(chance.randrange(1, 9))]
-        starts = [0, *itertools.accumulate(counts)]
-        lengths = [count + chance.choice([0, 3, 40, 700]) for count in counts]
-        for group, window in ((1, 0), (3, 0), (4, 50), (attention_kernels.ROWS, 33)):
-            assert made_items(starts, lengths, group, window) == items_in_words(starts, lengths, group, window)
-            counted = attention.count_items(starts, lengths, group, window)
-            on_meta = integers(starts, "meta"), integers(lengths, "meta")
-            made = attention.make_items(*on_meta, counted, group, window)
-            assert [len(each) for each in made] == [counted.num_items, counted.num_joins]
-
-
-def a_plan_that_is_taken_over_gives_the_same_bits() -> None:
-    """Rows decode over the end of a segment, with a window and without."""
-    device = torch.get_default_device()
-    shape = (4, 2, 16)
-    num_heads, num_kv_heads, size = shape
-    made: list[bool] = []
-    make_items = attention.make_items
-
-    def noted(is_kept: bool, *arguments: object, **named: object) -> object:
-        made.append(is_kept)
-        return make_items(*arguments, **named)
-
-    for window in (0, 20):
-        state, kept = BatchState(BLOCK, device), TritonBackend()
-        cache = torch.randn(64, 2, num_kv_heads, BLOCK, size)
-        for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 2, BLOCK, 5), 12):
-            metadata = state.build(scheduled).attention
-            queries = torch.randn(3, num_heads, size)
-            answers = []
-            for is_kept, backend in ((True, kept), (False, TritonBackend())):
-                attention.make_items = functools.partial(noted, is_kept)
-                answers.append(backend.attend(queries, cache, metadata, size**-0.5, window))
-                attention.make_items = make_items
-            assert torch.equal(*answers)
-    assert made.count(False) == 24
-    assert 2 < made.count(True) < 18, made
-
-
-def a_plan_in_tensors_that_stay_gives_the_same_bits() -> None:
-    """Filled up, over the end of a segment, with a window and without; with room for all partial results, and for two,
-    where rows stay whole.
-    """
-    device, most = torch.get_default_device(), attention._MAX_FIXED_PARTIALS
-    num_heads, num_kv_heads, size = 4, 2, 16
-    num_joined = []
-    for room, window in ((most, 0), (most, 20), (2, 0)):
-        state, backend = BatchState(BLOCK, device), TritonBackend()
-        fixed = TritonFixedAttention(6, 4, 8, BLOCK, device)
-        cache = torch.randn(64, 2, num_kv_heads, BLOCK, size)
-        attention._MAX_FIXED_PARTIALS = room
-        for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 2, BLOCK, 5), 9):
-            metadata, queries = state.build(scheduled).attention, torch.randn(5, num_heads, size)
-            expected = TritonBackend().attend(queries[:3], cache, metadata, size**-0.5, window)
-            found = backend.attend(queries, cache, fixed.fill(metadata, 5), size**-0.5, window)
-            assert torch.equal(found[:3], expected), (room, window)
-        (plan,) = fixed._plans.values()
-        num_joined.append(int(plan.num_joins))
-    attention._MAX_FIXED_PARTIALS = most
-    assert num_joined == [3, 3, 0]
-
-
-def control_other_cuts_give_other_bits() -> None:
-    step = Step([70], (3, 1, 16), torch.float32)
-    (one,) = step.attend([(0, 69, 70)])
-    kept, attention_kernels.SEGMENT = attention_kernels.SEGMENT, 48
-    (other,) = step.attend([(0, 69, 70)])
-    attention_kernels.SEGMENT = kept
-    assert not torch.equal(one, other)
-    assert_near(one, other, torch.float32)
-
-
-def control_a_key_too_many_is_found() -> None:
-    step = Step([69], (3, 1, 16), torch.float32)
-    assert step.attend([(0, 68, 69)])[0].isfinite().all()
-    assert not step.attend([(0, 68, 69)], extra=1)[0].isfinite().all()
 
 
 SMALL = tiles.Tile(16, 16, 32, 4, 2)
@@ -570,16 +340,6 @@ def control_a_rank_that_does_not_wait_adds_up_what_is_not_there() -> None:
 
 
 CASES: tuple[Callable[[], None], ...] = (
-    attention_is_right,
-    a_window_is_right_and_what_is_before_it_is_never_read,
-    bounded_scores_and_sinks_are_right,
-    a_rows_bits_do_not_depend_on_how_it_was_cut,
-    only_the_lone_query_of_a_sequence_is_split,
-    items_are_all_the_work_there_is,
-    a_plan_that_is_taken_over_gives_the_same_bits,
-    a_plan_in_tensors_that_stay_gives_the_same_bits,
-    control_other_cuts_give_other_bits,
-    control_a_key_too_many_is_found,
     matmuls_are_right,
     a_rows_matmul_does_not_depend_on_the_others,
     rows_are_normed_as_the_reference_does,
@@ -610,7 +370,6 @@ def main() -> None:
     torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
     assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
     torch.set_num_threads(1)
-    attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
     sampling_kernels.PIECE, sampling_kernels.BLOCK = 16, 32
     matmul.FLOAT32 = tiles.Tile(32, 16, 32, 4, 2, False, False, False)
     print(json.dumps({case.__name__: run(case) for case in CASES}))

@@ -86,7 +86,7 @@ def refusal(folder: Path, dtype: str) -> str:
 def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
+    attention_kernels.TILE, attention_kernels.SEGMENT = 16, 32
     matmul.FLOAT32 = tiles.Tile(64, 64, 64, 4, 2, False, False, False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

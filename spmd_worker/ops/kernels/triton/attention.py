@@ -1,13 +1,13 @@
 """Plans and launches of attention_kernels.py, which documents the shapes.
 
-A step's work items depend on counts alone and are made on the device, once per step for each window of the layers; all
-layers of a window share them. The host knows their number.
+A step's work items are made on the device by one launch for each window of the layers; all layers of a window share
+them. The host knows bounds of their numbers and which launches a layer needs.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,111 +17,114 @@ from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.triton import attention_kernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 
+MAX_GROUP = 64
+"""Most query heads per key-value head: all of a token's are in one tile."""
+FEW_ROWS = 16
+"""Rows of a tile for sequences with few queries: the fewest of a matrix instruction."""
 _LOG2_E = math.log2(math.e)
 _ALL_KEYS = 2**30
-_HOPPER, _BLACKWELL, _SMALL_HEAD = (9, 0), 10, 64
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+_ITEM, _JOIN = 8, 3
+_BATCH, _EACH = 256, 64
+_JOINED_HEADS = 16
+"""Heads that a program joins at once: more of 512 numbers spill."""
 _REDUCED_BYTES = 512
-_MAX_FIXED_PARTIALS, _MAX_FIXED_BYTES = 4096, 1 << 25
-"""Maximum partial results of a fixed plan, and their bytes."""
+_MAX_PARTIALS, _MAX_PARTIAL_BYTES = 8192, 1 << 26
+"""Maximum partial results of a plan, and their bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ItemCounts:
-    """Numbers of items, joins and partial rows, see attention_kernels.py."""
+class Tile(NamedTuple):
+    """Rows of a tile and how it is launched: warps, stages of keys and values, programs per multiprocessor."""
 
-    num_items: int
-    num_joins: int
-    num_partials: int
+    rows: int
+    num_warps: int
+    num_stages: int
+    programs: int
 
-
-def count_items(
-    query_starts: Sequence[int], lengths: Sequence[int], group: int, window: int = 0, *, splits: bool = True
-) -> ItemCounts:
-    """Counts of a step's work, on the host: see `make_items`."""
-    assert 0 < group <= attention_kernels.ROWS, f"{group} query heads a key-value head are more than the kernel's rows"
-    shares = _shares(np.array(query_starts), np.array(lengths), group, window, splits=splits)
-    is_split = shares.num_partials > 0
-    return ItemCounts(int(shares.num_items.sum()), int(is_split.sum()), int(shares.num_partials.sum()))
+    def options(self) -> dict[str, int]:
+        return attention_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def make_items(
-    starts: Tensor, lengths: Tensor, counts: ItemCounts, group: int, window: int = 0, *, splits: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Items [.., 6] and joins [.., 3] of a step, int32, on the device of `starts` [S + 1] and `lengths` [S], int32:
-    queries `starts[i]:starts[i + 1]` are at the end of the `lengths[i]` keys of sequence i; `group` query heads share
-    keys; `window` 0 sees all keys. If it `splits`, the only query of a sequence has one item per segment. A prompt has
-    enough items for all programs, and would need a partial row per query and segment.
-
-    `counts` are from `count_items`, so that the host reads nothing back.
-    """
-    starts, lengths = starts.long(), lengths.long()
-    shares = _shares(starts, lengths, group, window, splits=splits)
-    ends, partials = shares.num_items.cumsum(0), shares.num_partials.cumsum(0)
-    numbers = torch.arange(counts.num_items, device=starts.device)
-    # The sequence of each item, and its number in the sequence.
-    sequence = torch.searchsorted(ends, numbers, right=True)
-    number = numbers - (ends - shares.num_items)[sequence]
-    is_part = (shares.num_partials > 0)[sequence].long()
-    stop = starts[1:][sequence]
-    token = starts[:-1][sequence] + number * (attention_kernels.ROWS // group) * (1 - is_part)
-    num_tokens = (stop - token).clip(max=attention_kernels.ROWS // group)
-    seen = lengths[sequence] - stop + token + num_tokens
-    first = _first_segment(seen - num_tokens, window) + number * is_part
-    end = torch.where(is_part > 0, first + 1, -(-seen // attention_kernels.SEGMENT))
-    partial = ((partials - shares.num_partials)[sequence] + number + 1) * is_part - 1
-    items = torch.stack((sequence, token, num_tokens, first, end, partial), dim=1)
-    nth = torch.arange(1, counts.num_joins + 1, device=starts.device)
-    split = torch.searchsorted((shares.num_partials > 0).cumsum(0), nth)
-    rows = (starts[:-1][split], (partials - shares.num_partials)[split], shares.num_partials[split])
-    return items.to(torch.int32), torch.stack(rows, dim=1).to(torch.int32)
+def few_tile(device_capability: tuple[int, int], head_size: int, group: int, itemsize: int) -> Tile:
+    """The tile of sequences with few queries, in a decode step all. No bit depends on it."""
+    if group > FEW_ROWS:
+        return many_tile(device_capability, head_size, group, itemsize)
+    if itemsize > 2:
+        return Tile(FEW_ROWS, 4, 1, 2)
+    if head_size > 256:
+        return Tile(FEW_ROWS, 8, 2, 1)
+    if device_capability[0] != 9:
+        return Tile(FEW_ROWS, 8 if head_size > 128 else 4, 2, 2)
+    if head_size > 128:
+        return Tile(FEW_ROWS, 4, 2, 2)
+    return Tile(FEW_ROWS, 2, 2, 4) if head_size > 64 else Tile(FEW_ROWS, 2, 3, 6)
 
 
-class _Shares(NamedTuple):
-    """Numbers of items and partial rows of each sequence, [S]; numpy or torch."""
-
-    num_items: Any
-    num_partials: Any
-
-
-def _shares(starts: Any, lengths: Any, group: int, window: int, *, splits: bool) -> _Shares:
-    num_queries, per_tile = starts[1:] - starts[:-1], attention_kernels.ROWS // group
-    num_segments = -(-lengths // attention_kernels.SEGMENT) - _first_segment(lengths - num_queries, window)
-    is_split = (num_queries == 1) & (num_segments > 1) & splits
-    num_partials = num_segments * is_split
-    return _Shares(-(-num_queries // per_tile) * ~is_split + num_partials, num_partials)
+def many_tile(device_capability: tuple[int, int], head_size: int, group: int, itemsize: int) -> Tile:
+    """The tile of prompts. No bit depends on it."""
+    if itemsize > 2:
+        return Tile(max(FEW_ROWS, power_of_two(group)), 4, 1, 2)
+    if device_capability[0] == 9 and head_size <= 128:
+        return Tile(128, 8, 3, 1)
+    if head_size > 256:
+        return Tile(max(FEW_ROWS, power_of_two(group)), 8, 2, 1)
+    if head_size > 128:
+        return Tile(max(32, power_of_two(group)), 8, 2, 1)
+    return Tile(64, 4 if device_capability[0] == 10 and head_size <= 64 else 8, 3, 2)
 
 
-def _first_segment(positions: Any, window: int) -> Any:
-    """The first segment that a query at a position sees; numpy or torch."""
-    return (positions - window + 1).clip(0) // attention_kernels.SEGMENT if window else positions * 0
+def head_parts(size: int) -> tuple[int, int]:
+    """One or two powers of two, 0 for none, which cover a head size with the least padding."""
+    first = power_of_two(size)
+    if first == size:
+        return first, 0
+    second = max(16, power_of_two(size - first // 2))
+    return (first // 2, second) if second < first // 2 else (first, 0)
+
+
+class Launches(NamedTuple):
+    """Launches that a step needs in addition to the one of sequences with few queries."""
+
+    has_many: bool
+    has_joins: bool
+
+
+def launches_of(query_starts: Sequence[int], lengths: Sequence[int], max_partials: int) -> Launches:
+    """The launches of a step, perhaps more than it needs. `max_partials` as of `attention_kernels.make_items`."""
+    longest, segment = max(lengths, default=0), attention_kernels.SEGMENT
+    if tuple(query_starts) != tuple(range(len(lengths) + 1)):
+        return Launches(has_many=True, has_joins=longest > segment)
+    if longest <= segment:
+        return Launches(has_many=False, has_joins=False)
+    if len(lengths) * -(-longest // segment) <= max_partials:
+        return Launches(has_many=False, has_joins=True)
+    num_partials = int((-(-np.array(lengths) // segment)).sum())
+    return Launches(has_many=num_partials > max_partials, has_joins=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAttention:
-    """A step's work for one window on the device, int32, and buffers of partial results, float32."""
+    """A step's work for one window on the device, int32, and buffers of partial results, float32.
+
+    `items` of both kinds, the few first; `counts` of both and of joins. A token sees `later` keys after its own.
+    """
 
     items: Tensor
-    num_items: Tensor
     joins: Tensor
-    num_joins: Tensor
+    counts: Tensor
     starts: Tensor
     lengths: Tensor
     tables: Tensor
     partial_sums: Tensor
     partial_tops: Tensor
     partial_denoms: Tensor
-
-    def with_lengths(self, lengths: Tensor, tables: Tensor) -> "PlannedAttention":
-        """The plan of the next step with the same items; it shares the buffers of partial results."""
-        return replace(self, lengths=lengths, tables=tables.to(torch.int32).contiguous())
-
-
-def segments_seen(lengths: Sequence[int], window: int) -> bytes:
-    """A key of the segments that single queries at the end of `lengths` keys see."""
-    positions = np.array(lengths) - 1
-    last = positions // attention_kernels.SEGMENT
-    return last.tobytes() + (_first_segment(positions, window).tobytes() if window else b"")
+    num_few: int
+    max_partials: int
+    few: Tile
+    many: Tile
+    launches: Launches
+    group: int
+    window: int
+    later: int = 0
 
 
 def plan_attention(
@@ -133,78 +136,108 @@ def plan_attention(
     head_size: int,
     window: int = 0,
     *,
+    itemsize: int = 2,
+    later: int = 0,
     splits: bool = True,
     on_device: tuple[Tensor, Tensor] | None = None,
 ) -> PlannedAttention:
-    """The plan of one step, see `make_items`. `tables` [S, B] are on the device; `on_device`: `query_starts` and
-    `lengths`, int32, if they are there already.
+    """The plan of one step: queries `query_starts[i]:query_starts[i + 1]` are at the end of the `lengths[i]` keys of
+    sequence i. `tables` [S, B] are on the device; `on_device`: `query_starts` and `lengths`, int32, if they are there
+    already. `itemsize` of queries and keys. If it `splits`, the only query of a sequence has an item per segment; a
+    prompt has enough items for all programs, and would need a partial row per query and segment.
     """
-    device = tables.device
-    group = num_heads // num_kv_heads
-    starts, ends = on_device or (_integers(query_starts, device), _integers(lengths, device))
-    counts = count_items(query_starts, lengths, group, window, splits=splits)
-    items, joins = make_items(starts, ends, counts, group, window, splits=splits)
-    num_rows = max(counts.num_partials, 1) * num_heads
-    return PlannedAttention(
-        items=items,
-        num_items=torch.full((1,), counts.num_items, dtype=torch.int32, device=device),
-        joins=joins,
-        num_joins=torch.full((1,), counts.num_joins, dtype=torch.int32, device=device),
-        starts=starts,
-        lengths=ends,
-        tables=tables.to(torch.int32).contiguous(),
-        partial_sums=torch.empty((num_rows, head_size), dtype=torch.float32, device=device),
-        partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
-        partial_denoms=torch.empty(num_rows, dtype=torch.float32, device=device),
-    )
+    starts, ends = on_device or (_integers(query_starts, tables.device), _integers(lengths, tables.device))
+    most = len(lengths) * -(-max(lengths, default=0) // attention_kernels.SEGMENT) if splits else 0
+    sizes = (num_heads, num_kv_heads, head_size, itemsize)
+    tables = tables.to(torch.int32).contiguous()
+    plan = _empty_plan(query_starts[-1], starts, ends, tables, *sizes, window, later, most)
+    plan = replace(plan, launches=launches_of(query_starts, lengths, plan.max_partials))
+    fill_plan(plan, len(lengths))
+    return plan
 
 
 def fixed_plan(
-    num_tokens: int, starts: Tensor, lengths: Tensor, tables: Tensor, num_heads: int, head_size: int
+    num_tokens: int,
+    starts: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    itemsize: int,
+    window: int,
+    like: PlannedAttention | None = None,
 ) -> PlannedAttention:
     """An empty plan for `fill_plan`, whose tensors serve all steps of at most `num_tokens` tokens and S sequences.
-    `starts` [S + 1], `lengths` [S] and `tables` [S, B] are int32.
+    `starts` [S + 1], `lengths` [S] and `tables` [S, B] are int32. Layers run one after another, so that partial results
+    may be where another plan has its own (`like`).
     """
-    device, num_sequences = lengths.device, len(lengths)
-    num_partials = max(1, min(_MAX_FIXED_PARTIALS, _MAX_FIXED_BYTES // (num_heads * head_size * 4)))
-    num_rows = num_partials * num_heads
+    sizes = (num_heads, num_kv_heads, head_size, itemsize)
+    plan = _empty_plan(num_tokens, starts, lengths, tables, *sizes, window, 0, _MAX_PARTIALS)
+    if like is None or like.partial_sums.shape != plan.partial_sums.shape:
+        return plan
+    names = ("partial_sums", "partial_tops", "partial_denoms")
+    return replace(plan, **{name: getattr(like, name) for name in names})
+
+
+def fill_plan(plan: PlannedAttention, num_sequences: int) -> None:
+    """Make the items of a step, whose starts and lengths are in the plan. If it cannot hold the partial results,
+    queries are not split, with the same bits: there are enough of them then to keep a device busy.
+    """
+    if not num_sequences:
+        plan.counts.zero_()
+        return
+    attention_kernels.make_items[(num_sequences,)](
+        *(plan.starts, plan.lengths, plan.items, plan.joins, plan.counts, num_sequences, plan.num_few),
+        *(plan.max_partials, plan.window or _ALL_KEYS, plan.later),
+        FEW=plan.few.rows // plan.group,
+        MANY=plan.many.rows // plan.group,
+        SEGMENT=attention_kernels.SEGMENT,
+        BATCH=_BATCH,
+        EACH=_EACH,
+        num_warps=1,
+    )
+
+
+def _empty_plan(
+    num_tokens: int,
+    starts: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    itemsize: int,
+    window: int,
+    later: int,
+    max_partials: int,
+) -> PlannedAttention:
+    assert 0 < num_heads // num_kv_heads <= MAX_GROUP, (num_heads, num_kv_heads)
+    device, num_sequences, group = lengths.device, len(lengths), num_heads // num_kv_heads
+    chosen = (capability(device), head_size, group, itemsize)
+    few, many = few_tile(*chosen), many_tile(*chosen)
+    max_partials = min(max_partials, _MAX_PARTIALS, _MAX_PARTIAL_BYTES // (num_heads * head_size * 4))
+    num_few, num_rows = num_sequences + max_partials, max(1, max_partials) * num_heads
+    num_many = num_tokens // (many.rows // group) + num_sequences
     return PlannedAttention(
-        items=torch.zeros((num_tokens + num_partials, 6), dtype=torch.int32, device=device),
-        num_items=torch.zeros(1, dtype=torch.int32, device=device),
-        joins=torch.zeros((num_sequences, 3), dtype=torch.int32, device=device),
-        num_joins=torch.zeros(1, dtype=torch.int32, device=device),
+        items=torch.empty((num_few + num_many, _ITEM), dtype=torch.int32, device=device),
+        joins=torch.empty((num_sequences, _JOIN), dtype=torch.int32, device=device),
+        counts=torch.empty(3, dtype=torch.int32, device=device),
         starts=starts,
         lengths=lengths,
         tables=tables,
         partial_sums=torch.empty((num_rows, head_size), dtype=torch.float32, device=device),
         partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
         partial_denoms=torch.empty(num_rows, dtype=torch.float32, device=device),
+        num_few=num_few,
+        max_partials=max_partials,
+        few=few,
+        many=many,
+        launches=Launches(has_many=True, has_joins=True),
+        group=group,
+        window=window,
+        later=later,
     )
-
-
-def fill_plan(
-    plan: PlannedAttention,
-    query_starts: Sequence[int],
-    lengths: Sequence[int],
-    num_heads: int,
-    num_kv_heads: int,
-    window: int = 0,
-) -> None:
-    """Fill a fixed plan for a step, whose starts and lengths are in it already. If it cannot hold the partial results,
-    queries are not split, with the same bits: there are enough of them then to keep a device busy.
-    """
-    group, num_sequences = num_heads // num_kv_heads, len(lengths)
-    max_partials = len(plan.partial_tops) // num_heads
-    counts = count_items(query_starts, lengths, group, window)
-    splits = counts.num_partials <= max_partials
-    if not splits:
-        counts = count_items(query_starts, lengths, group, window, splits=False)
-    starts, ends = plan.starts[: num_sequences + 1], plan.lengths[:num_sequences]
-    items, joins = make_items(starts, ends, counts, group, window, splits=splits)
-    plan.items[: counts.num_items] = items
-    plan.joins[: counts.num_joins] = joins
-    plan.num_items.fill_(counts.num_items)
-    plan.num_joins.fill_(counts.num_joins)
 
 
 def attend(
@@ -213,35 +246,60 @@ def attend(
     plan: PlannedAttention,
     num_heads: int,
     scale: float,
-    window: int = 0,
     score_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Queries [T, at least Hq * D], a token's heads contiguous; `layer_cache` [blocks, 2, Hkv, block, D], blocks
-    contiguous -> [T, Hq, D]. `window` is that of the plan; for the rest see `AttentionBackend.attend`.
+    contiguous -> [T, Hq, D]. For the rest see `AttentionBackend.attend`.
     """
-    _, _, num_kv_heads, block_size, head_size = layer_cache.shape
-    out = queries.new_empty((len(queries), num_heads, head_size))
+    return attend_pages(queries, layer_cache[:, 0], layer_cache[:, 1], plan, num_heads, scale, score_cap, sinks)
+
+
+def attend_pages(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: PlannedAttention,
+    num_heads: int,
+    scale: float,
+    score_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` with keys [blocks, Hkv, block, D] and values [blocks, Hkv, block, DV] -> [T, Hq, DV]."""
+    _, num_kv_heads, block_size, head_size = keys.shape
+    value_size, device = values.shape[3], queries.device
+    assert keys.stride(0) == values.stride(0), (keys.stride(), values.stride())
+    out = queries.new_empty((len(queries), num_heads, value_size))
     if not len(queries):
         return out
     partials = (plan.partial_sums, plan.partial_tops, plan.partial_denoms)
-    has_sinks = sinks is not None
     sink_scores = sinks.contiguous() if sinks is not None else plan.partial_tops
     scale_log2 = scale / score_cap if score_cap > 0 else scale * _LOG2_E
-    grid = (num_programs(queries.device, _PROGRAMS_PER_MULTIPROCESSOR),)
-    attention_kernels.attend[grid](
-        *(queries, layer_cache, plan.tables, plan.items, plan.num_items, plan.starts, plan.lengths, out),
-        *(*partials, sink_scores, queries.stride(0), layer_cache.stride(0), plan.tables.stride(0)),
-        *(window or _ALL_KEYS, scale_log2, score_cap * _LOG2_E),
-        **attend_constants(
-            num_heads, num_kv_heads, head_size, block_size, is_capped=score_cap > 0, has_sinks=has_sinks
-        ),
-        **attend_options(capability(queries.device), head_size),
+    constants = attend_constants(
+        num_heads, num_kv_heads, head_size, value_size, block_size, is_capped=score_cap > 0, has_sinks=sinks is not None
     )
-    if len(plan.joins):
-        attention_kernels.join_partials[grid](
-            *(plan.joins, plan.num_joins, out, *partials, sink_scores),
-            **join_constants(num_heads, head_size, has_sinks=has_sinks),
+    is_short = plan.launches == Launches(has_many=False, has_joins=False)
+    few = plan.few
+    num_short = min(len(queries), len(plan.joins)) * num_kv_heads
+    kinds = [(plan.items, plan.counts, few, num_short if is_short else num_programs(device, few.programs), True)]
+    if plan.launches.has_many:
+        many = plan.many
+        kinds.append((plan.items[plan.num_few :], plan.counts[1:], many, num_programs(device, many.programs), False))
+    for items, count, tile, programs, is_one in kinds:
+        attention_kernels.attend[(programs,)](
+            *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores),
+            *(queries.stride(0), keys.stride(0), plan.tables.stride(0)),
+            *(plan.window or _ALL_KEYS, plan.later, scale_log2, score_cap * _LOG2_E),
+            **constants,
+            ROWS=tile.rows,
+            ONE=is_one,
+            LOOPS=not is_short,
+            **tile.options(),
+        )
+    if plan.launches.has_joins:
+        attention_kernels.join_partials[(num_programs(device, few.programs),)](
+            *(plan.joins, plan.counts[2:], out, *partials, sink_scores),
+            **join_constants(num_heads, value_size, has_sinks=sinks is not None),
             **attention_kernels.LAUNCH,
         )
     return out
@@ -251,45 +309,46 @@ def attend_constants(
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
+    value_size: int,
     block_size: int,
     *,
     is_capped: bool = False,
     has_sinks: bool = False,
 ) -> dict[str, int]:
-    """Constexprs of `attention_kernels.attend`."""
+    """Constexprs of `attention_kernels.attend` that the tile does not choose."""
+    k0, k1 = head_parts(head_size)
+    v0, v1 = head_parts(value_size)
     return {
         "KV_HEADS": num_kv_heads,
         "G": num_heads // num_kv_heads,
         "D": head_size,
-        "DP": power_of_two(head_size),
+        "DV": value_size,
+        "K0": k0,
+        "K1": k1,
+        "V0": v0,
+        "V1": v1,
         "BLOCK": block_size,
         "TILE": attention_kernels.TILE,
         "SEGMENT": attention_kernels.SEGMENT,
-        "ROWS": attention_kernels.ROWS,
         "CAPPED": is_capped,
         "SINKS": has_sinks,
     }
 
 
-def attend_options(device_capability: tuple[int, int], head_size: int) -> dict[str, int]:
-    """Launch options of `attention_kernels.attend`: 8 warps if 4 spill. Bits depend on the chip."""
-    is_small = head_size <= _SMALL_HEAD and device_capability[0] == _BLACKWELL
-    return attention_kernels.LAUNCH | {"num_warps": 4 if is_small or device_capability == _HOPPER else 8}
+def join_constants(num_heads: int, value_size: int, *, has_sinks: bool = False) -> dict[str, int]:
+    """Constexprs of `attention_kernels.join_partials`."""
+    v0, v1 = head_parts(value_size)
+    each = min(_JOINED_HEADS, power_of_two(num_heads))
+    return {"HEADS": num_heads, "HEADS_EACH": each, "DV": value_size, "V0": v0, "V1": v1, "SINKS": has_sinks}
 
 
-def shared_bytes(head_size: int, itemsize: int) -> int:
+def shared_bytes(tile: Tile, head_size: int, itemsize: int) -> int:
     """Maximum bytes of shared memory of `attention_kernels.attend` on chips without wgmma or tcgen05, which have the
     least: queries, the stages of keys and values that are not in registers, weights of a tile.
     """
-    rows, tile = attention_kernels.ROWS, attention_kernels.TILE
-    staged = rows + 2 * tile * (attention_kernels.LAUNCH["num_stages"] - 2)
-    return itemsize * (staged * power_of_two(head_size) + rows * tile) + _REDUCED_BYTES
-
-
-def join_constants(num_heads: int, head_size: int, *, has_sinks: bool = False) -> dict[str, int]:
-    """Constexprs of `attention_kernels.join_partials`."""
-    sizes = {"HEADS": num_heads, "HEADS_PADDED": power_of_two(num_heads)}
-    return {**sizes, "D": head_size, "DP": power_of_two(head_size), "SINKS": has_sinks}
+    keys = attention_kernels.TILE
+    staged = tile.rows + 2 * keys * max(1, tile.num_stages - 2)
+    return itemsize * (staged * sum(head_parts(head_size)) + tile.rows * keys) + _REDUCED_BYTES
 
 
 def _integers(values: object, device: torch.device) -> Tensor:

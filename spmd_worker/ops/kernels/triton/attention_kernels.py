@@ -7,167 +7,349 @@ decoding), whose partial result `join_partials` joins later in the same order wi
 for all segments and one program per segment give the same bits, and the choice may follow the load. Tiles that a row
 does not see change no bit of it, so a row is the same alone, in a chunk and in a complete prompt.
 
-All items have one instruction shape, ROWS = 64 query rows (wgmma on sm_90, mma.sync on sm_80), also in decode: missing
-rows cost tensor-core time that decode does not need. Contraction of mul and add is off (LAUNCH), except for `tl.fma`.
+The sum over a tile's weights is a binary tree whose pairs are in the source (`tree_sum`), because the order of
+`tl.sum` is the layout's, which follows the rows of a tile and the warps. A maximum has no order, and the matrix
+instructions (mma.sync, wgmma) add alike. So rows of a tile, warps, stages and programs are free: sequences with few
+queries, decode, have tiles of fewer rows than prompts. Contraction of mul and add is off (LAUNCH), except for `tl.fma`.
+
 Keys that no row of a tile may see are never multiplied, whatever their blocks contain.
 A key that only some rows of a tile see is multiplied by a weight of 0 for the others: if its value is infinite or NaN,
 earlier rows of the same sequence and tile are NaN too, although they are not when computed alone.
 
-Shapes, T: tokens; S: sequences; Hq, Hkv: query and key-value heads; G = Hq / Hkv; D: head size; DP: D to a power of
-two.
-queries [T, at least Hq * D], a token's heads contiguous; one layer's cache [blocks, 2, Hkv, BLOCK, D], a block's
-values after its keys, contiguous, blocks `stride_page` elements apart; tables int32 [S, B]; out [T, Hq, D]. Queries,
-cache and out are of one dtype: float16, bfloat16 or float32; sums are float32.
-items int32 [.., 6]: sequence, first token, number of tokens, first segment, end segment, partial row (-1: final).
+Shapes, T: tokens; S: sequences; Hq, Hkv: query and key-value heads; G = Hq / Hkv; D and DV: size of a key and of a
+value. K0 + K1 and V0 + V1 cover D and DV with one or two powers of two (K1 and V1 may be 0), so that 96 or 192 are not
+padded: scores are one chain over K0, then K1.
+queries [T, at least Hq * D], a token's heads contiguous; a layer's keys [blocks, Hkv, BLOCK, D] and values [blocks,
+Hkv, BLOCK, DV], a block's contiguous, blocks `stride_page` elements apart; tables int32 [S, B]; out [T, Hq, DV].
+Queries, keys, values and out are of one dtype: float16, bfloat16 or float32; sums are float32.
+items int32 [.., 8]: sequence, first token, number of tokens, position of the first, end of the keys that the last sees,
+first segment, end segment, partial row (-1: final).
 joins int32 [.., 3]: token, first partial row, number of segments, one partial row each.
-partial rows: float32 sums [.., Hq, D], maximum scores (top) and softmax denominators [.., Hq].
+partial rows: float32 sums [.., Hq, DV], maximum scores (top) and softmax denominators [.., Hq].
 """
 
 import triton
 import triton.language as tl
 
-ROWS = 64
 TILE = 64
 SEGMENT = 512
-LAUNCH = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+LAUNCH = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _join(top, denom, sums, top2, denom2, sums2):
+def tree_sum(x):
+    """[ROWS, N] -> [ROWS], N a power of two: columns 2i and 2i + 1, then the upper half of what is left onto the lower,
+    and again. Each `tl.sum` is over two numbers, one addition, which commutes: no layout changes a bit.
+
+    Within matrix instructions' layouts the first levels are within a thread, the last two are shuffles.
+    """
+    sums = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
+    for _ in tl.static_range(0, 7):
+        if sums.shape[1] > 1:
+            sums = tl.sum(tl.reshape(sums, [sums.shape[0], 2, sums.shape[1] // 2]), 1)
+    return tl.reshape(sums, [x.shape[0]])
+
+
+@triton.jit
+def _scaled(sums, sums2, a, b):
+    """sums * a + sums2 * b, the second product fused; [ROWS, N] and [ROWS]."""
+    return tl.fma(sums2, tl.broadcast_to(b[:, None], sums2.shape), sums * a[:, None])
+
+
+@triton.jit
+def _join(top, denom, left, right, top2, denom2, left2, right2, V1: tl.constexpr):
     """Join two softmax states, the earlier keys first. An empty state (top = -inf) changes no bit of the other."""
     new_top = tl.maximum(top, top2)
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     a, b = tl.exp2(top - safe), tl.exp2(top2 - safe)
-    joined = tl.fma(sums2, tl.broadcast_to(b[:, None], sums2.shape), sums * a[:, None])
-    return new_top, tl.fma(denom2, b, denom * a), joined
+    if V1:
+        right = _scaled(right, right2, a, b)
+    return new_top, tl.fma(denom2, b, denom * a), _scaled(left, left2, a, b), right
 
 
 @triton.jit
-def _finish(top, denom, sums, sinks, heads, is_head, SINKS: tl.constexpr):
+def _finish(top, denom, left, right, sinks, heads, is_head, SINKS: tl.constexpr):
     """The normalised result; a sink is one more score, of a key without a value."""
     if SINKS:
         score = tl.load(sinks + heads, mask=is_head, other=0.0) * 1.4426950408889634
         new_top = tl.maximum(top, score)
         a = tl.exp2(top - new_top)
         denom = tl.fma(denom, a, tl.exp2(score - new_top))
-        sums = sums * a[:, None]
-    return sums / tl.where(denom == 0.0, 1.0, denom)[:, None]
+        left, right = left * a[:, None], right * a[:, None]
+    whole = tl.where(denom == 0.0, 1.0, denom)[:, None]
+    return left / whole, right / whole
+
+
+@triton.jit
+def _fresh(ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
+    """An empty softmax state: top, denominator, and sums of the two parts of values."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    denom = tl.zeros([ROWS], tl.float32)
+    return top, denom, tl.zeros([ROWS, V0], tl.float32), tl.zeros([ROWS, V1 if V1 else 1], tl.float32)
+
+
+@triton.jit
+def _inside(is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
+    """Mask of numbers [FIRST, FIRST + PART) of rows of SIZE."""
+    mask = is_row[:, None]
+    if FIRST + PART > SIZE:
+        mask = mask & (FIRST + tl.arange(0, PART) < SIZE)[None, :]
+    return mask
+
+
+@triton.jit
+def _load(rows, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, PART] from pointers to rows of SIZE; zeros past a row's end and where there is no row."""
+    d = FIRST + tl.arange(0, PART)
+    return tl.load(rows[:, None] + d[None, :], mask=_inside(is_row, FIRST, PART, SIZE), other=0.0)
+
+
+@triton.jit
+def _store(rows, value, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
+    d = FIRST + tl.arange(0, PART)
+    tl.store(rows[:, None] + d[None, :], value, mask=_inside(is_row, FIRST, PART, SIZE))
 
 
 @triton.jit
 def _segment(
-    q, keys, values, table, position, first, end, lowest, window, scale, cap,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    stride_page, CAPPED: tl.constexpr,
+    q0, q1, keys, values, table, before, last, first, end, lowest, all_from, all_until, scale, cap, stride_page,
+    D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [first, end) of one segment from a fresh state. `first` is a multiple of TILE; keys below `lowest` and from
-    `end` on are masked. Scores are exponents of two.
+    """Keys [first, end) of one segment from a fresh state. `first` is a multiple of TILE; keys below `lowest` are not
+    read. A row sees keys after `before` up to `last`, every row [all_from, all_until). Scores are exponents of two.
     """
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    denom = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DP], tl.float32)
-    d = tl.arange(0, DP)
+    top, denom, left, right = _fresh(ROWS, V0, V1)
     for start in tl.range(first, end, TILE):
         n = start + tl.arange(0, TILE)
         is_there = (n < end) & (n >= lowest)
-        page = tl.load(table + n // BLOCK, mask=is_there, other=0).to(tl.int64)
-        offset = (page * stride_page + (n % BLOCK) * D)[:, None] + d[None, :]
-        inside = is_there[:, None] & (d[None, :] < D)
-        k = tl.load(keys + offset, mask=inside, other=0.0)
-        v = tl.load(values + offset, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        page = tl.load(table + n // BLOCK, mask=is_there, other=0).to(tl.int64) * stride_page
+        key_rows, value_rows = keys + (page + (n % BLOCK) * D), values + (page + (n % BLOCK) * DV)
+        scores = tl.dot(q0, tl.trans(_load(key_rows, is_there, 0, K0, D)), input_precision="ieee")
+        if K1:
+            scores = tl.dot(q1, tl.trans(_load(key_rows, is_there, K0, K1, D)), scores, input_precision="ieee")
+        v0 = _load(value_rows, is_there, 0, V0, DV)
+        factor = scale
         if CAPPED:
             # cap * tanh(x), as 1 - 2 / (e^2x + 1).
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0))
-        visible = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
-        scores = tl.where(visible & is_there[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+            scores = cap - 2.0 * cap / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
+            factor = 1.0
+        if (start < all_from) | (start + TILE > all_until):
+            # Most tiles of prompts are seen completely, and comparisons would cost them a third of their time.
+            visible = (n[None, :] > before[:, None]) & (n[None, :] <= last[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores - safe[:, None])
+        factors, shift = tl.full([ROWS, TILE], factor, tl.float32), tl.broadcast_to(-safe[:, None], [ROWS, TILE])
+        p = tl.exp2(tl.fma(scores, factors, shift))
         a = tl.exp2(top - safe)
-        denom = tl.fma(denom, a, tl.sum(p, 1))
-        sums = tl.dot(p.to(values.dtype.element_ty), v, sums * a[:, None], input_precision="ieee")
+        denom = tl.fma(denom, a, tree_sum(p))
+        weights = p.to(v0.dtype)
+        left = tl.dot(weights, v0, left * a[:, None], input_precision="ieee")
+        if V1:
+            v1 = _load(value_rows, is_there, V0, V1, DV)
+            right = tl.dot(weights, v1, right * a[:, None], input_precision="ieee")
         top = new_top
-    return top, denom, sums
+    return top, denom, left, right
 
 
-@triton.jit(do_not_specialize=["stride_table", "window"])
-def attend(
-    queries, cache, tables, items, num_items, starts, lengths, out, partial_sums, partial_tops, partial_denoms, sinks,
-    stride_query, stride_page, stride_table, window, scale, cap,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+@triton.jit
+def _item(
+    work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks, stride_query,
+    stride_page, stride_table, window, later, scale, cap,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr, ONE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Persistent: the grid does not depend on the batch, so that one CUDA graph serves every mix of lengths.
-
-    `num_items` int32 [1]; `starts` int32 [S + 1], the first token of each sequence; `lengths` int32 [S], its keys;
-    `window`: number of visible keys, 2**30 for all; `sinks` float32 [Hq]. `scale` is log2(e) * the attention scale, or
-    if CAPPED the attention scale / the cap; `cap` is log2(e) * the cap.
-    """
+    """One item and key-value head, see `attend`."""
     heads: tl.constexpr = KV_HEADS * G
+    item = items + (work // KV_HEADS) * 8
+    kv_head = work % KV_HEADS
+    sequence, token, num_tokens = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    first_position, seen = tl.load(item + 3), tl.load(item + 4)
+    first, end, partial = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
     r = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    count = tl.load(num_items) * KV_HEADS
-    for work in tl.range(tl.program_id(0), count, tl.num_programs(0)):
-        item = items + (work // KV_HEADS) * 6
-        kv_head = work % KV_HEADS
-        sequence, token, num_tokens = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-        first, end, partial = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-        first_position = tl.load(lengths + sequence) - tl.load(starts + sequence + 1) + token
-        lowest = tl.maximum(first_position - window + 1, 0)
-        seen = first_position + num_tokens
-        position = first_position + r // G
-        is_row = r < num_tokens * G
-        head = kv_head * G + r % G
-        inside = is_row[:, None] & (d[None, :] < D)
-        row = (token + r // G).to(tl.int64) * stride_query + head * D
-        q = tl.load(queries + row[:, None] + d[None, :], mask=inside, other=0.0)
-        keys = cache + kv_head * (BLOCK * D)
-        values = keys + KV_HEADS * BLOCK * D
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        denom = tl.zeros([ROWS], tl.float32)
-        sums = tl.zeros([ROWS, DP], tl.float32)
+    is_row = r < num_tokens * G
+    head = kv_head * G + r % G
+    rows = queries + (token + r // G).to(tl.int64) * stride_query + head * D
+    q0 = _load(rows, is_row, 0, K0, D)
+    q1 = q0
+    if K1:
+        q1 = _load(rows, is_row, K0, K1, D)
+    position = first_position + r // G
+    before, last = position - window, tl.minimum(position + later, seen - 1)
+    lowest = tl.maximum(first_position - window + 1, 0)
+    all_from, all_until = first_position + num_tokens - window, tl.minimum(first_position + later + 1, seen)
+    head_keys, head_values = keys + kv_head * (BLOCK * D), values + kv_head * (BLOCK * DV)
+    table = tables + sequence.to(tl.int64) * stride_table
+    if ONE:
+        top, denom, left, right = _segment(
+            q0, q1, head_keys, head_values, table, before, last,
+            tl.maximum(first * SEGMENT, lowest // TILE * TILE), tl.minimum((first + 1) * SEGMENT, seen), lowest,
+            all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, BLOCK, TILE, ROWS, CAPPED,
+        )  # fmt: skip
+    else:
+        top, denom, left, right = _fresh(ROWS, V0, V1)
         for segment in tl.range(first, end):
-            top2, denom2, sums2 = _segment(
-                q, keys, values, tables + sequence.to(tl.int64) * stride_table, position,
+            top2, denom2, left2, right2 = _segment(
+                q0, q1, head_keys, head_values, table, before, last,
                 tl.maximum(segment * SEGMENT, lowest // TILE * TILE), tl.minimum((segment + 1) * SEGMENT, seen), lowest,
-                window, scale, cap, D, DP, BLOCK, TILE, ROWS, stride_page, CAPPED,
+                all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, BLOCK, TILE, ROWS, CAPPED,
             )  # fmt: skip
-            top, denom, sums = _join(top, denom, sums, top2, denom2, sums2)
-        if partial < 0:
-            result = _finish(top, denom, sums, sinks, head, is_row, SINKS).to(out.dtype.element_ty)
-            index = ((token + r // G) * heads + head).to(tl.int64) * D
-            tl.store(out + index[:, None] + d[None, :], result, mask=inside)
-        else:
-            part = (partial + r // G) * heads + head
-            tl.store(partial_sums + (part.to(tl.int64) * D)[:, None] + d[None, :], sums, mask=inside)
-            tl.store(partial_tops + part, top, mask=is_row)
-            tl.store(partial_denoms + part, denom, mask=is_row)
+            top, denom, left, right = _join(top, denom, left, right, top2, denom2, left2, right2, V1)
+    if partial < 0:
+        left, right = _finish(top, denom, left, right, sinks, head, is_row, SINKS)
+        to = out + ((token + r // G) * heads + head).to(tl.int64) * DV
+        _store(to, left.to(out.dtype.element_ty), is_row, 0, V0, DV)
+        if V1:
+            _store(to, right.to(out.dtype.element_ty), is_row, V0, V1, DV)
+    else:
+        part = (partial + r // G) * heads + head
+        sums = partial_sums + part.to(tl.int64) * DV
+        _store(sums, left, is_row, 0, V0, DV)
+        if V1:
+            _store(sums, right, is_row, V0, V1, DV)
+        tl.store(partial_tops + part, top, mask=is_row)
+        tl.store(partial_denoms + part, denom, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["stride_table", "window", "later"])
+def attend(
+    queries, keys, values, tables, items, num_items, out, partial_sums, partial_tops, partial_denoms, sinks,
+    stride_query, stride_page, stride_table, window, later, scale, cap,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr, ONE: tl.constexpr, LOOPS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """All items of a step, whose number `num_items` int32 [1] is read here, so that one CUDA graph serves every mix of
+    lengths. If it LOOPS, any number of programs share the items; else there is a program for each, which takes fewer
+    registers. ONE: no item has more than one segment.
+
+    A token sees `later` keys after its own, and of the earlier ones those less than `window` away (2**30 for all);
+    `sinks` float32 [Hq]. `scale` is log2(e) * the attention scale, or if CAPPED the attention scale / the cap; `cap` is
+    log2(e) * the cap.
+    """
+    count = tl.load(num_items) * KV_HEADS
+    work = tl.program_id(0)
+    if LOOPS:
+        for each in tl.range(work, count, tl.num_programs(0)):
+            _item(
+                each, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
+                stride_query, stride_page, stride_table, window, later, scale, cap,
+                KV_HEADS, G, D, DV, K0, K1, V0, V1, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS,
+            )  # fmt: skip
+    elif work < count:
+        _item(
+            work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
+            stride_query, stride_page, stride_table, window, later, scale, cap,
+            KV_HEADS, G, D, DV, K0, K1, V0, V1, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS,
+        )  # fmt: skip
 
 
 @triton.jit
 def join_partials(
     joins, num_joins, out, partial_sums, partial_tops, partial_denoms, sinks,
-    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Joins the partial rows of `attend`. One token at a time; the grid does not depend on their number. HEADS_PADDED
-    is a power of two.
+    """Joins the partial rows of `attend`, HEADS_EACH heads of a token at a time; the grid does not depend on their
+    number.
     """
-    h = tl.arange(0, HEADS_PADDED)
-    d = tl.arange(0, DP)
-    is_head = h < HEADS
-    inside = is_head[:, None] & (d[None, :] < D)
-    for work in tl.range(tl.program_id(0), tl.load(num_joins), tl.num_programs(0)):
-        token, partial, count = tl.load(joins + work * 3), tl.load(joins + work * 3 + 1), tl.load(joins + work * 3 + 2)
-        top = tl.full([HEADS_PADDED], float("-inf"), tl.float32)
-        denom = tl.zeros([HEADS_PADDED], tl.float32)
-        sums = tl.zeros([HEADS_PADDED, DP], tl.float32)
+    pieces: tl.constexpr = (HEADS + HEADS_EACH - 1) // HEADS_EACH
+    for work in tl.range(tl.program_id(0), tl.load(num_joins) * pieces, tl.num_programs(0)):
+        join = joins + work // pieces * 3
+        token, partial, count = tl.load(join), tl.load(join + 1), tl.load(join + 2)
+        h = work % pieces * HEADS_EACH + tl.arange(0, HEADS_EACH)
+        is_head = h < HEADS
+        top, denom, left, right = _fresh(HEADS_EACH, V0, V1)
         for segment in tl.range(0, count):
             index = (partial + segment) * HEADS + h
             top2 = tl.load(partial_tops + index, mask=is_head, other=float("-inf"))
             denom2 = tl.load(partial_denoms + index, mask=is_head, other=0.0)
-            sums2 = tl.load(partial_sums + (index.to(tl.int64) * D)[:, None] + d[None, :], mask=inside, other=0.0)
-            top, denom, sums = _join(top, denom, sums, top2, denom2, sums2)
-        result = _finish(top, denom, sums, sinks, h, is_head, SINKS).to(out.dtype.element_ty)
-        row = (token * HEADS + h).to(tl.int64) * D
-        tl.store(out + row[:, None] + d[None, :], result, mask=inside)
+            rows = partial_sums + index.to(tl.int64) * DV
+            left2, right2 = _load(rows, is_head, 0, V0, DV), right
+            if V1:
+                right2 = _load(rows, is_head, V0, V1, DV)
+            top, denom, left, right = _join(top, denom, left, right, top2, denom2, left2, right2, V1)
+        left, right = _finish(top, denom, left, right, sinks, h, is_head, SINKS)
+        rows = out + (token * HEADS + h).to(tl.int64) * DV
+        _store(rows, left.to(out.dtype.element_ty), is_head, 0, V0, DV)
+        if V1:
+            _store(rows, right.to(out.dtype.element_ty), is_head, V0, V1, DV)
+
+
+@triton.jit
+def _shares(queries, length, window, FEW: tl.constexpr, MANY: tl.constexpr, SEGMENT: tl.constexpr):
+    """Of sequences with these numbers of queries and keys: segments if the only query may be split, else 0; 1 if one
+    item has all queries and one segment, else 0; tiles of MANY queries of the others.
+    """
+    first = tl.maximum(length - queries - window + 1, 0) // SEGMENT
+    segments = (length + SEGMENT - 1) // SEGMENT - first
+    split = tl.where((queries == 1) & (segments > 1), segments, 0)
+    is_one = (queries > 0) & (queries <= FEW) & (segments == 1)
+    tiles = tl.where(is_one | (split > 0), 0, (queries + MANY - 1) // MANY)
+    return split, is_one.to(tl.int32), tiles
+
+
+@triton.jit(do_not_specialize=["S", "num_few", "max_partials", "window", "later"])
+def make_items(
+    starts, lengths, items, joins, counts, S, num_few, max_partials, window, later,
+    FEW: tl.constexpr, MANY: tl.constexpr, SEGMENT: tl.constexpr, BATCH: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """Items and joins of a step, one program per sequence. Queries starts[i]:starts[i + 1] are at the end of the
+    lengths[i] keys of sequence i.
+
+    In items[:num_few]: an item for up to FEW queries which see one segment, and one per segment for the only query of a
+    sequence, if the partial rows of all such sequences fit into `max_partials`. In items[num_few:]: an item per MANY
+    queries of other sequences, whose last queries, with most keys, come first. `counts` int32 [3]: items of both kinds,
+    joins. For the rest see `attend`.
+    """
+    own = tl.program_id(0)
+    partials, joined, ones, many = 0, 0, 0, 0
+    partials_before, joined_before, ones_before, many_before = 0, 0, 0, 0
+    # Sums over sequences, BATCH at a time, and over those before the own one.
+    for batch in tl.range(0, S, BATCH):
+        i = batch + tl.arange(0, BATCH)
+        inside, before = i < S, i < own
+        queries = tl.load(starts + i + 1, mask=inside, other=0) - tl.load(starts + i, mask=inside, other=0)
+        length = tl.load(lengths + i, mask=inside, other=0)
+        split, one, tiles = _shares(queries, length, window, FEW, MANY, SEGMENT)
+        is_split = (split > 0).to(tl.int32)
+        partials, partials_before = partials + tl.sum(split), partials_before + tl.sum(tl.where(before, split, 0))
+        joined, joined_before = joined + tl.sum(is_split), joined_before + tl.sum(tl.where(before, is_split, 0))
+        ones, ones_before = ones + tl.sum(one), ones_before + tl.sum(tl.where(before, one, 0))
+        many, many_before = many + tl.sum(tiles), many_before + tl.sum(tl.where(before, tiles, 0))
+    splits = partials <= max_partials
+    if own == 0:
+        tl.store(counts, ones + tl.where(splits, partials, 0))
+        tl.store(counts + 1, many + tl.where(splits, 0, joined))
+        tl.store(counts + 2, tl.where(splits, joined, 0))
+    start, stop, length = tl.load(starts + own), tl.load(starts + own + 1), tl.load(lengths + own)
+    split, one, tiles = _shares(stop - start, length, window, FEW, MANY, SEGMENT)
+    is_split = (split > 0) & splits
+    is_few = is_split | (one > 0)
+    num_own = tl.where(is_split, split, one + tiles + tl.where(splits, 0, tl.minimum(split, 1)))
+    few_before = ones_before + tl.where(splits, partials_before, 0)
+    first = tl.where(is_few, few_before, num_few + many_before + tl.where(splits, 0, joined_before))
+    for done in tl.range(0, num_own, EACH):
+        number = done + tl.arange(0, EACH)
+        token = start + tl.where(is_split, 0, (num_own - 1 - number) * MANY)
+        num_tokens = tl.minimum(stop - token, MANY)
+        position = length - stop + token
+        seen = tl.minimum(position + num_tokens + later, length)
+        begin = tl.maximum(position - window + 1, 0) // SEGMENT + tl.where(is_split, number, 0)
+        end = tl.where(is_split, begin + 1, (seen + SEGMENT - 1) // SEGMENT)
+        row, inside = items + (first + number) * 8, number < num_own
+        tl.store(row, tl.zeros([EACH], tl.int32) + own, mask=inside)
+        tl.store(row + 1, token, mask=inside)
+        tl.store(row + 2, num_tokens, mask=inside)
+        tl.store(row + 3, position, mask=inside)
+        tl.store(row + 4, seen, mask=inside)
+        tl.store(row + 5, begin, mask=inside)
+        tl.store(row + 6, end, mask=inside)
+        tl.store(row + 7, tl.where(is_split, partials_before + number, -1), mask=inside)
+    if is_split:
+        join = joins + joined_before * 3
+        tl.store(join, start)
+        tl.store(join + 1, partials_before)
+        tl.store(join + 2, split)
