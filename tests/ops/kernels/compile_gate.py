@@ -169,8 +169,8 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     for name, (heads, kv_heads, size) in (MODELS | HEAD_SIZES).items():
         for way in ("few", "few joined", "many"):
             yield attend_variant(f"attend {name} {way}", heads, kv_heads, size, element)
-    for way in ("sinks", "cap"):
-        yield attend_variant(f"attend llama-8b many {way}", *MODELS["llama-8b"], element)
+    yield attend_variant("attend llama-8b many sinks", *MODELS["llama-8b"], element)
+    yield attend_variant("attend 256 many cap", *HEAD_SIZES["256"], element)
     types = _typed(attention_kernels.make_items, element) | dict.fromkeys(("lengths", "items", "counts"), "*i32")
     constants = {"FEW": 4, "MANY": 32, "SEGMENT": attention_kernels.SEGMENT, "BATCH": 256, "EACH": 64}
     yield Variant("make_items", attention_kernels.make_items, types, constants, {"num_warps": 1})

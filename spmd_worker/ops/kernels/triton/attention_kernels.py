@@ -132,8 +132,8 @@ def _segment(
         factor = scale
         if CAPPED:
             # cap * tanh(x), as 1 - 2 / (e^2x + 1).
-            scores = cap - 2.0 * cap / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
-            factor = 1.0
+            scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
+            factor = cap
         if (start < all_from) | (start + TILE > all_until):
             # Most tiles of prompts are seen completely, and comparisons would cost them a third of their time.
             visible = (n[None, :] > before[:, None]) & (n[None, :] <= last[:, None])
