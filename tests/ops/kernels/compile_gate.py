@@ -181,9 +181,9 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
         yield Variant(f"join_partials {name}", attention_kernels.join_partials, types, constants, options)
     for model, (heads, kv_heads, size) in MODELS.items():
         types = _typed(row_kernels.rotate_and_write, element)
-        constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": size, "HALF": size // 2, "BLOCK": 16}
-        options = row_kernels.LAUNCH | {"num_warps": 1}
+        constants, options = rows.rotate_constants(heads, kv_heads, size, 16), row_kernels.LAUNCH
         yield Variant(f"rotate_and_write {model}", row_kernels.rotate_and_write, types, constants, options, _STRIDES)
+        options = row_kernels.LAUNCH | {"num_warps": 1}
         types = _typed(row_kernels.write_rows, element)
         constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16}
         strides = ("stride_key", "stride_value", "stride_page")
