@@ -196,10 +196,10 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     choose = attention.many_tile if "many" in name else attention.few_tile
     tile = choose(_COMPUTE[capability], size, heads // kv_heads, itemsize)
     capped, sinks = "cap" in name, "sinks" in name
-    constants = attention.attend_constants(heads, kv_heads, size, size, 16, is_capped=capped, has_sinks=sinks)
-    constants |= {"ROWS": tile.rows, "ONE": "many" not in name, "LOOPS": not name.endswith("few")}
+    constants = attention.attend_constants(tile, heads, kv_heads, size, size, 16, is_capped=capped, has_sinks=sinks)
+    constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.
-    staged = 2 * itemsize * attention_kernels.TILE * size
+    staged = itemsize * attention_kernels.TILE * (size + size // tile.parts)
     most = attention.shared_bytes(tile, size, itemsize)
     kernel, types = attention_kernels.attend, _typed(attention_kernels.attend, element) | {"values": f"*{element}"}
     return Variant(name, kernel, types, constants, tile.options(), _STRIDES, element != "fp32", staged, most)
