@@ -5,6 +5,7 @@ which form Triton would compile them for sm_90, by Triton's own rules.
 import inspect
 
 import pytest
+from encoder_models import encoder_folder
 from expert_checkpoints import expert_folder
 from pooling_models import pooling_folder
 from ranks import REPOSITORY
@@ -57,6 +58,9 @@ class Counted:
                 getattr(bound[name], "base", bound[name]).fill_(value)
         if "targets" in bound:
             bound["ids"].fill_(0)
+        if "slots" in bound and "cache" in bound:
+            # A slot past the cache is somebody's memory.
+            assert bound["slots"].max() < len(bound["cache"]) * bound["BLOCK"], bound["slots"]
 
 
 @pytest.fixture
@@ -140,6 +144,17 @@ def test_a_model_that_pools_is_warmed_up_too(forms: set[tuple], name: str):
         before = set(forms)
         assert "linear" in {form[0] for form in before}
         llm.embed([[5] * 20, [7], [9] * 30], use_tqdm=False)
+        assert forms == before
+
+
+@pytest.mark.parametrize("name", ["bert", "modern"])
+def test_encoders_warm_up_within_their_cache(forms: set[tuple], name: str):
+    """Of a step's blocks: with more rows than a step may have it was written past its end."""
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 64}
+    with LLM(encoder_folder(name), device="cpu", dtype="float32", device_backend="triton", **settings) as llm:
+        before = set(forms)
+        assert {"attend", "write_rows", "make_items"} <= {form[0] for form in before}
+        llm.encode([{"prompt_token_ids": [5] * length} for length in (20, 1, 2, 40)], use_tqdm=False)
         assert forms == before
 
 

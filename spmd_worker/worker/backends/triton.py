@@ -31,7 +31,7 @@ from spmd_worker.replica.grammar.row_grammar import BITS
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
-from spmd_worker.worker.runner.dummy_steps import greedy_step, prompt_step, warm_up_steps
+from spmd_worker.worker.runner.dummy_steps import greedy_step, max_step, prompt_step, warm_up_steps
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import CudaGraph, StepGraph, StepGraphs
 
@@ -137,7 +137,12 @@ class TritonDevice(DeviceBackend):
         runner = new_runner(None)
         num_tokens = min(_WARM_UP_ROWS, scheduler.max_num_batched_tokens)
         num_keys = 1 if pooling is not None else max(1, min(attention_kernels.SEGMENT + 1, max_model_len - 1))
-        for number, scheduled in enumerate(warm_up_steps(num_tokens, num_keys, block_size, num_blocks, pooling)):
+        steps = warm_up_steps(num_tokens, num_keys, block_size, num_blocks, pooling)
+        if self.resolved.model_config.is_encoder:
+            # Whose cache has the blocks of one step of at most `max_num_seqs`.
+            sizes = (max_model_len, block_size, pooling)
+            steps = (max_step(num_tokens, 1, *sizes), max_step(1, 1, *sizes))
+        for number, scheduled in enumerate(steps):
             runner.forward(number, scheduled)
             runner.sample()
         if not is_interpreted():

@@ -184,8 +184,8 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     for name, (heads, kv_heads, size) in (MODELS | HEAD_SIZES).items():
         for way in ("few", "few joined", "many"):
             yield attend_variant(f"attend {name} {way}", heads, kv_heads, size, element)
-    for way in ("sinks", "cap"):
-        yield attend_variant(f"attend llama-8b many {way}", *MODELS["llama-8b"], element)
+    yield attend_variant("attend llama-8b many sinks", *MODELS["llama-8b"], element)
+    yield attend_variant("attend 256 many cap", *HEAD_SIZES["256"], element)
     types = _typed(attention_kernels.make_items, element) | dict.fromkeys(("lengths", "items", "counts"), "*i32")
     constants = {"FEW": 4, "MANY": 32, "SEGMENT": attention_kernels.SEGMENT, "BATCH": 256, "EACH": 64}
     yield Variant("make_items", attention_kernels.make_items, types, constants, {"num_warps": 1})
@@ -196,9 +196,9 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
         yield Variant(f"join_partials {name}", attention_kernels.join_partials, types, constants, options)
     for model, (heads, kv_heads, size) in MODELS.items():
         types = _typed(row_kernels.rotate_and_write, element)
-        constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": size, "HALF": size // 2, "BLOCK": 16}
-        options = row_kernels.LAUNCH | {"num_warps": 1}
+        constants, options = rows.rotate_constants(heads, kv_heads, size, 16), row_kernels.LAUNCH
         yield Variant(f"rotate_and_write {model}", row_kernels.rotate_and_write, types, constants, options, _STRIDES)
+        options = row_kernels.LAUNCH | {"num_warps": 1}
         types = _typed(row_kernels.write_rows, element)
         constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16}
         strides = ("stride_key", "stride_value", "stride_page")
@@ -211,10 +211,10 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     choose = attention.many_tile if "many" in name else attention.few_tile
     tile = choose(_COMPUTE[capability], size, heads // kv_heads, itemsize)
     capped, sinks = "cap" in name, "sinks" in name
-    constants = attention.attend_constants(heads, kv_heads, size, size, 16, is_capped=capped, has_sinks=sinks)
-    constants |= {"ROWS": tile.rows, "ONE": "many" not in name, "LOOPS": not name.endswith("few")}
+    constants = attention.attend_constants(tile, heads, kv_heads, size, size, 16, is_capped=capped, has_sinks=sinks)
+    constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.
-    staged = 2 * itemsize * attention_kernels.TILE * size
+    staged = itemsize * attention_kernels.TILE * (size + size // tile.parts)
     most = attention.shared_bytes(tile, size, itemsize)
     kernel, types = attention_kernels.attend, _typed(attention_kernels.attend, element) | {"values": f"*{element}"}
     return Variant(name, kernel, types, constants, tile.options(), _STRIDES, element != "fp32", staged, most)

@@ -182,11 +182,12 @@ def a_rows_bits_do_not_depend_on_how_it_was_cut() -> None:
 
 
 def a_rows_bits_do_not_depend_on_rows_of_a_tile() -> None:
-    step = Step([70], (3, 1, 16), torch.float32)
+    step = Step([70], (3, 1, 32), torch.float32)
     (expected,) = step.attend([(0, 30, 70)])
-    for rows in (32, 64):
-        with tiles(many=Tile(rows, 4, 2, 1)):
-            assert torch.equal(step.attend([(0, 30, 70)])[0], expected), rows
+    for tile in (Tile(32, 4, 2, 1), Tile(64, 4, 2, 1), Tile(32, 4, 2, 1, parts=2)):
+        with tiles(few=tile, many=tile):
+            assert torch.equal(step.attend([(0, 30, 70)])[0], expected), tile
+            assert torch.equal(step.attend([(0, 69, 70)])[0], expected[-1:]), tile
 
 
 @triton.jit

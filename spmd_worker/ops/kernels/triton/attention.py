@@ -33,12 +33,15 @@ _MAX_PARTIALS, _MAX_PARTIAL_BYTES = 8192, 1 << 26
 
 
 class Tile(NamedTuple):
-    """Rows of a tile and how it is launched: warps, stages of keys and values, programs per multiprocessor."""
+    """Rows of a tile and how it is launched: warps, stages of keys and values, programs per multiprocessor, parts of
+    the values' columns that are computed by themselves.
+    """
 
     rows: int
     num_warps: int
     num_stages: int
     programs: int
+    parts: int = 1
 
     def options(self) -> dict[str, int]:
         return attention_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -68,6 +71,9 @@ def many_tile(device_capability: tuple[int, int], head_size: int, group: int, it
     if head_size > 256:
         return Tile(max(FEW_ROWS, power_of_two(group)), 8, 2, 1)
     if head_size > 128:
+        # 64 rows of whole values spill, and fewer have no wgmma.
+        if device_capability[0] == 9 and head_size % 32 == 0:
+            return Tile(128, 8, 2, 1, parts=2)
         return Tile(max(32, power_of_two(group)), 8, 2, 1)
     return Tile(64, 4 if device_capability[0] == 10 and head_size <= 64 else 8, 3, 2)
 
@@ -275,12 +281,10 @@ def attend_pages(
     partials = (plan.partial_sums, plan.partial_tops, plan.partial_denoms)
     sink_scores = sinks.contiguous() if sinks is not None else plan.partial_tops
     scale_log2 = scale / score_cap if score_cap > 0 else scale * _LOG2_E
-    constants = attend_constants(
-        num_heads, num_kv_heads, head_size, value_size, block_size, is_capped=score_cap > 0, has_sinks=sinks is not None
-    )
+    sizes = (num_heads, num_kv_heads, head_size, value_size, block_size)
     is_short = plan.launches == Launches(has_many=False, has_joins=False)
     few = plan.few
-    num_short = min(len(queries), len(plan.joins)) * num_kv_heads
+    num_short = min(len(queries), len(plan.joins)) * num_kv_heads * few.parts
     kinds = [(plan.items, plan.counts, few, num_short if is_short else num_programs(device, few.programs), True)]
     if plan.launches.has_many:
         many = plan.many
@@ -290,8 +294,7 @@ def attend_pages(
             *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores),
             *(queries.stride(0), keys.stride(0), plan.tables.stride(0)),
             *(plan.window or _ALL_KEYS, plan.later, scale_log2, score_cap * _LOG2_E),
-            **constants,
-            ROWS=tile.rows,
+            **attend_constants(tile, *sizes, is_capped=score_cap > 0, has_sinks=sinks is not None),
             ONE=is_one,
             LOOPS=not is_short,
             **tile.options(),
@@ -306,6 +309,7 @@ def attend_pages(
 
 
 def attend_constants(
+    tile: Tile,
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
@@ -315,9 +319,10 @@ def attend_constants(
     is_capped: bool = False,
     has_sinks: bool = False,
 ) -> dict[str, int]:
-    """Constexprs of `attention_kernels.attend` that the tile does not choose."""
+    """Constexprs of `attention_kernels.attend` that its items do not choose."""
+    assert value_size % tile.parts == 0, (value_size, tile)
     k0, k1 = head_parts(head_size)
-    v0, v1 = head_parts(value_size)
+    v0, v1 = head_parts(value_size // tile.parts)
     return {
         "KV_HEADS": num_kv_heads,
         "G": num_heads // num_kv_heads,
@@ -327,9 +332,11 @@ def attend_constants(
         "K1": k1,
         "V0": v0,
         "V1": v1,
+        "PARTS": tile.parts,
         "BLOCK": block_size,
         "TILE": attention_kernels.TILE,
         "SEGMENT": attention_kernels.SEGMENT,
+        "ROWS": tile.rows,
         "CAPPED": is_capped,
         "SINKS": has_sinks,
     }

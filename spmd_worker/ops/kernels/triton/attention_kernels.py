@@ -17,8 +17,8 @@ A key that only some rows of a tile see is multiplied by a weight of 0 for the o
 earlier rows of the same sequence and tile are NaN too, although they are not when computed alone.
 
 Shapes, T: tokens; S: sequences; Hq, Hkv: query and key-value heads; G = Hq / Hkv; D and DV: size of a key and of a
-value. K0 + K1 and V0 + V1 cover D and DV with one or two powers of two (K1 and V1 may be 0), so that 96 or 192 are not
-padded: scores are one chain over K0, then K1.
+value. K0 + K1 and V0 + V1 cover D and DV / PARTS with one or two powers of two (K1 and V1 may be 0), so that 96 or 192
+are not padded: scores are one chain over K0, then K1.
 queries [T, at least Hq * D], a token's heads contiguous; a layer's keys [blocks, Hkv, BLOCK, D] and values [blocks,
 Hkv, BLOCK, DV], a block's contiguous, blocks `stride_page` elements apart; tables int32 [S, B]; out [T, Hq, DV].
 Queries, keys, values and out are of one dtype: float16, bfloat16 or float32; sums are float32.
@@ -114,7 +114,7 @@ def _store(rows, value, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: t
 def _segment(
     q0, q1, keys, values, table, before, last, first, end, lowest, all_from, all_until, scale, cap, stride_page,
     D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, end) of one segment from a fresh state. `first` is a multiple of TILE; keys below `lowest` are not
     read. A row sees keys after `before` up to `last`, every row [all_from, all_until). Scores are exponents of two.
@@ -128,12 +128,12 @@ def _segment(
         scores = tl.dot(q0, tl.trans(_load(key_rows, is_there, 0, K0, D)), input_precision="ieee")
         if K1:
             scores = tl.dot(q1, tl.trans(_load(key_rows, is_there, K0, K1, D)), scores, input_precision="ieee")
-        v0 = _load(value_rows, is_there, 0, V0, DV)
+        v0 = _load(value_rows, is_there, 0, V0, DV // PARTS)
         factor = scale
         if CAPPED:
             # cap * tanh(x), as 1 - 2 / (e^2x + 1).
-            scores = cap - 2.0 * cap / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
-            factor = 1.0
+            scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
+            factor = cap
         if (start < all_from) | (start + TILE > all_until):
             # Most tiles of prompts are seen completely, and comparisons would cost them a third of their time.
             visible = (n[None, :] > before[:, None]) & (n[None, :] <= last[:, None])
@@ -147,7 +147,7 @@ def _segment(
         weights = p.to(v0.dtype)
         left = tl.dot(weights, v0, left * a[:, None], input_precision="ieee")
         if V1:
-            v1 = _load(value_rows, is_there, V0, V1, DV)
+            v1 = _load(value_rows, is_there, V0, V1, DV // PARTS)
             right = tl.dot(weights, v1, right * a[:, None], input_precision="ieee")
         top = new_top
     return top, denom, left, right
@@ -158,13 +158,15 @@ def _item(
     work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks, stride_query,
     stride_page, stride_table, window, later, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr, ONE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One item and key-value head, see `attend`."""
+    """One item, key-value head and part of the values, see `attend`."""
     heads: tl.constexpr = KV_HEADS * G
-    item = items + (work // KV_HEADS) * 8
-    kv_head = work % KV_HEADS
+    wide: tl.constexpr = DV // PARTS
+    item = items + (work // (KV_HEADS * PARTS)) * 8
+    kv_head = work // PARTS % KV_HEADS
+    column = work % PARTS * wide
     sequence, token, num_tokens = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     first_position, seen = tl.load(item + 3), tl.load(item + 4)
     first, end, partial = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
@@ -180,13 +182,13 @@ def _item(
     before, last = position - window, tl.minimum(position + later, seen - 1)
     lowest = tl.maximum(first_position - window + 1, 0)
     all_from, all_until = first_position + num_tokens - window, tl.minimum(first_position + later + 1, seen)
-    head_keys, head_values = keys + kv_head * (BLOCK * D), values + kv_head * (BLOCK * DV)
+    head_keys, head_values = keys + kv_head * (BLOCK * D), values + kv_head * (BLOCK * DV) + column
     table = tables + sequence.to(tl.int64) * stride_table
     if ONE:
         top, denom, left, right = _segment(
             q0, q1, head_keys, head_values, table, before, last,
             tl.maximum(first * SEGMENT, lowest // TILE * TILE), tl.minimum((first + 1) * SEGMENT, seen), lowest,
-            all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, BLOCK, TILE, ROWS, CAPPED,
+            all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
         )  # fmt: skip
     else:
         top, denom, left, right = _fresh(ROWS, V0, V1)
@@ -194,21 +196,21 @@ def _item(
             top2, denom2, left2, right2 = _segment(
                 q0, q1, head_keys, head_values, table, before, last,
                 tl.maximum(segment * SEGMENT, lowest // TILE * TILE), tl.minimum((segment + 1) * SEGMENT, seen), lowest,
-                all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, BLOCK, TILE, ROWS, CAPPED,
+                all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
             )  # fmt: skip
             top, denom, left, right = _join(top, denom, left, right, top2, denom2, left2, right2, V1)
     if partial < 0:
         left, right = _finish(top, denom, left, right, sinks, head, is_row, SINKS)
-        to = out + ((token + r // G) * heads + head).to(tl.int64) * DV
-        _store(to, left.to(out.dtype.element_ty), is_row, 0, V0, DV)
+        to = out + ((token + r // G) * heads + head).to(tl.int64) * DV + column
+        _store(to, left.to(out.dtype.element_ty), is_row, 0, V0, wide)
         if V1:
-            _store(to, right.to(out.dtype.element_ty), is_row, V0, V1, DV)
+            _store(to, right.to(out.dtype.element_ty), is_row, V0, V1, wide)
     else:
         part = (partial + r // G) * heads + head
-        sums = partial_sums + part.to(tl.int64) * DV
-        _store(sums, left, is_row, 0, V0, DV)
+        sums = partial_sums + part.to(tl.int64) * DV + column
+        _store(sums, left, is_row, 0, V0, wide)
         if V1:
-            _store(sums, right, is_row, V0, V1, DV)
+            _store(sums, right, is_row, V0, V1, wide)
         tl.store(partial_tops + part, top, mask=is_row)
         tl.store(partial_denoms + part, denom, mask=is_row)
 
@@ -218,31 +220,33 @@ def attend(
     queries, keys, values, tables, items, num_items, out, partial_sums, partial_tops, partial_denoms, sinks,
     stride_query, stride_page, stride_table, window, later, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr, ONE: tl.constexpr, LOOPS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, LOOPS: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """All items of a step, whose number `num_items` int32 [1] is read here, so that one CUDA graph serves every mix of
     lengths. If it LOOPS, any number of programs share the items; else there is a program for each, which takes fewer
-    registers. ONE: no item has more than one segment.
+    registers. ONE: no item has more than one segment. The values' columns are computed in PARTS, each
+    by itself with the scores again: wide heads' sums need more registers than there are.
 
     A token sees `later` keys after its own, and of the earlier ones those less than `window` away (2**30 for all);
     `sinks` float32 [Hq]. `scale` is log2(e) * the attention scale, or if CAPPED the attention scale / the cap; `cap` is
     log2(e) * the cap.
     """
-    count = tl.load(num_items) * KV_HEADS
+    count = tl.load(num_items) * (KV_HEADS * PARTS)
     work = tl.program_id(0)
     if LOOPS:
         for each in tl.range(work, count, tl.num_programs(0)):
             _item(
                 each, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
                 stride_query, stride_page, stride_table, window, later, scale, cap,
-                KV_HEADS, G, D, DV, K0, K1, V0, V1, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS,
+                KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS,
             )  # fmt: skip
     elif work < count:
         _item(
             work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
             stride_query, stride_page, stride_table, window, later, scale, cap,
-            KV_HEADS, G, D, DV, K0, K1, V0, V1, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS,
+            KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS,
         )  # fmt: skip
 
 

@@ -52,37 +52,38 @@ def full_norm(x, weight, bias, out, H, eps, offset, BH: tl.constexpr, CENTRED: t
 def rotate_and_write(
     projected, cos, sin, cache, slots, stride_page,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and head of projected [T, (HEADS + 2 * KV_HEADS) * D]: rotates queries in place, writes
-    rotated keys and values to the cache [blocks, 2, KV_HEADS, BLOCK, D].
+    """One program per token and EACH heads of projected [T, (HEADS + 2 * KV_HEADS) * D]: rotates queries in place,
+    writes rotated keys and values to the cache [blocks, 2, KV_HEADS, BLOCK, D].
 
     cos, sin [T, D / 2] of the dtype of `projected`; HALF: D / 2 up to a power of two. `slots` int32 [T]: block * BLOCK
     + offset; -1 writes nothing: padding of a CUDA graph's batch. Rounds after each multiplication: the bits of
     `ReferenceKernels.rotate`.
     """
-    token, head = tl.program_id(0), tl.program_id(1)
+    token, head = tl.program_id(0), tl.program_id(1) * EACH + tl.arange(0, EACH)
     half: tl.constexpr = D // 2
     i = tl.arange(0, HALF)
-    inside = i < half
-    row = projected + token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D) + head * D
-    first, second = tl.load(row + i, mask=inside), tl.load(row + half + i, mask=inside)
-    if head < HEADS + KV_HEADS:
-        c = tl.load(cos + token * half + i, mask=inside).to(tl.float32)
-        s = tl.load(sin + token * half + i, mask=inside).to(tl.float32)
-        f, g = first.to(tl.float32), second.to(tl.float32)
-        fc, gs = (f * c).to(first.dtype).to(tl.float32), (g * s).to(first.dtype).to(tl.float32)
-        gc, fs = (g * c).to(first.dtype).to(tl.float32), (f * s).to(first.dtype).to(tl.float32)
-        first, second = (fc - gs).to(first.dtype), (gc + fs).to(first.dtype)
-    if head < HEADS:
-        tl.store(row + i, first, mask=inside)
-        tl.store(row + half + i, second, mask=inside)
-    else:
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            plane = head - HEADS  # keys of all heads, then values of all heads
-            index = (slot // BLOCK).to(tl.int64) * stride_page + plane * (BLOCK * D) + (slot % BLOCK) * D
-            tl.store(cache + index + i, first, mask=inside)
-            tl.store(cache + index + half + i, second, mask=inside)
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & (i < half)[None, :]
+    row = projected + token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D) + (head * D)[:, None] + i[None, :]
+    first, second = tl.load(row, mask=inside), tl.load(row + half, mask=inside)
+    c = tl.load(cos + token * half + i, mask=i < half).to(tl.float32)[None, :]
+    s = tl.load(sin + token * half + i, mask=i < half).to(tl.float32)[None, :]
+    f, g = first.to(tl.float32), second.to(tl.float32)
+    fc, gs = (f * c).to(first.dtype).to(tl.float32), (g * s).to(first.dtype).to(tl.float32)
+    gc, fs = (g * c).to(first.dtype).to(tl.float32), (f * s).to(first.dtype).to(tl.float32)
+    is_rotated = (head < HEADS + KV_HEADS)[:, None]
+    first = tl.where(is_rotated, (fc - gs).to(first.dtype), first)
+    second = tl.where(is_rotated, (gc + fs).to(first.dtype), second)
+    is_query = inside & (head < HEADS)[:, None]
+    tl.store(row, first, mask=is_query)
+    tl.store(row + half, second, mask=is_query)
+    slot = tl.load(slots + token)
+    # Keys of all heads, then values of all heads.
+    index = (slot // BLOCK).to(tl.int64) * stride_page + (slot % BLOCK) * D + ((head - HEADS) * (BLOCK * D))[:, None]
+    is_cached = inside & (head >= HEADS)[:, None] & (slot >= 0)
+    tl.store(cache + index + i[None, :], first, mask=is_cached)
+    tl.store(cache + index + half + i[None, :], second, mask=is_cached)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ from spmd_worker.ops.kernels.triton import row_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two
 
 _WIDE_ROW = 2048
+_ROTATED = 1024
+"""Pairs of numbers that a program rotates."""
 
 
 def row_options(width: int) -> dict[str, int]:
@@ -61,16 +63,27 @@ def rotate_and_write(
     assert projected.is_contiguous(), projected.stride()
     if not len(projected):
         return
-    row_kernels.rotate_and_write[(len(projected), num_heads + 2 * num_kv_heads)](
+    constants = rotate_constants(num_heads, num_kv_heads, head_size, block_size)
+    num_programs = -(-(num_heads + 2 * num_kv_heads) // constants["EACH"])
+    row_kernels.rotate_and_write[(len(projected), num_programs)](
         *(projected, cos.contiguous(), sin.contiguous(), layer_cache, slots, layer_cache.stride(0)),
-        HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        D=head_size,
-        HALF=power_of_two(head_size // 2),
-        BLOCK=block_size,
-        num_warps=1,
+        **constants,
         **row_kernels.LAUNCH,
     )
+
+
+def rotate_constants(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> dict[str, int]:
+    """Constexprs of `row_kernels.rotate_and_write`."""
+    half = power_of_two(head_size // 2)
+    each = max(1, min(power_of_two(num_heads + 2 * num_kv_heads), _ROTATED // half))
+    return {
+        "HEADS": num_heads,
+        "KV_HEADS": num_kv_heads,
+        "D": head_size,
+        "HALF": half,
+        "BLOCK": block_size,
+        "EACH": each,
+    }
 
 
 def write_rows(key: Tensor, value: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
