@@ -319,11 +319,11 @@ def planted() -> dict[str, Variant]:
 
 MATMULS_OF_THE_GATE = (
     "linear 16x64x256 4 4 ptt",
-    "linear 64x64x128 4 4 ttt",
-    "linear 128x256x64 8 3 ttt",
+    "linear 64x64x128 4 6 ttt",
+    "linear 128x256x64 8 4 ttp",
     "linear 64x64x64 4 3 ppp",
-    "gated_linear 16x64x128 4 4 ptt",
-    "gated_linear 128x128x64 8 3 ttt",
+    "gated_linear 16x64x256 4 3 ptt",
+    "gated_linear 128x128x64 8 4 ttp",
 )
 
 
