@@ -331,6 +331,9 @@ def _of_experts(kernel: Any, element: str) -> dict[str, str]:
     return {name: _OF_EXPERTS.get(name, f"*{element}") for name in names}
 
 
+_WIDE = tiles.Tile(128, 128, 64, 8, 4, rest_columns=64)
+
+
 def matmul_variants(capability: int) -> Iterator[Variant]:
     """All tiles that a chip can get, each in the ways that it is launched in: as it says, with x by pointer where TMA
     would read past the end, and all by pointer for what TMA cannot move.
@@ -339,7 +342,8 @@ def matmul_variants(capability: int) -> Iterator[Variant]:
     for is_gated in (False, True):
         shipped = [tile for key, entry in tile_table.shipped(chip).items() if key[0] == is_gated for tile in entry]
         safe = tiles.GATED_SAFE if is_gated else tiles.SAFE
-        for tile in dict.fromkeys((*shipped, *tiles.family(chip, is_gated=is_gated), safe)):
+        wide = (_WIDE,) if capability == 90 and not is_gated else ()
+        for tile in dict.fromkeys((*shipped, *tiles.family(chip, is_gated=is_gated), *wide, safe)):
             if not tiles.fits(tile, chip, is_gated=is_gated):
                 continue
             ways = {
@@ -427,11 +431,12 @@ def planted() -> dict[str, Variant]:
 
 MATMULS_OF_THE_GATE = (
     "linear 16x64x256 4 4 ptt",
-    "linear 64x64x128 4 4 ttt",
-    "linear 128x256x64 8 3 ttt",
+    "linear 64x64x128 4 6 ttt",
+    "linear 128x256x64 8 4 ttp",
+    "linear 128x128+64x64 8 4 ttt",
     "linear 64x64x64 4 3 ppp",
-    "gated_linear 16x64x128 4 4 ptt",
-    "gated_linear 128x128x64 8 3 ttt",
+    "gated_linear 16x64x256 4 3 ptt",
+    "gated_linear 128x128x64 8 4 ttp",
 )
 
 

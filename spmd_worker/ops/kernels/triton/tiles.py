@@ -148,6 +148,7 @@ def family(chip: Chip, *, is_gated: bool) -> tuple[Tile, ...]:
 
 
 _HOPPER = (
+    Tile(16, 16, 256, 4, 4, x_by_tma=False, weight_by_tma=False),
     Tile(16, 32, 256, 4, 4, x_by_tma=False),
     Tile(16, 64, 256, 4, 4, x_by_tma=False),
     Tile(16, 128, 128, 4, 4, x_by_tma=False),
@@ -155,21 +156,22 @@ _HOPPER = (
     Tile(64, 32, 256, 4, 4),
     Tile(32, 64, 256, 4, 4),
     Tile(32, 128, 128, 4, 4),
-    Tile(64, 64, 128, 4, 4),
-    Tile(64, 128, 64, 4, 5),
+    Tile(64, 64, 128, 4, 6),
+    Tile(64, 128, 64, 4, 7),
     Tile(64, 256, 64, 4, 4),
-    Tile(128, 128, 64, 8, 4),
-    Tile(128, 256, 64, 8, 3, is_specialized=True),
+    Tile(128, 128, 64, 8, 6),
+    Tile(128, 256, 64, 8, 4, out_by_tma=False),
 )
 _GATED_HOPPER = (
-    Tile(16, 32, 256, 4, 4, x_by_tma=False),
-    Tile(16, 64, 128, 4, 4, x_by_tma=False),
+    Tile(16, 32, 128, 4, 5, x_by_tma=False, weight_by_tma=False),
+    Tile(16, 64, 256, 4, 3, x_by_tma=False),
     Tile(32, 32, 128, 4, 4),
     Tile(32, 64, 128, 4, 4),
     Tile(64, 32, 128, 4, 4),
-    Tile(64, 64, 64, 4, 4),
+    Tile(64, 64, 128, 4, 4),
     Tile(64, 128, 64, 8, 4),
-    Tile(128, 128, 64, 8, 3),
+    Tile(128, 64, 128, 8, 3),
+    Tile(128, 128, 64, 8, 4, out_by_tma=False),
 )
 _BLACKWELL = (
     Tile(64, 32, 128, 4, 5),
