@@ -18,6 +18,7 @@ from spmd_worker.ops.kernels.triton import (
     attention_kernels,
     expert_kernels,
     matmul_kernels,
+    router_kernels,
     row_kernels,
     sampling_kernels,
 )
@@ -60,7 +61,7 @@ class Counted:
 def forms(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
     """Of every launch so far."""
     found: set[tuple] = set()
-    for module in (attention_kernels, expert_kernels, sampling_kernels, matmul_kernels, row_kernels):
+    for module in (attention_kernels, expert_kernels, router_kernels, sampling_kernels, matmul_kernels, row_kernels):
         for name, kernel in inspect.getmembers(module, lambda each: isinstance(each, JITFunction)):
             if not name.startswith("_"):
                 monkeypatch.setattr(module, name, Counted(kernel, found))
@@ -144,15 +145,26 @@ def test_a_model_that_pools_is_warmed_up_too(forms: set[tuple], name: str):
         assert forms == before
 
 
-def test_warm_up_tokens_do_not_count_as_load(forms: set[tuple]):
+@pytest.mark.parametrize("case", ["bfloat16", "float32", "control: no steps for experts"])
+def test_warm_up_covers_experts_without_counting_tokens(
+    forms: set[tuple], monkeypatch: pytest.MonkeyPatch, case: str
+):  # fmt: skip
+    is_control = case.startswith("control")
+    if is_control:
+        monkeypatch.setattr(TritonDevice, "_expert_token_counts", lambda self: ())
+    dtype = "bfloat16" if is_control else case
     folder = expert_folder("qwen3_moe")
-    with LLM(folder, device="cpu", dtype="float32", load_format="dummy", num_blocks=64, device_backend="triton") as llm:
+    with LLM(folder, device="cpu", dtype=dtype, load_format="dummy", num_blocks=128, device_backend="triton") as llm:
         before = set(forms)
-        assert {form[0] for form in before} >= {"place_slots", "gate_up", "expert_linear"}
+        assert {form[0] for form in before} >= {"choose", "place_slots", "gate_up", "expert_linear"}
         loads = llm.llm_engine.executor.reports()[0].expert_loads
         assert {sum(counts) for counts in loads.values()} == {0}
-        llm.generate([[5, 6, 7], [8] * 30], SamplingParams(max_tokens=2), use_tqdm=False)
+        llm.generate([[5, 6, 7], [8] * 3], SamplingParams(max_tokens=2), use_tqdm=False)
         # Control: they are, once a row has come.
         loads = llm.llm_engine.executor.reports()[0].expert_loads
         assert min(sum(counts) for counts in loads.values()) > 0
-        assert forms == before
+        # All tiles of experts: steps of few tokens, of some, of many.
+        for count in (1, 4, 12, 24):
+            llm.generate([[8] * 30] * count, SamplingParams(max_tokens=2), use_tqdm=False)
+        compiled = {form[0] for form in forms - before}
+        assert compiled == ({"place_slots", "gate_up", "expert_linear"} if is_control else set())

@@ -131,7 +131,7 @@ class TritonDevice(DeviceBackend):
         self.warm_up_masks(runner)
         runner, max_seqs = new_runner(graphs), scheduler.max_num_seqs
         for number, count in enumerate(self._expert_token_counts()):
-            runner.forward(number, prompt_step(min(count, max_model_len - 1), block_size, num_blocks))
+            runner.forward(number, prompt_step(count, max(1, max_model_len - 1), block_size, num_blocks, pooling))
             runner.sample()
         if graphs is None:
             return

@@ -98,9 +98,15 @@ def greedy_step(num_sequences: int, block_size: int, num_blocks: int) -> tuple[S
     return tuple(_sequence(index, _WARM_UP_PARAMS[0], blocks, 1) for index in range(num_sequences))
 
 
-def prompt_step(num_tokens: int, block_size: int, num_blocks: int) -> tuple[ScheduledSequence, ...]:
-    """A step of one greedy sequence of `num_tokens` tokens."""
-    return (_sequence(0, _WARM_UP_PARAMS[0], _cycled_blocks(num_tokens, block_size, num_blocks), num_tokens),)
+def prompt_step(
+    num_tokens: int, max_length: int, block_size: int, num_blocks: int, pooling: PoolingConfig | None = None
+) -> tuple[ScheduledSequence, ...]:
+    """A step of `num_tokens` tokens, of sequences of at most `max_length`, which are greedy or pooled."""
+    lengths = [min(max_length, num_tokens - start) for start in range(0, num_tokens, max_length)]
+    return tuple(
+        _sequence(index, _WARM_UP_PARAMS[0], _cycled_blocks(length, block_size, num_blocks), length, pooling=pooling)
+        for index, length in enumerate(lengths)
+    )
 
 
 def _sequence(
