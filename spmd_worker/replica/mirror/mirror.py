@@ -6,7 +6,8 @@ A plan is checked completely before it changes anything: a rejected plan leaves 
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice, repeat
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampled import NOT_READ, SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
+
+_NUM_SAMPLES: Final = attrgetter("num_samples")
 
 __all__ = ["Mirror", "MirrorError", "MirroredSequence", "ScheduledSequence"]
 
@@ -68,6 +71,8 @@ class Mirror:
         self._num_steps_ahead = num_steps_ahead
         self._step: int | None = None
         self._groups: dict[RequestId, MirroredGroup] = {}
+        # Those of all groups.
+        self._sequences: dict[SequenceKey, MirroredSequence] = {}
         self._sampling: deque[_Sampling] = deque()
         # Of the last plan.
         self._last_rows: tuple[ScheduledSequence, ...] = ()
@@ -113,7 +118,7 @@ class Mirror:
         ):
             return False
         if plan.continuing_blocks:
-            num_new = PlanCheck(plan, self._groups, self.num_blocks, self.block_size).num_new_blocks()
+            num_new = PlanCheck(plan, self._groups, {}, self.num_blocks, self.block_size).num_new_blocks()
         num_blocks = np.fromiter(map(len, last.tables), np.int64, num_rows)
         lacking: list[int] = np.flatnonzero(last.ends >= num_blocks * self.block_size).tolist()
         return all(index in num_new for index in lacking)
@@ -122,7 +127,9 @@ class Mirror:
         """`apply` for any plan."""
         sizes = (self.num_blocks, self.block_size)
         allows_ahead = self._num_steps_ahead > 0
-        check = PlanCheck(plan, self._groups, *sizes, self._step, self._last_rows, allows_ahead=allows_ahead)
+        check = PlanCheck(
+            plan, self._groups, self._sequences, *sizes, self._step, self._last_rows, allows_ahead=allows_ahead
+        )
         continuing = check.check()
         self._step = plan.step
         self._forget(plan)
@@ -156,9 +163,14 @@ class Mirror:
         token_ids: Iterable[int | None] = sampled.token_ids
         if not awaited.is_single or sampled.num_ids:
             # Forks, and sequences with none or several ids at once, continue by the plan's ids.
-            given = iter(sampled.rows())
-            samples = [list(islice(given, row.num_samples)) for row in awaited.rows]
-            token_ids = [each[0][0] if len(each) == 1 and len(each[0]) == 1 else None for each in samples]
+            nums_samples = list(map(_NUM_SAMPLES, awaited.rows))
+            if not sampled.num_ids and max(nums_samples, default=0) <= 1:
+                ids = iter(sampled.token_ids)
+                token_ids = [next(ids) if num_samples else None for num_samples in nums_samples]
+            else:
+                given = iter(sampled.rows())
+                samples = [list(islice(given, num_samples)) for num_samples in nums_samples]
+                token_ids = [each[0][0] if len(each) == 1 and len(each[0]) == 1 else None for each in samples]
         columns = (awaited.rows, awaited.outputs, awaited.nums_outputs, token_ids)
         for row, outputs, num_outputs, token_id in zip(*columns, strict=True):
             if token_id is None:
@@ -211,8 +223,11 @@ class Mirror:
             group = self._groups.get(key.request_id)
             if group is not None:
                 group.sequences.pop(key.sample_index, None)
+                self._sequences.pop(key, None)
         for request_id in plan.finished_request_ids:
-            self._groups.pop(request_id, None)
+            group = self._groups.pop(request_id, None)
+            for sequence in [] if group is None else group.sequences.values():
+                del self._sequences[sequence.key]
 
     def _replace(self, update: SequenceGroupMetadata, sequences: list[MirroredSequence]) -> None:
         """Replace the request and the listed sequences by the data sent; others are kept."""
@@ -230,7 +245,7 @@ class Mirror:
                 num_computed_tokens=data.num_computed_tokens,
                 num_scheduled_tokens=data.num_scheduled_tokens,
             )
-            group.sequences[data.sample_index] = sequence
+            group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
             sequences.append(sequence)
 
     def _append(self, update: SequenceGroupMetadataDelta, sequences: list[MirroredSequence]) -> None:
@@ -239,7 +254,7 @@ class Mirror:
             sequence = group.sequences.get(data.sample_index)
             if sequence is None:
                 sequence = MirroredSequence(group.request, data.sample_index, [], [], 0, 0)
-                group.sequences[data.sample_index] = sequence
+                group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
             sequence.output_token_ids += data.appended_token_ids
             if data.num_kept_blocks != len(sequence.block_ids):
                 # A new list: a holder of the old one sees that it did not only grow.

@@ -19,7 +19,6 @@ from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 
-_KEY: Final = attrgetter("key")
 _NUM_COMPUTED: Final = attrgetter("num_computed_tokens")
 _NUM_SCHEDULED: Final = attrgetter("num_scheduled_tokens")
 _NUM_PROMPT: Final = attrgetter("num_prompt_tokens")
@@ -28,15 +27,16 @@ _BLOCKS: Final = attrgetter("block_ids")
 
 
 class PlanCheck:
-    """One check of one plan against `groups`, which are at step `step` (None: before the first). Without blocks,
-    sequences are computed completely at once. `last_rows` are that step's, whose sequences `groups` still holds; with
-    `allows_ahead` they may go ahead of the ids that it samples.
+    """One check of one plan against `groups`, and the `sequences` of all of them, which are at step `step` (None:
+    before the first). Without blocks, sequences are computed completely at once. With `allows_ahead` the rows of that
+    step, `last_rows`, may go ahead of the ids that it samples.
     """
 
     def __init__(
         self,
         plan: StepPlan,
         groups: Mapping[RequestId, MirroredGroup],
+        sequences: Mapping[SequenceKey, MirroredSequence],
         num_blocks: int,
         block_size: int,
         step: int | None = None,
@@ -44,7 +44,8 @@ class PlanCheck:
         *,
         allows_ahead: bool = False,
     ) -> None:
-        self._plan, self._groups, self._step, self._last_rows = plan, groups, step, last_rows
+        self._plan, self._groups, self._sequences = plan, groups, sequences
+        self._step, self._last_rows = step, last_rows
         self._num_blocks, self._block_size, self._allows_ahead = num_blocks, block_size, allows_ahead
 
     def check(self) -> list[MirroredSequence]:
@@ -91,15 +92,8 @@ class PlanCheck:
         plan = self._plan
         num_ids = self._check_continuing_ids()
         num_new_blocks = self.num_new_blocks()
-        sampling = [row.sequence for row in self._last_rows if row.num_samples == 1]
-        if plan.finished_sequences:
-            ended = dict.fromkeys(plan.finished_sequences)
-            sampling = [sequence for sequence in sampling if sequence.key not in ended]
-        sequences = sampling[: len(plan.continuing)]
-        # Hot path: those that sampled continue in the same order, each with one id and with a block for it.
-        are_last = list(map(_KEY, sequences)) == [*plan.continuing]
-        if not are_last:
-            sequences = [self._held(key) for key in plan.continuing]
+        sequences = self._held(plan.continuing)
+        # Hot path: most get one id, and have a block for it.
         for index in range(len(sequences)) if num_ids else self._to_check(sequences):
             key, sequence = plan.continuing[index], sequences[index]
             end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
@@ -110,20 +104,24 @@ class PlanCheck:
             if last >= (len(sequence.block_ids) + num_new_blocks.get(index, 0)) * self._block_size:
                 self._reject("continuing", f"without a block for token {last}", "a block for it", *key)
         self._check_listed_once()
-        if plan.num_ahead and not (are_last and self._allows_ahead):
-            known = dict.fromkeys(sampling if self._allows_ahead else ())
-            for key, sequence in zip(plan.continuing[: plan.num_ahead], sequences):
-                if sequence not in known:
-                    rule = "one that the step before samples one id for"
-                    self._reject("continuing", "ahead of its id", rule, *key)
+        if plan.num_ahead:
+            sampling = [row.sequence for row in self._last_rows if row.num_samples == 1] if self._allows_ahead else []
+            known = dict.fromkeys(sampling)
+            outside = [
+                key for key, sequence in zip(plan.continuing[: plan.num_ahead], sequences) if sequence not in known
+            ]
+            if outside:
+                rule = "one that the step before samples one id for"
+                self._reject("continuing", "ahead of its id", rule, *outside[0])
         return sequences
 
-    def _held(self, key: SequenceKey) -> MirroredSequence:
-        group = self._groups.get(key.request_id)
-        sequence = None if group is None else group.sequences.get(key.sample_index)
-        if sequence is None:
-            self._reject("continuing", "unknown", "a sequence that it holds", *key)
-        return sequence
+    def _held(self, keys: tuple[SequenceKey, ...]) -> list[MirroredSequence]:
+        sequences = []
+        for key, sequence in zip(keys, map(self._sequences.get, keys)):
+            if sequence is None:
+                self._reject("continuing", "unknown", "a sequence that it holds", *key)
+            sequences.append(sequence)
+        return sequences
 
     def _to_check(self, sequences: list[MirroredSequence]) -> list[int]:
         """Indices of the sequences whose tokens are not all computed, or whose blocks are full."""

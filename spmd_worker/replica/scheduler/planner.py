@@ -5,7 +5,7 @@ Decides from counts, and from hashes of blocks whose tokens are known; token val
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from operator import attrgetter
 from typing import Final
 
@@ -205,8 +205,9 @@ class Planner:
     def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
         block_size, allows_ahead = self._cache.block_size, self._allows_ahead
         served = self._served()
-        num_ahead = self._decide_ahead(served, budget, decisions) if allows_ahead else 0
-        for sequence in islice(served, num_ahead, None):
+        if allows_ahead:
+            served = self._decide_ahead(served, budget, decisions)
+        for sequence in served:
             if not budget.num_tokens:
                 break
             num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
@@ -235,27 +236,29 @@ class Planner:
                 budget.num_tokens -= 1
                 decisions.ahead.append(sequence)
 
-    def _decide_ahead(self, running: list[Sequence], budget: StepBudget, decisions: Decisions) -> int:
-        """Decide for the leading sequences that go ahead of their ids, all at once, and return their number: what
-        `_decide_running` decides one by one.
+    def _decide_ahead(self, running: list[Sequence], budget: StepBudget, decisions: Decisions) -> list[Sequence]:
+        """Decide for all that go ahead of their ids, at once, and return the others; but only for the leading ones if
+        the budget does not suffice for all.
         """
         columns = self._columns_of(running)
         computed = np.fromiter(map(_NUM_COMPUTED, running), np.int64, len(running))
         num_outputs = np.fromiter(map(len, columns.outputs), np.int64, len(running))
         limits = np.fromiter(map(_NUM_AHEAD, running), np.int64, len(running))
-        goes_ahead = (columns.num_prompt_tokens + num_outputs == computed) & (num_outputs < limits)
-        num_leading = int(np.append(goes_ahead, False).argmin())
-        num_leading = min(num_leading, budget.num_tokens)
-        beginning = np.flatnonzero(computed[:num_leading] % self._cache.block_size == 0).tolist()
-        if len(beginning) > self._cache.num_free_blocks:
-            return 0
-        decisions.ahead.extend(running[:num_leading])
-        budget.num_tokens -= num_leading
+        num_uncomputed = columns.num_prompt_tokens + num_outputs - computed
+        goes_ahead = (num_uncomputed == 0) & (num_outputs < limits)
+        if goes_ahead.sum() + num_uncomputed.clip(min=0).sum() > budget.num_tokens:
+            goes_ahead &= np.logical_and.accumulate(goes_ahead) & (np.arange(len(running)) < budget.num_tokens)
+        beginning = np.flatnonzero(goes_ahead & (computed % self._cache.block_size == 0)).tolist()
+        if len(beginning) > self._cache.num_free_blocks or not goes_ahead.any():
+            return running
+        places = (np.cumsum(goes_ahead) - 1)[beginning].tolist()
         new_blocks = self._allocator.begin_blocks([running[index] for index in beginning])
-        decisions.ahead_blocks.extend(zip(beginning, new_blocks, strict=True))
-        for sequence, num_computed in zip(decisions.ahead, (computed + 1).tolist()):
+        decisions.ahead_blocks.extend(zip(places, new_blocks, strict=True))
+        decisions.ahead.extend(compress(running, goes_ahead))
+        budget.num_tokens -= len(decisions.ahead)
+        for sequence, num_computed in zip(decisions.ahead, (computed[goes_ahead] + 1).tolist()):
             sequence.num_computed_tokens = num_computed
-        return num_leading
+        return [] if len(decisions.ahead) == len(running) else list(compress(running, ~goes_ahead))
 
     def _columns_of(self, running: list[Sequence]) -> _Columns:
         known = self._columns

@@ -111,16 +111,13 @@ class BatchState:
         continues the rows of the last one, the host does not know the token ids and the batch has none.
         """
         last = self._layout
-        if last is not None and scheduled is last.scheduled:
-            sequences, is_decode = last.sequences, last.is_decode
-        else:
-            sequences = list(map(_SEQUENCE, scheduled))
-            is_decode = all(each.num_scheduled_tokens == each.num_samples == 1 for each in scheduled)
+        is_same = last is not None and scheduled is last.scheduled
+        sequences = last.sequences if last is not None and is_same else list(map(_SEQUENCE, scheduled))
         firsts = _column(_NUM_COMPUTED, sequences)
-        if last is not None and is_decode and _continues(last, sequences, firsts):
+        if last is not None and _continues(last, sequences, firsts) and (is_same or _decode(scheduled)):
             layout, sent = self._continue(replace(last, scheduled=scheduled, ends=firsts + 1), has_ids=has_ids)
         else:
-            layout, sent = self._lay_out(scheduled, sequences, firsts, is_decode=is_decode)
+            layout, sent = self._lay_out(scheduled, sequences, firsts)
         self._layout = layout
         if len(sent.places):
             self._tables.view(-1)[sent.places] = sent.blocks
@@ -148,12 +145,11 @@ class BatchState:
         if not finished_sequences and not finished_request_ids:
             return
         requests, keys = set(finished_request_ids), set(finished_sequences)
-        for sequence in list(self._slots):
-            request_id = sequence.request.request_id
-            if request_id in requests or (keys and SequenceKey(request_id, sequence.sample_index) in keys):
-                slot = self._slots.pop(sequence)
-                slot.table = None
-                self._free.append(slot)
+        ended = [each for each in self._slots if each.key in keys or each.key.request_id in requests]
+        for sequence in ended:
+            slot = self._slots.pop(sequence)
+            slot.table = None
+            self._free.append(slot)
         self._layout = None
 
     def _continue(self, layout: _Layout, *, has_ids: bool) -> tuple[_Layout, _Sent]:
@@ -178,8 +174,6 @@ class BatchState:
         scheduled: Sequence[ScheduledSequence],
         sequences: list[MirroredSequence],
         firsts: Integers,
-        *,
-        is_decode: bool,
     ) -> tuple[_Layout, _Sent]:
         """Any step. `firsts` are the sequences' first positions."""
         width = max(map(len, map(_BLOCKS, sequences)))
@@ -200,7 +194,7 @@ class BatchState:
             sequences=sequences,
             ends=ends,
             width=width,
-            is_decode=is_decode,
+            is_decode=_decode(scheduled),
             own_slots=own_slots,
             slot_indices=slot_indices,
             query_starts=tuple(starts.tolist()),
@@ -289,6 +283,12 @@ class BatchState:
 def _continues(layout: _Layout, sequences: list[MirroredSequence], firsts: Integers) -> bool:
     """Whether a decode step continues the rows of the last one, also a decode step, by one token."""
     return layout.is_decode and layout.sequences == sequences and bool((layout.ends == firsts).all())
+
+
+def _decode(scheduled: Sequence[ScheduledSequence]) -> bool:
+    """Whether each row computes one token and samples one."""
+    ones = [1] * len(scheduled)
+    return list(map(_NUM_SCHEDULED, scheduled)) == ones == list(map(_NUM_SAMPLES, scheduled))
 
 
 def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[MirroredSequence, _Slot]]:

@@ -19,6 +19,7 @@ from spmd_worker.replica.mirror.mirror import ScheduledSequence
 from spmd_worker.worker.runner.batch import Batch
 
 _SEQUENCE: Final = itemgetter(0)
+_NUM_SAMPLES: Final = itemgetter(2)
 
 
 class ChosenTokens:
@@ -60,9 +61,10 @@ class ChosenTokens:
         """Numbers of the samples of the first `num_ahead` rows; None if they are the first samples, in order."""
         ahead = list(map(_SEQUENCE, scheduled[:num_ahead]))
         sampled = [row for row in self._scheduled if row.num_samples]
-        are_single = all(row.num_samples == 1 for row in sampled[:num_ahead])
-        if are_single and ahead == list(map(_SEQUENCE, sampled[:num_ahead])):
+        firsts = [*accumulate(map(_NUM_SAMPLES, sampled), initial=0)]
+        sequences = list(map(_SEQUENCE, sampled))
+        if ahead == sequences[:num_ahead] and firsts[num_ahead] == num_ahead:
             return None
-        firsts = accumulate((row.num_samples for row in sampled), initial=0)
-        samples = {row.sequence: first for row, first in zip(sampled, firsts) if row.num_samples == 1}
-        return np.array([samples[sequence] for sequence in ahead], dtype=np.int64)
+        # A row that samples for its forks too does not go ahead.
+        samples = dict(zip(sequences, firsts))
+        return np.fromiter(map(samples.__getitem__, ahead), np.int64, num_ahead)

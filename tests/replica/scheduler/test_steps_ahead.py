@@ -177,34 +177,31 @@ def test_answers_equal_those_of_single_steps(seed: int, caching: bool):
     assert first == other
 
 
-def plans_of(seed: int, *, caching: bool) -> list[StepPlan]:
+def history_of(seed: int, *, caching: bool) -> list[tuple[int, list[Row]]]:
     """A history in which most rows decode, some end early, and blocks are short now and then."""
-    run, chance, plans = (
-        Run(ahead=1, caching=caching, num_blocks=40, max_num_batched_tokens=24),
-        random.Random(seed),
-        [],
-    )
+    run, chance = Run(ahead=1, caching=caching, num_blocks=40, max_num_batched_tokens=24), random.Random(seed)
+    steps = []
     for _ in range(12):
         run.admit(chance.randint(1, 20), n=chance.choice([1, 1, 1, 2]), max_tokens=chance.randint(1, 30))
     while run.scheduler.has_unfinished:
-        run.step(lambda key, position: EOS if position % 11 == 5 else by_place(key, position))
-        plans.append(run.last_plan)
-    return plans
+        rows = run.step(lambda key, position: EOS if position % 11 == 5 else by_place(key, position))
+        steps.append((run.last_plan.num_ahead, rows))
+    return steps
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_decided_together_equal_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch):
-    together = [plans_of(seed, caching=caching) for caching in (False, True)]
-    assert sum(plan.num_ahead for plan in together[0]) > 50
-    monkeypatch.setattr(Planner, "_decide_ahead", lambda self, running, budget, decisions: 0)
-    assert [plans_of(seed, caching=caching) for caching in (False, True)] == together
+    together = [history_of(seed, caching=caching) for caching in (False, True)]
+    assert sum(num_ahead for num_ahead, _ in together[0]) > 50
+    monkeypatch.setattr(Planner, "_decide_ahead", lambda self, running, budget, decisions: running)
+    assert [history_of(seed, caching=caching) for caching in (False, True)] == together
 
 
 def test_mirror_detects_rows_ahead_of_their_limit(monkeypatch: pytest.MonkeyPatch):
     """Negative control: rows decided together go ahead of their last token."""
     monkeypatch.setattr(planner, "_NUM_AHEAD", lambda sequence: sequence.num_outputs_ahead + 1)
     with pytest.raises(MirrorError, match="ahead of its id"):
-        plans_of(0, caching=False)
+        history_of(0, caching=False)
 
 
 def test_step_test_detects_sequence_ahead_of_last_token(monkeypatch: pytest.MonkeyPatch):
