@@ -160,7 +160,7 @@ def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
                 request.sampling,
                 request.stream,
                 sample_index,
-                sequence.num_tokens,
+                len(request.prompt_token_ids),
                 request.prompt_token_ids,
                 sequence.output_token_ids,
             )

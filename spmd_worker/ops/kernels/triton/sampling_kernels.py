@@ -1,4 +1,4 @@
-"""Sampling on a GPU: fixed-point probability weights, filters and grammar masks.
+"""Sampling on a GPU: maxima, fixed-point probability weights, random numbers, filters, grammar masks, top logits.
 
 The weight of a logit is floor(2^40 * 2^((logit - maximum) * factor)), as in `Kernels.prob_sums`. Sums are exact, so
 they depend neither on the programs that share a row nor on the sharding of a vocabulary. The host reads nothing back.
@@ -13,8 +13,114 @@ import triton.language as tl
 PIECE = 1024
 BLOCK = 4096
 LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
+SMALL_LAUNCH = LAUNCH | {"num_warps": 1}
+PART = 16384
+"""Ids of one program that looks for a maximum."""
 FILTER_LAUNCH = LAUNCH | {"num_warps": 8}
 """Fewer warps spill, with three 64-bit sums per logit."""
+
+
+@triton.jit
+def _in_order(x):
+    """Float32 -> int32 in the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _key(x, i, inside):
+    """Int64 in the order of logits, then of descending ids: no two are equal. Zeros are one number, and NaN is the
+    largest. The least key where not `inside`.
+    """
+    x = x.to(tl.float32) + 0.0
+    ordered = tl.where(x == x, _in_order(x), 0x7FC00000).to(tl.int64)
+    return tl.where(inside, (ordered << 32) - i, -9223372036854775807)
+
+
+@triton.jit
+def _key_id(key):
+    return (-key) & 0xFFFFFFFF
+
+
+@triton.jit
+def _key_value(key):
+    """The logit, float32."""
+    ordered = ((key + _key_id(key)) >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def part_maxima(logits, keys, V, stride, num_parts, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """`keys` int64 [R, num_parts]: the largest key of each part of a row. One program per row and part."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    best = tl.full([BLOCK], -9223372036854775807, tl.int64)
+    for start in tl.range(0, PART, BLOCK):
+        i = part * PART + start + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + i, mask=i < V, other=float("-inf"))
+        best = tl.maximum(best, _key(x, i, i < V))
+    tl.store(keys + row * num_parts + part, tl.max(best, 0))
+
+
+@triton.jit
+def join_maxima(keys, values, columns, num_parts, PARTS: tl.constexpr):
+    """`values` float32 [R] and `columns` int64 [R] of each row's largest key. PARTS: a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, PARTS)
+    key = tl.max(tl.load(keys + row * num_parts + p, mask=p < num_parts, other=-9223372036854775807), 0)
+    tl.store(values + row, _key_value(key))
+    tl.store(columns + row, _key_id(key))
+
+
+@triton.jit
+def top_logits(logits, pairs, V, stride, count, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """`pairs` float64 [R, count, 2]: value and id of each row's largest logits; -1 for both after the last, and for
+    NaN. One program per row: the best of each block, then each time the next of the block that the last was in.
+    BLOCKS: `num_blocks` up to a power of two.
+    """
+    which = tl.program_id(0).to(tl.int64)
+    row = logits + which * stride
+    b = tl.arange(0, BLOCKS)
+    best = tl.full([BLOCKS], -9223372036854775807, tl.int64)
+    for block in tl.range(0, num_blocks):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + i, mask=i < V, other=float("-inf"))
+        best = tl.where(b == block, tl.max(_key(x, i, i < V), 0), best)
+    for n in tl.range(0, count):
+        key = tl.max(best, 0)
+        value, token = _key_value(key), _key_id(key)
+        is_there = (key > -9223372036854775807) & (value == value)
+        to = pairs + (which * count + n) * 2
+        tl.store(to, tl.where(is_there, value.to(tl.float64), -1.0))
+        tl.store(to + 1, tl.where(is_there, token.to(tl.float64), -1.0))
+        block = (token // BLOCK).to(tl.int32)
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + i, mask=i < V, other=float("-inf"))
+        others = _key(x, i, i < V)
+        others = tl.where(others < key, others, -9223372036854775807)
+        best = tl.where(b == block, tl.max(others, 0), best)
+
+
+@triton.jit
+def _random_bits(stream, sample, position):
+    """53 bits of Philox 4x32-10: `sampling/random.py`. Words of 32 bits in uint64; `stream` int64."""
+    low = tl.full([], 0xFFFFFFFF, tl.uint64)
+    k0, k1 = stream.to(tl.uint64) & low, stream.to(tl.uint64) >> 32
+    c0, c1 = position.to(tl.uint64) & low, sample.to(tl.uint64) & low
+    c2, c3 = tl.full([], 0, tl.uint64), tl.full([], 0, tl.uint64)
+    for _ in tl.static_range(10):
+        product0, product1 = tl.full([], 0xD2511F53, tl.uint64) * c0, tl.full([], 0xCD9E8D57, tl.uint64) * c2
+        c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & low, (product0 >> 32) ^ c3 ^ k1, product0 & low
+        k0 = (k0 + tl.full([], 0x9E3779B9, tl.uint64)) & low
+        k1 = (k1 + tl.full([], 0xBB67AE85, tl.uint64)) & low
+    return (((c0 << 32) | c1) >> 11).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["step", "num_rows"])
+def random_bits(keys, bits, step, num_rows):
+    """`bits` int64 [R] of `keys` int64 [3, R]: stream, sample, position before `step` is added."""
+    row = tl.program_id(0)
+    position = tl.load(keys + 2 * num_rows + row) + step
+    tl.store(bits + row, _random_bits(tl.load(keys + row), tl.load(keys + num_rows + row), position))
 
 
 @triton.jit
@@ -40,19 +146,55 @@ def invert_cdf(
     per row, which reads the sums of all pieces and the weights of one. PIECES: `num_pieces` up to a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
+    index = _inverted(
+        logits + row * stride, tl.load(maxima + row), tl.load(factors + row), sums + row * num_pieces,
+        tl.load(targets + row), V, num_pieces, PIECE, PIECES,
+    )  # fmt: skip
+    tl.store(ids + row, index)
+
+
+@triton.jit
+def _inverted(row, maximum, factor, sums, target, V, num_pieces, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """First index at which a row's running sum of weights is above `target`, int64, or -1."""
     p = tl.arange(0, PIECES)
-    own = tl.load(sums + row * num_pieces + p, mask=p < num_pieces, other=0)
+    own = tl.load(sums + p, mask=p < num_pieces, other=0)
     is_before = (tl.cumsum(own, 0) <= target) & (p < num_pieces)
     piece = tl.sum(is_before.to(tl.int32), 0)
     is_found = (target >= 0) & (piece < num_pieces)
     target -= tl.sum(tl.where(is_before, own, 0), 0)
     i = piece * PIECE + tl.arange(0, PIECE)
     inside = (i < V) & is_found
-    x = tl.load(logits + row * stride + i, mask=inside, other=float("-inf"))
-    running = tl.cumsum(_prob_weights(x, tl.load(maxima + row), tl.load(factors + row)), 0)
+    x = tl.load(row + i, mask=inside, other=float("-inf"))
+    running = tl.cumsum(_prob_weights(x, maximum, factor), 0)
     index = piece * PIECE + tl.sum(((running <= target) & inside).to(tl.int32), 0)
-    tl.store(ids + row, tl.where(is_found, index, -1).to(tl.int64))
+    return tl.where(is_found, index, -1).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["step", "otherwise", "num_rows"])
+def draw(
+    logits, maxima, columns, factors, sums, keys, ids, step, otherwise, num_rows, V, stride, num_pieces,
+    PIECE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """`Kernels.draw`: `maxima` float32 and `columns` int64 [R] from `argmax`, `sums` from `prob_sums`; `ids` int64 [R].
+    One program per row.
+    """
+    which = tl.program_id(0).to(tl.int64)
+    maximum, factor = tl.load(maxima + which), tl.load(factors + which)
+    chosen = tl.load(columns + which)
+    if factor > 0.0:
+        p = tl.arange(0, PIECES)
+        own = sums + which * num_pieces
+        total = tl.sum(tl.load(own + p, mask=p < num_pieces, other=0), 0)
+        position = tl.load(keys + 2 * num_rows + which) + step
+        bits = _random_bits(tl.load(keys + which), tl.load(keys + num_rows + which), position)
+        # floor(bits x total / 2^53), exactly, in numbers of 64 bits: `sampler.py`.
+        high, low = bits >> 26, bits & 67108863
+        upper, lower = total >> 30, total & 1073741823
+        rest = (low * upper << 4) + high * lower + (low * lower >> 26)
+        target = (high * upper << 3) + (rest >> 27)
+        chosen = _inverted(logits + which * stride, maximum, factor, own, target, V, num_pieces, PIECE, PIECES)
+    is_finite = (maximum - maximum) == 0.0
+    tl.store(ids + which, tl.where(is_finite, chosen, otherwise).to(tl.int64))
 
 
 @triton.jit
@@ -78,13 +220,6 @@ def forbid(logits, allowed, rows, mask_rows, V, stride, first_id, num_words, BLO
     has_word = (i < V) & (token // 32 < num_words)
     word = tl.load(allowed + mask_row * num_words + token // 32, mask=has_word, other=0)
     tl.store(logits + row * stride + i, float("-inf"), mask=(i < V) & ((word >> (token % 32)) & 1 == 0))
-
-
-@triton.jit
-def _in_order(x):
-    """Float32 -> int32 in the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
