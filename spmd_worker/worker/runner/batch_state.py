@@ -26,7 +26,7 @@ from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.worker.runner.batch import Batch, rows_to_sample, token_ids
+from spmd_worker.worker.runner.batch import Batch, RowsToSample, token_ids
 
 _SLOTS_A_SEQUENCE: Final = 4
 """Slots for the sequences of a few steps in flight and for waiting ones."""
@@ -79,6 +79,7 @@ class BatchState:
         self._free: list[_Slot] = []
         self._tables = torch.zeros((0, 0), dtype=torch.int32, device=device)
         self._layout: _Layout | None = None
+        self._rows = RowsToSample()
         self.num_bytes_sent = 0
         """Bytes sent to the device for the last batch."""
 
@@ -135,7 +136,7 @@ class BatchState:
             rope_regimes=layout.rope_regimes,
             attention=attention,
             sample_rows=layout.sample_rows,
-            rows=rows_to_sample(scheduled),
+            rows=self._rows.of(scheduled),
         )
 
     def forget(self, finished_sequences: Sequence[SequenceKey], finished_request_ids: Sequence[RequestId]) -> None:

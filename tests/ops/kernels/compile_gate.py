@@ -29,6 +29,7 @@ from spmd_worker.ops.kernels.triton import (
     attention_kernels,
     matmul,
     matmul_kernels,
+    penalty_kernels,
     row_kernels,
     rows,
     sampling_kernels,
@@ -152,6 +153,8 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     yield Variant("full_norm 4096", row_kernels.full_norm, types, constants, rows.row_options(4096), ("H",))
     yield from matmul_variants(element)
     yield from draw_variants(element)
+    yield from choice_variants(element)
+    yield from penalty_variants()
     yield from sum_variants(element)
 
 
@@ -191,6 +194,42 @@ def draw_variants(element: str = "bf16") -> Iterator[Variant]:
         types = _typed(kernel, "fp32" if is_cut else element)
         options = sampling_kernels.FILTER_LAUNCH if is_cut else sampling_kernels.LAUNCH
         yield Variant(kernel.__name__, kernel, types, constants, options, ("V", "stride"))
+
+
+def choice_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Maxima, draws, random numbers and top logits of a vocabulary of 128,256 ids."""
+    piece, block = {"PIECE": sampling_kernels.PIECE, "PIECES": 128}, {"BLOCK": sampling_kernels.BLOCK}
+    small, own = sampling_kernels.SMALL_LAUNCH, sampling_kernels.LAUNCH
+    pointers = {"keys": "*i64", "columns": "*i64", "pairs": "*fp64", "bits": "*i64"}
+    numbers = dict.fromkeys(("num_parts", "count", "num_blocks", "step", "otherwise", "num_rows"), "i32")
+    for kernel, constants, options in (
+        (sampling_kernels.part_maxima, block | {"PART": sampling_kernels.PART}, own),
+        (sampling_kernels.join_maxima, {"PARTS": 8}, small),
+        (sampling_kernels.top_logits, block | {"BLOCKS": 32}, own),
+        (sampling_kernels.random_bits, {}, small),
+        (sampling_kernels.draw, piece, own),
+    ):
+        types = _typed(kernel, element)
+        types |= {name: kind for name, kind in (pointers | numbers).items() if name in types}
+        yield Variant(kernel.__name__, kernel, types, constants, options, ("V", "stride"))
+
+
+def penalty_variants() -> Iterator[Variant]:
+    """Masks, bias and penalties, float32, of a vocabulary of 128,256 ids; bad words of up to 8 tokens."""
+    block, width = {"BLOCK": penalty_kernels.BLOCK}, {"WIDTH": 8}
+    floats = dict.fromkeys(("logits", "factors", "biases", "before"), "*fp32")
+    numbers = dict.fromkeys(("V", "stride", "num_words"), "i32") | {"ids": "*i64"}
+    for kernel, constants in (
+        (penalty_kernels.clear, block),
+        (penalty_kernels.start, block | width),
+        (penalty_kernels.append, width),
+        (penalty_kernels.decide, block | width | {"WORDS": penalty_kernels.WORDS}),
+        (penalty_kernels.apply, block),
+    ):
+        names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+        types = {name: (floats | numbers).get(name, "*i32") for name in names}
+        options = penalty_kernels.APPEND_LAUNCH if kernel is penalty_kernels.append else penalty_kernels.LAUNCH
+        yield Variant(f"penalties {kernel.__name__}", kernel, types, constants, options, ("V", "stride"))
 
 
 def sum_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -261,6 +300,8 @@ def main(capabilities: list[int]) -> None:
         "rotate_and_write llama-8b",
         "write_rows llama-8b",
         *(each.name for each in draw_variants()),
+        *(each.name for each in choice_variants()),
+        *(each.name for each in penalty_variants()),
         *(each.name for each in sum_variants()),
     )
     short = [each for each in everything if each.name.startswith(first)]

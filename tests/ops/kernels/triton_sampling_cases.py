@@ -12,6 +12,7 @@ that composes the reference kernels on the CPU. Blocks are cut down, so that a s
 import json
 import random
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -206,9 +207,9 @@ def a_row_sampled_twice_starts_again() -> None:
     rows = [new_row(number, rng, 2) for number in range(9)]
     for _ in range(3):
         logits = torch.randn(len(rows), V)
-        found, prepared = logits.to(DEVICE), histories.prepare(rows)
+        expected, found, prepared = defined(logits, rows), logits.to(DEVICE), histories.prepare(rows)
         histories.process_(found, prepared)
-        assert are_equal(found, defined(logits, rows))
+        assert are_equal(found, expected)
         histories.append_(prepared, torch.full((len(rows),), 3, device=DEVICE))
         assert not histories.is_next(prepared)
 
@@ -240,7 +241,7 @@ def _note(prepared: penalties.ProcessedRows) -> None:
 
 def control_a_slot_without_reset_is_found() -> None:
     with mock.patch.object(penalty_kernels, "clear", mock.MagicMock()), mock.patch.object(penalties, "_SLOTS_A_ROW", 1):
-        assert not run_steps(20, 1)
+        assert not run_steps(9, 1)
 
 
 def control_a_key_without_its_sample_is_found() -> None:
@@ -267,16 +268,16 @@ def random_numbers_are_the_hosts() -> None:
 def maxima_and_top_logits_are_the_references() -> None:
     rng = random.Random(8)
     for dtype in (torch.float32, torch.float16) if is_interpreted() else (torch.float32, torch.bfloat16):
-        logits = hostile(torch.randn(24, V), rng).to(dtype)
+        logits = hostile(torch.randn(8, V), rng).to(dtype)
         logits[2, [3, 40, 90]] = 9.0
         logits[3, 7] = torch.inf
         on_device = logits.to(DEVICE)
         for found, expected in zip(sampling.argmax(on_device), ReferenceKernels().argmax(logits), strict=True):
             same = (found.cpu() == expected) | (found.cpu().isnan() & expected.isnan())
             assert bool(same.all()), dtype
-        for count in (1, 2, 5, V, V + 3):
-            found = sampling.top_logits(on_device, count).tolist()
-            for values, pairs in zip(logits, found, strict=True):
+        for count, num_rows in ((1, 8), (3, 8), (V + 3, 1)):
+            found = sampling.top_logits(on_device[:num_rows], count).tolist()
+            for values, pairs in zip(logits, found):
                 listed = [(int(token_id), value) for value, token_id in pairs if token_id >= 0]
                 assert listed == top_k(values, count)[: len(listed)]
                 assert len(listed) >= min(count, V) - int(values.isnan().sum())
@@ -306,7 +307,7 @@ def sampled(kernels: ReferenceKernels, device: str, mode: str, num_steps: int) -
     sampler = Sampler(single_group(), 0, V, EOS, mode, kernels)
     rows = tuple(
         SampleRow(SamplingParams(**each).frozen(), 2**63 + index, index % 2, 3, (1, 2, 3), [7] * (index % 3))
-        for index, each in enumerate(asking() * 2)
+        for index, each in enumerate(asking())
     )
     found = []
     for step in range(num_steps):
@@ -314,8 +315,9 @@ def sampled(kernels: ReferenceKernels, device: str, mode: str, num_steps: int) -
             rows = tuple(row for index, row in enumerate(rows) if index % 5)
         logits = torch.randn(len(rows), V, generator=generator) * 2
         logits[:3] = hostile(logits[:3], rng)
+        logits[3, 9] = torch.nan
         masks = NO_MASKS
-        if step % 2:
+        if step > 1:
             allowed = torch.full((2, -(-V // 32)), 0x0F0F0F0F, dtype=torch.int32, device=device)
             masks = TokenMasks(allowed, {1: 0, 4: 1}, (2,))
         result = sampler.sample(logits.to(device), rows, masks)
@@ -329,19 +331,27 @@ def samplers_agree(mode: str, num_steps: int) -> None:
     expected = sampled(ReferenceKernels(), "cpu", mode, num_steps)
     found = sampled(TritonKernels(), DEVICE, mode, num_steps)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    if DEVICE == "cpu":
-        assert repr(found) == repr(expected)
-        with mock.patch.object(read_back, "_FREE_ON", ()):
-            assert repr(sampled(TritonKernels(), DEVICE, mode, num_steps)) == repr(expected)
     assert any(NON_FINITE in each.token_ids for each in expected)
+    for one, other in zip(found, expected, strict=True):
+        for entries, others in zip(one.logprobs, other.logprobs, strict=True):
+            assert (entries is None) == (others is None)
+            assert list(entries or ()) == list(others or ())
+            for token, entry in (entries or {}).items():
+                value = others[token].logprob
+                # Weights are of powers in float32 here and in float64 there.
+                assert entry.rank == others[token].rank
+                assert entry.logprob == value or abs(entry.logprob - value) < 1e-5
+    if DEVICE == "cpu" and num_steps > 4:
+        with mock.patch.object(read_back, "_FREE_ON", ()):
+            assert repr(sampled(TritonKernels(), DEVICE, mode, num_steps)) == repr(found)
 
 
 def sampled_tokens_are_the_references() -> None:
-    samplers_agree("raw_logprobs", 6)
+    samplers_agree("raw_logprobs", 4)
 
 
 def processed_logprobs_are_the_references() -> None:
-    samplers_agree("processed_logprobs", 6)
+    samplers_agree("processed_logprobs", 5)
 
 
 def control_a_position_that_stays_is_found() -> None:
@@ -378,10 +388,13 @@ LONG_CASES: tuple[Callable[[], None], ...] = (
 
 def run(case: Callable[[], None]) -> str:
     torch.manual_seed(7)
+    begin = time.process_time()
     try:
         case()
     except Exception:  # the other cases are still worth their answers
         return traceback.format_exc()
+    finally:
+        print(case.__name__, round(time.process_time() - begin, 2), file=sys.stderr)
     return ""
 
 
