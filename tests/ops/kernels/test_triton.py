@@ -12,7 +12,7 @@ import pytest
 from ranks import IMPORT_PATH
 
 HERE = Path(__file__).parent
-LEAST_CASES = 10
+LEAST_CASES = {"triton_cases.py": 10, "triton_sampling_cases.py": 4}
 LONGEST_S = 500.0
 
 
@@ -32,9 +32,10 @@ def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path):
-    found = run_alone("triton_cases.py", cache=tmp_path, interpret=True)
-    assert len(found) >= LEAST_CASES
+@pytest.mark.parametrize("script", LEAST_CASES)
+def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: str):
+    found = run_alone(script, cache=tmp_path, interpret=True)
+    assert len(found) >= LEAST_CASES[script]
     assert {name: error for name, error in found.items() if error} == {}
 
 
@@ -65,9 +66,18 @@ def test_interpreted_engine_generates_the_tokens_of_the_cpu(tmp_path: Path):
     assert [name for name, is_so in found.items() if not is_so] == []
 
 
+@pytest.mark.stress
+@pytest.mark.timeout(1200)
+def test_interpreted_sampling_is_right_over_many_steps(tmp_path: Path):
+    found = run_alone("triton_sampling_cases.py", "long", cache=tmp_path, interpret=True, timeout_s=1150)
+    assert len(found) == 14
+    assert {name: error for name, error in found.items() if error} == {}
+
+
 @pytest.mark.gpu
-def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path):
-    found = run_alone("triton_cases.py", "cuda", cache=tmp_path)
+@pytest.mark.parametrize("script", LEAST_CASES)
+def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str):
+    found = run_alone(script, "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}
 
 

@@ -368,17 +368,17 @@ def _still(how: object) -> object:
 
 CASES: tuple[Callable[[], None], ...] = (
     random_numbers_are_the_hosts,
+    histories_have_its_bits_a_step_ahead,
+    sampled_tokens_are_the_references,
+    control_a_stale_count_is_found,
+)
+LONG_CASES: tuple[Callable[[], None], ...] = (
     maxima_and_top_logits_are_the_references,
     histories_have_the_bits_of_the_definition,
-    histories_have_its_bits_a_step_ahead,
     histories_keep_what_they_have_when_tables_grow,
     a_row_sampled_twice_starts_again,
     a_row_alone_has_the_same_bits,
-    sampled_tokens_are_the_references,
-    control_a_stale_count_is_found,
     control_a_slot_without_reset_is_found,
-)
-LONG_CASES: tuple[Callable[[], None], ...] = (
     histories_have_its_bits_over_many_steps,
     processed_logprobs_are_the_references,
     control_a_key_without_its_sample_is_found,
