@@ -127,6 +127,7 @@ _FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_denoms", "sink
 _OF_ROWS = {
     **dict.fromkeys(("maxima", "factors", "min_logits", "values"), "*fp32"),
     **dict.fromkeys(("sums", "targets", "ids", "counts", "rows", "mask_rows", "top_k"), "*i64"),
+    **dict.fromkeys(("lists",), "*fp32"),
     "top_p": "*fp64",
     "allowed": "*i32",
 }
@@ -188,7 +189,10 @@ def draw_variants(element: str = "bf16") -> Iterator[Variant]:
         (sampling_kernels.invert_cdf, piece | {"PIECES": 128}),
         (sampling_kernels.count_above, block),
         (sampling_kernels.forbid, block),
-        (sampling_kernels.filter_logits, block),
+        (
+            sampling_kernels.filter_logits,
+            {"BLOCK": sampling_kernels.FILTER_BLOCK, "LISTED": sampling_kernels.LISTED},
+        ),
     ):
         is_cut = kernel is sampling_kernels.filter_logits
         types = _typed(kernel, "fp32" if is_cut else element)

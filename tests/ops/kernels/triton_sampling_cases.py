@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from spmd_worker.ops.kernels.api import LogitFilters
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton import penalties, penalty_kernels, sampling, sampling_kernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
@@ -139,7 +140,7 @@ def run_steps(num_steps: int, seed: int, *, is_ahead: bool = False) -> bool:
     return is_right
 
 
-class read:  # noqa: N801  # a context manager
+class read:  # a context manager
     """Tokens that are not read yet, as the device knows them."""
 
     def __init__(self, rows: Sequence[SampleRow], unread: dict[int, int]) -> None:
@@ -251,7 +252,8 @@ def control_a_key_without_its_sample_is_found() -> None:
     def careless(rows: Sequence[SampleRow]) -> list:
         return [None if key is None else (0, key[1], key[2], 0, at) for at, key in enumerate(keys_of(rows))]
 
-    with mock.patch.object(penalties, "_keys_of", careless), mock.patch.object(penalties, "_is_known", lambda _: True):
+    has_tokens = mock.patch.object(penalties, "_is_known", mock.MagicMock(return_value=True))
+    with mock.patch.object(penalties, "_keys_of", careless), has_tokens:
         assert not run_steps(12, 1)
 
 
@@ -282,6 +284,49 @@ def maxima_and_top_logits_are_the_references() -> None:
                 assert listed == top_k(values, count)[: len(listed)]
                 assert len(listed) >= min(count, V) - int(values.isnan().sum())
                 assert all(pair == [-1.0, -1.0] for pair in pairs[min(count, V) :])
+
+
+def filtered_rows(seed: int) -> tuple[torch.Tensor, LogitFilters]:
+    """Rows of every kind of filter: of few numbers and of many, of minus infinity, narrow and wide ones."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kinds = [(3, 1.0), (0, 0.5), (7, 0.9), (1, 0.1), (60, 0.999), (0, 1e-9), (400, 1.0), (130, 0.97), (40, 0.3)]
+    scales = torch.tensor([[rng.choice((1e-6, 1.0, 9.0))] for _ in kinds])
+    logits = torch.randn(len(kinds), V, generator=generator) * scales
+    for values in logits:
+        what = rng.randrange(5)
+        if what == 0:
+            values[:] = values.round()
+        elif what == 1:
+            values[rng.randrange(V) :] = -torch.inf
+            values[0] = 1.0
+        elif what == 2:
+            values[:] = rng.choice((0.0, -2.5, 1e30))
+        elif what == 3:
+            values[::2], values[1::2] = 0.0, -0.0
+    maxima = logits.amax(1)
+    factors = torch.tensor([rng.choice((1.4, 0.01, 30.0)) for _ in kinds])
+    lowest = torch.full((len(kinds),), -torch.inf)
+    lowest[::3] = maxima[::3] - 2.0
+    top_k, top_p = torch.tensor([each[0] for each in kinds]), torch.tensor([each[1] for each in kinds]).double()
+    return logits, LogitFilters(maxima, factors, lowest, top_k, top_p)
+
+
+def are_filtered_alike(seed: int) -> bool:
+    logits, filters = filtered_rows(seed)
+    expected, found = logits.clone(), logits.to(DEVICE, copy=True)
+    ReferenceKernels().filter_(expected, filters)
+    sampling.filter_(found, LogitFilters(*(each.to(DEVICE) for each in filters.tensors())))
+    return are_equal(found, expected)
+
+
+def filters_keep_what_the_reference_keeps() -> None:
+    assert all(are_filtered_alike(seed) for seed in range(2))
+
+
+def filters_keep_it_with_longer_lists_too() -> None:
+    assert all(are_filtered_alike(seed) for seed in range(2, 8))
+    with mock.patch.object(sampling_kernels, "LISTED", 256):
+        assert all(are_filtered_alike(seed) for seed in range(8, 12))
 
 
 def asking() -> list[dict[str, object]]:
@@ -370,9 +415,11 @@ CASES: tuple[Callable[[], None], ...] = (
     random_numbers_are_the_hosts,
     histories_have_its_bits_a_step_ahead,
     sampled_tokens_are_the_references,
+    filters_keep_what_the_reference_keeps,
     control_a_stale_count_is_found,
 )
 LONG_CASES: tuple[Callable[[], None], ...] = (
+    filters_keep_it_with_longer_lists_too,
     maxima_and_top_logits_are_the_references,
     histories_have_the_bits_of_the_definition,
     histories_keep_what_they_have_when_tables_grow,
@@ -402,6 +449,7 @@ def main() -> None:
     assert is_interpreted() == (DEVICE == "cpu"), "set TRITON_INTERPRET=1, or say cuda"
     torch.set_num_threads(1)
     sampling_kernels.PIECE, sampling_kernels.BLOCK, sampling_kernels.PART = 16, 32, 64
+    sampling_kernels.FILTER_BLOCK, sampling_kernels.LISTED = 64, 16
     penalty_kernels.BLOCK, penalty_kernels.WORDS = 64, 16
     cases = CASES if DEVICE == "cpu" and "long" not in sys.argv else (*CASES, *LONG_CASES)
     print(json.dumps({case.__name__: run(case) for case in cases}))

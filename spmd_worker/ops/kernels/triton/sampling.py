@@ -132,9 +132,11 @@ def filter_(logits: Tensor, filters: LogitFilters) -> None:
     assert logits.dtype == torch.float32, logits.dtype
     assert logits.stride(1) == 1, logits.stride()
     if logits.numel():
+        lists = torch.empty((len(logits), sampling_kernels.LISTED), dtype=torch.float32, device=logits.device)
         sampling_kernels.filter_logits[(len(logits),)](
-            *(logits, *(each.contiguous() for each in filters.tensors()), logits.shape[1], logits.stride(0)),
-            BLOCK=sampling_kernels.BLOCK,
+            *(logits, *(each.contiguous() for each in filters.tensors()), lists, logits.shape[1], logits.stride(0)),
+            BLOCK=sampling_kernels.FILTER_BLOCK,
+            LISTED=sampling_kernels.LISTED,
             **sampling_kernels.FILTER_LAUNCH,
         )
 

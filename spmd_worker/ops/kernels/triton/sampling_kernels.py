@@ -18,6 +18,9 @@ PART = 16384
 """Ids of one program that looks for a maximum."""
 FILTER_LAUNCH = LAUNCH | {"num_warps": 8}
 """Fewer warps spill, with three 64-bit sums per logit."""
+FILTER_BLOCK = 2048
+LISTED = 2048
+"""Logits that a filter looks at together, when it has found that the last ones kept are among them."""
 
 
 @triton.jit
@@ -223,56 +226,177 @@ def forbid(logits, allowed, rows, mask_rows, V, stride, first_id, num_words, BLO
 
 
 @triton.jit
-def _select(row, V, target, maximum, factor, least, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest number such that the logits not smaller than it, and not below `least`, weigh `target` or more; each
-    weighs its probability weight if BY_WEIGHT, else one. Minus infinity if all weigh less. Finds the bits from the
-    highest on, two per pass.
-    """
-    # Non-negative: the ordered float plus 2^31.
-    found = tl.full([], 0, tl.int64)
-    for step in tl.range(0, 16):
-        one = tl.full([], 1, tl.int64) << (30 - 2 * step)
-        # Weights not below each of the three numbers with two more bits.
-        first = tl.zeros([BLOCK], tl.int64)
-        second = tl.zeros([BLOCK], tl.int64)
-        third = tl.zeros([BLOCK], tl.int64)
-        low = found - 2147483648
-        for start in tl.range(0, V, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            x = tl.load(row + i, mask=i < V, other=float("-inf"))
-            weight = _prob_weights(x, maximum, factor) if BY_WEIGHT else tl.full([BLOCK], 1, tl.int64)
-            weight = tl.where((x >= least) & (i < V), weight, 0)
-            key = _in_order(x).to(tl.int64)
-            first += tl.where(key >= low + one, weight, 0)
-            second += tl.where(key >= low + 2 * one, weight, 0)
-            third += tl.where(key >= low + 3 * one, weight, 0)
-        found += (tl.sum(first, 0) >= target).to(tl.int64) * one
-        found += (tl.sum(second, 0) >= target).to(tl.int64) * one
-        found += (tl.sum(third, 0) >= target).to(tl.int64) * one
-    # Keys below that of minus infinity are NaN.
-    key = tl.maximum(found - 2147483648, -2139095041).to(tl.int32)
+def _ordered_value(key):
+    """Number of `_in_order` -> float32."""
+    key = key.to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def filter_logits(logits, maxima, factors, min_logits, top_k, top_p, V, stride, BLOCK: tl.constexpr):
-    """`Kernels.filter_` on float32 logits. One program per row."""
-    which = tl.program_id(0).to(tl.int64)
-    row = logits + which * stride
-    maximum, factor, least = tl.load(maxima + which), tl.load(factors + which), tl.load(min_logits + which)
-    count, share = tl.load(top_k + which), tl.load(top_p + which)
-    if (count > 0) & (count < V):
-        least = tl.maximum(least, _select(row, V, count, maximum, factor, float("-inf"), False, BLOCK))
-    if share < 1.0:
-        sums = tl.zeros([BLOCK], tl.int64)
+def _weights(x, inside, maximum, factor, BY_WEIGHT: tl.constexpr):
+    """Probability weights, or ones; zero where not `inside`."""
+    if BY_WEIGHT:
+        return tl.where(inside, _prob_weights(x, maximum, factor), 0)
+    else:
+        return inside.to(tl.int64)
+
+
+@triton.jit
+def _between(low, high, by_value):
+    """Three numbers that cut [low, high), of 2 or more, in quarters of values or of numbers; none is `low`."""
+    least, most = _ordered_value(low), _ordered_value(high - 1)
+    one = _in_order(least + (most - least) * 0.25).to(tl.int64)
+    two = _in_order(least + (most - least) * 0.5).to(tl.int64)
+    three = _in_order(least + (most - least) * 0.75).to(tl.int64)
+    one = tl.where(by_value, one, low + (high - low) // 4)
+    two = tl.where(by_value, two, low + (high - low) // 2)
+    three = tl.where(by_value, three, low + (high - low) // 4 * 3)
+    one = tl.minimum(tl.maximum(one, low + 1), high - 1)
+    two = tl.minimum(tl.maximum(two, one), high - 1)
+    return one, two, tl.minimum(tl.maximum(three, two), high - 1)
+
+
+@triton.jit
+def _select_listed(
+    listed, num_listed, base, target, low, high, maximum, factor, BY_WEIGHT: tl.constexpr, LISTED: tl.constexpr
+):
+    """`_select` among a few logits; `base` is the weight of others that are `high` or more."""
+    c = tl.arange(0, LISTED)
+    x = tl.load(listed + c, mask=c < num_listed, other=float("-inf"))
+    weight = _weights(x, c < num_listed, maximum, factor, BY_WEIGHT)
+    key = _in_order(x).to(tl.int64)
+    while high - low > 1:
+        one, two, three = _between(low, high, False)
+        first = base + tl.sum(tl.where(key >= one, weight, 0), 0) >= target
+        second = base + tl.sum(tl.where(key >= two, weight, 0), 0) >= target
+        third = base + tl.sum(tl.where(key >= three, weight, 0), 0) >= target
+        high = tl.where(third, high, tl.where(second, three, tl.where(first, two, one)))
+        low = tl.where(third, three, tl.where(second, two, tl.where(first, one, low)))
+    return low
+
+
+@triton.jit
+def _select(
+    row, listed, V, target, maximum, factor, least, low, high, num_low,
+    BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """The largest number in [low, high) such that the logits not smaller than it, and not below `least`, weigh `target`
+    or more; each weighs its probability weight if BY_WEIGHT, else one. Those of `low` do, of which there are `num_low`,
+    and none is `high`. Numbers are of `_in_order`. Also how many of the logits from `low` on are in `listed`, or -1.
+
+    Quarters the range, by value at first, until few logits are left in it; these are listed, and looked at alone.
+    """
+    above, num_high, step = tl.full([], 0, tl.int64), num_low * 0, 0
+    while (high - low > 1) & (num_low - num_high > LISTED):
+        one, two, three = _between(low, high, step < 6)
+        first, second, third = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+        num_1, num_2, num_3 = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
         for start in tl.range(0, V, BLOCK):
             i = start + tl.arange(0, BLOCK)
             x = tl.load(row + i, mask=i < V, other=float("-inf"))
-            sums += tl.where(x >= least, _prob_weights(x, maximum, factor), 0)
-        total = tl.sum(sums, 0)
+            inside = (x >= least) & (i < V)
+            key = _in_order(x).to(tl.int64)
+            num_1 += ((key >= one) & inside).to(tl.int32)
+            num_2 += ((key >= two) & inside).to(tl.int32)
+            num_3 += ((key >= three) & inside).to(tl.int32)
+            if BY_WEIGHT:
+                weight = _weights(x, inside, maximum, factor, True)
+                first += tl.where(key >= one, weight, 0)
+                second += tl.where(key >= two, weight, 0)
+                third += tl.where(key >= three, weight, 0)
+        n1, n2, n3 = tl.sum(num_1, 0), tl.sum(num_2, 0), tl.sum(num_3, 0)
+        if BY_WEIGHT:
+            w1, w2, w3 = tl.sum(first, 0), tl.sum(second, 0), tl.sum(third, 0)
+        else:
+            w1, w2, w3 = n1.to(tl.int64), n2.to(tl.int64), n3.to(tl.int64)
+        is_1, is_2, is_3 = w1 >= target, w2 >= target, w3 >= target
+        above = tl.where(is_3, above, tl.where(is_2, w3, tl.where(is_1, w2, w1)))
+        num_high = tl.where(is_3, num_high, tl.where(is_2, n3, tl.where(is_1, n2, n1)))
+        num_low = tl.where(is_3, n3, tl.where(is_2, n2, tl.where(is_1, n1, num_low)))
+        high = tl.where(is_3, high, tl.where(is_2, three, tl.where(is_1, two, one)))
+        low = tl.where(is_3, three, tl.where(is_2, two, tl.where(is_1, one, low)))
+        step += 1
+    num_listed = -1
+    if high - low > 1:
+        takes_all = num_low <= LISTED
+        end = tl.where(takes_all, tl.full([], 1 << 32, tl.int64), high)
+        count = num_low * 0
+        for start in tl.range(0, V, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            x = tl.load(row + i, mask=i < V, other=float("-inf"))
+            key = _in_order(x).to(tl.int64)
+            is_listed = ((x >= least) & (i < V) & (key >= low) & (key < end)).to(tl.int32)
+            found = tl.sum(is_listed, 0)
+            if found > 0:
+                tl.store(listed + count + tl.cumsum(is_listed, 0) - 1, x, mask=is_listed == 1)
+            count += found
+        # Threads read what others of this program wrote.
+        tl.debug_barrier()
+        base = tl.where(takes_all, 0, above)
+        low = _select_listed(listed, count, base, target, low, high, maximum, factor, BY_WEIGHT, LISTED)
+        num_listed = tl.where(takes_all, count, -1)
+    return low, num_listed
+
+
+@triton.jit
+def filter_logits(
+    logits, maxima, factors, min_logits, top_k, top_p, lists, V, stride, BLOCK: tl.constexpr, LISTED: tl.constexpr
+):  # fmt: skip
+    """`Kernels.filter_` on float32 logits, whose `maxima` are theirs. `lists` float32 [R, LISTED] is scratch. One
+    program per row.
+    """
+    which = tl.program_id(0).to(tl.int64)
+    row, listed = logits + which * stride, lists + which * LISTED
+    maximum, factor, least = tl.load(maxima + which) + 0.0, tl.load(factors + which), tl.load(min_logits + which)
+    count, share = tl.load(top_k + which), tl.load(top_p + which)
+    has_count = (count > 0) & (count < V)
+    low, num_low, num_listed = tl.full([], 0, tl.int64), 0, -1
+    high = _in_order(maximum).to(tl.int64) + 1
+    total = tl.full([], 0, tl.int64)
+    if has_count | (share < 1.0):
+        lowest, num, sums = (
+            tl.full([BLOCK], float("inf"), tl.float32),
+            tl.zeros([BLOCK], tl.int32),
+            tl.zeros([BLOCK], tl.int64),
+        )
+        for start in tl.range(0, V, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            x = tl.load(row + i, mask=i < V, other=float("-inf"))
+            inside = (x >= least) & (x > float("-inf")) & (i < V)
+            lowest = tl.minimum(lowest, tl.where(inside, x, float("inf")))
+            num += inside.to(tl.int32)
+            sums += _weights(x, inside, maximum, factor, True)
+        low, num_low, total = _in_order(tl.min(lowest, 0)).to(tl.int64), tl.sum(num, 0), tl.sum(sums, 0)
+    if has_count & (num_low > count):
+        low, num_listed = _select(
+            row, listed, V, count, maximum, factor, least, low, high, num_low, False, BLOCK, LISTED
+        )
+        least = tl.maximum(least, _ordered_value(low))
+        if share < 1.0:
+            if num_listed >= 0:
+                c = tl.arange(0, LISTED)
+                x = tl.load(listed + c, mask=c < num_listed, other=float("-inf"))
+                total = tl.sum(_weights(x, (c < num_listed) & (x >= least), maximum, factor, True), 0)
+            else:
+                num, sums = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
+                for start in tl.range(0, V, BLOCK):
+                    i = start + tl.arange(0, BLOCK)
+                    x = tl.load(row + i, mask=i < V, other=float("-inf"))
+                    inside = (x >= least) & (i < V)
+                    num += inside.to(tl.int32)
+                    sums += _weights(x, inside, maximum, factor, True)
+                num_low, total = tl.sum(num, 0), tl.sum(sums, 0)
+    if share < 1.0:
         target = tl.minimum(tl.ceil(share * total.to(tl.float64)).to(tl.int64), total)
-        nucleus = _select(row, V, tl.maximum(target, 1), maximum, factor, least, True, BLOCK)
-        least = tl.maximum(least, nucleus)
+        target = tl.maximum(target, 1)
+        if num_listed >= 0:
+            # Logits below `low` are listed too; a number from `low` on is sought.
+            low = _select_listed(listed, num_listed, total * 0, target, low, high, maximum, factor, True, LISTED)
+        else:
+            low, num_listed = _select(
+                row, listed, V, target, maximum, factor, least, low, high, num_low, True, BLOCK, LISTED
+            )
+        least = tl.maximum(least, _ordered_value(low))
     for start in tl.range(0, V, BLOCK):
         i = start + tl.arange(0, BLOCK)
         x = tl.load(row + i, mask=i < V, other=float("-inf"))
