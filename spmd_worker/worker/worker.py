@@ -138,7 +138,8 @@ class Worker(WorkerBase):
         if self._loaded is not None:
             arithmetic = self.opened.backend.arithmetic(self._loaded.operations.attention)
             loads = {layer: [*counts] for layer, counts in self._loaded.expert_loads().items()}
-            report = replace(report, arithmetic=arithmetic, expert_loads=loads)
+            keeps_histories = self._loaded.operations.kernels.samples_on_device
+            report = replace(report, arithmetic=arithmetic, expert_loads=loads, keeps_histories=keeps_histories)
         if self._running is not None:
             times = self._running.clock.report() if self.layout.pipeline_parallel_size > 1 else {}
             report = replace(report, stage_times=times, thread_waits=self._running.thread_waits())

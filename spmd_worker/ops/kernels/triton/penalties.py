@@ -91,10 +91,10 @@ class RowHistories:
         for index, (row, slot) in enumerate(zip(sample_rows, slots, strict=True)):
             sampling = row.sampling
             own = (-1, -1) if slot is None else (slot.index, slot.count_row)
-            stops = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
+            stop_ids = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
             allowed_row = -1 if sampling.allowed_token_ids is None else masks[id(sampling)]
             min_length = row.first_position + sampling.min_tokens
-            fields[index, :11] = (*own, allowed_row, min_length, *lists.add(sampling, stops))
+            fields[index, :11] = (*own, allowed_row, min_length, *lists.add(sampling, stop_ids))
             repetition = min(max(sampling.repetition_penalty, 1 / MAX_LOGIT), MAX_LOGIT)
             factors[index] = (repetition, sampling.presence_penalty, sampling.frequency_penalty)
         rows, sent_factors, stops, words, bias_ids, biases = send((fields, factors, *lists.arrays()), self._device)
