@@ -74,7 +74,7 @@ def join_maxima(keys, values, columns, num_parts, PARTS: tl.constexpr):
     tl.store(columns + row, _key_id(key))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def top_logits(logits, pairs, V, stride, count, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """`pairs` float64 [R, count, 2]: value and id of each row's largest logits; -1 for both after the last, and for
     NaN. One program per row: the best of each block, then each time the next of the block that the last was in.
