@@ -84,8 +84,8 @@ class LogitFilters:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How R rows choose their tokens: `factors` float32 [R], see `Kernels.prob_sums`, 0 for a greedy row; `keys` int64
-    [3, R] and `step`, see `Kernels.random_bits`; `otherwise` is the id of a row without a finite maximum.
+    """Numbers by which R rows choose their tokens: `factors` float32 [R], see `Kernels.prob_sums`, 0 for a greedy row;
+    `keys` int64 [3, R] and `step`, see `Kernels.random_bits`; `otherwise`, the id of a row without a finite maximum.
     """
 
     factors: Tensor

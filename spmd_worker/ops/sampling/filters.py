@@ -40,7 +40,7 @@ def exponent_factors(temperatures: Sequence[float]) -> NDArray[np.float32]:
 
 
 def filter_numbers(samplings: Sequence[SamplingParams]) -> tuple[NDArray[Any], ...]:
-    """What `apply_filters` takes: factors, distances below the maximum, float32 [K]; top-k, int64; top-p, float64."""
+    """Numbers of `apply_filters`: factors, distances below the maximum, float32 [K]; top-k, int64; top-p, float64."""
     below = [
         bounded_temperature(each.temperature) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf
         for each in samplings

@@ -82,7 +82,7 @@ class StepRows:
         self.num_rows = len(rows)
         self.simple, self.others = SomeRows(rows, simple, device), SomeRows(rows, others, device)
         # A tuple is the same rows as long as it is the same object; a caller's list is not.
-        self._rows = rows if isinstance(rows, tuple) else None
+        self._rows = rows if rows and isinstance(rows, tuple) else None
         self._nums_outputs = _nums_outputs(rows)
         self._waiting = [row for row in rows if row.must_not_stop]
         self._masked, self._failed = tuple(masks.mask_rows), tuple(masks.failed)

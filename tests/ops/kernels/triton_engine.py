@@ -41,7 +41,7 @@ CONFIG = {
 }
 COMMON = [3 + 7 * at % 300 for at in range(32)]
 NUM_AHEAD = []
-"""For each step with penalties: how many of its rows go ahead of their ids."""
+"""Rows ahead of their ids in each step with penalties."""
 WORKER = "spmd_worker.worker.triton_worker.TritonWorker"
 
 

@@ -215,6 +215,27 @@ def a_row_sampled_twice_starts_again() -> None:
         assert not histories.is_next(prepared)
 
 
+def a_row_whose_request_is_sent_again_keeps_its_state() -> None:
+    """It goes ahead of its id, which is on the device alone."""
+    rng, histories = random.Random(7), RowHistories(V, EOS, torch.device(DEVICE))
+    rows = [new_row(number, rng, 2) for number in (1, 2, 3, 5, 8)]
+    prepared = histories.prepare(rows)
+    histories.append_(prepared, torch.full((len(rows),), 3, device=DEVICE))
+    for row in rows:
+        row.output_token_ids.append(NOT_READ)
+    again = [row._replace(prompt_token_ids=(*row.prompt_token_ids,), sampling=_copy(row.sampling)) for row in rows]
+    logits = torch.randn(len(rows), V)
+    with read(again, {id(row.output_token_ids): 3 for row in rows}):
+        expected = defined(logits, again)
+    found = logits.to(DEVICE, copy=True)
+    histories.process_(found, histories.prepare(again))
+    assert are_equal(found, expected)
+
+
+def _copy(sampling: SamplingParams) -> SamplingParams:
+    return sampling.clone().frozen()
+
+
 def a_row_alone_has_the_same_bits() -> None:
     rng = random.Random(6)
     rows = [new_row(number, rng, 4) for number in range(9)]
@@ -250,7 +271,7 @@ def control_a_key_without_its_sample_is_found() -> None:
     keys_of = penalties._keys_of
 
     def careless(rows: Sequence[SampleRow]) -> list:
-        return [None if key is None else (0, key[1], key[2], 0, at) for at, key in enumerate(keys_of(rows))]
+        return [None if key is None else (0, 0, at) for at, key in enumerate(keys_of(rows))]
 
     has_tokens = mock.patch.object(penalties, "_is_known", mock.MagicMock(return_value=True))
     with mock.patch.object(penalties, "_keys_of", careless), has_tokens:
@@ -414,6 +435,7 @@ def _still(how: object) -> object:
 CASES: tuple[Callable[[], None], ...] = (
     random_numbers_are_the_hosts,
     histories_have_its_bits_a_step_ahead,
+    a_row_whose_request_is_sent_again_keeps_its_state,
     sampled_tokens_are_the_references,
     filters_keep_what_the_reference_keeps,
     control_a_stale_count_is_found,

@@ -32,18 +32,18 @@ _MIN_WIDTH: Final = 8
 _SLOTS_A_ROW: Final = 4
 _MIN_COUNT_ROWS: Final = 8
 
-_Key = tuple[int, int, int, int, int]
+_Key = tuple[int, int, int]
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     """A row's state: tail and length at `index`, counts in `count_row` or nowhere; `num_known` output tokens. The row
-    itself keeps its lists alive, whose addresses are its key.
+    keeps its list alive, whose address is its key.
     """
 
     index: int
+    row: SampleRow
     count_row: int = -1
-    row: SampleRow | None = None
     num_known: int = -1
 
 
@@ -176,13 +176,17 @@ class RowHistories:
             if slot is None:
                 if not self._free:
                     self._drop_oldest()
-                slot = kept[key] = _Slot(self._free.pop(), row=row)
+                slot = kept[key] = _Slot(self._free.pop(), row)
+            elif row.prompt_token_ids != slot.row.prompt_token_ids:
+                slot.num_known = -1
+            # A request that is sent again, for another of its samples, has other objects of the same values.
+            slot.row = row
             slots.append(slot)
         for slot, row in zip(slots, sample_rows, strict=True):
             if slot is not None and row.sampling.has_penalties and slot.count_row < 0:
                 while not self._free_counts:
                     self._drop_oldest()
-                slot.count_row = self._free_counts.pop()
+                slot.count_row, slot.num_known = self._free_counts.pop(), -1
         return slots
 
     def _drop_oldest(self) -> None:
@@ -199,7 +203,6 @@ class RowHistories:
         starts = np.zeros((len(slots), 5), dtype=np.int32)
         width, longest = self._tails.shape[1], 1
         for index, slot in enumerate(slots):
-            assert slot.row is not None, slot.index
             prompt, outputs = slot.row.prompt_token_ids, slot.row.output_token_ids
             assert NOT_READ not in outputs, "a row that goes ahead of its ids keeps its state"
             own = [*prompt, *outputs]
@@ -299,8 +302,8 @@ class _Lists:
 
 
 def _keys_of(sample_rows: Sequence[SampleRow]) -> list[_Key | None]:
-    """The addresses of each row's lists, its sample, and how many rows before it are the same; None for a row that
-    needs no state.
+    """The address of each row's list, its sample, and how many rows before it have the same; None for a row that needs
+    no state.
     """
     keys: dict[_Key, None] = {}
     found: list[_Key | None] = []
@@ -309,17 +312,16 @@ def _keys_of(sample_rows: Sequence[SampleRow]) -> list[_Key | None]:
         if not (sampling.has_penalties or sampling.bad_words_ids or sampling.min_tokens):
             found.append(None)
             continue
-        ids = (id(row.output_token_ids), id(row.prompt_token_ids), id(sampling), row.sample_index)
-        key = (*ids, 0)
+        key = (id(row.output_token_ids), row.sample_index, 0)
         while key in keys:
-            key = (*ids, key[-1] + 1)
+            key = (*key[:2], key[2] + 1)
         keys[key] = None
         found.append(key)
     return found
 
 
 def _is_known(slot: _Slot) -> bool:
-    return slot.row is not None and slot.num_known == len(slot.row.output_token_ids)
+    return slot.num_known == len(slot.row.output_token_ids)
 
 
 def _width_of(sampling: SamplingParams) -> int:

@@ -105,7 +105,7 @@ def _leaves_some(row, V, allowed, has_mask, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_complete(words, w, to, tail, WIDTH: tl.constexpr):
-    """Which words `w` below `to` the next token may complete: all tokens but the last are those of `tail` [WIDTH]."""
+    """Whether the next token may complete word `w`, below `to`: all tokens but the last are those of `tail` [WIDTH]."""
     k = tl.arange(0, WIDTH)
     word = tl.load(words + w[:, None] * WIDTH + k[None, :], mask=(w < to)[:, None], other=-3)
     is_there = (word == -1) | (word == tail[None, :]) | (k == WIDTH - 1)[None, :]
