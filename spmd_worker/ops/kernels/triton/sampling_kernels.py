@@ -95,7 +95,8 @@ def top_logits(logits, pairs, V, stride, count, num_blocks, BLOCK: tl.constexpr,
         to = pairs + (which * count + n) * 2
         tl.store(to, tl.where(is_there, value.to(tl.float64), -1.0))
         tl.store(to + 1, tl.where(is_there, token.to(tl.float64), -1.0))
-        block = (token // BLOCK).to(tl.int32)
+        # The least key, when there are no more, has no id.
+        block = tl.where(key > -9223372036854775807, token // BLOCK, 0).to(tl.int32)
         i = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + i, mask=i < V, other=float("-inf"))
         others = _key(x, i, i < V)
