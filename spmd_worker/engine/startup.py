@@ -147,7 +147,8 @@ def _start(
             check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
             sizes = _load(resolved, executor, channel, engine_channel, watchdog)
             watchdog.heartbeat.enter("agreeing on the start")
-            scheduler = _new_replica(resolved, sizes)
+            least = channel.minimum((int(all(each.keeps_histories for each in executor.reports())),))
+            scheduler = _new_replica(resolved, sizes, keeps_histories=bool(least[0]))
             if config.executor.digest_every:
                 # Known once the kernels are built and the memory is measured. Replicas may differ in their number of
                 # blocks, but must compute the same bits.
@@ -217,7 +218,7 @@ def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
             )
 
 
-def _new_replica(resolved: ResolvedRun, sizes: CacheSizes) -> Scheduler:
+def _new_replica(resolved: ResolvedRun, sizes: CacheSizes, *, keeps_histories: bool) -> Scheduler:
     """This rank's replica of the scheduler, empty."""
     config, model_config = resolved.config, resolved.model_config
     copy_tokens = block_copy_tokens(model_config, resolved.dtype, config.cache.block_size, resolved.device_type)
@@ -230,6 +231,7 @@ def _new_replica(resolved: ResolvedRun, sizes: CacheSizes) -> Scheduler:
         WATERMARK_BLOCKS_PER_SEQUENCE,
         config.parallel.pipeline_parallel_size,
         resolved.num_steps_ahead,
+        keeps_histories,
     )
     return new_scheduler(
         limits, sizes, config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer

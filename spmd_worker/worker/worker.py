@@ -155,7 +155,9 @@ class Worker(WorkerBase):
         report = WorkerReport(self.device.type, gpu_identity(self.device))
         if self._loaded is not None:
             arithmetic = self.opened.backend.arithmetic(self._loaded.operations.attention)
-            report = replace(report, arithmetic=arithmetic, expert_loads=self._loaded.expert_loads())
+            loads = self._loaded.expert_loads()
+            keeps_histories = self._loaded.operations.kernels.samples_on_device
+            report = replace(report, arithmetic=arithmetic, expert_loads=loads, keeps_histories=keeps_histories)
         if self._running is not None:
             times = self._running.clock.report() if self.layout.pipeline_parallel_size > 1 else {}
             report = replace(report, stage_times=times, thread_waits=self._running.thread_waits())

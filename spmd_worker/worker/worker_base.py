@@ -44,7 +44,7 @@ class WorkerReport:
     of a pipeline stage (`StageClock.report`). Since the cache was allocated: `thread_waits`, the time that kernels
     waited for threads (`waited_s`) and how often a thread must have lost its core to another process (`num_lost`);
     `expert_loads`, tokens per expert by layer index, reported by the first of the ranks that share the layers.
-    `peak_memory_bytes`: peak host memory of the process.
+    `peak_memory_bytes`: peak host memory of the process. `keeps_histories`: see `SchedulerLimits`.
     """
 
     device_type: str = "cpu"
@@ -54,6 +54,7 @@ class WorkerReport:
     thread_waits: dict[str, float] = field(default_factory=dict)
     expert_loads: dict[int, list[int]] = field(default_factory=dict)
     peak_memory_bytes: int = field(default_factory=host.peak_resident_bytes)
+    keeps_histories: bool = False
 
 
 class WorkerBase(ABC):

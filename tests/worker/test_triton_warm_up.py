@@ -20,6 +20,7 @@ from spmd_worker.ops.kernels.triton import (
     expert_kernels,
     matmul,
     matmul_kernels,
+    penalty_kernels,
     router_kernels,
     row_kernels,
     sampling_kernels,
@@ -31,7 +32,7 @@ from spmd_worker.worker.backends.triton import TritonDevice
 
 pytestmark = pytest.mark.matrix
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
-OUTPUTS = {"out": 0, "sums": 1, "counts": 0, "totals": 1}
+OUTPUTS = {"out": 0, "sums": 1, "counts": 0, "totals": 1, "ids": 0, "columns": 0, "values": 0, "pairs": 0}
 """And what a kernel that computes nothing leaves there: `sums` are masses, of which a row has some, and `totals` tokens
 of experts.
 """
@@ -56,8 +57,6 @@ class Counted:
             if name in bound:
                 # A descriptor has the tensor.
                 getattr(bound[name], "base", bound[name]).fill_(value)
-        if "targets" in bound:
-            bound["ids"].fill_(0)
         if "slots" in bound and "cache" in bound:
             # A slot past the cache is somebody's memory.
             assert bound["slots"].max() < len(bound["cache"]) * bound["BLOCK"], bound["slots"]
@@ -67,7 +66,15 @@ class Counted:
 def forms(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
     """Of every launch so far."""
     found: set[tuple] = set()
-    for module in (attention_kernels, expert_kernels, router_kernels, sampling_kernels, matmul_kernels, row_kernels):
+    for module in (
+        attention_kernels,
+        expert_kernels,
+        router_kernels,
+        sampling_kernels,
+        penalty_kernels,
+        matmul_kernels,
+        row_kernels,
+    ):
         for name, kernel in inspect.getmembers(module, lambda each: isinstance(each, JITFunction)):
             if not name.startswith("_"):
                 monkeypatch.setattr(module, name, Counted(kernel, found))
@@ -111,7 +118,7 @@ def new_forms(forms: set[tuple], dtype: str, **settings: int) -> set[tuple]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_step_compiles_after_warm_up(forms: set[tuple], dtype: str, settings: dict[str, int]):
     assert new_forms(forms, dtype, **settings) == set()
-    assert {form[0] for form in forms} >= {"attend", "join_partials", "linear", "forbid", "filter_logits", "invert_cdf"}
+    assert {form[0] for form in forms} >= {"attend", "join_partials", "linear", "forbid", "filter_logits", "draw"}
 
 
 def test_without_the_warm_up_the_first_steps_compile(forms: set[tuple], monkeypatch: pytest.MonkeyPatch):
@@ -126,7 +133,7 @@ def test_without_the_warm_up_the_first_steps_compile(forms: set[tuple], monkeypa
         "prob_sums",
         "forbid",
         "filter_logits",
-        "invert_cdf",
+        "draw",
     }
 
 

@@ -283,6 +283,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.watermark_blocks_per_sequence,
         header.pipeline_parallel_size,
         header.num_steps_ahead,
+        header.keeps_histories,
     )
     sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
     return new_scheduler(limits, sizes, header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)

@@ -44,7 +44,8 @@ class StepLogHeader:
     swapping a block, in computed tokens. `max_model_len` is resolved, in tokens; `device` is "cpu" or "cuda". `code`
     and `tokenizer` are fingerprints, to report changes since the run; `tokenizer` is None for a folder without one.
     `runner`, `pooling_type` and `classifier_from_token` decide whether rows generate or are pooled, and how. With
-    `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read.
+    `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read; `keeps_histories`: see
+    `SchedulerLimits`.
     """
 
     code: str
@@ -76,6 +77,7 @@ class StepLogHeader:
     pooling_type: str | None = None
     classifier_from_token: tuple[str, str] | None = None
     num_steps_ahead: int = 0
+    keeps_histories: bool = False
     format_version: int = FORMAT_VERSION
 
     @property

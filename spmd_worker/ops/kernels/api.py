@@ -4,13 +4,15 @@ T: tokens of the step; H: hidden size; D: head size. Every operation is row-wise
 on the other tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
+from spmd_worker.ops.sampling.row import SampleRow
 
 PROB_WEIGHT_BITS: Final = 40
 """Bits of the probability weight of a row's most probable token."""
@@ -130,8 +132,42 @@ class ExpertKernels(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Numbers by which R rows choose their tokens: `factors` float32 [R], see `Kernels.prob_sums`, 0 for a greedy row;
+    `keys` int64 [3, R] and `step`, see `Kernels.random_bits`; `otherwise`, the id of a row without a finite maximum.
+    """
+
+    factors: Tensor
+    keys: Tensor
+    step: int
+    otherwise: int
+
+
+class RowHistories(Protocol):
+    """Tokens of rows with logits processors, kept on the device, so that a step sends and reads nothing."""
+
+    def prepare(self, sample_rows: Sequence[SampleRow]) -> Any:
+        """Rows of a step, in the order of their logits. The host must know the tokens of a row that is new."""
+
+    def is_next(self, prepared: Any) -> bool:
+        """Whether these rows continue, each by the token that it was given last: then no `prepare` is needed."""
+
+    def process_(self, logits: Tensor, prepared: Any) -> None:
+        """`sampling.processors.process_logits` of float32 [R, V]: the bits that it has on the CPU."""
+
+    def append_(self, prepared: Any, token_ids: Tensor) -> None:
+        """The tokens sampled for the rows, int64 [R]; negative for a row that has ended."""
+
+
 class Kernels(Protocol):
     """The kernels of one kind of device; passed as an argument to the layers."""
+
+    samples_on_device: bool
+    """Whether `draw`, `random_bits` and `top_logits` take few launches, and the device keeps histories."""
+
+    def new_histories(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> RowHistories:
+        """An empty one; only if `samples_on_device`."""
 
     def pack(self, weight: Tensor) -> Tensor:
         """A loaded weight [out, in] in the layout in which these kernels multiply fastest.
@@ -225,6 +261,21 @@ class Kernels(Protocol):
 
     def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
         """[R, V], float32 [R] -> int64 [R]: number of each row's logits that are larger than its value. NaN is not."""
+
+    def random_bits(self, keys: Tensor, step: int) -> Tensor:
+        """`sampling.random.random_bits` of streams, as signed numbers, samples and positions, int64 [3, R], with `step`
+        added to the positions -> int64 [R].
+        """
+
+    def draw(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """[R, V] of complete rows -> token ids, int64 [R], and maxima, float32 [R]: `argmax` of greedy rows, and
+        `invert_cdf` of the others at a random share of their sum.
+        """
+
+    def top_logits(self, logits: Tensor, count: int) -> Tensor:
+        """[R, V] -> float64 [R, count, 2]: value and id of each row's `count` largest logits, ties by ascending id;
+        -1 for both if there are no more or a value is NaN.
+        """
 
     def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, mask_rows: Tensor, first_id: int) -> None:
         """Set logits [K, V] of forbidden tokens to minus infinity; columns are tokens from `first_id` on.

@@ -1,9 +1,21 @@
 """Asynchronous copies between host and device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+_ALIGNMENT: Final = 16
+"""Bytes: Triton compiles a kernel again for a tensor that is not aligned."""
+_DTYPES: Final = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
@@ -16,6 +28,21 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and numbers.device.type == "cpu":
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
+
+
+def send(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays of 32 or 64 bits an element to `device`, in one copy; each result has its array's shape and dtype."""
+    starts = [0]
+    for each in arrays:
+        starts.append(starts[-1] + -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    packed = np.zeros(starts[-1], dtype=np.uint8)
+    for start, each in zip(starts, arrays):
+        packed[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    sent = to_device(torch.from_numpy(packed), device)
+    return [
+        sent[start : start + each.nbytes].view(_DTYPES[each.dtype.name]).view(each.shape)
+        for start, each in zip(starts, arrays)
+    ]
 
 
 def from_device(numbers: Tensor) -> Callable[[], Tensor]:

@@ -5,11 +5,14 @@ Rounds in the order of Hugging Face's models, so that low-precision results can 
 
 from typing import Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, ExpertKernels, LogitFilters
+from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, Draws, ExpertKernels, LogitFilters, RowHistories
+from spmd_worker.ops.sampling.logprobs import top_k_of_rows
+from spmd_worker.ops.sampling.random import random_bits, random_shares
 
 _MAX_BLOCK_ELEMENTS: Final = 1 << 18
 _MAX_BLOCK_ELEMENTS_OFF_CPU: Final = 1 << 24
@@ -18,6 +21,11 @@ _MAX_BLOCK_ELEMENTS_OFF_CPU: Final = 1 << 24
 
 class ReferenceKernels:
     """Implements `kernels.api.Kernels` on any device."""
+
+    samples_on_device = False
+
+    def new_histories(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> RowHistories:
+        raise NotImplementedError("rows are processed one by one: sampling/processors.py")
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
@@ -108,6 +116,22 @@ class ReferenceKernels:
     def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
         rows = _row_blocks(logits, values)
         return torch.cat([(each.float() > limits.unsqueeze(1)).sum(dim=-1) for each, limits in rows])
+
+    def random_bits(self, keys: Tensor, step: int) -> Tensor:
+        streams, samples, positions = keys.cpu().unbind()
+        bits = random_bits(streams.numpy().view(np.uint64), samples.numpy(), positions.numpy() + step)
+        return torch.from_numpy(bits).to(keys.device)
+
+    def draw(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        maxima, columns = self.argmax(logits)
+        sums = self.prob_sums(logits, maxima, draws.factors)
+        targets = random_shares(self.random_bits(draws.keys, draws.step), sums.sum(dim=-1))
+        found = self.invert_cdf(logits, maxima, draws.factors, sums, targets)
+        ids = torch.where(draws.factors > 0, found, columns)
+        return ids.masked_fill(~maxima.isfinite(), draws.otherwise), maxima
+
+    def top_logits(self, logits: Tensor, count: int) -> Tensor:
+        return top_k_of_rows(logits, count)
 
     def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, mask_rows: Tensor, first_id: int) -> None:
         ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)

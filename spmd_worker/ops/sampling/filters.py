@@ -9,13 +9,15 @@ K: rows; V: vocabulary.
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_worker.ops.kernels.api import Kernels, LogitFilters
-from spmd_worker.ops.kernels.host_copies import to_device
+from spmd_worker.ops.kernels.host_copies import send
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _MAX_TEMPERATURE: Final = 1e30
@@ -31,10 +33,24 @@ def bounded_temperature(temperature: float) -> float:
     return min(temperature, _MAX_TEMPERATURE)
 
 
-def factors_of(temperatures: Sequence[float], device: torch.device) -> Tensor:
+def exponent_factors(temperatures: Sequence[float]) -> NDArray[np.float32]:
     """Float32 [K]: factors of logits as exponents of two."""
     values = [min(_LOG2_E / bounded_temperature(each), _MAX_FACTOR) for each in temperatures]
-    return to_device(torch.tensor(values, dtype=torch.float32), device)
+    return np.array(values, dtype=np.float32)
+
+
+def filter_numbers(samplings: Sequence[SamplingParams]) -> tuple[NDArray[Any], ...]:
+    """Numbers of `apply_filters`: factors, distances below the maximum, float32 [K]; top-k, int64; top-p, float64."""
+    below = [
+        bounded_temperature(each.temperature) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf
+        for each in samplings
+    ]
+    return (
+        exponent_factors([each.temperature for each in samplings]),
+        np.array(below, dtype=np.float32),
+        np.array([max(0, each.top_k) for each in samplings], dtype=np.int64),
+        np.array([each.top_p for each in samplings], dtype=np.float64),
+    )
 
 
 def filter_logits(kernels: Kernels, logits: Tensor, samplings: Sequence[SamplingParams]) -> None:
@@ -42,17 +58,11 @@ def filter_logits(kernels: Kernels, logits: Tensor, samplings: Sequence[Sampling
 
     A row without a finite maximum, which has nothing to sample, may get any values.
     """
-    device = logits.device
+    apply_filters(kernels, logits, send(filter_numbers(samplings), logits.device))
+
+
+def apply_filters(kernels: Kernels, logits: Tensor, numbers: Sequence[Tensor]) -> None:
+    """`filter_logits` by the `filter_numbers` on the device."""
+    factors, below, top_k, top_p = numbers
     maxima = torch.nan_to_num(kernels.argmax(logits)[0], nan=0.0, posinf=0.0, neginf=0.0)
-    below = [
-        bounded_temperature(each.temperature) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf
-        for each in samplings
-    ]
-    filters = LogitFilters(
-        maxima=maxima,
-        factors=factors_of([each.temperature for each in samplings], device),
-        min_logits=maxima + to_device(torch.tensor(below, dtype=torch.float32), device),
-        top_k=to_device(torch.tensor([max(0, each.top_k) for each in samplings], dtype=torch.int64), device),
-        top_p=to_device(torch.tensor([each.top_p for each in samplings], dtype=torch.float64), device),
-    )
-    kernels.filter_(logits, filters)
+    kernels.filter_(logits, LogitFilters(maxima, factors, maxima + below, top_k, top_p))

@@ -17,7 +17,7 @@ from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.sampling.read_back import reads_are_free
 from spmd_worker.ops.sampling.row import SampleRow
 
-_MAX_LOGIT: Final = 1e30
+MAX_LOGIT: Final = 1e30
 """Bound of penalised logits: infinity minus infinity is NaN."""
 
 
@@ -72,8 +72,8 @@ def _penalise(values: Tensor, row: SampleRow) -> None:
         seen = torch.unique(torch.tensor([*row.prompt_token_ids, *row.output_token_ids], dtype=torch.int64))
         seen = to_device(seen, values.device)
         chosen = values[seen]
-        penalty = min(max(sampling.repetition_penalty, 1 / _MAX_LOGIT), _MAX_LOGIT)
-        penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp(-_MAX_LOGIT, _MAX_LOGIT)
+        penalty = min(max(sampling.repetition_penalty, 1 / MAX_LOGIT), MAX_LOGIT)
+        penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp(-MAX_LOGIT, MAX_LOGIT)
         values[seen] = torch.where(chosen == -torch.inf, chosen, penalised)
     if row.output_token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
         outputs = torch.tensor(row.output_token_ids, dtype=torch.int64)

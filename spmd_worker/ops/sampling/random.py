@@ -7,7 +7,8 @@ the same result on every rank, machine and device, in any batch. The host's gene
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 _ROUNDS: Final = 10
 _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -34,10 +35,19 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     return c0, c1, c2, c3
 
 
-def random_bits(streams: list[int], samples: list[int], positions: list[int]) -> NDArray[np.int64]:
+def random_bits(streams: ArrayLike, samples: ArrayLike, positions: ArrayLike) -> NDArray[np.int64]:
     """53 random bits a row: `streams` unsigned 64-bit, `samples` and `positions` below 2**32."""
     stream = np.array(streams, dtype=np.uint64)
     position, sample = np.array(positions, dtype=np.uint64), np.array(samples, dtype=np.uint64)
     zero = np.zeros_like(stream)
     first, second, _, _ = philox((position, sample, zero, zero), (stream & _LOW, stream >> _SHIFT))
     return ((first << _SHIFT | second) >> np.uint64(11)).astype(np.int64)
+
+
+def random_shares(bits: Tensor, totals: Tensor) -> Tensor:
+    """Int64 [K] of 53 bits, int64 [K] below 2^62 -> floor(bits x totals / 2^53), exactly, in numbers of 64 bits."""
+    high, low = bits >> 26, bits & (1 << 26) - 1
+    upper, lower = totals >> 30, totals & (1 << 30) - 1
+    # high upper 2^56 + (low upper 2^4 + high lower) 2^26 + low lower, over 2^26 and then over 2^27.
+    rest = (low * upper << 4) + high * lower + (low * lower >> 26)
+    return (high * upper << 3) + (rest >> 27)

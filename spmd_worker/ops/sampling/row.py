@@ -7,14 +7,21 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 
 class SampleRow(NamedTuple):
-    """The token at `position` (number of prompt and output tokens before it) of sample `sample_index`."""
+    """The next token of sample `sample_index`. `output_token_ids` is the sequence's own list: the row is good for every
+    step until the sequence is sent again. `first_position`: prompt tokens before it.
+    """
 
     sampling: SamplingParams
     stream: int
     sample_index: int
-    position: int
+    first_position: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Prompt and output tokens before the next one."""
+        return self.first_position + len(self.output_token_ids)
 
     @property
     def must_not_stop(self) -> bool:
@@ -49,6 +56,10 @@ class SampleRow(NamedTuple):
         masks do not.
         """
         sampling = self.sampling
-        has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop or sampling.has_masks
-        has_filters = sampling.has_filters and not sampling.is_greedy
-        return has_processors or has_filters
+        return self.has_processors or (sampling.has_filters and not sampling.is_greedy)
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether `process_logits` changes the row."""
+        sampling = self.sampling
+        return sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop or sampling.has_masks

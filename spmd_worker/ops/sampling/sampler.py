@@ -13,27 +13,32 @@ else; raw log-probabilities are of the logits before the mask.
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import methodcaller
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_worker.ops.kernels.api import Kernels
-from spmd_worker.ops.kernels.host_copies import to_device
+from spmd_worker.ops.kernels.api import Draws, Kernels, RowHistories
+from spmd_worker.ops.kernels.host_copies import send, to_device
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.sampling.filters import bounded_temperature, factors_of, filter_logits
+from spmd_worker.ops.sampling.filters import apply_filters, bounded_temperature, exponent_factors, filter_numbers
 from spmd_worker.ops.sampling.processors import process_logits
-from spmd_worker.ops.sampling.random import random_bits
+from spmd_worker.ops.sampling.random import random_bits, random_shares
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.shard_logprobs import log_normalisers, shard_logprobs
+from spmd_worker.ops.sampling.step_rows import Arrays, SomeRows, StepRows
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE
-from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +78,14 @@ class LaunchedSample:
         """The result, after the read-back. Rows that are in no part have no token to sample."""
         token_ids = [GRAMMAR_FAILED] * len(self.chosen)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        for part in self.parts:
-            for index, token_id in zip(part.indices, part.token_ids.value, strict=True):
+        for launched in self.parts:
+            indices = launched.indices
+            for index, token_id in zip(indices, launched.token_ids.value, strict=True):
                 token_ids[index] = token_id
-            for named, entries in part.reports:
+            for named, entries in launched.reports:
                 for row, entry in zip(named, entries.value, strict=True):
-                    if token_ids[part.indices[row]] != NON_FINITE:
-                        logprobs[part.indices[row]] = entry
+                    if token_ids[indices[row]] != NON_FINITE:
+                        logprobs[indices[row]] = entry
         has_logprobs = any(entry is not None for entry in logprobs)
         return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
 
@@ -99,9 +105,11 @@ class Sampler:
         self._kernels = ReferenceKernels() if kernels is None else kernels
         self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size
         self._eos_token_ids, self._logprobs_mode = eos_token_ids, logprobs_mode
+        self._step: StepRows | None = None
+        self._histories: RowHistories | None = None
 
     def sample(
-        self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks = NO_MASKS, read_back: ReadBack | None = None
+        self, logits: Tensor, rows: Sequence[SampleRow], masks: TokenMasks = NO_MASKS, read_back: ReadBack | None = None
     ) -> Sampled:
         """[R, Vs], one row each; logits of rows in `masks` may change. Every rank of the group calls this with the same
         rows and masks. The host waits once for the device, for the other requests of `read_back` as well.
@@ -111,26 +119,24 @@ class Sampler:
         read_back.read()
         return launched.collect()
 
-    def launch(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks, read_back: ReadBack) -> LaunchedSample:
-        """`sample` without the wait: the host has the tokens after `read_back.read`."""
-        simple: list[int] = []
-        others: list[int] = []
-        for index, row in enumerate(rows):
-            if index in masks.failed:
-                continue
-            # Log-probabilities of a masked row are not of the logits that it is sampled from.
-            is_masked = row.sampling.needs_logprobs and index in masks.mask_rows
-            (others if row.needs_all_logits or is_masked else simple).append(index)
+    def launch(
+        self, logits: Tensor, rows: Sequence[SampleRow], masks: TokenMasks, read_back: ReadBack
+    ) -> LaunchedSample:
+        """`sample` without the wait: the host has the tokens after `read_back.read`. The same tuple of rows as in the
+        last step, in which each has as many tokens more, is prepared already.
+        """
+        step = self._step
+        if step is None or not step.continues(rows, masks):
+            step = self._step = StepRows(rows, masks, logits.device)
         launched: list[_Launched] = []
-        if simple:
-            shards, their_masks = _rows_of(logits, simple), masks.of(simple)
-            self._forbid(shards, their_masks)
-            launched.append(self._launch_shards(shards, simple, [rows[index] for index in simple], read_back))
-        if others:
-            gathered, their_masks = _rows_of(logits, others), masks.of(others)
-            theirs = [rows[index] for index in others]
-            launched.append(self._launch_gathered(gathered, others, theirs, their_masks, read_back))
-        return LaunchedSample(_in_row_order(launched, len(rows), logits.device), tuple(launched))
+        for part in step.parts():
+            own, their_masks = part.rows_of(logits, "all", part.indices), masks.of(part.indices)
+            if part is step.others:
+                launched.append(self._launch_gathered(own, part, their_masks, read_back))
+            else:
+                self._forbid(own, their_masks)
+                launched.append(self._launch_shards(own, part, read_back))
+        return LaunchedSample(_in_row_order(launched, step, logits.device), tuple(launched))
 
     def launch_argmax(self, values: Tensor, columns: Tensor, read_back: ReadBack) -> LaunchedSample:
         """`launch` for rows that are all plainly greedy, given each row's maximum of this rank's shard, [R], and its
@@ -164,10 +170,11 @@ class Sampler:
         pieces = []
         for rows in _report_groups([num_top] * len(token_ids)):
             count = len(rows)
-            named = to_device(torch.tensor([token_ids[index] for index in rows], dtype=torch.int64), logits.device)
-            pieces.append(
-                self._of_shards(_rows_of(logits, rows), named, [num_top] * count, [1.0] * count, self._group, read_back)
+            named, factors, divisors = send(
+                (np.array([token_ids[index] for index in rows]), *_scales([1.0] * count)), logits.device
             )
+            own = logits if count == len(logits) else logits.index_select(0, _index_tensor(rows, logits.device))
+            pieces.append(self._of_shards(own, named, [num_top] * count, factors, divisors, self._group, read_back))
         return pieces
 
     def _forbid(self, logits: Tensor, masks: TokenMasks) -> None:
@@ -180,17 +187,13 @@ class Sampler:
         # Minus infinity everywhere may be a shard of padding alone. NaN compares as not below infinity.
         logits[rows, 0] = logits[rows, 0].masked_fill(~(maxima < torch.inf), torch.nan)
 
-    def _launch_shards(
-        self, logits: Tensor, indices: list[int], rows: list[SampleRow], read_back: ReadBack
-    ) -> _Launched:
+    def _launch_shards(self, logits: Tensor, part: SomeRows, read_back: ReadBack) -> _Launched:
         """[K, Vs], of rows that need maxima and sums alone."""
-        choice = self._choose(logits, rows, self._group)
-        reports = self._report(logits, rows, choice, self._group, read_back)
-        return _Launched(indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
+        choice = self._choose(logits, part, self._group)
+        reports = self._report(logits, part, choice, self._group, read_back)
+        return _Launched(part.indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
 
-    def _launch_gathered(
-        self, logits: Tensor, indices: list[int], rows: list[SampleRow], masks: TokenMasks, read_back: ReadBack
-    ) -> _Launched:
+    def _launch_gathered(self, logits: Tensor, part: SomeRows, masks: TokenMasks, read_back: ReadBack) -> _Launched:
         """[K, Vs], of rows that need the complete vocabulary; every rank computes the same. Raw log-probabilities come
         from the shards all the same, so that they do not depend on how a token was sampled.
         """
@@ -198,45 +201,68 @@ class Sampler:
         # Before the processors: a row may forbid all of its tokens.
         is_finite = self._kernels.argmax(gathered)[0].isfinite()
         masks.apply(self._kernels, gathered, 0)
-        process_logits(gathered, rows, self._eos_token_ids)
-        self._filter(gathered, rows)
-        ids = self._choose(gathered, rows, alone, forbidden_id=0).token_ids
+        self._process(gathered, part)
+        self._filter(gathered, part)
+        ids = self._choose(gathered, part, alone, forbidden_id=0).token_ids
         choice = _Choice(ids.masked_fill(~is_finite, NON_FINITE))
+        if part.histories is not None:
+            assert self._histories is not None
+            self._histories.append_(part.histories, choice.token_ids)
         is_processed = self._logprobs_mode == "processed_logprobs"
         source, group = (gathered, alone) if is_processed else (logits, self._group)
-        reports = self._report(source, rows, choice, group, read_back)
-        return _Launched(indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
+        reports = self._report(source, part, choice, group, read_back)
+        return _Launched(part.indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
+
+    def _process(self, logits: Tensor, part: SomeRows) -> None:
+        """Masks, bias and penalties in place: [K, V]."""
+        if not part.has_processors:
+            return
+        if not self._kernels.samples_on_device:
+            process_logits(logits, part.rows, self._eos_token_ids)
+            return
+        if self._histories is None:
+            self._histories = self._kernels.new_histories(self._vocab_size, self._eos_token_ids, logits.device)
+        if part.histories is None or not self._histories.is_next(part.histories):
+            part.histories = self._histories.prepare(part.rows)
+        self._histories.process_(logits, part.histories)
 
     def _report(
-        self, logits: Tensor, rows: list[SampleRow], choice: _Choice, group: GroupHandle, read_back: ReadBack
+        self, logits: Tensor, part: SomeRows, choice: _Choice, group: GroupHandle, read_back: ReadBack
     ) -> list[tuple[list[int], Awaited[list[TokenLogprobs]]]]:
         """Log-probabilities from logits [K, Vs], or [K, V] of a group of one: rows that want some, and their entries.
         Rows without a token are left out if the host can tell without waiting.
         """
         reports = []
-        wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs]
+        wants = part.reported
         if wants and reads_are_free(choice.token_ids):
             token_ids = choice.token_ids.tolist()
             wants = [index for index in wants if token_ids[index] != NON_FINITE]
-        for chosen in _report_groups([rows[index].sampling.logprobs or 0 for index in wants]):
+        for number, chosen in enumerate(_report_groups([part.rows[index].sampling.logprobs or 0 for index in wants])):
             named = [wants[index] for index in chosen]
-            asking = [rows[index].sampling for index in named]
-            temperatures = [1.0] * len(named)
-            if self._logprobs_mode != "raw_logprobs":
-                temperatures = [1.0 if each.is_greedy else each.temperature for each in asking]
+            asking = [part.rows[index].sampling for index in named]
+            # Without a row that has no token, which the host may have seen, these are other rows.
+            name = ("report", number, self._logprobs_mode, tuple(named) if len(wants) < len(part.reported) else ())
+            factors, divisors = part.kept(("scales", name), partial(self._scales, asking))
             counts = [each.logprobs or 0 for each in asking]
-            ids, maxima = _rows_of(choice.token_ids, named), choice.maxima
-            maxima = None if maxima is None else _rows_of(maxima, named)
-            own = _rows_of(logits, named)
-            reports.append((named, self._of_shards(own, ids, counts, temperatures, group, read_back, maxima)))
+            ids, maxima = part.rows_of(choice.token_ids, name, named), choice.maxima
+            maxima = None if maxima is None else part.rows_of(maxima, name, named)
+            own = part.rows_of(logits, name, named)
+            reports.append((named, self._of_shards(own, ids, counts, factors, divisors, group, read_back, maxima)))
         return reports
+
+    def _scales(self, asking: list[SamplingParams]) -> Arrays:
+        """`_scales` of the temperatures that log-probabilities are of."""
+        if self._logprobs_mode == "raw_logprobs":
+            return _scales([1.0] * len(asking))
+        return _scales([1.0 if each.is_greedy else each.temperature for each in asking])
 
     def _of_shards(
         self,
         logits: Tensor,
         token_ids: Tensor,
         nums_top: list[int],
-        temperatures: list[float],
+        factors: Tensor,
+        divisors: Tensor,
         group: GroupHandle,
         read_back: ReadBack,
         maxima: Tensor | None = None,
@@ -245,49 +271,65 @@ class Sampler:
         if maxima is None:
             values, columns = self._kernels.argmax(logits)
             maxima = self._best(values, columns, group)[0]
-        factors = factors_of(temperatures, logits.device)
         normalisers = log_normalisers(self._kernels, logits, maxima, factors, group)
         num_owned = max(0, min(logits.shape[1], self._vocab_size - self._first_id(group)))
-        divisors = torch.tensor([bounded_temperature(each) for each in temperatures], dtype=torch.float64)
-        divisors = to_device(divisors, logits.device)
         numbers = (nums_top, maxima, normalisers, divisors, group, num_owned)
         return shard_logprobs(self._kernels, logits, token_ids, *numbers, read_back)
 
-    def _filter(self, logits: Tensor, rows: list[SampleRow]) -> None:
+    def _filter(self, logits: Tensor, part: SomeRows) -> None:
         """Apply top-k, top-p and min-p in place: [K, V]."""
-        filtered = [index for index, row in enumerate(rows) if not row.sampling.is_greedy and row.sampling.has_filters]
-        if not filtered:
+        if not part.filtered:
             return
-        own = _rows_of(logits, filtered)
-        filter_logits(self._kernels, own, [rows[index].sampling for index in filtered])
+        own = part.rows_of(logits, "filtered", part.filtered)
+        samplings = [part.rows[index].sampling for index in part.filtered]
+        apply_filters(self._kernels, own, part.kept("filters", partial(filter_numbers, samplings)))
         if own is not logits:
-            logits.index_copy_(0, _index_tensor(filtered, logits.device), own)
+            logits.index_copy_(0, part.index("filtered", part.filtered), own)
 
-    def _choose(
-        self, logits: Tensor, rows: list[SampleRow], group: GroupHandle, forbidden_id: int = NON_FINITE
-    ) -> _Choice:
+    def _choose(self, logits: Tensor, part: SomeRows, group: GroupHandle, forbidden_id: int = NON_FINITE) -> _Choice:
         """Greedy, or by inverting the CDF; `logits` are shards, or complete for a group of one.
 
         `forbidden_id` is the token of rows without a finite maximum, which have no distribution.
         """
-        values, columns = self._kernels.argmax(logits)
+        kernels, drawn = self._kernels, part.drawn
+        if drawn and group.size == 1 and kernels.samples_on_device:
+            (factors,) = part.kept("factors", lambda: (_factors_or_zero(part.rows),))
+            keys = part.random_keys("all", list(range(len(part.rows))))
+            token_ids, maxima = kernels.draw(logits, Draws(factors, keys, part.step, forbidden_id))
+            return _Choice(token_ids, maxima.double())
+        values, columns = kernels.argmax(logits)
         best_values, best_ids = self._best(values, columns, group)
         chosen = _where_finite(best_values, best_ids, forbidden_id)
-        sampled = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
-        if sampled and reads_are_free(best_values):
+        name: Hashable = "drawn"
+        if drawn and reads_are_free(best_values):
             is_finite = best_values.isfinite().tolist()
-            sampled = [index for index in sampled if is_finite[index]]
-        if sampled:
-            their_rows, maxima = [rows[index] for index in sampled], _rows_of(best_values, sampled)
-            ids = _sample(self._kernels, _rows_of(logits, sampled), maxima, their_rows, group, self._first_id(group))
+            if not all(is_finite):
+                drawn = [index for index in drawn if is_finite[index]]
+                name = ("drawn", tuple(drawn))
+        if drawn:
+            maxima, own = part.rows_of(best_values, name, drawn), part.rows_of(logits, name, drawn)
+            temperatures = [part.rows[index].sampling.temperature for index in drawn]
+            (factors,) = part.kept(("factors", name), lambda: (exponent_factors(temperatures),))
+            bits = self._random_bits(part, name, drawn, logits.device)
+            ids = _sample(kernels, own, maxima, factors, bits, group, self._first_id(group))
             ids = _where_finite(maxima, ids, forbidden_id)
-            chosen = chosen.index_copy(0, _index_tensor(sampled, logits.device), ids)
+            chosen = chosen.index_copy(0, part.index(name, drawn), ids)
         return _Choice(chosen, best_values)
 
+    def _random_bits(self, part: SomeRows, name: Hashable, drawn: list[int], device: torch.device) -> Tensor:
+        """Int64 [K]: 53 random bits of each row `drawn`."""
+        if self._kernels.samples_on_device:
+            return self._kernels.random_bits(part.random_keys(name, drawn), part.step)
+        rows = [part.rows[index] for index in drawn]
+        numbers = ([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
+        return to_device(torch.from_numpy(random_bits(*numbers)), device)
+
     def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
-        """Each rank's maxima and their columns, [R] -> the maximum over ranks and its id, [R] each; the smaller id wins
-        a tie.
+        """Each rank's maxima and their columns, [R] -> the maximum over ranks, float64, and its id, [R] each; the
+        smaller id wins a tie.
         """
+        if group.size == 1:
+            return values.double(), columns + self._first_id(group)
         own = torch.stack((values.double(), (columns + self._first_id(group)).double()), dim=-1)
         pairs = group.all_gather(own)
         # Shards are in ascending order of ids and max returns the first maximum, so the smallest id wins.
@@ -299,17 +341,15 @@ class Sampler:
 
 
 def _sample(
-    kernels: Kernels, logits: Tensor, maxima: Tensor, rows: list[SampleRow], group: GroupHandle, first: int
+    kernels: Kernels, logits: Tensor, maxima: Tensor, factors: Tensor, bits: Tensor, group: GroupHandle, first: int
 ) -> Tensor:
     """Int64 [K]: the id at which the running sum of weights, in the order of ids, passes a uniform share of the total.
     Weights are integers: the ids do not depend on the sharding. Any id for a row without a distribution.
     """
-    device = logits.device
-    maxima, factors = maxima.float(), factors_of([row.sampling.temperature for row in rows], device)
+    maxima = maxima.float()
     sums = kernels.prob_sums(logits, maxima, factors)
     before = group.all_gather(sums.sum(dim=-1)).cumsum(dim=0)
-    bits = random_bits([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
-    targets = _shares(to_device(torch.from_numpy(bits), device), before[-1])
+    targets = random_shares(bits, before[-1])
     offset = before[group.rank - 1] if group.rank else torch.zeros_like(targets)
     found = kernels.invert_cdf(logits, maxima, factors, sums, targets - offset)
     owner = torch.searchsorted(before.t().contiguous(), targets.unsqueeze(1), right=True).squeeze(1)
@@ -319,13 +359,16 @@ def _sample(
     return candidates.gather(0, owner.unsqueeze(0)).squeeze(0)
 
 
-def _shares(bits: Tensor, totals: Tensor) -> Tensor:
-    """Int64 [K] of 53 bits, int64 [K] below 2^62 -> floor(bits x totals / 2^53), exactly, in numbers of 64 bits."""
-    high, low = bits >> 26, bits & (1 << 26) - 1
-    upper, lower = totals >> 30, totals & (1 << 30) - 1
-    # high upper 2^56 + (low upper 2^4 + high lower) 2^26 + low lower, over 2^26 and then over 2^27.
-    rest = (low * upper << 4) + high * lower + (low * lower >> 26)
-    return (high * upper << 3) + (rest >> 27)
+def _scales(temperatures: list[float]) -> Arrays:
+    """Factors of logits as exponents of two, float32 [K], and their divisors, float64 [K]."""
+    return exponent_factors(temperatures), np.array([bounded_temperature(each) for each in temperatures])
+
+
+def _factors_or_zero(rows: Sequence[SampleRow]) -> NDArray[np.float32]:
+    """`exponent_factors`, float32 [R], and 0 of greedy rows."""
+    is_greedy = np.array([row.sampling.is_greedy for row in rows])
+    factors = exponent_factors([1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows])
+    return np.where(is_greedy, np.float32(0.0), factors)
 
 
 def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:
@@ -342,13 +385,6 @@ def _report_groups(nums_top: list[int]) -> list[list[int]]:
     return [several, *alone] if several else alone
 
 
-def _rows_of(values: Tensor, indices: list[int]) -> Tensor:
-    """The rows `indices`, without a copy if they are all rows."""
-    if len(indices) == values.shape[0]:
-        return values
-    return values.index_select(0, _index_tensor(indices, values.device))
-
-
 def _index_tensor(indices: list[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(indices, dtype=torch.int64), device)
 
@@ -357,11 +393,11 @@ def _listed(token_ids: Tensor, read_back: ReadBack) -> Awaited[list[int]]:
     return read_back.later(methodcaller("tolist"), token_ids)
 
 
-def _in_row_order(launched: list[_Launched], num_rows: int, device: torch.device) -> Tensor:
+def _in_row_order(launched: list[_Launched], step: StepRows, device: torch.device) -> Tensor:
     """The tokens of all parts, int64 [R]."""
-    if len(launched) == 1 and len(launched[0].indices) == num_rows:
+    if len(launched) == 1 and len(launched[0].indices) == step.num_rows:
         return launched[0].chosen
-    chosen = torch.full((num_rows,), GRAMMAR_FAILED, dtype=torch.int64, device=device)
-    for part in launched:
-        chosen.index_copy_(0, _index_tensor(part.indices, device), part.chosen)
+    chosen = torch.full((step.num_rows,), GRAMMAR_FAILED, dtype=torch.int64, device=device)
+    for part, each in zip(step.parts(), launched, strict=True):
+        chosen.index_copy_(0, part.index("all", part.indices), each.chosen)
     return chosen

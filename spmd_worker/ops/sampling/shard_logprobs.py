@@ -20,13 +20,13 @@ from spmd_worker.ops.sampling.logprobs import entries_of, top_k, top_k_of_rows
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
-from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 
 
 def log_normalisers(kernels: Kernels, logits: Tensor, maxima: Tensor, factors: Tensor, group: GroupHandle) -> Tensor:
     """Float64 [K]: logarithm of each row's sum over the vocabulary of exp((logit - maximum) / temperature).
 
-    `maxima` float64 [K] are the vocabulary's; `factors` float32 [K] are from `filters.factors_of`.
+    `maxima` float64 [K] are the vocabulary's; `factors` float32 [K] are from `filters.exponent_factors`.
     """
     own = kernels.prob_sums(logits, maxima.float(), factors).sum(dim=-1)
     return group.all_gather(own).sum(dim=0).double().log() - PROB_WEIGHT_BITS * math.log(2.0)
@@ -55,7 +55,8 @@ def shard_logprobs(
     by_rank = group.all_gather(logits.gather(1, columns).squeeze(1).double())
     values = by_rank.gather(0, (chosen // shard_size).unsqueeze(0)).squeeze(0)
     counts = [shard_size * group.size if each == ALL_LOGPROBS else each for each in nums_top]
-    own = _candidates(logits[:, :num_owned], [min(each, shard_size) for each in counts], group.rank * shard_size)
+    nums_own = [min(each, shard_size) for each in counts]
+    own = _candidates(kernels, logits[:, :num_owned], nums_own, group.rank * shard_size)
     # Counts are gathered with the candidates, as one more pair. Float32 represents the sampled logit exactly.
     above = kernels.count_above(logits, values.float()).double()
     own = torch.cat((torch.stack((above, above), dim=-1).unsqueeze(1), own), dim=1)
@@ -87,13 +88,16 @@ def _entries(counts: list[int], ids: Tensor, ranks: Tensor, reported: Tensor, pa
     return entries
 
 
-def _candidates(logits: Tensor, counts: list[int], first_id: int) -> Tensor:
+def _candidates(kernels: Kernels, logits: Tensor, counts: list[int], first_id: int) -> Tensor:
     """Float64 [K, n, 2]: logit and id of this shard's top-k tokens of each row; id -1 if there are no more."""
-    if not reads_are_free(logits):
-        found = top_k_of_rows(logits, max(counts))
+    most = max(counts)
+    if kernels.samples_on_device or not reads_are_free(logits):
+        # Sorting is faster than finding one after another where nearly all are wanted.
+        find = kernels.top_logits if most <= MAX_LOGPROBS else top_k_of_rows
+        found = find(logits, most)
         found[:, :, 1].add_(first_id * (found[:, :, 1] >= 0))
         return found
-    found = torch.full((len(counts), max(counts), 2), -1.0, dtype=torch.float64)
+    found = torch.full((len(counts), most, 2), -1.0, dtype=torch.float64)
     for index, count in enumerate(counts):
         if count == 0:
             continue

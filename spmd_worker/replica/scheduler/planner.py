@@ -40,7 +40,8 @@ class SchedulerLimits:
     would preempt those that have just joined (docs/internals/cache.md has its size); 0 leaves only the cache's own
     watermark. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences.
     `num_steps_ahead` of 1 needs a single stage: a step is decided before the ids that the one before it samples are
-    read, so decoding sequences go ahead of theirs.
+    read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
+    with penalties and bad words, so they go ahead too.
     """
 
     max_num_seqs: int
@@ -51,6 +52,7 @@ class SchedulerLimits:
     watermark_blocks_per_sequence: int = 0
     num_virtual_engines: int = 1
     num_steps_ahead: int = 0
+    keeps_histories: bool = False
 
     @property
     def num_in_flight(self) -> int:

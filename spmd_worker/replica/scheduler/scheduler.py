@@ -288,7 +288,10 @@ class Scheduler:
 
     def _num_outputs_ahead(self, request: Request) -> int:
         """`Sequence.num_outputs_ahead` of a request's sequences once forked. A pooling request samples once."""
-        if not self.limits.num_steps_ahead or request.sampling.needs_output_ids or request.pooling is not None:
+        limits, sampling = self.limits, request.sampling
+        # The host computes a grammar's masks from its ids.
+        needs_ids = sampling.needs_output_ids and not (limits.keeps_histories and sampling.structured_outputs is None)
+        if not limits.num_steps_ahead or needs_ids or request.pooling is not None:
             return 0
         # The last possible token ends the sequence whatever its value.
         return self._stop_checker.max_output_tokens(request) - 1

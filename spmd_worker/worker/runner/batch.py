@@ -51,10 +51,15 @@ class Batch:
 
 
 def build_batch(
-    scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device, *, is_encoder: bool = False
+    scheduled: Sequence[ScheduledSequence],
+    block_size: int,
+    device: torch.device,
+    rows: tuple[SampleRow, ...] | None = None,
+    *,
+    is_encoder: bool = False,
 ) -> Batch:
-    """Lay out a step. `scheduled` comes from the mirror, in plan order. Rows of an encoder have blocks for this step
-    only, one row after another.
+    """Lay out a step. `scheduled` comes from the mirror, in plan order; `rows` are those of `rows_to_sample`, if they
+    are known. Rows of an encoder have blocks for this step only, one row after another.
     """
     counts = [each.num_scheduled_tokens for each in scheduled]
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
@@ -79,7 +84,7 @@ def build_batch(
         rope_regimes=_to(rope_regimes.astype(np.int64), device),
         attention=attention,
         sample_rows=_to(np.repeat(np.array(starts[1:]) - 1, [each.num_samples for each in scheduled]), device),
-        rows=rows_to_sample(scheduled),
+        rows=rows_to_sample(scheduled) if rows is None else rows,
         token_types=None if types is None else _to(types, device),
     )
 
@@ -139,6 +144,26 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
     return found
 
 
+class RowsToSample:
+    """`Batch.rows` of successive steps: the same tuple as long as a plan continues the same rows."""
+
+    def __init__(self) -> None:
+        self._scheduled: Sequence[ScheduledSequence] | None = None
+        self._rows: tuple[SampleRow, ...] = ()
+
+    def of(self, scheduled: Sequence[ScheduledSequence]) -> tuple[SampleRow, ...]:
+        """`rows_to_sample`. The mirror gives the same tuple if the same rows continue by a token, with the same
+        requests; then only the rows' `min_tokens` may make a difference.
+        """
+        is_same = scheduled is self._scheduled and isinstance(scheduled, tuple)
+        if is_same and (not self._rows or not any(row.sampling.min_tokens for row in self._rows)):
+            return self._rows
+        self._scheduled, rows = scheduled, rows_to_sample(scheduled)
+        if not (is_same and rows == self._rows):
+            self._rows = rows
+        return self._rows
+
+
 def rows_to_sample(scheduled: Sequence[ScheduledSequence]) -> tuple[SampleRow, ...]:
     """`Batch.rows`. Sequences often share their parameters, so it is cheap to find that no rows are needed."""
     if all(map(_IS_PLAIN, scheduled)):
@@ -160,7 +185,7 @@ def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
                 request.sampling,
                 request.stream,
                 sample_index,
-                sequence.num_tokens,
+                len(request.prompt_token_ids),
                 request.prompt_token_ids,
                 sequence.output_token_ids,
             )

@@ -28,7 +28,7 @@ from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.worker.runner.batch import Batch, Integers, rows_to_sample, token_ids
+from spmd_worker.worker.runner.batch import Batch, Integers, RowsToSample, token_ids
 
 _SLOTS_A_SEQUENCE: Final = 4
 """Slots for the sequences of a few steps in flight and for waiting ones."""
@@ -103,6 +103,7 @@ class BatchState:
         self._host_tables = np.zeros((0, 0), dtype=np.int32)
         """The same, on the host."""
         self._layout: _Layout | None = None
+        self._rows = RowsToSample()
         self.num_bytes_sent = 0
         """Bytes sent to the device for the last batch."""
 
@@ -137,7 +138,7 @@ class BatchState:
             rope_regimes=layout.rope_regimes,
             attention=attention,
             sample_rows=layout.sample_rows,
-            rows=rows_to_sample(scheduled),
+            rows=self._rows.of(scheduled),
         )
 
     def forget(self, finished_sequences: Sequence[SequenceKey], finished_request_ids: Sequence[RequestId]) -> None:

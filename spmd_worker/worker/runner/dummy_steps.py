@@ -18,6 +18,7 @@ from spmd_worker.worker.runner.model_runner import ModelRunner
 
 # With a top logprob: off the CPU those of many rows are computed at once, in copies next to the logits.
 _FILTERED = SamplingParams(top_p=0.9, logprobs=1).frozen()
+_PENALISED = SamplingParams(top_p=0.9, logprobs=1, repetition_penalty=1.1).frozen()
 _REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0).frozen()
 _GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=1).frozen()
 
@@ -25,10 +26,10 @@ _WARM_UP_PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, logprobs=1),
     SamplingParams(temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, logprobs=1),
-    SamplingParams(temperature=1.0, logit_bias=((0, 1.0),)),
+    SamplingParams(temperature=1.0, logit_bias=((0, 1.0),), repetition_penalty=1.1),
 )
-"""Sampling from shards and from complete rows of logits: greedy, random, filtered, with logprobs. One row each: more
-rows need no other kernels, and take time where kernels are interpreted.
+"""Sampling from shards and from complete rows of logits: greedy, random, filtered, penalised, with logprobs. One row
+each: more rows need no other kernels, and take time where kernels are interpreted.
 """
 
 
@@ -45,12 +46,13 @@ def max_step(
 
     All want logprobs and complete rows of logits. On the CPU filters work nearly row by row, so one filtered row needs
     as much memory as many and takes less time. Elsewhere many rows are sorted at once: `all_filtered` filters all but
-    the first, which is greedy, so that the filtered and the sampled logits are copies next to the logits of all rows.
+    the first, which is greedy, so that the filtered and the sampled logits are copies next to the logits of all rows;
+    and penalises them, so that the device keeps counts of as many rows as there can be.
     """
     num_sequences = max(1, min(max_num_seqs, max_num_batched_tokens))
     num_tokens = max(1, min(max_model_len - 1, max_num_batched_tokens // num_sequences))
     num_blocks = num_blocks_for(num_tokens, block_size)
-    first, others = (_GREEDY, _FILTERED) if all_filtered and num_sequences > 1 else (_FILTERED, _REPORTED)
+    first, others = (_GREEDY, _PENALISED) if all_filtered and num_sequences > 1 else (_FILTERED, _REPORTED)
     return tuple(
         _sequence(
             index,

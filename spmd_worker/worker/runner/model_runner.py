@@ -16,6 +16,7 @@ from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.native.threads import multi_threaded_torch
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack
+from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.sampler import LaunchedSample, Sampler
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle, Transfer
@@ -24,7 +25,7 @@ from spmd_worker.replica.mirror.mirror import ScheduledSequence
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
-from spmd_worker.worker.runner.batch import Batch, build_batch, constrained_rows, wanted_tokens
+from spmd_worker.worker.runner.batch import Batch, RowsToSample, build_batch, constrained_rows, wanted_tokens
 from spmd_worker.worker.runner.batch_state import BatchState
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
@@ -122,6 +123,8 @@ class ModelRunner:
         has_state = keeps_state and not model.model_config.is_encoder
         self._state = BatchState(block_size, self._device) if has_state else None
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
+        self._rows = RowsToSample()
+        self._unconstrained: tuple[SampleRow, ...] = ()
         self._chosen = ChosenTokens(self._device)
         self._pending: _Forwarded | None = None
         self._sending: Transfer | None = None
@@ -147,10 +150,13 @@ class ModelRunner:
             has_ids = not self._chosen.are_all(scheduled, num_ahead)
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
-            batch = build_batch(scheduled, self._block_size, self._device, is_encoder=is_encoder)
+            rows = self._rows.of(scheduled)
+            batch = build_batch(scheduled, self._block_size, self._device, rows, is_encoder=is_encoder)
         batch = self._chosen.filled(batch, scheduled, num_ahead)
-        if self._grammars is not None:
-            self._grammars.begin(constrained_rows(scheduled) if batch.rows else [])
+        if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
+            constrained = constrained_rows(scheduled)
+            self._unconstrained = () if constrained else batch.rows
+            self._grammars.begin(constrained)
         cache = self._cache_engine.device_cache
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
@@ -209,7 +215,7 @@ class ModelRunner:
                 assert pending.logits is not None, pending.step
                 masks = self._grammars.end() if self._grammars is not None else None
                 token_masks = TokenMasks.of_step(masks, self._device)
-                sample = self.sampler.launch(pending.logits, list(pending.batch.rows), token_masks, pending.read_back)
+                sample = self.sampler.launch(pending.logits, pending.batch.rows, token_masks, pending.read_back)
             self._chosen.keep(pending.step, pending.scheduled, sample.chosen)
         pending.read_back.launch()
         return LaunchedStep(pending, sample, masks, self._clock, self._chosen)

@@ -60,8 +60,9 @@ def prompt_logprobs(
 def _is_wanted(each: ScheduledSequence) -> bool:
     """Whether these are prompt positions of sample 0; others recompute the prompt only after a preemption."""
     sequence = each.sequence
-    is_in_prompt = sequence.num_computed_tokens < len(sequence.request.prompt_token_ids)
-    return sequence.request.sampling.prompt_logprobs is not None and is_in_prompt and sequence.sample_index == 0
+    if sequence.request.sampling.prompt_logprobs is None:
+        return False
+    return sequence.num_computed_tokens < len(sequence.request.prompt_token_ids) and sequence.sample_index == 0
 
 
 def _of_sequence(each: ScheduledSequence, hidden: Tensor, report: Report) -> LaunchedPromptLogprobs:

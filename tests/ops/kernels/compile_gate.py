@@ -33,6 +33,7 @@ from spmd_worker.ops.kernels.triton import (
     experts,
     matmul,
     matmul_kernels,
+    penalty_kernels,
     router_kernels,
     row_kernels,
     rows,
@@ -147,6 +148,7 @@ _FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_denoms", "sink
 _OF_ROWS = {
     **dict.fromkeys(("maxima", "factors", "min_logits", "values"), "*fp32"),
     **dict.fromkeys(("sums", "targets", "ids", "counts", "rows", "mask_rows", "top_k"), "*i64"),
+    **dict.fromkeys(("lists",), "*fp32"),
     "top_p": "*fp64",
     "allowed": "*i32",
 }
@@ -170,6 +172,8 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     constants = {"BH": 4096, "CENTRED": True, "BIAS": True}
     yield Variant("full_norm 4096", row_kernels.full_norm, types, constants, rows.row_options(4096), ("H",))
     yield from draw_variants(element)
+    yield from choice_variants(element)
+    yield from penalty_variants()
     yield from sum_variants(element)
 
 
@@ -228,12 +232,51 @@ def draw_variants(element: str = "bf16") -> Iterator[Variant]:
         (sampling_kernels.invert_cdf, piece | {"PIECES": 128}),
         (sampling_kernels.count_above, block),
         (sampling_kernels.forbid, block),
-        (sampling_kernels.filter_logits, block),
+        (
+            sampling_kernels.filter_logits,
+            {"BLOCK": sampling_kernels.FILTER_BLOCK, "LISTED": sampling_kernels.LISTED},
+        ),
     ):
         is_cut = kernel is sampling_kernels.filter_logits
         types = _typed(kernel, "fp32" if is_cut else element)
         options = sampling_kernels.FILTER_LAUNCH if is_cut else sampling_kernels.LAUNCH
         yield Variant(kernel.__name__, kernel, types, constants, options, ("V", "stride"))
+
+
+def choice_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Maxima, draws, random numbers and top logits of a vocabulary of 128,256 ids."""
+    piece, block = {"PIECE": sampling_kernels.PIECE, "PIECES": 128}, {"BLOCK": sampling_kernels.BLOCK}
+    small, own = sampling_kernels.SMALL_LAUNCH, sampling_kernels.LAUNCH
+    pointers = {"keys": "*i64", "columns": "*i64", "pairs": "*fp64", "bits": "*i64"}
+    numbers = dict.fromkeys(("num_parts", "count", "num_blocks", "step", "otherwise", "num_rows"), "i32")
+    for kernel, constants, options in (
+        (sampling_kernels.part_maxima, block | {"PART": sampling_kernels.PART}, own),
+        (sampling_kernels.join_maxima, {"PARTS": 8}, small),
+        (sampling_kernels.top_logits, block | {"BLOCKS": 32}, own),
+        (sampling_kernels.random_bits, {}, small),
+        (sampling_kernels.draw, piece, own),
+    ):
+        types = _typed(kernel, element)
+        types |= {name: kind for name, kind in (pointers | numbers).items() if name in types}
+        yield Variant(kernel.__name__, kernel, types, constants, options, ("V", "stride"))
+
+
+def penalty_variants() -> Iterator[Variant]:
+    """Masks, bias and penalties, float32, of a vocabulary of 128,256 ids; bad words of up to 8 tokens."""
+    block, width = {"BLOCK": penalty_kernels.BLOCK}, {"WIDTH": 8}
+    floats = dict.fromkeys(("logits", "factors", "biases", "before"), "*fp32")
+    numbers = dict.fromkeys(("V", "stride", "num_words"), "i32") | {"ids": "*i64"}
+    for kernel, constants in (
+        (penalty_kernels.clear, block),
+        (penalty_kernels.start, block | width),
+        (penalty_kernels.append, width),
+        (penalty_kernels.decide, block | width | {"WORDS": penalty_kernels.WORDS}),
+        (penalty_kernels.apply, block),
+    ):
+        names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+        types = {name: (floats | numbers).get(name, "*i32") for name in names}
+        options = penalty_kernels.APPEND_LAUNCH if kernel is penalty_kernels.append else penalty_kernels.LAUNCH
+        yield Variant(f"penalties {kernel.__name__}", kernel, types, constants, options, ("V", "stride"))
 
 
 def sum_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -452,6 +495,8 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
         "rotate_and_write llama-8b",
         "write_rows llama-8b",
         *(each.name for each in draw_variants()),
+        *(each.name for each in choice_variants()),
+        *(each.name for each in penalty_variants()),
         *(each.name for each in sum_variants()),
     )
     yield from (each for each in variants() if not is_short or each.name.startswith(first))

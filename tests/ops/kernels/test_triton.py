@@ -12,7 +12,12 @@ import pytest
 from ranks import IMPORT_PATH
 
 HERE = Path(__file__).parent
-LEAST_CASES = 10
+LEAST_CASES = {
+    "triton_cases.py": 10,
+    "triton_matmul_cases.py": 8,
+    "triton_attention_cases.py": 12,
+    "triton_sampling_cases.py": 4,
+}
 LONGEST_S = 500.0
 
 
@@ -32,13 +37,10 @@ def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("script", "least"),
-    [("triton_cases.py", LEAST_CASES), ("triton_matmul_cases.py", 8), ("triton_attention_cases.py", 12)],
-)
-def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: str, least: int):
+@pytest.mark.parametrize("script", LEAST_CASES)
+def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: str):
     found = run_alone(script, cache=tmp_path, interpret=True)
-    assert len(found) >= least
+    assert len(found) >= LEAST_CASES[script]
     assert {name: error for name, error in found.items() if error} == {}
 
 
@@ -90,8 +92,16 @@ def test_replayed_steps_have_the_bits_of_launched_steps(tmp_path: Path):
 @pytest.mark.stress
 def test_interpreted_engine_generates_the_tokens_of_the_cpu(tmp_path: Path):
     found = run_alone("triton_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)
-    assert len(found) == 8
+    assert len(found) == 9
     assert [name for name, is_so in found.items() if not is_so] == []
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1200)
+def test_interpreted_sampling_is_right_over_many_steps(tmp_path: Path):
+    found = run_alone("triton_sampling_cases.py", "long", cache=tmp_path, interpret=True, timeout_s=1150)
+    assert len(found) == 17
+    assert {name: error for name, error in found.items() if error} == {}
 
 
 @pytest.mark.stress
@@ -102,9 +112,9 @@ def test_interpreted_attention_takes_wide_heads(tmp_path: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", ["", "matmul_", "experts_", "attention_"])
-def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, part: str):
-    found = run_alone(f"triton_{part}cases.py", "cuda", cache=tmp_path)
+@pytest.mark.parametrize("script", [*LEAST_CASES, "triton_experts_cases.py"])
+def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str):
+    found = run_alone(script, "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}
 
 

@@ -206,7 +206,7 @@ def filters_leave_what_the_reference_leaves() -> None:
 def rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them() -> None:
     """As on a device, where the host does not look which rows these are before all are drawn."""
     kinds = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5, "logprobs": 2}, {"logprobs": 1}, {"temperature": 0}]
-    rows = [SampleRow(SamplingParams(**kind), stream, 0, 2, (1,), [2]) for stream, kind in enumerate(kinds * 4)]
+    rows = [SampleRow(SamplingParams(**kind), stream, 0, 1, (1,), [2]) for stream, kind in enumerate(kinds * 4)]
     sampler = Sampler(single_group(), 0, 70, (), "raw_logprobs", TritonKernels())
     logits = logits_of_every_kind(len(rows), 70, torch.float32)
     logits = torch.where(logits.isfinite().any(1, keepdim=True), logits, 0.0)

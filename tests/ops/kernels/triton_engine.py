@@ -18,7 +18,9 @@ import torch
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.ops.kernels.triton import attention_kernels, matmul, tiles
+from spmd_worker.ops.kernels.triton.penalties import ProcessedRows, RowHistories
 from spmd_worker.ops.sampling import read_back
+from spmd_worker.replica.sequence.sampled import NOT_READ
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,6 +40,8 @@ CONFIG = {
     "eos_token_id": 2,
 }
 COMMON = [3 + 7 * at % 300 for at in range(32)]
+NUM_AHEAD = []
+"""Rows ahead of their ids in each step with penalties."""
 WORKER = "spmd_worker.worker.triton_worker.TritonWorker"
 
 
@@ -66,7 +70,7 @@ def answers(folder: Path, worker: str | None, *, alone: bool = False, **settings
         else:
             outputs = llm.generate(prompts, params, use_tqdm=False)
         preempted = llm.llm_engine.scheduler.counters.num_preemptions
-    found = []
+    found: list = []
     for output in outputs:
         completion = output.outputs[0]
         found.append(
@@ -83,6 +87,16 @@ def refusal(folder: Path, dtype: str) -> str:
     return ""
 
 
+def counted(histories: RowHistories, logits: torch.Tensor, prepared: ProcessedRows) -> None:
+    """`process_`, whose rows are counted that the host does not know the last token of."""
+    rows = [slot.row for slot in prepared.slots if slot is not None]
+    NUM_AHEAD.append(sum(row.output_token_ids[-1:] == [NOT_READ] for row in rows))
+    PROCESS(histories, logits, prepared)
+
+
+PROCESS = RowHistories.process_
+
+
 def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -97,7 +111,7 @@ def main() -> None:
         preempted, num_preempted = answers(folder, WORKER, num_blocks=66, block_size=2)
         alone, _ = answers(folder, WORKER, alone=True)
         # As on a GPU, where tokens are not looked at before they are read.
-        with mock.patch.object(read_back, "_FREE_ON", ()):
+        with mock.patch.object(read_back, "_FREE_ON", ()), mock.patch.object(RowHistories, "process_", counted):
             ahead, _ = answers(folder, WORKER, async_scheduling=True)
         refused = refusal(folder, "bfloat16")
     ids = [[row[0] for row in each] for each in (expected, whole)]
@@ -109,6 +123,7 @@ def main() -> None:
                 "same bits preempted": preempted == whole,
                 "same bits alone": alone == whole,
                 "same bits a step ahead": ahead == whole,
+                "rows with penalties go ahead": sum(NUM_AHEAD) >= 20,
                 "bfloat16 is refused": "interpreter does not support bfloat16: use dtype=float32" in refused,
                 "control: other kernels have other bits": expected != whole,
                 "control: rows were preempted": num_preempted > 0,

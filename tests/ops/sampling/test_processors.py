@@ -17,7 +17,7 @@ EOS = (3, 7)
 
 def row(prompt: list[int] | None = None, output: list[int] | None = None, **sampling: object) -> SampleRow:
     prompt, output = prompt or [1], output or []
-    return SampleRow(SamplingParams(**sampling), 0, 0, len(prompt) + len(output), prompt, output)
+    return SampleRow(SamplingParams(**sampling), 0, 0, len(prompt), prompt, output)
 
 
 def processed(rows: list[SampleRow], logits: torch.Tensor) -> torch.Tensor:

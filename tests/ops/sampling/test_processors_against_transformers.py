@@ -117,7 +117,7 @@ PROCESSORS |= {
 
 def processed(seed: int, sampling: dict[str, object]) -> torch.Tensor:
     values = random_logits(seed)
-    row = SampleRow(SamplingParams(**sampling), 0, 0, len(PROMPT) + len(OUTPUT), PROMPT, OUTPUT)
+    row = SampleRow(SamplingParams(**sampling), 0, 0, len(PROMPT), PROMPT, OUTPUT)
     process_logits(values, [row], EOS)
     return values
 

@@ -20,7 +20,8 @@ from spmd_worker.base.config.schema import LOGPROBS_MODES
 from spmd_worker.model.layers.embedding import VocabularyShard
 from spmd_worker.ops.kernels import reference
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
-from spmd_worker.ops.sampling.filters import factors_of
+from spmd_worker.ops.sampling.filters import exponent_factors
+from spmd_worker.ops.sampling.random import random_shares
 from spmd_worker.ops.sampling.read_back import ReadBack
 from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.sampler import Sampled, Sampler
@@ -34,7 +35,7 @@ EOS = (5,)
 
 
 def row(stream: int = 1, position: int = 4, sample: int = 0, **sampling: object) -> SampleRow:
-    return SampleRow(SamplingParams(**sampling), stream, sample, position, (1, 2, 3), [7] * (position - 3))
+    return SampleRow(SamplingParams(**sampling), stream, sample, 3, (1, 2, 3), [7] * (position - 3))
 
 
 def whole(logits: torch.Tensor, rows: list[SampleRow], mode: str = "raw_logprobs") -> Sampled:
@@ -96,7 +97,7 @@ DRAWS = 20_000
 
 def draws(logits: torch.Tensor, **sampling: object) -> tuple[int, ...]:
     first = row(stream=12345, **sampling)
-    rows = [first._replace(position=index) for index in range(DRAWS)]
+    rows = [first._replace(first_position=index) for index in range(DRAWS)]
     return whole(logits.expand(DRAWS, -1).contiguous(), rows).token_ids
 
 
@@ -491,7 +492,7 @@ def test_shares_of_a_total_are_exact():
     cases = [(generator.getrandbits(53), generator.getrandbits(1 + index % 62)) for index in range(2000)]
     cases += [(2**53 - 1, 2**62 - 1), (0, 2**62 - 1), (2**53 - 1, 2**40), (1, 1), (2**52, 3)]
     bits, totals = torch.tensor(cases, dtype=torch.int64).unbind(1)
-    assert sampler_module._shares(bits, totals).tolist() == [one * other >> 53 for one, other in cases]
+    assert random_shares(bits, totals).tolist() == [one * other >> 53 for one, other in cases]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -504,7 +505,7 @@ def test_samples_match_definition_in_plain_python(dtype: torch.dtype):
     for index, each in enumerate(rows):
         largest, factor = (
             logits[index].max().reshape(1).float(),
-            factors_of([each.sampling.temperature], torch.device("cpu")),
+            torch.from_numpy(exponent_factors([each.sampling.temperature])),
         )
         columns = logits[index].unsqueeze(1)
         masses = kernels.prob_sums(columns, largest.expand(1500).contiguous(), factor.expand(1500).contiguous())

@@ -38,7 +38,7 @@ def step() -> tuple[torch.Tensor, list[SampleRow], StepMasks]:
     generator = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)
     rows = [
-        SampleRow(SamplingParams(**KINDS[index % len(KINDS)]), index, 0, 4, (1, 2, 3), [7]) for index in range(NUM_ROWS)
+        SampleRow(SamplingParams(**KINDS[index % len(KINDS)]), index, 0, 3, (1, 2, 3), [7]) for index in range(NUM_ROWS)
     ]
     indices = tuple(index for index in range(NUM_ROWS) if index % 3 and index != 10)
     is_allowed = np.zeros((len(indices), VOCAB_SIZE), dtype=np.bool_)

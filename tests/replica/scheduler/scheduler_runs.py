@@ -65,6 +65,7 @@ class Run:
         transfer_steps: int = 2,
         virtual_engines: int = 1,
         ahead: int = 0,
+        histories: bool = False,
     ) -> None:
         self.cache = CacheManager(
             num_blocks,
@@ -74,7 +75,7 @@ class Run:
             connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens)
-        counts = (watermark_per_sequence, virtual_engines, ahead)
+        counts = (watermark_per_sequence, virtual_engines, ahead, histories)
         self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy, *counts)
         self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
         self.mirror = Mirror(num_blocks, block_size, ahead)

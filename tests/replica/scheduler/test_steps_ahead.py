@@ -72,15 +72,17 @@ def test_tokens_sampled_after_the_end_are_dropped():
     assert run.cache.num_used_blocks == len(run.mirror._groups) == 0
 
 
+@pytest.mark.parametrize("histories", [False, True], ids=["tokens on the host", "tokens on the device"])
 @pytest.mark.parametrize("form", [None, "penalty", "bad words", "form"])
-def test_sequence_waits_when_next_step_needs_its_token(form: str | None):
+def test_sequence_waits_when_next_step_needs_its_token(form: str | None, histories: bool):
+    """A device that keeps histories knows the token, but not what a form makes of it."""
     given = {
         None: {},
         "penalty": {"presence_penalty": 0.5},
         "bad words": {"bad_words_ids": ((4, 5),)},
         "form": {"structured_outputs": StructuredOutputsParams(choice=("a", "b")), "ignore_eos": False},
     }[form]
-    run = Run(ahead=1)
+    run = Run(ahead=1, histories=histories)
     run.admit(3, max_tokens=4, **given)
     run.admit(3, max_tokens=4)
     plans = []
@@ -88,7 +90,7 @@ def test_sequence_waits_when_next_step_needs_its_token(form: str | None):
         run.step()
         plans.append((run.last_plan.num_ahead, [tuple(key) for key in run.last_plan.continuing]))
     both, one, other = [(0, 0), (1, 0)], [(0, 0)], [(1, 0)]
-    if form is None:
+    if form is None or (histories and form != "form"):
         assert plans == [(0, []), (2, both), (2, both), (2, both), (0, [])]
     else:
         assert plans == [(0, []), (1, other), (1, [*other, *one]), (1, other), (0, one)]

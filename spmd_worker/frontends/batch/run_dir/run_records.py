@@ -71,4 +71,5 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         pooling_type=model.pooling_type,
         classifier_from_token=None if tokens is None else (tokens[0], tokens[1]),
         num_steps_ahead=resolved.num_steps_ahead,
+        keeps_histories=engine.scheduler.limits.keeps_histories,
     )

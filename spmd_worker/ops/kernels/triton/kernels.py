@@ -4,15 +4,22 @@ Matmuls, norms and sampling are ours. The rest is torch's elementwise operations
 sums.
 """
 
+import torch
 from torch import Tensor
 
 from spmd_worker.ops.kernels.api import ExpertKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton import experts, matmul, rows, sampling
+from spmd_worker.ops.kernels.triton.penalties import RowHistories
 
 
 class TritonKernels(ReferenceKernels):
     """Implements `kernels.api.Kernels` on CUDA, and on the CPU if kernels are interpreted."""
+
+    samples_on_device = True
+
+    def new_histories(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> RowHistories:
+        return RowHistories(vocab_size, eos_token_ids, device)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         del out
@@ -27,6 +34,10 @@ class TritonKernels(ReferenceKernels):
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     full_norm = staticmethod(rows.full_norm)
+    argmax = staticmethod(sampling.argmax)
+    draw = staticmethod(sampling.draw)
+    random_bits = staticmethod(sampling.random_bits)
+    top_logits = staticmethod(sampling.top_logits)
     prob_sums = staticmethod(sampling.prob_sums)
     invert_cdf = staticmethod(sampling.invert_cdf)
     count_above = staticmethod(sampling.count_above)
