@@ -9,9 +9,6 @@ from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.plan_check import PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
@@ -38,7 +35,7 @@ class _Sampling(NamedTuple):
 
 class _Decoding(NamedTuple):
     """A step in which sequences continue by one id each, and nothing else happens. Their lists of output tokens and of
-    blocks, and their numbers of tokens after the step, int64 [S].
+    blocks, and their numbers of tokens after the step.
     """
 
     keys: tuple[SequenceKey, ...]
@@ -46,7 +43,7 @@ class _Decoding(NamedTuple):
     scheduled: tuple[ScheduledSequence, ...]
     outputs: list[list[int]]
     tables: list[list[BlockId]]
-    ends: NDArray[np.int64]
+    ends: list[int]
 
     @classmethod
     def of(
@@ -55,7 +52,7 @@ class _Decoding(NamedTuple):
         outputs = [sequence.output_token_ids for sequence in sequences]
         tables = [sequence.block_ids for sequence in sequences]
         ends = [sequence.num_computed_tokens + sequence.num_scheduled_tokens for sequence in sequences]
-        return cls(keys, sequences, scheduled, outputs, tables, np.array(ends, dtype=np.int64))
+        return cls(keys, sequences, scheduled, outputs, tables, ends)
 
 
 class Mirror:
@@ -95,9 +92,9 @@ class Mirror:
             decoding.tables[index].append(block_id)
         for outputs, token_id in zip(decoding.outputs, self._appended_ids(plan, decoding.sequences), strict=True):
             outputs.append(token_id)
-        for sequence, num_computed in zip(decoding.sequences, decoding.ends.tolist()):
-            sequence.num_computed_tokens = num_computed
-        decoding.ends[:] += 1
+        for sequence in decoding.sequences:
+            sequence.num_computed_tokens += 1
+        decoding.ends[:] = [end + 1 for end in decoding.ends]
         if self._num_steps_ahead:
             self._await(plan.step, decoding.scheduled)
         return decoding.scheduled
@@ -119,9 +116,9 @@ class Mirror:
             return False
         if plan.continuing_blocks:
             num_new = PlanCheck(plan, self._groups, {}, self.num_blocks, self.block_size).num_new_blocks()
-        num_blocks = np.fromiter(map(len, last.tables), np.int64, num_rows)
-        lacking: list[int] = np.flatnonzero(last.ends >= num_blocks * self.block_size).tolist()
-        return all(index in num_new for index in lacking)
+        size = self.block_size
+        lacking = [index for index, end in enumerate(last.ends) if end % size == 0]
+        return all(index in num_new for index in lacking if last.ends[index] >= len(last.tables[index]) * size)
 
     def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
         """`apply` for any plan."""

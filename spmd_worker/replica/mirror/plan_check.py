@@ -1,10 +1,7 @@
 """Checks that a plan follows from the plans before it: every rule, before the mirror changes anything."""
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import Final, NoReturn
-
-import numpy as np
+from typing import NoReturn
 
 from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
@@ -18,12 +15,6 @@ from spmd_worker.replica.sequence.metadata import (
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
-
-_NUM_COMPUTED: Final = attrgetter("num_computed_tokens")
-_NUM_SCHEDULED: Final = attrgetter("num_scheduled_tokens")
-_NUM_PROMPT: Final = attrgetter("num_prompt_tokens")
-_OUTPUTS: Final = attrgetter("output_token_ids")
-_BLOCKS: Final = attrgetter("block_ids")
 
 
 class PlanCheck:
@@ -125,14 +116,13 @@ class PlanCheck:
 
     def _to_check(self, sequences: list[MirroredSequence]) -> list[int]:
         """Indices of the sequences whose tokens are not all computed, or whose blocks are full."""
-        count = len(sequences)
-        ends = np.fromiter(map(_NUM_COMPUTED, sequences), np.int64, count)
-        ends += np.fromiter(map(_NUM_SCHEDULED, sequences), np.int64, count)
-        num_tokens = np.fromiter(map(len, map(_OUTPUTS, sequences)), np.int64, count)
-        num_tokens += np.fromiter(map(_NUM_PROMPT, sequences), np.int64, count)
-        num_slots = np.fromiter(map(len, map(_BLOCKS, sequences)), np.int64, count) * self._block_size
-        indices: list[int] = np.flatnonzero((ends != num_tokens) | (ends >= num_slots)).tolist()
-        return indices
+        size = self._block_size
+        return [
+            index
+            for index, each in enumerate(sequences)
+            if (end := each.num_computed_tokens + each.num_scheduled_tokens) >= len(each.block_ids) * size
+            or end != each.num_prompt_tokens + len(each.output_token_ids)
+        ]
 
     def _check_continuing_ids(self) -> tuple[int, ...]:
         """Number of ids that each appends; empty if each appends one."""

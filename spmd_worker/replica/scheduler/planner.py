@@ -5,12 +5,9 @@ Decides from counts, and from hashes of blocks whose tokens are known; token val
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import compress, islice
+from itertools import islice
 from operator import attrgetter
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
@@ -29,8 +26,6 @@ PROMPT_ROUNDS: Final = 4
 """With several steps in flight, number of steps per step in flight over which prompts are spread."""
 
 _SERVICE_ORDER: Final = attrgetter("sequence.key")
-_NUM_COMPUTED: Final = attrgetter("num_computed_tokens")
-_NUM_AHEAD: Final = attrgetter("num_outputs_ahead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +53,6 @@ class SchedulerLimits:
     def num_in_flight(self) -> int:
         """Steps that may be decided before the oldest one's sampled ids are applied."""
         return self.num_virtual_engines + self.num_steps_ahead
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Running sequences, and what of theirs never changes: lists of output tokens, numbers of prompt tokens."""
-
-    sequences: list[Sequence]
-    outputs: list[list[int]]
-    num_prompt_tokens: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, sequences: list[Sequence]) -> "_Columns":
-        prompts = [sequence.num_prompt_tokens for sequence in sequences]
-        outputs = [sequence.output_token_ids for sequence in sequences]
-        return cls(list(sequences), outputs, np.array(prompts, np.int64))
-
-    def joined(self, later: "_Columns") -> "_Columns":
-        return _Columns(
-            self.sequences + later.sequences,
-            self.outputs + later.outputs,
-            np.concatenate((self.num_prompt_tokens, later.num_prompt_tokens)),
-        )
 
 
 class Planner:
@@ -110,7 +83,6 @@ class Planner:
         self._split = split
         self._min_watermark_blocks = cache.watermark_blocks
         self._allows_ahead = limits.num_steps_ahead > 0
-        self._columns = _Columns.of([])
 
     def has_ready(self) -> bool:
         """Whether a step could compute something before the results of those in flight are applied."""
@@ -239,37 +211,32 @@ class Planner:
                 decisions.ahead.append(sequence)
 
     def _decide_ahead(self, running: list[Sequence], budget: StepBudget, decisions: Decisions) -> list[Sequence]:
-        """Decide for all that go ahead of their ids, at once, and return the others; but only for the leading ones if
-        the budget does not suffice for all.
+        """Decide for all that go ahead of their ids, at once, and return the others: all if budget or blocks may be
+        short.
         """
-        columns = self._columns_of(running)
-        computed = np.fromiter(map(_NUM_COMPUTED, running), np.int64, len(running))
-        num_outputs = np.fromiter(map(len, columns.outputs), np.int64, len(running))
-        limits = np.fromiter(map(_NUM_AHEAD, running), np.int64, len(running))
-        num_uncomputed = columns.num_prompt_tokens + num_outputs - computed
-        goes_ahead = (num_uncomputed == 0) & (num_outputs < limits)
-        if goes_ahead.sum() + num_uncomputed.clip(min=0).sum() > budget.num_tokens:
-            goes_ahead &= np.logical_and.accumulate(goes_ahead) & (np.arange(len(running)) < budget.num_tokens)
-        beginning = np.flatnonzero(goes_ahead & (computed % self._cache.block_size == 0)).tolist()
-        if len(beginning) > self._cache.num_free_blocks or not goes_ahead.any():
+        block_size, ahead, others, beginning = self._cache.block_size, decisions.ahead, [], []
+        num_others = 0
+        for sequence in running:
+            num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
+            num_uncomputed = sequence.num_prompt_tokens + num_outputs - num_computed
+            if not num_uncomputed and num_outputs < sequence.num_outputs_ahead:
+                if not num_computed % block_size:
+                    beginning.append(len(ahead))
+                ahead.append(sequence)
+            else:
+                others.append(sequence)
+                num_others += num_uncomputed
+        if num_others + len(running) > budget.num_tokens or len(beginning) > self._cache.num_free_blocks:
+            ahead.clear()
             return running
-        places = (np.cumsum(goes_ahead) - 1)[beginning].tolist()
-        new_blocks = self._allocator.begin_blocks([running[index] for index in beginning])
-        decisions.ahead_blocks.extend(zip(places, new_blocks, strict=True))
-        decisions.ahead.extend(compress(running, goes_ahead))
-        budget.num_tokens -= len(decisions.ahead)
-        for sequence, num_computed in zip(decisions.ahead, (computed[goes_ahead] + 1).tolist()):
-            sequence.num_computed_tokens = num_computed
-        return [] if len(decisions.ahead) == len(running) else list(compress(running, ~goes_ahead))
-
-    def _columns_of(self, running: list[Sequence]) -> _Columns:
-        known = self._columns
-        num_known = len(known.sequences)
-        if running[:num_known] != known.sequences:
-            self._columns = _Columns.of(running)
-        elif len(running) > num_known:
-            self._columns = known.joined(_Columns.of(running[num_known:]))
-        return self._columns
+        new_blocks = self._allocator.begin_blocks([ahead[index] for index in beginning])
+        decisions.ahead_blocks.extend(zip(beginning, new_blocks, strict=True))
+        begun = dict.fromkeys(beginning)
+        for index, sequence in enumerate(ahead):
+            if index not in begun:
+                sequence.num_computed_tokens += 1
+        budget.num_tokens -= len(ahead)
+        return others
 
     def _continue(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
         """A sequence that computes just its given ids continues if its table only grows; a copy needs a delta."""

@@ -4,6 +4,8 @@ depends on it.
 
 import random
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import pytest
 from mirror_state import mirror_state
@@ -12,14 +14,13 @@ from scheduler_runs import EOS, PLAIN_TOKEN, Row, Run
 from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.mirror import Mirror, MirrorError
 from spmd_worker.replica.mirror.plan_check import PlanCheck
-from spmd_worker.replica.scheduler import planner
 from spmd_worker.replica.scheduler.planner import Planner
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import NON_FINITE, NOT_READ, SampledIds
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.replica.sequence.sequence import FinishReason, SequenceKey
+from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
@@ -199,11 +200,16 @@ def test_rows_decided_together_equal_one_by_one(seed: int, monkeypatch: pytest.M
     assert [history_of(seed, caching=caching) for caching in (False, True)] == together
 
 
-def test_mirror_detects_rows_ahead_of_their_limit(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: rows decided together go ahead of their last token."""
-    monkeypatch.setattr(planner, "_NUM_AHEAD", lambda sequence: sequence.num_outputs_ahead + 1)
-    with pytest.raises(MirrorError, match="ahead of its id"):
-        history_of(0, caching=False)
+def test_comparison_detects_rows_left_out(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: of those that do not go ahead the first is forgotten in a few steps."""
+    expected, decide, calls = history_of(0, caching=False), Planner._decide_ahead, count()
+
+    def forgetful(self: Planner, *given: Any) -> list[Sequence]:
+        others = decide(self, *given)
+        return others[1:] if next(calls) < 8 else others
+
+    monkeypatch.setattr(Planner, "_decide_ahead", forgetful)
+    assert history_of(0, caching=False) != expected
 
 
 def test_step_test_detects_sequence_ahead_of_last_token(monkeypatch: pytest.MonkeyPatch):
