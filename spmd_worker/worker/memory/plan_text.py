@@ -215,10 +215,10 @@ def _int8(plan: MemoryPlan) -> list[str]:
         weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type)
         for rank in range(layout.world_size)
     )
-    quantised = max(share.weights_bytes for share in plan.shares)
+    kind, quantised = resolved.config.model.quantization, max(share.weights_bytes for share in plan.shares)
     return [
-        f"quantised  to int8, a scale an output, all but the embedding and norms: {format_bytes(quantised)} on a rank, "
-        f"scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
+        f"quantised  to {kind}, a scale an output, all but the embedding and norms: {format_bytes(quantised)} on a "
+        f"rank, scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
     ]
 
 

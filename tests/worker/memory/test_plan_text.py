@@ -85,20 +85,23 @@ def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
 
 
 @pytest.mark.parametrize(
-    ("changes", "device", "words"),
+    ("quantization", "changes", "device", "words"),
     [
-        ({}, "cuda", r"runs .*CPU only"),
-        ({"intermediate_size": 200_000}, "cpu", "most 131,072 inputs"),
-        ({"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
+        ("fp8", {}, "cpu", "computes on GPUs, .* use model.quantization=int8"),
+        ("int8", {"intermediate_size": 200_000}, "cpu", "most 131,072 inputs"),
+        ("int8", {"intermediate_size": 4104}, "cuda", "multiples of 16 inputs, .* a rank has 2052"),
+        ("int8", {"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
+        ("fp8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "which has experts"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_by_name(
-    model_config: ModelConfig, changes: dict[str, object], device: str, words: str
+    model_config: ModelConfig, quantization: str, changes: dict[str, object], device: str, words: str
 ):
     layers = tuple(replace(layer, **changes) for layer in model_config.layers)
     files = ModelFiles(replace(model_config, layers=layers), {}, "")
     with pytest.raises(ConfigError, match=words):
-        resolve(RunConfig(model=ModelOptions(path="", quantization="int8")), files, device)
+        run = RunConfig(ModelOptions(path="", quantization=quantization), ParallelConfig(2))
+        resolve(run, files, device)
 
 
 def test_plan_text_of_8b_model(model_config: ModelConfig):

@@ -1,0 +1,212 @@
+"""W8A8 GEMMs in FP8 (e4m3): the definition in plain torch, which tests compare with, and how weights are packed.
+
+Weights have static scales, activations dynamic ones: of each row, the maximum magnitude / 448; or, for weights that a
+checkpoint stores so, of each group of 128 inputs of a row. A scale of zero is 1. A value is quantised to value / scale
+(IEEE division), rounded to the nearest e4m3, ties to even, within +-448. Products are added over 128 inputs from zero,
+then to the sum in float32, ascending; a result is (sum x scale of the row) x scale of the output, or with groups each
+part x (scale of the row's group x scale of the output's), + bias, in float32, rounded once. A rank's share of a row is
+a row of its own: results of several ranks are added like those of plain weights, and bits depend on their number.
+
+T: tokens; O: outputs; I: inputs; G: scales of a row, 1 or I / 128.
+"""
+
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_config.byte_rows import GROUP, fits_bytes, inputs_of, row_bytes
+from spmd_worker.ops.kernels.int8 import Int8Weights, row_maxima
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+
+LARGEST: Final = 448.0
+_BLOCK_ROWS: Final = 4096
+
+
+def scales_of(rows: Tensor, *, is_grouped: bool = False) -> Tensor:
+    """[n, I] -> float32 [n, G]: scales of rows, or of groups of 128 inputs."""
+    shaped = rows.view(len(rows), -1, GROUP) if is_grouped else rows.unsqueeze(1)
+    scales = row_maxima(shaped) * (1.0 / LARGEST)
+    return scales.masked_fill_(scales == 0, 1.0)
+
+
+def quantised(rows: Tensor, scales: Tensor) -> Tensor:
+    """[n, I] and float32 [n, G] -> e4m3 [n, I]."""
+    quotients = rows.float().reshape(*scales.shape, -1) / scales.unsqueeze(2)
+    return quotients.clamp_(-LARGEST, LARGEST).flatten(1).to(torch.float8_e4m3fn)
+
+
+def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """E4m3 [n, I] and float32 [n, G] -> [n, I], rounded once."""
+    return (numbers.float().view(*scales.shape, -1) * scales.unsqueeze(2)).flatten(1).to(dtype)
+
+
+def products(x: Tensor, x_scales: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
+    """E4m3 [T, I] x [O, I] -> float32 [T, O], scaled. A sum of 128 products is rounded once; matrix units keep fewer
+    bits.
+    """
+    total = torch.zeros(len(x), len(numbers), device=x.device)
+    wide, weight = x.double(), numbers.double()
+    for start in range(0, x.shape[1], GROUP):
+        step = slice(start, start + GROUP)
+        part = (wide[:, step] @ weight[:, step].t()).float()
+        if scales.shape[1] > 1:
+            # Fused: the product of part and scale is not rounded.
+            scale = x_scales[:, start // GROUP, None] * scales[:, start // GROUP]
+            part, total = part.double() * scale.double(), total.double()
+        total = (total + part).float()
+    return total if scales.shape[1] > 1 else total * x_scales * scales[:, 0]
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether a weight is in byte rows."""
+    return weight.dtype == torch.uint8
+
+
+def byte_rows_shape(packed: Tensor) -> tuple[int, int]:
+    """Outputs and inputs of a packed weight."""
+    return packed.shape[0], inputs_of(packed.shape[-1])
+
+
+class ByteRows(Int8Weights):
+    """Packed layout of a weight of one byte an element: uint8 [O, bytes], see `model_config/byte_rows.py`; with scales
+    of groups [O, 1, bytes]. Rows of numbers and scales are views.
+    """
+
+    number: torch.dtype = torch.int8
+
+    def empty(self, weight: Tensor, *, is_gated: bool) -> Tensor:
+        del is_gated
+        return weight.new_zeros((len(weight), row_bytes(weight.shape[1])), dtype=torch.uint8)
+
+    def numbers(self, packed: Tensor) -> Tensor:
+        """[O, I], a view."""
+        rows = packed.detach().flatten(1)
+        return rows[:, : inputs_of(rows.shape[1])].view(self.number)
+
+    def scales(self, packed: Tensor) -> Tensor:
+        """Float32 [O, G], a view."""
+        rows = packed.detach().flatten(1)
+        num_inputs = inputs_of(rows.shape[1])
+        num_scales = 1 if packed.ndim == 2 else num_inputs // GROUP
+        return rows[:, num_inputs : num_inputs + 4 * num_scales].view(torch.float32)
+
+    def numbers_and_scales(self, packed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self.numbers(packed)[start:stop], self.scales(packed)[start:stop].squeeze(1)
+
+    def store(self, packed: Tensor, start: int, numbers: Tensor, scales: Tensor) -> None:
+        """`scales`: float32 [n] or [n, G]."""
+        rows = slice(start, start + len(numbers))
+        # Float8 is copied as bytes: torch lacks other copies of it on some devices.
+        self.numbers(packed).view(torch.uint8)[rows] = numbers.view(torch.uint8)
+        self.scales(packed)[rows] = scales.view(len(numbers), -1)
+
+
+class Fp8Weights(ByteRows):
+    """Packed layout of a weight in e4m3."""
+
+    number = torch.float8_e4m3fn
+
+    def pack_stored(self, weight: Tensor, scales: Tensor) -> Tensor:
+        """[O, I], dequantised with these scales, float32 [O, G] -> the numbers that were stored, bit for bit, if the
+        weight's dtype holds them to 5 bits: as e4m3 they are further apart than the rounding moved them.
+        """
+        packed = self.empty(weight, is_gated=False)
+        packed = packed if scales.shape[1] == 1 else packed.unsqueeze(1)
+        self.store_stored(packed, 0, weight.detach(), scales)
+        return packed
+
+    def store_stored(self, packed: Tensor, start: int, rows: Tensor, scales: Tensor) -> None:
+        """`pack_stored` of `rows` [n, I] from `start` on."""
+        scales = scales.masked_fill(scales == 0, 1.0)
+        for first in range(0, len(rows), _BLOCK_ROWS):
+            some = slice(first, first + _BLOCK_ROWS)
+            self.store(packed, start + first, quantised(rows[some], scales[some]), scales[some])
+
+    def dequantised(self, packed: Tensor, start: int, stop: int) -> Tensor:
+        return dequantised(self.numbers(packed)[start:stop], self.scales(packed)[start:stop], self.dtype)
+
+    def overwrite(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
+        """Rows have their own maxima, or those of their groups."""
+        del maxima
+        for first in range(0, len(rows), _BLOCK_ROWS):
+            some = rows[first : first + _BLOCK_ROWS]
+            scales = scales_of(some, is_grouped=packed.ndim == 3)
+            self.store(packed, start + first, quantised(some, scales), scales)
+
+
+class ByteRowPacking:
+    """The methods of `kernels.api.QuantisedKernels` that pack weights in byte rows. Weights whose inputs do not fit
+    them stay as they are.
+    """
+
+    weights: ByteRows
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return self.pack_part(weight, row_maxima(weight))
+
+    def pack_gated(self, weight: Tensor) -> Tensor:
+        return self.pack(weight)
+
+    def pack_part(self, weight: Tensor, maxima: Tensor) -> Tensor:
+        return self.weights.pack(weight, maxima) if fits_bytes(weight.shape[1]) else weight
+
+    def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
+        """A dequantised copy; a view of a plain weight."""
+        return self.weights.dequantised(packed, start, stop) if is_packed(packed) else packed.detach()[start:stop]
+
+    def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
+        if is_packed(packed):
+            self.weights.requantise_changed(packed, start, rows)
+        else:
+            packed.detach()[start : start + len(rows)].copy_(rows)
+
+    def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
+        if is_packed(packed):
+            self.weights.overwrite(packed, start, rows, maxima)
+        else:
+            packed.detach()[start : start + len(rows)].copy_(rows)
+
+    def is_changed(self, packed: Tensor, start: int, rows: Tensor) -> bool:
+        if not is_packed(packed):
+            return not torch.equal(packed.detach()[start : start + len(rows)], rows)
+        return bool(self.weights.is_changed(packed, start, rows).any())
+
+
+class Fp8Packing(ByteRowPacking):
+    """The methods of `kernels.api.StoredScaleKernels` that pack weights."""
+
+    dtype: torch.dtype
+    weights: Fp8Weights
+    integer: Final = None
+
+    @property
+    def stored(self) -> Self | None:
+        # Float16 does not hold small dequantised numbers, from which the stored ones are found again.
+        return None if self.dtype == torch.float16 else self
+
+    def pack_stored(self, weight: Tensor, scales: Tensor) -> Tensor:
+        return self.weights.pack_stored(weight, scales) if fits_bytes(weight.shape[1]) else weight
+
+    def repack_stored_(self, packed: Tensor, start: int, rows: Tensor, scales: Tensor) -> None:
+        """A weight keeps its kind of scales."""
+        if is_packed(packed) and self.weights.scales(packed).shape[1] == scales.shape[1]:
+            self.weights.store_stored(packed, start, rows, scales)
+        else:
+            self.repack_part_(packed, start, rows, row_maxima(rows))
+
+
+class ReferenceFp8Kernels(Fp8Packing, ReferenceKernels):
+    """Implements `kernels.api.QuantisedKernels` on any device, slowly: for tests."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.weights = dtype, Fp8Weights(dtype)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Weights that are not packed are multiplied too."""
+        if not is_packed(weight):
+            return super().linear(x, weight, bias, out)
+        scales = self.weights.scales(weight)
+        x_scales = scales_of(x, is_grouped=weight.ndim == 3)
+        result = products(quantised(x, x_scales), x_scales, self.weights.numbers(weight), scales)
+        return (result if bias is None else result + bias.float()).to(self.dtype)

@@ -1,0 +1,172 @@
+"""Launches of fp8_kernels.py: quantised activations, tiles by shape, and the kernels of a model in FP8."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_config.byte_rows import GROUP
+from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights, is_packed
+from spmd_worker.ops.kernels.triton import fp8_kernels
+from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
+from spmd_worker.ops.kernels.triton.kernels import TritonKernels
+from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
+
+FIRST_CAPABILITY: Final = (8, 9)
+"""The first chips that multiply e4m3."""
+_HOPPER: Final = (9, 0)
+_MOST_IN_REGISTERS: Final = 1 << 14
+_GROUPS_IN_REGISTERS: Final = 1 << 12
+_PER_WARP: Final = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tile:
+    """Rows and columns of a program's tile, or of each of two if it `is_paired`; steps of 128 inputs in an iteration,
+    warps, pipeline stages; `per_multiprocessor`: programs. See `fp8_kernels.linear`.
+    """
+
+    rows: int
+    columns: int
+    steps: int
+    num_warps: int
+    num_stages: int
+    is_paired: bool = False
+    is_swapped: bool = False
+    is_flat: bool = False
+    per_multiprocessor: int = 1
+
+    def constants(self, *, is_gated: bool, is_grouped: bool, has_bias: bool) -> dict[str, Any]:
+        """Constexprs of the kernel that follow from the tile."""
+        return {
+            "BM": self.rows,
+            "BN": self.columns,
+            "STEPS": self.steps,
+            "GROUP": 8,
+            "BIAS": has_bias,
+            "IS_PAIRED": self.is_paired or is_gated,
+            "IS_GATED": is_gated,
+            "IS_GROUPED": is_grouped,
+            "SWAPPED": self.is_swapped,
+            "FLATTEN": self.is_flat,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """Launch options."""
+        return fp8_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def num_tiles(self, num_rows: int, num_columns: int, *, is_gated: bool) -> int:
+        """Tiles of a result of this shape."""
+        width = self.columns * (2 if self.is_paired and not is_gated else 1)
+        return -(-num_rows // self.rows) * -(-num_columns // width)
+
+
+OTHER_CHIPS: Final = Fp8Tile(64, 64, 1, 4, 3)
+"""Without wgmma there is no table yet, and shared memory may be 99 KB."""
+FEW: Final = Fp8Tile(64, 32, 2, 4, 4)
+FEW_GATED: Final = Fp8Tile(64, 64, 1, 4, 4)
+SOME: Final = Fp8Tile(64, 128, 1, 4, 4)
+SOME_GATED: Final = Fp8Tile(64, 64, 1, 4, 4)
+MANY: Final = Fp8Tile(128, 128, 1, 8, 3, is_paired=True)
+MANY_GATED: Final = Fp8Tile(128, 64, 1, 8, 4)
+MANY_GROUPED: Final = Fp8Tile(128, 128, 1, 8, 4)
+MANY_GATED_GROUPED: Final = Fp8Tile(128, 64, 1, 8, 4)
+
+
+def tile_for(device: torch.device, num_rows: int, *, is_gated: bool, is_grouped: bool) -> Fp8Tile:
+    """The tile of a matmul of `num_rows` rows."""
+    if capability(device) not in (_HOPPER, (0, 0)):
+        return OTHER_CHIPS
+    if num_rows <= 64:
+        return FEW_GATED if is_gated else FEW
+    if num_rows <= 512:
+        return SOME_GATED if is_gated else SOME
+    if is_grouped:
+        return MANY_GATED_GROUPED if is_gated else MANY_GROUPED
+    return MANY_GATED if is_gated else MANY
+
+
+def quantise(x: Tensor, *, is_grouped: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """[M, K] -> e4m3 [M, K] and float32 scales [M] or [M, K / 128]. `dtype` float32: the numbers before rounding."""
+    num_rows, num_inputs = x.shape
+    out = torch.empty((num_rows, num_inputs), dtype=dtype, device=x.device)
+    shape = (num_rows, num_inputs // GROUP) if is_grouped else (num_rows,)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if num_rows == 0:
+        return out, scales
+    block = min(max(power_of_two(num_inputs), GROUP), _GROUPS_IN_REGISTERS if is_grouped else _MOST_IN_REGISTERS)
+    options = fp8_kernels.LAUNCH | {"num_warps": max(1, min(16, block // _PER_WARP))}
+    if is_grouped:
+        grid = (num_rows, -(-num_inputs // block))
+        fp8_kernels.quantise_groups[grid](x, out, scales, num_inputs, x.stride(0), BLOCK=block, **options)
+    else:
+        constants = {"BLOCK": block, "IS_WHOLE": num_inputs <= block}
+        fp8_kernels.quantise_rows[(num_rows,)](x, out, scales, num_inputs, x.stride(0), **constants, **options)
+    return out, scales
+
+
+def multiply(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
+    tile: Fp8Tile | None = None,
+    by_tma: bool | None = None,
+) -> Tensor:
+    """E4m3 [M, K] x [N, K] with scales from `quantise` and float32 [N, G] -> [M, N], or [M, N / 2] of gate and up. See
+    `fp8_kernels.linear`. `tile` and `by_tma` None: as is best.
+    """
+    num_rows, num_inputs = x.shape
+    num_columns, is_grouped = len(weight) // (1 + is_gated), scales.shape[1] > 1
+    out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    tile = tile or tile_for(x.device, num_rows, is_gated=is_gated, is_grouped=is_grouped)
+    by_tma = can_describe(x, weight) if by_tma is None else by_tma
+    stores_by_tma = by_tma and can_describe(out)
+    operands = (describe(x, tile.rows, GROUP), describe(weight, tile.columns, GROUP)) if by_tma else (x, weight)
+    result = describe(out, tile.rows, tile.columns) if stores_by_tma else out
+    sizes = (num_rows, num_columns, num_inputs, x.stride(0), weight.stride(0), scales.stride(0), out.stride(0))
+    constants = tile.constants(is_gated=is_gated, is_grouped=is_grouped, has_bias=bias is not None)
+    constants |= {"ELEMENT": ELEMENTS[dtype], "BY_TMA": by_tma, "STORES_BY_TMA": stores_by_tma}
+    programs = num_programs(x.device, tile.per_multiprocessor)
+    grid = (min(tile.num_tiles(num_rows, num_columns, is_gated=is_gated), programs),)
+    fp8_kernels.linear[grid](*operands, x_scales, scales, bias, result, *sizes, **constants, **tile.options())
+    return out
+
+
+class Fp8TritonKernels(Fp8Packing, TritonKernels):
+    """Implements `kernels.api.QuantisedKernels` on CUDA from sm_89 on; all but the GEMMs of packed weights is that of
+    `TritonKernels`.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.weights = dtype, Fp8Weights(dtype)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if not is_packed(weight):
+            return super().linear(x, weight, bias, out)
+        return self._multiply(x, weight, bias, is_gated=False)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_packed(weight):
+            return super().gated_linear(x, weight, bias)
+        return self._multiply(x, weight, bias, is_gated=True)
+
+    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if not is_packed(weight):
+            return super().linear_argmax(x, weight, count)
+        return self.argmax(self.linear(x, weight, None)[:, :count])
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        quantised = quantise(rows if rows.stride(1) == 1 else rows.contiguous(), is_grouped=weight.ndim == 3)
+        numbers, scales = self.weights.numbers(weight), self.weights.scales(weight)
+        result = multiply(*quantised, numbers, scales, bias, x.dtype, is_gated=is_gated)
+        return result.view(*x.shape[:-1], -1)

@@ -1,0 +1,186 @@
+"""FP8 matmuls on a GPU: activations quantised by row or by groups of 128, sums in a fixed order.
+
+x [M, K] and weight [N, K] in e4m3 -> out [M, N]. A scale belongs to a row of each, or to each group of 128 numbers
+along K of a row.
+
+Hopper's matrix unit adds products of e4m3 with fewer bits than float32 has (https://arxiv.org/abs/2412.19437, section
+3.3.2), so how long it adds by itself fixes bits. Here: 128 numbers along K from zero in the matrix unit, then one
+float32 addition to the sum, ascending. STEP is so part of the definition, and a row's bits depend on the row alone:
+tiles, warps, stages, the number of steps in an iteration, TMA or pointers and the grid change none, as long as all
+tiles take the same instruction: wgmma on sm_90, which needs 64 rows, of x or swapped of the weight. mma.sync of e4m3
+is one of float16 there, with other bits.
+"""
+
+import triton
+import triton.language as tl
+
+from spmd_worker.ops.kernels.triton.tile_kernels import load_tile, silu_times, store_tile, tile_indices
+
+LAUNCH = {"enable_fp_fusion": False}
+STEP = tl.constexpr(128)
+_LARGEST = tl.constexpr(448.0)
+_PER_SCALE = tl.constexpr(1.0 / 448.0)
+
+
+@triton.jit
+def _scales_of(largest):
+    """Scales of these maximum magnitudes; 1 of zero."""
+    scale = largest * _PER_SCALE
+    return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def _quotients(value, scale):
+    """value / scale, float32, within what e4m3 holds. NaN stays NaN."""
+    quotient = tl.div_rn(value, scale)
+    lowest = tl.full(quotient.shape, -_LARGEST, tl.float32)
+    quotient = tl.maximum(quotient, lowest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(quotient, -lowest, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def quantise_rows(x, out, scales, K, stride_x, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """x [M, K] -> out [M, K], contiguous, and float32 scales [M]; a program a row. IS_WHOLE: BLOCK holds a row, which
+    is read once. A maximum has no order, so BLOCK and warps change no bits.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    if IS_WHOLE:
+        value = tl.load(x + row * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
+        scale = _scales_of(tl.max(tl.abs(value), 0))
+        quotient = _quotients(value, tl.zeros_like(value) + scale)
+        tl.store(out + row * K + k, quotient.to(out.dtype.element_ty), mask=k < K)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, K, BLOCK):
+            value = tl.load(x + row * stride_x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+        scale = _scales_of(tl.max(largest, 0))
+        for start in tl.range(0, K, BLOCK):
+            value = tl.load(x + row * stride_x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            quotient = _quotients(value, tl.zeros_like(value) + scale)
+            tl.store(out + row * K + start + k, quotient.to(out.dtype.element_ty), mask=start + k < K)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def quantise_groups(x, out, scales, K, stride_x, BLOCK: tl.constexpr):
+    """x [M, K] -> out [M, K], contiguous, and float32 scales [M, K / 128]; a program a row and BLOCK."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    groups: tl.constexpr = BLOCK // STEP
+    k, group = start + tl.arange(0, BLOCK), start // STEP + tl.arange(0, groups)
+    value = tl.load(x + row * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
+    value = tl.reshape(value, [groups, STEP])
+    scale = _scales_of(tl.max(tl.abs(value), 1))
+    quotient = _quotients(value, tl.broadcast_to(scale[:, None], [groups, STEP]))
+    tl.store(out + row * K + k, tl.reshape(quotient, [BLOCK]).to(out.dtype.element_ty), mask=k < K)
+    tl.store(scales + row * (K // STEP) + group, scale, mask=group < K // STEP)
+
+
+@triton.jit
+def _scales_at(scales, rows, num_rows, stride, group):
+    """Float32 scales of `rows` in one group, zero past the last row."""
+    return tl.load(scales + rows.to(tl.int64) * stride + group, mask=rows < num_rows, other=0.0)
+
+
+@triton.jit
+def _part(a, b, SWAPPED: tl.constexpr):
+    """One step's products of a [BM, 128] and b [BN, 128], from zero: [BM, BN], or SWAPPED [BN, BM]."""
+    if SWAPPED:
+        return tl.dot(b, tl.trans(a), out_dtype=tl.float32)
+    else:
+        return tl.dot(a, tl.trans(b), out_dtype=tl.float32)
+
+
+@triton.jit
+def _outer(of_rows, of_columns, SWAPPED: tl.constexpr):
+    """Factors of rows of x and of outputs, as `_part` has them."""
+    if SWAPPED:
+        return of_columns[:, None] * of_rows[None, :]
+    else:
+        return of_rows[:, None] * of_columns[None, :]
+
+
+@triton.jit
+def _added(
+    sums, part, x_scales, scales, m, n, M, N, stride_x_scales, stride_scales, group,
+    IS_GROUPED: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """The sum with one step's part: one rounding, with scales of groups too."""
+    if IS_GROUPED:
+        of_rows = _scales_at(x_scales, m, M, stride_x_scales, group)
+        of_columns = _scales_at(scales, n, N, stride_scales, group)
+        return tl.fma(part, _outer(of_rows, of_columns, SWAPPED), sums)
+    else:
+        return sums + part
+
+
+@triton.jit
+def _result(
+    sums, x_scales, scales, bias, m, n, M, N, stride_scales,
+    IS_GROUPED: tl.constexpr, SWAPPED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Float32 sums -> [BM, BN], scaled, with the bias."""
+    if SWAPPED:
+        sums = tl.trans(sums)
+    if not IS_GROUPED:
+        sums = sums * _scales_at(x_scales, m, M, 1, 0)[:, None] * _scales_at(scales, n, N, stride_scales, 0)[None, :]
+    if BIAS:
+        sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear(
+    x, weight, x_scales, scales, bias, out, M, N, K, stride_x, stride_weight, stride_scales, stride_out,
+    ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
+    IS_PAIRED: tl.constexpr, IS_GATED: tl.constexpr, IS_GROUPED: tl.constexpr, SWAPPED: tl.constexpr,
+    FLATTEN: tl.constexpr, BIAS: tl.constexpr, BY_TMA: tl.constexpr, STORES_BY_TMA: tl.constexpr,
+):  # fmt: skip
+    """Persistent. IS_PAIRED: a program has two tiles of BN columns, which share the tile of x; one step's parts are in
+    registers one after the other, so that two sums of 128 x 128 fit. IS_GATED, which is paired: the second tile is that
+    of the up projection, N rows behind the gate's, and out [M, N] = silu(gate) * up. SWAPPED: rows of the weight are
+    the matrix instruction's rows, of which it has 64 at least, so that few rows of x take few columns.
+
+    `x_scales` float32 [M] or [M, K / 128], contiguous; `scales` the same of N rows at a distance of `stride_scales`.
+    """
+    columns: tl.constexpr = BN * (2 if IS_PAIRED and not IS_GATED else 1)
+    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, columns)
+    num_weights = N * (2 if IS_GATED else 1)
+    num_groups = K // STEP
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = tile_indices(tile, num_m, num_n, GROUP)
+        row, column = tile_m * BM, tile_n * columns
+        second = column + (N if IS_GATED else BN)
+        m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
+        n_second = second + tl.arange(0, BN)
+        sums = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
+        if IS_PAIRED:
+            second_sums = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
+        for start in tl.range(0, K, STEP * STEPS):
+            for step in tl.static_range(STEPS):
+                k = start + step * STEP
+                a = load_tile(x, row, k, M, K, stride_x, BM, STEP, BY_TMA)
+                b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
+                sums = _added(
+                    sums, _part(a, b, SWAPPED), x_scales, scales, m, n, M, num_weights, num_groups, stride_scales,
+                    k // STEP, IS_GROUPED, SWAPPED,
+                )  # fmt: skip
+                if IS_PAIRED:
+                    b = load_tile(weight, second, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
+                    second_sums = _added(
+                        second_sums, _part(a, b, SWAPPED), x_scales, scales, m, n_second, M, num_weights, num_groups,
+                        stride_scales, k // STEP, IS_GROUPED, SWAPPED,
+                    )  # fmt: skip
+        sums = _result(sums, x_scales, scales, bias, m, n, M, num_weights, stride_scales, IS_GROUPED, SWAPPED, BIAS)
+        if IS_PAIRED:
+            second_sums = _result(
+                second_sums, x_scales, scales, bias, m, n_second, M, num_weights, stride_scales, IS_GROUPED, SWAPPED,
+                BIAS,
+            )  # fmt: skip
+        if IS_GATED:
+            sums = silu_times(sums, second_sums, ELEMENT)
+        elif IS_PAIRED:
+            store_tile(out, second_sums, row, second, M, N, stride_out, ELEMENT, BM, BN, STORES_BY_TMA)
+        store_tile(out, sums, row, column, M, N, stride_out, ELEMENT, BM, BN, STORES_BY_TMA)
