@@ -21,12 +21,17 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from spmd_worker.ops.kernels.triton import (
     attention,
     attention_kernels,
+    fp8,
+    fp8_kernels,
+    int8,
+    int8_kernels,
     matmul,
     matmul_kernels,
     row_kernels,
@@ -45,7 +50,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 class Variant:
     """One specialisation. `types` as Triton writes them; `aligned`: arguments that 16 divides, which the launcher finds
     out for itself. `pipelined_bytes`: shared memory that the asked stages of operands take, 0 where nothing is staged.
-    `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
+    `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass. `chips`:
+    on which it is launched. `adds_parts`: on sm_90 products leave the matrix unit before they are added to a sum.
     """
 
     name: str
@@ -57,6 +63,8 @@ class Variant:
     multiplies: bool = False
     pipelined_bytes: int = 0
     most_bytes: int = 0
+    chips: tuple[int, ...] = tuple(SHARED_BYTES)
+    adds_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class Compiled:
     shared_bytes: int
     has_matrix_instruction: bool
     num_async_copies: int
+    adds_parts: bool
 
 
 def compile_for(variant: Variant, capability: int) -> Compiled:
@@ -94,6 +103,7 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
         shared_bytes=compiled.metadata.shared,
         has_matrix_instruction=MATRIX_INSTRUCTION[capability] in ptx,
         num_async_copies=len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        adds_parts=re.search(r"= (arith\.addf|math\.fma) .*#mma", compiled.asm["ttgir"]) is not None,
     )
 
 
@@ -110,6 +120,8 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
         wrong.append(f"wants {found.shared_bytes} bytes of shared memory of {SHARED_BYTES[capability]}")
     if variant.multiplies and not found.has_matrix_instruction:
         wrong.append(f"multiplies without {MATRIX_INSTRUCTION[capability]}")
+    if variant.adds_parts and capability == 90 and not found.adds_parts:
+        wrong.append("adds in the matrix unit")
     # mma.sync takes operands from registers: they have left the last stage by then.
     staged = int(variant.pipelined_bytes * (0.75 if MATRIX_INSTRUCTION[capability] == "mma.sync" else 1))
     if variant.pipelined_bytes and (not found.num_async_copies or found.shared_bytes < staged):
@@ -133,6 +145,7 @@ _OF_ROWS = {
 _SCALARS = dict.fromkeys(("stride_query", "stride_page", "stride_table", "stride_key", "stride_value", "window"), "i32")
 _SIZES = dict.fromkeys(("M", "N", "K", "stride_x", "stride_weight", "stride_out", "H", "V", "stride"), "i32")
 _COUNTS = {**dict.fromkeys(("num_pieces", "first_id", "num_words"), "i32"), "first": "i64", "parts": "*i64"}
+_NUMBERS = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "i32": tl.int32}
 _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
 
 
@@ -153,6 +166,8 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     yield from matmul_variants(element)
     yield from draw_variants(element)
     yield from sum_variants(element)
+    yield from fp8_variants(element)
+    yield from int8_variants(element)
 
 
 def _attention_variants(model: str, heads: int, kv_heads: int, size: int, element: str) -> Iterator[Variant]:
@@ -223,6 +238,97 @@ def matmul_variant(kernel: Any, tile: matmul.Tile, element: str = "bf16") -> Var
     return Variant(name, kernel, types, tile.constants(False), tile.options(), aligned, element != "fp32", staged, most)
 
 
+_QUANTISED = {"x_scales": "*fp32", "scales": "*fp32", "stride_scales": "i32", "maxima": "*fp32"}
+_ALIGNED = ("N", "K", "stride_x", "stride_weight", "stride_scales", "stride_out")
+
+
+def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Rows of 4,096 and 14,336 inputs; every tile by TMA, and one by pointers; scales of rows and of groups."""
+    chips = tuple(each for each in SHARED_BYTES if each >= 89)
+    for width in (4096, 14336):
+        block = power_of_two(width)
+        options = fp8_kernels.LAUNCH | {"num_warps": fp8.num_warps(block)}
+        types = _typed(fp8_kernels.quantise_rows, element) | _QUANTISED | {"out": "*fp8e4nv"}
+        types = {name: kind for name, kind in types.items() if name in fp8_kernels.quantise_rows.arg_names}
+        constants = {"BLOCK": block, "IS_WHOLE": True}
+        name = f"fp8 quantise {width}"
+        yield Variant(name, fp8_kernels.quantise_rows, types, constants, options, ("K", "stride_x"), chips=chips)
+    constants, options = {"BLOCK": 4096}, fp8_kernels.LAUNCH | {"num_warps": fp8.num_warps(4096)}
+    yield Variant(
+        "fp8 quantise groups", fp8_kernels.quantise_groups, types, constants, options, ("K", "stride_x"), chips=chips
+    )
+    others = tuple(each for each in chips if each != 90)
+    for is_gated in (False, True):
+        for is_grouped in (False, True):
+            tile = fp8.OTHER_CHIPS_GATED if is_gated else fp8.OTHER_CHIPS
+            yield fp8_variant(tile, element, is_gated, is_grouped, chips=others)
+            for tile in dict.fromkeys(fp8.hopper_tiles(is_gated=is_gated, is_grouped=is_grouped)):
+                yield fp8_variant(tile, element, is_gated, is_grouped)
+    yield fp8_variant(fp8.SOME, element, False, False, by_tma=False)
+
+
+def fp8_variant(
+    tile: fp8.Fp8Tile,
+    element: str,
+    is_gated: bool,
+    is_grouped: bool,
+    *,
+    by_tma: bool = True,
+    chips: tuple[int, ...] = (90,),
+) -> Variant:
+    """Without a bias."""
+    types = _typed(fp8_kernels.linear, element) | _QUANTISED
+    types = {name: kind for name, kind in types.items() if name in fp8_kernels.linear.arg_names and name != "bias"}
+    if by_tma:
+        types |= {"x": f"tensordesc<fp8e4nv[{tile.rows}, 128]>", "weight": f"tensordesc<fp8e4nv[{tile.columns}, 128]>"}
+        types |= {"out": f"tensordesc<{element}[{tile.rows}, {tile.columns}]>"}
+    else:
+        types |= dict.fromkeys(("x", "weight"), "*fp8e4nv")
+    constants = tile.constants(is_gated=is_gated, is_grouped=is_grouped, has_bias=False)
+    constants |= {"ELEMENT": _NUMBERS[element], "BY_TMA": by_tma, "STORES_BY_TMA": by_tma}
+    kind = f"{' gated' if is_gated else ''}{' grouped' if is_grouped else ''}{'' if by_tma else ' pointers'}"
+    name = f"fp8 linear{kind} {tile.rows}x{tile.columns}{'x2' if tile.is_paired else ''}"
+    options = tile.options()
+    return Variant(name, fp8_kernels.linear, types, constants, options, _ALIGNED, True, chips=chips, adds_parts=True)
+
+
+def int8_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Rows of 14,336 inputs; every tile by TMA, one by pointers, and integer sums."""
+    types = _typed(int8_kernels.quantise_rows, element) | _QUANTISED | {"out": "*i8"}
+    types = {name: kind for name, kind in types.items() if name in int8_kernels.quantise_rows.arg_names}
+    constants = {"BLOCK": 16384, "IS_WHOLE": True, "HAS_MAXIMA": False}
+    options = int8_kernels.LAUNCH | {"num_warps": fp8.num_warps(16384)}
+    yield Variant("int8 quantise 14336", int8_kernels.quantise_rows, types, constants, options, ("K", "stride_x"))
+    others = tuple(each for each in SHARED_BYTES if each != 90)
+    for is_gated in (False, True):
+        yield int8_variant(int8.OTHER_CHIPS, element, is_gated, chips=others)
+        for tile in int8.hopper_tiles(is_gated=is_gated):
+            yield int8_variant(tile, element, is_gated)
+    yield int8_variant(int8.SOME, element, False, by_tma=False)
+    yield int8_variant(int8.MANY, "i32", False)
+
+
+def int8_variant(
+    tile: int8.Int8Tile, element: str, is_gated: bool, *, by_tma: bool = True, chips: tuple[int, ...] = (90,)
+) -> Variant:
+    """Without a bias."""
+    by_tma = by_tma and 80 not in chips
+    types = _typed(int8_kernels.linear, element) | _QUANTISED
+    types = {name: kind for name, kind in types.items() if name in int8_kernels.linear.arg_names and name != "bias"}
+    if by_tma:
+        types |= {"x": f"tensordesc<i8[{tile.rows}, {tile.inputs}]>"}
+        types |= {"weight": f"tensordesc<i8[{tile.columns}, {tile.inputs}]>"}
+    else:
+        types |= dict.fromkeys(("x", "weight"), "*i8")
+    constants = tile.constants() | {"IS_GATED": is_gated, "BIAS": False, "BY_TMA": by_tma}
+    constants |= {"ELEMENT": _NUMBERS[element], "SUMS": element == "i32"}
+    kind = f"{' gated' if is_gated else ''}{'' if by_tma else ' pointers'}{' sums' if element == 'i32' else ''}"
+    name = f"int8 linear{kind} {tile.rows}x{tile.columns}"
+    # Triton multiplies int8 with neither wgmma of 16 rows nor tcgen05.
+    options, multiplies = tile.options(), tile.rows >= 64 and 100 not in chips
+    return Variant(name, int8_kernels.linear, types, constants, options, _ALIGNED, multiplies, chips=chips)
+
+
 def _on(variant: Variant, capability: int) -> Variant:
     """With the options that it is launched with on such a chip."""
     if variant.kernel is not attention_kernels.attend:
@@ -246,6 +352,7 @@ def planted() -> dict[str, Variant]:
         "spills": replace(next(variants()), options=attention_kernels.LAUNCH | {"maxnreg": 168}),
         "shared memory": matmul_variant(matmul_kernels.linear, matmul.Tile(128, 256, 64, 8, 5)),
         "is not pipelined": replace(base, aligned=()),
+        "adds in the matrix unit": replace(base, adds_parts=True),
         "multiplies without": replace(matmul_variant(matmul_kernels.linear, matmul.FLOAT32, "fp32"), multiplies=True),
     }
 
@@ -262,10 +369,13 @@ def main(capabilities: list[int]) -> None:
         "write_rows llama-8b",
         *(each.name for each in draw_variants()),
         *(each.name for each in sum_variants()),
+        *("fp8 quantise 14336", "fp8 linear 128x128x2", "fp8 linear gated 128x128", "int8 linear 128x256"),
     )
     short = [each for each in everything if each.name.startswith(first)]
     chosen = everything if "--all" in sys.argv else short
-    examined = {f"{each.name} sm_{of}": examine(_on(each, of), of) for each in chosen for of in capabilities}
+    examined = {
+        f"{each.name} sm_{of}": examine(_on(each, of), of) for each in chosen for of in capabilities if of in each.chips
+    }
     report = {
         "triton": triton.__version__,
         "resources": {name: found and asdict(found) for name, (found, _) in examined.items()},

@@ -331,9 +331,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if is_interpreted():
         for name in ("FEW", "FEW_GATED", "SOME", "SOME_GATED", "MANY", "MANY_GATED"):
-            setattr(int8, name, Int8Tile(16, 32, 128, 4, 2))
+            setattr(int8, name, Int8Tile(16, 64, 128, 4, 2))
         for name in [each for each in vars(fp8) if isinstance(getattr(fp8, each), Fp8Tile)]:
-            setattr(fp8, name, replace(getattr(fp8, name), rows=16, columns=32))
+            setattr(fp8, name, replace(getattr(fp8, name), rows=32, columns=64))
     cases = GATE if "gate" in sys.argv else (*GATE, *REST)
     print(json.dumps({case.__name__: run(case) for case in cases}))
 

@@ -99,8 +99,8 @@ def test_what_cannot_be_quantised_is_refused_by_name(
 ):
     layers = tuple(replace(layer, **changes) for layer in model_config.layers)
     files = ModelFiles(replace(model_config, layers=layers), {}, "")
+    run = RunConfig(ModelOptions(path="", quantization=quantization), ParallelConfig(2))
     with pytest.raises(ConfigError, match=words):
-        run = RunConfig(ModelOptions(path="", quantization=quantization), ParallelConfig(2))
         resolve(run, files, device)
 
 

@@ -64,6 +64,7 @@ class Fp8Tile:
 
 OTHER_CHIPS: Final = Fp8Tile(64, 64, 1, 4, 3)
 """Without wgmma there is no table yet, and shared memory may be 99 KB."""
+OTHER_CHIPS_GATED: Final = Fp8Tile(64, 32, 1, 4, 3)
 FEW: Final = Fp8Tile(64, 32, 2, 4, 4)
 FEW_GATED: Final = Fp8Tile(64, 64, 1, 4, 4)
 SOME: Final = Fp8Tile(64, 128, 1, 4, 4)
@@ -73,18 +74,28 @@ MANY_GATED: Final = Fp8Tile(128, 64, 1, 8, 4)
 MANY_GROUPED: Final = Fp8Tile(128, 128, 1, 8, 4)
 MANY_GATED_GROUPED: Final = Fp8Tile(128, 64, 1, 8, 4)
 
+MAX_FEW_ROWS: Final = 64
+MAX_SOME_ROWS: Final = 512
+
+
+def hopper_tiles(*, is_gated: bool, is_grouped: bool) -> tuple[Fp8Tile, Fp8Tile, Fp8Tile]:
+    """Tiles of few, some and many rows."""
+    if is_grouped:
+        return (FEW_GATED, SOME_GATED, MANY_GATED_GROUPED) if is_gated else (FEW, SOME, MANY_GROUPED)
+    return (FEW_GATED, SOME_GATED, MANY_GATED) if is_gated else (FEW, SOME, MANY)
+
 
 def tile_for(device: torch.device, num_rows: int, *, is_gated: bool, is_grouped: bool) -> Fp8Tile:
     """The tile of a matmul of `num_rows` rows."""
     if capability(device) not in (_HOPPER, (0, 0)):
-        return OTHER_CHIPS
-    if num_rows <= 64:
-        return FEW_GATED if is_gated else FEW
-    if num_rows <= 512:
-        return SOME_GATED if is_gated else SOME
-    if is_grouped:
-        return MANY_GATED_GROUPED if is_gated else MANY_GROUPED
-    return MANY_GATED if is_gated else MANY
+        return OTHER_CHIPS_GATED if is_gated else OTHER_CHIPS
+    few, some, many = hopper_tiles(is_gated=is_gated, is_grouped=is_grouped)
+    return few if num_rows <= MAX_FEW_ROWS else some if num_rows <= MAX_SOME_ROWS else many
+
+
+def num_warps(block: int) -> int:
+    """Warps that quantise a row, or a piece of one, of `block` numbers."""
+    return max(1, min(16, block // _PER_WARP))
 
 
 def quantise(x: Tensor, *, is_grouped: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
@@ -96,7 +107,7 @@ def quantise(x: Tensor, *, is_grouped: bool, dtype: torch.dtype = torch.float8_e
     if num_rows == 0:
         return out, scales
     block = min(max(power_of_two(num_inputs), GROUP), _GROUPS_IN_REGISTERS if is_grouped else _MOST_IN_REGISTERS)
-    options = fp8_kernels.LAUNCH | {"num_warps": max(1, min(16, block // _PER_WARP))}
+    options = fp8_kernels.LAUNCH | {"num_warps": num_warps(block)}
     if is_grouped:
         grid = (num_rows, -(-num_inputs // block))
         fp8_kernels.quantise_groups[grid](x, out, scales, num_inputs, x.stride(0), BLOCK=block, **options)

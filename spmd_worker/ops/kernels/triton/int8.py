@@ -11,12 +11,12 @@ from spmd_worker.ops.kernels import int8
 from spmd_worker.ops.kernels.fp8 import ByteRowPacking, ByteRows, is_packed
 from spmd_worker.ops.kernels.triton import int8_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
+from spmd_worker.ops.kernels.triton.fp8 import num_warps
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 
 _HOPPER: Final = (9, 0)
 _MOST_IN_REGISTERS: Final = 1 << 14
-_PER_WARP: Final = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,21 @@ SOME_GATED: Final = Int8Tile(64, 64, 128, 4, 4)
 MANY: Final = Int8Tile(128, 256, 128, 8, 3)
 MANY_GATED: Final = Int8Tile(128, 128, 128, 8, 3)
 
+MAX_FEW_ROWS: Final = 16
+MAX_SOME_ROWS: Final = 512
+
 
 def tile_for(device: torch.device, num_rows: int, *, is_gated: bool) -> Int8Tile:
     """The tile of a matmul of `num_rows` rows. Sums are exact, so tiles of any instruction have the same bits."""
     if capability(device) not in (_HOPPER, (0, 0)):
         return OTHER_CHIPS
-    if num_rows <= 16:
-        return FEW_GATED if is_gated else FEW
-    if num_rows <= 512:
-        return SOME_GATED if is_gated else SOME
-    return MANY_GATED if is_gated else MANY
+    few, some, many = hopper_tiles(is_gated=is_gated)
+    return few if num_rows <= MAX_FEW_ROWS else some if num_rows <= MAX_SOME_ROWS else many
+
+
+def hopper_tiles(*, is_gated: bool) -> tuple[Int8Tile, Int8Tile, Int8Tile]:
+    """Tiles of few, some and many rows."""
+    return (FEW_GATED, SOME_GATED, MANY_GATED) if is_gated else (FEW, SOME, MANY)
 
 
 def quantise(x: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -68,7 +73,7 @@ def quantise(x: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return out, scales
     block = min(power_of_two(num_inputs), _MOST_IN_REGISTERS)
     constants = {"BLOCK": block, "IS_WHOLE": num_inputs <= block, "HAS_MAXIMA": maxima is not None}
-    options = int8_kernels.LAUNCH | {"num_warps": max(1, min(16, block // _PER_WARP))}
+    options = int8_kernels.LAUNCH | {"num_warps": num_warps(block)}
     int8_kernels.quantise_rows[(num_rows,)](x, maxima, out, scales, num_inputs, x.stride(0), **constants, **options)
     return out, scales
 
