@@ -19,6 +19,8 @@ from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.kernels.fp8 import Fp8Weights
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.worker.memory.estimate import weights_bytes
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 BLOCKS = Format({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}, fp8_block)
@@ -124,6 +126,19 @@ def test_scales_of_any_rows_and_groups_are_read(tmp_path: Path, kind: str, monke
         assert torch.equal(part, whole[100:200, groups])
     assert (opened.row_scales(name, ((0, 256), (64, 192))) is None) == (kind == "blocks")
     assert opened.row_scales("model.norm.weight", ((0, 256),)) is None
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_bytes_of_a_gpu_are_planned_exactly(tmp_path: Path, is_tied: bool):
+    """The reference packs as the kernels of GPUs do."""
+    spec = CheckpointSpec(LlamaConfig, SIZES | {"tie_word_embeddings": is_tied})
+    folder = write_checkpoint(tmp_path / "model", spec)
+    with LLM(folder, dtype="bfloat16", num_blocks=40, **FP8) as llm:
+        model = llm.llm_engine.executor.driver_worker.model_runner.model
+        held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    model_config = read_model_files(folder).model_config
+    assert held == weights_bytes(model_config, RankLayout(1), 0, "bfloat16", "cuda", "fp8")
+    assert held < weights_bytes(model_config, RankLayout(1), 0, "bfloat16", "cuda")
 
 
 def test_fp8_is_refused_where_nothing_multiplies_it(tmp_path: Path):
