@@ -9,9 +9,11 @@ compared, and torch rounds them for the matmuls. How many bits a matrix unit kee
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -20,7 +22,7 @@ from triton_cases import run
 
 from spmd_worker.ops.kernels.fp8 import Fp8Weights, ReferenceFp8Kernels, products, quantised, scales_of
 from spmd_worker.ops.kernels.int8 import Int8Kernels, row_maxima
-from spmd_worker.ops.kernels.triton import fp8, int8
+from spmd_worker.ops.kernels.triton import attention_kernels, fp8, int8
 from spmd_worker.ops.kernels.triton.fp8 import Fp8Tile, Fp8TritonKernels
 from spmd_worker.ops.kernels.triton.int8 import Int8Tile, Int8TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
@@ -306,6 +308,38 @@ def control_an_int8_sum_off_by_one_is_found() -> None:
     assert not torch.equal(bits(kernels.linear(x, packed, None)), bits(before))
 
 
+def an_int8_engine_has_the_tokens_of_the_cpu() -> None:
+    """Greedy, of a model of two layers; the refusal of FP8 where it would be rounded wrongly."""
+    if not is_interpreted():
+        return
+    # Not needed, and perhaps not importable, where kernels alone are tried on a GPU.
+    from triton_engine import CONFIG
+
+    from spmd_worker import LLM, SamplingParams
+    from spmd_worker.base.errors import ConfigError
+
+    attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
+    prompts = [{"prompt_token_ids": [3 + (row * 31 + at * 17) % 300 for at in range(1 + 9 * row)]} for row in range(4)]
+    params, found = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        arguments = {"dtype": "float32", "device": "cpu", "load_format": "dummy", "num_blocks": 64}
+        for quantization, backend in (("int8", "cpu"), ("int8", "triton"), (None, "cpu")):
+            with LLM(folder, quantization=quantization, device_backend=backend, **arguments) as llm:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+        try:
+            LLM(folder, quantization="fp8", device_backend="triton", **arguments).close()
+            refusal = ""
+        except ConfigError as error:
+            refusal = str(error)
+    assert found[1] == found[0]
+    assert found[2] != found[0], "control: eight bits are seen"
+    assert "rounds FP8 wrongly: use model.quantization=int8" in refusal.replace(
+        " quantization=", " model.quantization="
+    ), refusal
+
+
 GATE: tuple[Callable[[], None], ...] = (
     activations_are_quantised_as_torch_does,
     rows_longer_than_registers_are_quantised_alike,
@@ -322,7 +356,7 @@ GATE: tuple[Callable[[], None], ...] = (
     int8_shares_of_two_ranks_have_the_bits_of_one,
     control_an_int8_sum_off_by_one_is_found,
 )
-REST: tuple[Callable[[], None], ...] = (fp8_tiles_have_the_same_bits,)
+REST: tuple[Callable[[], None], ...] = (fp8_tiles_have_the_same_bits, an_int8_engine_has_the_tokens_of_the_cpu)
 
 
 def main() -> None:
