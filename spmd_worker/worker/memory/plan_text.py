@@ -198,6 +198,11 @@ def _quantised(plan: MemoryPlan) -> list[str]:
     model_config, dtype = plan.resolved.model_config, plan.resolved.dtype
     if model_config.quantization is None:
         return []
+    if plan.resolved.config.model.quantization == "fp8":
+        return [
+            f"files      quantised, {model_config.quantization.words}: FP8 numbers that have a scale a tensor, a row "
+            "or 128 inputs are computed with as they are, others are dequantised when they are loaded"
+        ]
     num_bytes = format_bytes(model_config.num_parameters * DTYPE_BYTES[dtype])
     return [
         f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded, the "

@@ -140,6 +140,21 @@ def test_plan_text_of_quantised_files(model_config: ModelConfig, tmp_path: Path)
     assert lines == text_of(model_config, 2)
 
 
+def test_plan_text_of_fp8_files_computed_as_stored(model_config: ModelConfig, tmp_path: Path):
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": blocks}))
+    options = ModelOptions(path="", quantization="fp8")
+    lines = text_of(read_model_files(tmp_path).model_config, 2, device="cuda", model=options)
+    assert lines[1] == (
+        "files      quantised, FP8 in blocks of 128 x 128 (fp8): FP8 numbers that have a scale a tensor, a row or 128 "
+        "inputs are computed with as they are, others are dequantised when they are loaded"
+    )
+    assert lines[2] == (
+        "quantised  to fp8, a scale an output, all but the embedding and norms: 4.1 GiB on a rank, scales included; "
+        "while they are loaded 7.5 GiB, in bfloat16"
+    )
+
+
 def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfig):
     plan = make_plan(resolved(model_config, 8, executor=WITHOUT_SCREEN))
     norms = (2 * model_config.num_layers + 1) * model_config.hidden_size
