@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.weight_slice import HeldSlice, extents
+from spmd_worker.ops.kernels.byte_rows import byte_rows_shape, is_packed
 from spmd_worker.ops.kernels.cpu.int8 import int8_shape
-from spmd_worker.ops.kernels.fp8 import byte_rows_shape, is_packed
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from spmd_worker.model_config.byte_rows import fits_bytes, inputs_of, row_bytes
+from spmd_worker.ops.kernels.byte_rows import byte_rows_shape
 from spmd_worker.ops.kernels.fp8 import (
     Fp8Weights,
     ReferenceFp8Kernels,
-    byte_rows_shape,
     dequantised,
     products,
     quantised,

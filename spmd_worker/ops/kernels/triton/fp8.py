@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from spmd_worker.model_config.byte_rows import GROUP
-from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights, is_packed
+from spmd_worker.ops.kernels.byte_rows import is_packed
+from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights
 from spmd_worker.ops.kernels.triton import fp8_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels

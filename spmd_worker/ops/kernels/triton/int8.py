@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_worker.ops.kernels import int8
-from spmd_worker.ops.kernels.fp8 import ByteRowPacking, ByteRows, is_packed
+from spmd_worker.ops.kernels.byte_rows import ByteRowPacking, ByteRows, is_packed
 from spmd_worker.ops.kernels.triton import int8_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.fp8 import num_warps
