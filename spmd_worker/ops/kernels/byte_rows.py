@@ -22,7 +22,8 @@ def byte_rows_shape(packed: Tensor) -> tuple[int, int]:
 
 class ByteRows(Int8Weights):
     """Packed layout of a weight of one byte an element: uint8 [O, bytes], see `model_config/byte_rows.py`; with scales
-    of groups [O, 1, bytes]. Rows of numbers and scales are views.
+    of groups [O, 1, bytes], and with those of blocks of 128 rows and 128 inputs, which each row has, [O, 1, 1, bytes].
+    Rows of numbers and scales are views.
     """
 
     number: torch.dtype = torch.int8

@@ -22,13 +22,26 @@ from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 LARGEST: Final = 448.0
 _BLOCK_ROWS: Final = 4096
+_BLOCKED: Final = 4
+"""Dimensions of a packed weight with scales of blocks."""
 
 
-def scales_of(rows: Tensor, *, is_grouped: bool = False) -> Tensor:
-    """[n, I] -> float32 [n, G]: scales of rows, or of groups of 128 inputs."""
-    shaped = rows.view(len(rows), -1, GROUP) if is_grouped else rows.unsqueeze(1)
-    scales = row_maxima(shaped) * (1.0 / LARGEST)
+def scales_of(rows: Tensor, *, is_grouped: bool = False, is_blocked: bool = False) -> Tensor:
+    """[n, I] -> float32 [n, G]: scales of rows, of groups of 128 inputs, or of blocks of 128 rows and inputs."""
+    shaped = rows.view(len(rows), -1, GROUP) if is_grouped or is_blocked else rows.unsqueeze(1)
+    maxima = row_maxima(shaped)
+    if is_blocked:
+        blocks = [maxima[start : start + GROUP] for start in range(0, len(maxima), GROUP)]
+        maxima = torch.cat([block.amax(dim=0).expand_as(block) for block in blocks])
+    scales = maxima * (1.0 / LARGEST)
     return scales.masked_fill_(scales == 0, 1.0)
+
+
+def are_blocked(scales: Tensor, start: int, num_rows: int) -> bool:
+    """Whether rows from `start` on, of `num_rows`, are whole blocks of 128 rows that share scales of groups [n, G]."""
+    stop = start + len(scales)
+    firsts = scales[::GROUP].repeat_interleave(GROUP, dim=0)[: len(scales)]
+    return start % GROUP == 0 and (stop % GROUP == 0 or stop == num_rows) and torch.equal(firsts, scales)
 
 
 def quantised(rows: Tensor, scales: Tensor) -> Tensor:
@@ -69,7 +82,9 @@ class Fp8Weights(ByteRows):
         weight's dtype holds them to 5 bits: as e4m3 they are further apart than the rounding moved them.
         """
         packed = self.empty(weight, is_gated=False)
-        packed = packed if scales.shape[1] == 1 else packed.unsqueeze(1)
+        if scales.shape[1] > 1:
+            packed = packed.unsqueeze(1)
+            packed = packed.unsqueeze(1) if are_blocked(scales, 0, len(weight)) else packed
         self.store_stored(packed, 0, weight.detach(), scales)
         return packed
 
@@ -84,11 +99,16 @@ class Fp8Weights(ByteRows):
         return dequantised(self.numbers(packed)[start:stop], self.scales(packed)[start:stop], self.dtype)
 
     def overwrite(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
-        """Rows have their own maxima, or those of their groups."""
+        """Rows have their own maxima, or those of their groups or blocks; other rows of a block are quantised again."""
         del maxima
+        if packed.ndim == _BLOCKED:
+            first, stop = start // GROUP * GROUP, min(-(-(start + len(rows)) // GROUP) * GROUP, len(packed))
+            whole = self.dequantised(packed, first, stop)
+            whole[start - first : start - first + len(rows)] = rows
+            start, rows = first, whole
         for first in range(0, len(rows), _BLOCK_ROWS):
             some = rows[first : first + _BLOCK_ROWS]
-            scales = scales_of(some, is_grouped=packed.ndim == 3)
+            scales = scales_of(some, is_grouped=packed.ndim > 2, is_blocked=packed.ndim == _BLOCKED)
             self.store(packed, start + first, quantised(some, scales), scales)
 
 
@@ -109,7 +129,8 @@ class Fp8Packing(ByteRowPacking):
 
     def repack_stored_(self, packed: Tensor, start: int, rows: Tensor, scales: Tensor) -> None:
         """A weight keeps its kind of scales."""
-        if is_packed(packed) and self.weights.scales(packed).shape[1] == scales.shape[1]:
+        is_alike = is_packed(packed) and self.weights.scales(packed).shape[1] == scales.shape[1]
+        if is_alike and (packed.ndim != _BLOCKED or are_blocked(scales, start, len(packed))):
             self.weights.store_stored(packed, start, rows, scales)
         else:
             self.repack_part_(packed, start, rows, row_maxima(rows))
@@ -126,6 +147,6 @@ class ReferenceFp8Kernels(Fp8Packing, ReferenceKernels):
         if not is_packed(weight):
             return super().linear(x, weight, bias, out)
         scales = self.weights.scales(weight)
-        x_scales = scales_of(x, is_grouped=weight.ndim == 3)
+        x_scales = scales_of(x, is_grouped=weight.ndim > 2)
         result = products(quantised(x, x_scales), x_scales, self.weights.numbers(weight), scales)
         return (result if bias is None else result + bias.float()).to(self.dtype)

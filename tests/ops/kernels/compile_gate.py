@@ -239,6 +239,11 @@ def matmul_variant(kernel: Any, tile: matmul.Tile, element: str = "bf16") -> Var
 
 
 _QUANTISED = {"x_scales": "*fp32", "scales": "*fp32", "stride_scales": "i32", "maxima": "*fp32"}
+SCALES = {
+    "rows": fp8_kernels.OF_ROWS.value,
+    "groups": fp8_kernels.OF_GROUPS.value,
+    "blocks": fp8_kernels.OF_BLOCKS.value,
+}
 _ALIGNED = ("N", "K", "stride_x", "stride_weight", "stride_scales", "stride_out")
 
 
@@ -259,19 +264,19 @@ def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
     )
     others = tuple(each for each in chips if each != 90)
     for is_gated in (False, True):
-        for is_grouped in (False, True):
+        for kind in SCALES:
             tile = fp8.OTHER_CHIPS_GATED if is_gated else fp8.OTHER_CHIPS
-            yield fp8_variant(tile, element, is_gated, is_grouped, chips=others)
-            for tile in dict.fromkeys(fp8.hopper_tiles(is_gated=is_gated, is_grouped=is_grouped)):
-                yield fp8_variant(tile, element, is_gated, is_grouped)
-    yield fp8_variant(fp8.SOME, element, False, False, by_tma=False)
+            yield fp8_variant(tile, element, is_gated, kind, chips=others)
+            for tile in fp8.HOPPER_GATED_TILES if is_gated else fp8.HOPPER_TILES:
+                yield fp8_variant(tile, element, is_gated, kind)
+    yield fp8_variant(fp8.HOPPER_TILES[-1], element, False, "rows", by_tma=False)
 
 
 def fp8_variant(
     tile: fp8.Fp8Tile,
     element: str,
     is_gated: bool,
-    is_grouped: bool,
+    kind: str,
     *,
     by_tma: bool = True,
     chips: tuple[int, ...] = (90,),
@@ -284,10 +289,10 @@ def fp8_variant(
         types |= {"out": f"tensordesc<{element}[{tile.rows}, {tile.columns}]>"}
     else:
         types |= dict.fromkeys(("x", "weight"), "*fp8e4nv")
-    constants = tile.constants(is_gated=is_gated, is_grouped=is_grouped, has_bias=False)
+    constants = tile.constants(is_gated=is_gated, kind=SCALES[kind], has_bias=False)
     constants |= {"ELEMENT": _NUMBERS[element], "BY_TMA": by_tma, "STORES_BY_TMA": by_tma}
-    kind = f"{' gated' if is_gated else ''}{' grouped' if is_grouped else ''}{'' if by_tma else ' pointers'}"
-    name = f"fp8 linear{kind} {tile.rows}x{tile.columns}{'x2' if tile.is_paired else ''}"
+    words = f"{' gated' if is_gated else ''} {kind}{'' if by_tma else ' pointers'}"
+    name = f"fp8 linear{words} {tile.rows}x{tile.columns}x{tile.steps} {tile.num_stages} stages"
     options = tile.options()
     return Variant(name, fp8_kernels.linear, types, constants, options, _ALIGNED, True, chips=chips, adds_parts=True)
 
@@ -302,10 +307,10 @@ def int8_variants(element: str = "bf16") -> Iterator[Variant]:
     others = tuple(each for each in SHARED_BYTES if each != 90)
     for is_gated in (False, True):
         yield int8_variant(int8.OTHER_CHIPS, element, is_gated, chips=others)
-        for tile in int8.hopper_tiles(is_gated=is_gated):
+        for tile in int8.HOPPER_GATED_TILES if is_gated else int8.HOPPER_TILES:
             yield int8_variant(tile, element, is_gated)
-    yield int8_variant(int8.SOME, element, False, by_tma=False)
-    yield int8_variant(int8.MANY, "i32", False)
+    yield int8_variant(int8.HOPPER_TILES[2], element, False, by_tma=False)
+    yield int8_variant(int8.HOPPER_TILES[-1], "i32", False)
 
 
 def int8_variant(
@@ -369,7 +374,7 @@ def main(capabilities: list[int]) -> None:
         "write_rows llama-8b",
         *(each.name for each in draw_variants()),
         *(each.name for each in sum_variants()),
-        *("fp8 quantise 14336", "fp8 linear 128x128x2", "fp8 linear gated 128x128", "int8 linear 128x256"),
+        *("fp8 quantise 14336", "fp8 linear rows 64x128x1", "fp8 linear gated rows 64x64x1", "int8 linear 128x256"),
     )
     short = [each for each in everything if each.name.startswith(first)]
     chosen = everything if "--all" in sys.argv else short

@@ -12,6 +12,7 @@ from spmd_worker.ops.kernels.byte_rows import byte_rows_shape
 from spmd_worker.ops.kernels.fp8 import (
     Fp8Weights,
     ReferenceFp8Kernels,
+    are_blocked,
     dequantised,
     products,
     quantised,
@@ -85,6 +86,35 @@ def test_products_are_those_of_plain_rows():
         expected = dequantised(a, x_scales, torch.float32) @ dequantised(b, scales, torch.float32).t()
         torch.testing.assert_close(products(a, x_scales, b, scales), expected, rtol=1e-4, atol=1e-4)
     assert ((expected - x @ weight.t()).norm() / expected.norm()).item() < 0.05
+
+
+def test_blocks_of_rows_share_scales_after_changes():
+    """Rows of one block are quantised again together, other blocks stay. Controls: rows that share no scales."""
+    kernels, weight = ReferenceFp8Kernels(torch.float32), numbers(300, 256)
+    blocked = scales_of(weight, is_blocked=True)
+    packed = kernels.pack_stored(weight, blocked)
+    assert packed.shape == (300, 1, 1, row_bytes(256))
+    assert blocked[0].tolist() == (weight[:128].abs().view(128, 2, 128).amax((0, 2)) * (1 / 448)).tolist()
+    before = packed.clone()
+    kernels.repack_part_(packed, 130, 5 * weight[130:140], row_maxima(weight[130:140]))
+    changed = weight.clone()
+    changed[130:140] *= 5
+    assert torch.equal(packed[:128], before[:128])
+    assert torch.equal(packed[256:], before[256:])
+    assert are_blocked(kernels.weights.scales(packed), 0, 300)
+    assert not torch.equal(kernels.weights.scales(packed)[128:256], blocked[128:256])
+    assert ((kernels.unpack(packed, 0, 300) - changed).norm() / changed.norm()).item() < 0.05
+    kernels.repack_stored_(packed, 128, weight[128:256], blocked[128:256])
+    kernels.repack_stored_(packed, 0, weight, blocked)
+    assert torch.equal(packed, before)
+    assert not are_blocked(scales_of(weight, is_grouped=True), 0, 300)
+    assert not are_blocked(blocked[:100], 0, 300)
+    assert not are_blocked(blocked[100:], 100, 300)
+    x = numbers(3, 256)
+    ungrouped = Fp8Weights(torch.float32).pack_stored(weight[:129], blocked[[0] * 100 + [150] * 29])
+    assert ungrouped.ndim == 3
+    grouped = before.squeeze(1)
+    assert torch.equal(kernels.linear(x, before, None), kernels.linear(x, grouped, None))
 
 
 @each_dtype

@@ -38,8 +38,8 @@ class Fp8Tile:
     is_flat: bool = False
     per_multiprocessor: int = 1
 
-    def constants(self, *, is_gated: bool, is_grouped: bool, has_bias: bool) -> dict[str, Any]:
-        """Constexprs of the kernel that follow from the tile."""
+    def constants(self, *, is_gated: bool, kind: int, has_bias: bool) -> dict[str, Any]:
+        """Constexprs of the kernel that follow from the tile. `kind` of scales: see `fp8_kernels`."""
         return {
             "BM": self.rows,
             "BN": self.columns,
@@ -48,7 +48,7 @@ class Fp8Tile:
             "BIAS": has_bias,
             "IS_PAIRED": self.is_paired or is_gated,
             "IS_GATED": is_gated,
-            "IS_GROUPED": is_grouped,
+            "SCALES": kind,
             "SWAPPED": self.is_swapped,
             "FLATTEN": self.is_flat,
         }
@@ -66,32 +66,38 @@ class Fp8Tile:
 OTHER_CHIPS: Final = Fp8Tile(64, 64, 1, 4, 3)
 """Without wgmma there is no table yet, and shared memory may be 99 KB."""
 OTHER_CHIPS_GATED: Final = Fp8Tile(64, 32, 1, 4, 3)
-FEW: Final = Fp8Tile(64, 32, 2, 4, 4)
-FEW_GATED: Final = Fp8Tile(64, 64, 1, 4, 4)
-SOME: Final = Fp8Tile(64, 128, 1, 4, 4)
-SOME_GATED: Final = Fp8Tile(64, 64, 1, 4, 4)
-MANY: Final = Fp8Tile(128, 128, 1, 8, 3, is_paired=True)
-MANY_GATED: Final = Fp8Tile(128, 64, 1, 8, 4)
-MANY_GROUPED: Final = Fp8Tile(128, 128, 1, 8, 4)
-MANY_GATED_GROUPED: Final = Fp8Tile(128, 64, 1, 8, 4)
-
-MAX_FEW_ROWS: Final = 64
-MAX_SOME_ROWS: Final = 512
-
-
-def hopper_tiles(*, is_gated: bool, is_grouped: bool) -> tuple[Fp8Tile, Fp8Tile, Fp8Tile]:
-    """Tiles of few, some and many rows."""
-    if is_grouped:
-        return (FEW_GATED, SOME_GATED, MANY_GATED_GROUPED) if is_gated else (FEW, SOME, MANY_GROUPED)
-    return (FEW_GATED, SOME_GATED, MANY_GATED) if is_gated else (FEW, SOME, MANY)
+_FEW: Final = Fp8Tile(16, 64, 2, 4, 5, is_swapped=True, per_multiprocessor=2)
+_FEW_GATED: Final = Fp8Tile(16, 128, 2, 4, 3, is_swapped=True)
+_FEWER_THAN_32: Final = Fp8Tile(32, 64, 2, 4, 5, is_swapped=True, per_multiprocessor=2)
+_FEWER_THAN_32_GATED: Final = Fp8Tile(32, 64, 2, 4, 3, is_swapped=True)
+_SOME_NARROW: Final = Fp8Tile(64, 32, 4, 4, 3)
+_SOME: Final = Fp8Tile(64, 64, 2, 4, 4, is_swapped=True)
+_SOME_WIDE: Final = Fp8Tile(64, 128, 1, 4, 6)
+_SOME_GATED: Final = Fp8Tile(64, 64, 1, 4, 6)
+_MANY_NARROW: Final = Fp8Tile(64, 128, 2, 4, 4)
+_MANY: Final = Fp8Tile(64, 128, 1, 4, 4, per_multiprocessor=2)
+_MANY_GATED: Final = Fp8Tile(64, 64, 1, 4, 4, per_multiprocessor=2)
+HOPPER_TILES: Final = (_FEW, _FEWER_THAN_32, _SOME_NARROW, _SOME, _SOME_WIDE, _MANY_NARROW, _MANY)
+HOPPER_GATED_TILES: Final = (_FEW_GATED, _FEWER_THAN_32_GATED, _SOME_GATED, _MANY_GATED)
 
 
-def tile_for(device: torch.device, num_rows: int, *, is_gated: bool, is_grouped: bool) -> Fp8Tile:
-    """The tile of a matmul of `num_rows` rows."""
+def tile_for(device: torch.device, num_rows: int, num_columns: int, *, is_gated: bool) -> Fp8Tile:
+    """The tile of a matmul of this shape; measured on an H200 for the shapes of an 8B model."""
     if capability(device) not in (_HOPPER, (0, 0)):
         return OTHER_CHIPS_GATED if is_gated else OTHER_CHIPS
-    few, some, many = hopper_tiles(is_gated=is_gated, is_grouped=is_grouped)
-    return few if num_rows <= MAX_FEW_ROWS else some if num_rows <= MAX_SOME_ROWS else many
+    if is_gated:
+        limits = ((16, _FEW_GATED), (32, _FEWER_THAN_32_GATED), (64, _SOME_GATED))
+        return next((tile for most, tile in limits if num_rows <= most), _MANY_GATED)
+    if num_rows <= 32:
+        return _FEW if num_rows <= 16 else _FEWER_THAN_32
+    multiprocessors = num_programs(device)
+    if num_rows <= 64:
+        is_narrow = num_columns <= _SOME_NARROW.columns * multiprocessors
+        is_wide = num_columns >= _SOME_WIDE.columns * multiprocessors
+        return _SOME_NARROW if is_narrow else _SOME_WIDE if is_wide else _SOME
+    # With a tile for each multiprocessor at most, one program alone has more of the memory's bandwidth.
+    is_narrow = _MANY.num_tiles(num_rows, num_columns, is_gated=False) <= multiprocessors
+    return _MANY_NARROW if is_narrow else _MANY
 
 
 def num_warps(block: int) -> int:
@@ -127,24 +133,29 @@ def multiply(
     dtype: torch.dtype,
     *,
     is_gated: bool = False,
+    is_blocked: bool = False,
     tile: Fp8Tile | None = None,
     by_tma: bool | None = None,
 ) -> Tensor:
     """E4m3 [M, K] x [N, K] with scales from `quantise` and float32 [N, G] -> [M, N], or [M, N / 2] of gate and up. See
-    `fp8_kernels.linear`. `tile` and `by_tma` None: as is best.
+    `fp8_kernels.linear`. `is_blocked`: 128 rows of the weight share scales. `tile` and `by_tma` None: as is best.
     """
     num_rows, num_inputs = x.shape
-    num_columns, is_grouped = len(weight) // (1 + is_gated), scales.shape[1] > 1
+    num_columns, kind = len(weight) // (1 + is_gated), fp8_kernels.OF_ROWS
+    if scales.shape[1] > 1:
+        # Blocks of the up projection must begin where a tile does.
+        has_blocks = is_blocked and (num_columns % GROUP == 0 or not is_gated)
+        kind = fp8_kernels.OF_BLOCKS if has_blocks else fp8_kernels.OF_GROUPS
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or tile_for(x.device, num_rows, is_gated=is_gated, is_grouped=is_grouped)
+    tile = tile or tile_for(x.device, num_rows, num_columns, is_gated=is_gated)
     by_tma = can_describe(x, weight) if by_tma is None else by_tma
     stores_by_tma = by_tma and can_describe(out)
     operands = (describe(x, tile.rows, GROUP), describe(weight, tile.columns, GROUP)) if by_tma else (x, weight)
     result = describe(out, tile.rows, tile.columns) if stores_by_tma else out
     sizes = (num_rows, num_columns, num_inputs, x.stride(0), weight.stride(0), scales.stride(0), out.stride(0))
-    constants = tile.constants(is_gated=is_gated, is_grouped=is_grouped, has_bias=bias is not None)
+    constants = tile.constants(is_gated=is_gated, kind=kind.value, has_bias=bias is not None)
     constants |= {"ELEMENT": ELEMENTS[dtype], "BY_TMA": by_tma, "STORES_BY_TMA": stores_by_tma}
     programs = num_programs(x.device, tile.per_multiprocessor)
     grid = (min(tile.num_tiles(num_rows, num_columns, is_gated=is_gated), programs),)
@@ -178,7 +189,7 @@ class Fp8TritonKernels(Fp8Packing, TritonKernels):
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        quantised = quantise(rows if rows.stride(1) == 1 else rows.contiguous(), is_grouped=weight.ndim == 3)
+        quantised = quantise(rows if rows.stride(1) == 1 else rows.contiguous(), is_grouped=weight.ndim > 2)
         numbers, scales = self.weights.numbers(weight), self.weights.scales(weight)
-        result = multiply(*quantised, numbers, scales, bias, x.dtype, is_gated=is_gated)
+        result = multiply(*quantised, numbers, scales, bias, x.dtype, is_gated=is_gated, is_blocked=weight.ndim == 4)
         return result.view(*x.shape[:-1], -1)

@@ -18,6 +18,8 @@ from spmd_worker.ops.kernels.triton.tile_kernels import load_tile, silu_times, s
 
 LAUNCH = {"enable_fp_fusion": False}
 STEP = tl.constexpr(128)
+OF_ROWS, OF_GROUPS, OF_BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Kinds of scales."""
 _LARGEST = tl.constexpr(448.0)
 _PER_SCALE = tl.constexpr(1.0 / 448.0)
 
@@ -94,37 +96,34 @@ def _part(a, b, SWAPPED: tl.constexpr):
 
 
 @triton.jit
-def _outer(of_rows, of_columns, SWAPPED: tl.constexpr):
-    """Factors of rows of x and of outputs, as `_part` has them."""
-    if SWAPPED:
-        return of_columns[:, None] * of_rows[None, :]
-    else:
-        return of_rows[:, None] * of_columns[None, :]
-
-
-@triton.jit
 def _added(
-    sums, part, x_scales, scales, m, n, M, N, stride_x_scales, stride_scales, group,
-    IS_GROUPED: tl.constexpr, SWAPPED: tl.constexpr,
+    sums, part, x_scales, scales, row, column, M, N, stride_x_scales, stride_scales, group,
+    BM: tl.constexpr, BN: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """The sum with one step's part: one rounding, with scales of groups too."""
-    if IS_GROUPED:
-        of_rows = _scales_at(x_scales, m, M, stride_x_scales, group)
-        of_columns = _scales_at(scales, n, N, stride_scales, group)
-        return tl.fma(part, _outer(of_rows, of_columns, SWAPPED), sums)
-    else:
+    if SCALES == OF_ROWS:
         return sums + part
+    of_rows = _scales_at(x_scales, row + tl.arange(0, BM), M, stride_x_scales, group)
+    if SCALES == OF_BLOCKS:
+        factors = of_rows * tl.load(scales + column.to(tl.int64) * stride_scales + group, mask=column < N, other=0.0)
+        factors = factors[None, :] if SWAPPED else factors[:, None]
+    else:
+        of_columns = _scales_at(scales, column + tl.arange(0, BN), N, stride_scales, group)
+        factors = of_columns[:, None] * of_rows[None, :] if SWAPPED else of_rows[:, None] * of_columns[None, :]
+    return tl.fma(part, tl.broadcast_to(factors, sums.shape), sums)
 
 
 @triton.jit
 def _result(
-    sums, x_scales, scales, bias, m, n, M, N, stride_scales,
-    IS_GROUPED: tl.constexpr, SWAPPED: tl.constexpr, BIAS: tl.constexpr,
+    sums, x_scales, scales, bias, row, column, M, N, stride_scales,
+    BM: tl.constexpr, BN: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Float32 sums -> [BM, BN], scaled, with the bias."""
+    # Here, and not before the loop, where they would take registers from the sums.
+    m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
     if SWAPPED:
         sums = tl.trans(sums)
-    if not IS_GROUPED:
+    if SCALES == OF_ROWS:
         sums = sums * _scales_at(x_scales, m, M, 1, 0)[:, None] * _scales_at(scales, n, N, stride_scales, 0)[None, :]
     if BIAS:
         sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -135,7 +134,7 @@ def _result(
 def linear(
     x, weight, x_scales, scales, bias, out, M, N, K, stride_x, stride_weight, stride_scales, stride_out,
     ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
-    IS_PAIRED: tl.constexpr, IS_GATED: tl.constexpr, IS_GROUPED: tl.constexpr, SWAPPED: tl.constexpr,
+    IS_PAIRED: tl.constexpr, IS_GATED: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
     FLATTEN: tl.constexpr, BIAS: tl.constexpr, BY_TMA: tl.constexpr, STORES_BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """Persistent. IS_PAIRED: a program has two tiles of BN columns, which share the tile of x; one step's parts are in
@@ -144,6 +143,8 @@ def linear(
     the matrix instruction's rows, of which it has 64 at least, so that few rows of x take few columns.
 
     `x_scales` float32 [M] or [M, K / 128], contiguous; `scales` the same of N rows at a distance of `stride_scales`.
+    SCALES: OF_ROWS; OF_GROUPS of 128 inputs of a row; OF_BLOCKS, which 128 rows from a multiple of 128 on share: then
+    BN and the gates' N divide and are divided by 128.
     """
     columns: tl.constexpr = BN * (2 if IS_PAIRED and not IS_GATED else 1)
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, columns)
@@ -153,8 +154,6 @@ def linear(
         tile_m, tile_n = tile_indices(tile, num_m, num_n, GROUP)
         row, column = tile_m * BM, tile_n * columns
         second = column + (N if IS_GATED else BN)
-        m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
-        n_second = second + tl.arange(0, BN)
         sums = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
         if IS_PAIRED:
             second_sums = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
@@ -164,23 +163,25 @@ def linear(
                 a = load_tile(x, row, k, M, K, stride_x, BM, STEP, BY_TMA)
                 b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
                 sums = _added(
-                    sums, _part(a, b, SWAPPED), x_scales, scales, m, n, M, num_weights, num_groups, stride_scales,
-                    k // STEP, IS_GROUPED, SWAPPED,
+                    sums, _part(a, b, SWAPPED), x_scales, scales, row, column, M, num_weights, num_groups,
+                    stride_scales, k // STEP, BM, BN, SCALES, SWAPPED,
                 )  # fmt: skip
                 if IS_PAIRED:
                     b = load_tile(weight, second, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
                     second_sums = _added(
-                        second_sums, _part(a, b, SWAPPED), x_scales, scales, m, n_second, M, num_weights, num_groups,
-                        stride_scales, k // STEP, IS_GROUPED, SWAPPED,
+                        second_sums, _part(a, b, SWAPPED), x_scales, scales, row, second, M, num_weights, num_groups,
+                        stride_scales, k // STEP, BM, BN, SCALES, SWAPPED,
                     )  # fmt: skip
-        sums = _result(sums, x_scales, scales, bias, m, n, M, num_weights, stride_scales, IS_GROUPED, SWAPPED, BIAS)
+        result = _result(
+            sums, x_scales, scales, bias, row, column, M, num_weights, stride_scales, BM, BN, SCALES, SWAPPED, BIAS
+        ).to(ELEMENT)
         if IS_PAIRED:
-            second_sums = _result(
-                second_sums, x_scales, scales, bias, m, n_second, M, num_weights, stride_scales, IS_GROUPED, SWAPPED,
-                BIAS,
-            )  # fmt: skip
+            other = _result(
+                second_sums, x_scales, scales, bias, row, second, M, num_weights, stride_scales, BM, BN, SCALES,
+                SWAPPED, BIAS,
+            ).to(ELEMENT)  # fmt: skip
         if IS_GATED:
-            sums = silu_times(sums, second_sums, ELEMENT)
+            result = silu_times(result, other, ELEMENT)
         elif IS_PAIRED:
-            store_tile(out, second_sums, row, second, M, N, stride_out, ELEMENT, BM, BN, STORES_BY_TMA)
-        store_tile(out, sums, row, column, M, N, stride_out, ELEMENT, BM, BN, STORES_BY_TMA)
+            store_tile(out, other, row, second, M, N, stride_out, ELEMENT, BM, BN, STORES_BY_TMA)
+        store_tile(out, result, row, column, M, N, stride_out, ELEMENT, BM, BN, STORES_BY_TMA)

@@ -40,28 +40,32 @@ class Int8Tile:
 
 OTHER_CHIPS: Final = Int8Tile(64, 64, 128, 4, 3)
 """Without wgmma there is no table yet, and shared memory may be 99 KB."""
-FEW: Final = Int8Tile(16, 64, 256, 4, 4)
-FEW_GATED: Final = Int8Tile(16, 64, 256, 4, 3)
-SOME: Final = Int8Tile(64, 128, 128, 4, 4)
-SOME_GATED: Final = Int8Tile(64, 64, 128, 4, 4)
-MANY: Final = Int8Tile(128, 256, 128, 8, 3)
-MANY_GATED: Final = Int8Tile(128, 128, 128, 8, 3)
+_FEW: Final = Int8Tile(16, 64, 256, 4, 4)
+_FEW_WIDE: Final = Int8Tile(16, 128, 128, 4, 4)
+_FEW_GATED: Final = Int8Tile(16, 64, 256, 4, 3)
+_SOME: Final = Int8Tile(64, 128, 128, 4, 4)
+_SOME_WIDE: Final = Int8Tile(128, 128, 128, 8, 4)
+_SOME_GATED: Final = Int8Tile(64, 64, 128, 4, 4)
+_MANY: Final = Int8Tile(128, 256, 128, 8, 4)
+_MANY_GATED: Final = Int8Tile(128, 128, 128, 8, 3)
+HOPPER_TILES: Final = (_FEW, _FEW_WIDE, _SOME, _SOME_WIDE, _MANY)
+HOPPER_GATED_TILES: Final = (_FEW_GATED, _SOME_GATED, _MANY_GATED)
 
-MAX_FEW_ROWS: Final = 16
-MAX_SOME_ROWS: Final = 512
 
-
-def tile_for(device: torch.device, num_rows: int, *, is_gated: bool) -> Int8Tile:
-    """The tile of a matmul of `num_rows` rows. Sums are exact, so tiles of any instruction have the same bits."""
+def tile_for(device: torch.device, num_rows: int, num_columns: int, *, is_gated: bool) -> Int8Tile:
+    """The tile of a matmul of this shape; measured on an H200 for the shapes of an 8B model, but for gates. Sums are
+    exact, so tiles of any instruction have the same bits.
+    """
     if capability(device) not in (_HOPPER, (0, 0)):
         return OTHER_CHIPS
-    few, some, many = hopper_tiles(is_gated=is_gated)
-    return few if num_rows <= MAX_FEW_ROWS else some if num_rows <= MAX_SOME_ROWS else many
-
-
-def hopper_tiles(*, is_gated: bool) -> tuple[Int8Tile, Int8Tile, Int8Tile]:
-    """Tiles of few, some and many rows."""
-    return (FEW_GATED, SOME_GATED, MANY_GATED) if is_gated else (FEW, SOME, MANY)
+    if is_gated:
+        return _FEW_GATED if num_rows <= 16 else _SOME_GATED if num_rows <= 512 else _MANY_GATED
+    is_wide = num_columns >= _FEW_WIDE.columns * num_programs(device)
+    if num_rows <= 16:
+        return _FEW_WIDE if is_wide else _FEW
+    if num_rows <= 512:
+        return _SOME_WIDE if is_wide and num_rows > 64 else _SOME
+    return _MANY
 
 
 def quantise(x: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -98,7 +102,7 @@ def multiply(
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or tile_for(x.device, num_rows, is_gated=is_gated)
+    tile = tile or tile_for(x.device, num_rows, num_columns, is_gated=is_gated)
     by_tma = can_describe(x, weight) if by_tma is None else by_tma
     sizes = (num_rows, num_columns, num_inputs, x.stride(0), weight.stride(0), scales.stride(0), out.stride(0))
     operands = (x, weight)
