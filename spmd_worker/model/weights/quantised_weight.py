@@ -187,7 +187,8 @@ class ScaledWeight(LinearWeight):
             return None
         row_groups, row_range = _groups_of(torch.arange(*rows) // self._block_size[0])
         columns = (first // width, stop // width) if is_grouped else (0, 1)
-        return self._scales(row_range, columns).index_select(0, row_groups)
+        scales = self._scales(row_range, columns)
+        return scales.index_select(0, row_groups.to(scales.device))
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
         return self._read_part("numbers", rows, columns).to(torch.float32)

@@ -150,9 +150,10 @@ class WeightStore:
                 write = partial(self._write_blocks, source, held)
                 # One run is written by this thread, which would only wait for another.
                 list(threads.map(write, runs) if len(runs) > 1 else map(write, runs))
-                if (found := _stored_scales(source, held)) is not None:
-                    layer, scales = found
-                    layer.keep_scales(held.rows, scales)
+        for _, held in pieces:
+            if (found := _stored_scales(source, held)) is not None:
+                layer, scales = found
+                layer.keep_scales(held.rows, scales)
         for padding in self.paddings:
             region = tuple(slice(*bounds) for bounds in padding.destination)
             parameters[padding.parameter_name].data[region].zero_()
