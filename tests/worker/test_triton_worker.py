@@ -14,6 +14,8 @@ from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, Paralle
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.triton import TritonBackend
+from spmd_worker.ops.kernels.triton.fp8 import Fp8TritonKernels
+from spmd_worker.ops.kernels.triton.int8 import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.environment import RankEnvironment
@@ -40,13 +42,32 @@ def chosen(
     properties = SimpleNamespace(shared_memory_per_block_optin=shared_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype)
+    quantization = changes.pop("quantization", None)
+    model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype, quantization=quantization)
     resolved = resolve_run(RunConfig(model=model, device="cuda"), "cuda")
     config = resolved.model_config
     if head_size := changes.pop("head_size", None):
         changes["layers"] = tuple(replace(layer, head_size=head_size) for layer in config.layers)
     resolved = replace(resolved, model_config=replace(config, **changes))
     return TritonDevice(resolved, torch.device("cuda", 0)).operations()
+
+
+@pytest.mark.parametrize(("found", "is_supported"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
+def test_fp8_needs_a_gpu_that_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int, int], is_supported: bool
+):
+    monkeypatch.setattr(triton_backend, "capability", lambda device: found)
+    integers = chosen(monkeypatch, quantization="int8")
+    assert isinstance(integers.kernels, Int8TritonKernels)
+    assert integers.quantised is integers.kernels
+    if is_supported:
+        operations = chosen(monkeypatch, quantization="fp8")
+        assert isinstance(operations.kernels, Fp8TritonKernels)
+        assert operations.quantised is operations.kernels
+        return
+    way_out = r"8\.9 or later, which multiplies FP8, and a GPU has 8\.6: use model\.quantization=int8"
+    with pytest.raises(ConfigError, match=way_out):
+        chosen(monkeypatch, quantization="fp8")
 
 
 def test_an_encoder_is_refused_because_attention_is_causal(monkeypatch: pytest.MonkeyPatch):

@@ -194,7 +194,7 @@ def activation_bytes(
     quantised = 0
     if quantization is not None:
         quantised = max(model_config.hidden_size, num_columns)
-        if layout.tensor_parallel_size > 1:
+        if layout.tensor_parallel_size > 1 and quantization == "int8":
             quantised += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     return num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits
 
