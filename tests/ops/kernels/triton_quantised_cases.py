@@ -54,8 +54,9 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def activations(num_rows: int, num_inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """With a row of zeros, a large one and one of subnormal numbers."""
+    """With a row of zeros, a large one, one of subnormal numbers, and a zero below zero."""
     x = numbers(num_rows, num_inputs, dtype=dtype)
+    x[0, 1] = -0.0
     x[1], x[2] = 0.0, x[2] * 1000.0
     if dtype != torch.float16:
         x[3] *= 1e-40
@@ -112,7 +113,9 @@ def activations_are_quantised_as_torch_does() -> None:
                 assert torch.equal(scales.view_as(expected_scales), expected_scales), (dtype, num_inputs, is_grouped)
                 shaped = x.float().unflatten(1, (expected_scales.shape[1], -1))
                 quotients = (shaped / expected_scales.unsqueeze(2)).clamp(-448, 448).flatten(1)
-                assert torch.equal(found, quotients), (dtype, num_inputs, is_grouped)
+                # The interpreter rounds in the middle of a fused multiplication and addition.
+                ulps = (found.view(torch.int32) - quotients.view(torch.int32)).abs().max()
+                assert ulps <= is_interpreted(), (dtype, num_inputs, is_grouped, ulps)
                 if not is_interpreted():
                     found, _ = fp8.quantise(x, is_grouped=is_grouped)
                     assert torch.equal(found.view(torch.uint8), quantised(x, expected_scales).view(torch.uint8))

@@ -22,6 +22,7 @@ OF_ROWS, OF_GROUPS, OF_BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 """Kinds of scales."""
 _LARGEST = tl.constexpr(448.0)
 _PER_SCALE = tl.constexpr(1.0 / 448.0)
+_USUAL_LEAST, _USUAL_MOST = tl.constexpr(1e-25), tl.constexpr(1e25)
 
 
 @triton.jit
@@ -32,9 +33,23 @@ def _scales_of(largest):
 
 
 @triton.jit
-def _quotients(value, scale):
-    """value / scale, float32, within what e4m3 holds. NaN stays NaN."""
-    quotient = tl.div_rn(value, scale)
+def _quotients(value, scale, smallest, largest):
+    """value / scale by IEEE division, within what e4m3 holds; NaN stays NaN. `scale` broadcasts to `value`; scales are
+    from `smallest` to `largest`.
+
+    The product with the rounded reciprocal is within one ulp, and corrected once it is the quotient
+    (https://doi.org/10.1147/rd.341.0111), in fewer instructions than a division of each value, unless numbers near the
+    ends of float32's range are lost. What may differ below 2^-10 is zero as e4m3.
+    """
+    if (smallest > _USUAL_LEAST) & (largest < _USUAL_MOST):
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        of_each, scale_of_each = tl.zeros_like(value) + inverse, tl.zeros_like(value) + scale
+        quotient = value * of_each
+        quotient = tl.fma(tl.fma(-quotient, scale_of_each, value), of_each, quotient)
+        # The correction loses the sign of zero.
+        quotient = tl.where(value == 0.0, value, quotient)
+    else:
+        quotient = tl.div_rn(value, tl.zeros_like(value) + scale)
     lowest = tl.full(quotient.shape, -_LARGEST, tl.float32)
     quotient = tl.maximum(quotient, lowest, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(quotient, -lowest, propagate_nan=tl.PropagateNan.ALL)
@@ -50,7 +65,7 @@ def quantise_rows(x, out, scales, K, stride_x, BLOCK: tl.constexpr, IS_WHOLE: tl
     if IS_WHOLE:
         value = tl.load(x + row * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
         scale = _scales_of(tl.max(tl.abs(value), 0))
-        quotient = _quotients(value, tl.zeros_like(value) + scale)
+        quotient = _quotients(value, scale, scale, scale)
         tl.store(out + row * K + k, quotient.to(out.dtype.element_ty), mask=k < K)
     else:
         largest = tl.zeros([BLOCK], tl.float32)
@@ -60,7 +75,7 @@ def quantise_rows(x, out, scales, K, stride_x, BLOCK: tl.constexpr, IS_WHOLE: tl
         scale = _scales_of(tl.max(largest, 0))
         for start in tl.range(0, K, BLOCK):
             value = tl.load(x + row * stride_x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-            quotient = _quotients(value, tl.zeros_like(value) + scale)
+            quotient = _quotients(value, scale, scale, scale)
             tl.store(out + row * K + start + k, quotient.to(out.dtype.element_ty), mask=start + k < K)
     tl.store(scales + row, scale)
 
@@ -75,7 +90,7 @@ def quantise_groups(x, out, scales, K, stride_x, BLOCK: tl.constexpr):
     value = tl.load(x + row * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
     value = tl.reshape(value, [groups, STEP])
     scale = _scales_of(tl.max(tl.abs(value), 1))
-    quotient = _quotients(value, tl.broadcast_to(scale[:, None], [groups, STEP]))
+    quotient = _quotients(value, scale[:, None], tl.min(scale, 0), tl.max(scale, 0))
     tl.store(out + row * K + k, tl.reshape(quotient, [BLOCK]).to(out.dtype.element_ty), mask=k < K)
     tl.store(scales + row * (K // STEP) + group, scale, mask=group < K // STEP)
 
