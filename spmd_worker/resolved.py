@@ -13,13 +13,14 @@ from pathlib import Path
 from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.model_config.byte_rows import fits_bytes
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MAX_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.ranks.expert_layout import expert_layout_of
-from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of
+from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, shard_range
 from spmd_worker.replica.sequence.defaults import default_sampling
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -239,17 +240,40 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
     key = f"model.quantization={config.model.quantization}"
     if config.model.quantization is None:
         return
-    if device_type != "cpu":
-        raise ConfigError(f"{key} runs on the CPU only: set device=cpu, or leave it out")
+    if (
+        config.model.quantization == "fp8"
+        and device_type == "cpu"
+        and config.executor.device_backend in ("auto", "cpu")
+    ):
+        raise ConfigError(f"{key} computes on GPUs, which multiply FP8: use model.quantization=int8, or leave it out")
     if any(layer.experts is not None for layer in model_config.layers):
         raise ConfigError(f"{key} is not supported for {model_config.architecture}, which has experts: leave it out")
     if model_config.pooling is not None:
         raise ConfigError(f"{key} is for models that generate, but this run pools: leave it out")
+    if config.model.quantization == "fp8":
+        return
+    _check_row_shares(config, model_config, device_type)
     widest = max(max(layer.intermediate_size, layer.num_heads * layer.head_size) for layer in model_config.layers)
     if max(widest, model_config.hidden_size) > MAX_INPUTS:
         raise ConfigError(
             f"{key} sums at most {MAX_INPUTS:,} inputs exactly, but config.json has layers of "
             f"{max(widest, model_config.hidden_size):,}: leave it out"
+        )
+
+
+def _check_row_shares(config: RunConfig, model_config: ModelConfig, device_type: str) -> None:
+    """Raise ConfigError if ranks of GPUs would share rows of int8 weights that do not fit their kernels."""
+    size = config.parallel.tensor_parallel_size
+    if device_type == "cpu" or size == 1:
+        return
+    inputs = {layer.num_heads * layer.head_size // size for layer in model_config.layers}
+    for width in {layer.intermediate_size for layer in model_config.layers}:
+        inputs |= {stop - start for start, stop in (shard_range(width, size, rank) for rank in range(size))}
+    unfit = sorted(each for each in inputs if not fits_bytes(each))
+    if unfit:
+        raise ConfigError(
+            f"model.quantization=int8 on GPUs needs shares of rows that are multiples of 16 inputs, but with "
+            f"parallel.tensor_parallel_size={size} a rank has {unfit[0]}: choose another size, or leave it out"
         )
 
 

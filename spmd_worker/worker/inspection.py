@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.weight_slice import HeldSlice, extents
+from spmd_worker.ops.kernels.byte_rows import byte_rows_shape, is_packed
 from spmd_worker.ops.kernels.cpu.int8 import int8_shape
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -100,6 +101,8 @@ def _describe(module: nn.Module) -> str:
 
 def _plain_shape(parameter: Tensor) -> list[int]:
     """The checkpoint's shape; a weight in panels is [..., inputs / 2, 16, 2], its outputs in front and in the 16."""
+    if is_packed(parameter):
+        return list(byte_rows_shape(parameter))
     if parameter.dtype == torch.int8:
         return list(int8_shape(parameter))
     if parameter.ndim < 4:

@@ -13,6 +13,8 @@ from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.ops.attention.triton import TritonBackend
+from spmd_worker.ops.kernels.triton.fp8 import Fp8TritonKernels
+from spmd_worker.ops.kernels.triton.int8 import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.environment import RankEnvironment
@@ -45,7 +47,8 @@ def chosen(
         "get_device_capability",
         lambda device: changes.pop("capability", (9, 0) if shared_bytes == H200 else (8, 0)),
     )
-    model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype)
+    quantization = changes.pop("quantization", None)
+    model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype, quantization=quantization)
     resolved = resolve_run(RunConfig(model=model, device="cuda"), "cuda")
     config = resolved.model_config
     if head_size := changes.pop("head_size", None):
@@ -56,6 +59,24 @@ def chosen(
 
 def test_encoders_are_taken(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(chosen(monkeypatch, is_encoder=True).attention, TritonBackend)
+
+
+@pytest.mark.parametrize(("found", "is_supported"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
+def test_fp8_needs_a_gpu_that_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int, int], is_supported: bool
+):
+    monkeypatch.setattr(triton_backend, "capability", lambda device: found)
+    integers = chosen(monkeypatch, quantization="int8")
+    assert isinstance(integers.kernels, Int8TritonKernels)
+    assert integers.quantised is integers.kernels
+    if is_supported:
+        operations = chosen(monkeypatch, quantization="fp8")
+        assert isinstance(operations.kernels, Fp8TritonKernels)
+        assert operations.quantised is operations.kernels
+        return
+    way_out = r"8\.9 or later, which multiplies FP8, and a GPU has 8\.6: use model\.quantization=int8"
+    with pytest.raises(ConfigError, match=way_out):
+        chosen(monkeypatch, quantization="fp8")
 
 
 @pytest.mark.parametrize(("head_size", "is_taken"), [(8, False), (16, True), (96, True), (256, True), (288, False)])

@@ -62,10 +62,11 @@ class ModelOptions:
     )
     quantization: str | None = vllm_option(
         None,
-        "`int8` (CPU) is W8A8: static per-output-channel weight scales, dynamic per-token activation scales; about "
-        "half the memory of bfloat16, and the same bits for every tensor-parallel size; not for models with experts, "
-        "nor for rows that are pooled; null: as the checkpoint's config.json says, which is read in any case",
-        choices=("int8",),
+        "`int8` and `fp8` are W8A8: static per-output-channel weight scales, dynamic per-token activation scales; "
+        "about half the memory of bfloat16; not for models with experts, nor for rows that are pooled. `int8` (CPU, "
+        "Triton) has the same bits for every tensor-parallel size; `fp8` (Triton, GPUs from 8.9 on) computes FP8 "
+        "checkpoints as they are, with their scales. null: checkpoints of every kind are dequantised",
+        choices=("int8", "fp8"),
         is_common=True,
     )
     logprobs_mode: str = vllm_option(

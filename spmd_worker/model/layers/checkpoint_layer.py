@@ -6,10 +6,11 @@ A region, like `WeightSlice.destination`, indexes the parameter as it was before
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, replicated
-from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
+from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels, StoredScaleKernels
 from spmd_worker.ops.kernels.int8 import row_maxima
 
 
@@ -53,11 +54,40 @@ class PackedLayer(CheckpointLayer):
     _kernels: Kernels
     _quantised: QuantisedKernels | None = None
     """`_kernels`, if they are quantised."""
+    _scales: dict[tuple[int, int], Tensor]
+    """A checkpoint's scales of rows of the weight, by their range, before it is packed."""
 
     def pack_weights(self) -> None:
         """Replace the plain weight by one in the kernels' order."""
-        self.weight = nn.Parameter(self._packed(), requires_grad=False)
+        stored, scales = self.scale_kernels("weight"), self._all_scales()
+        packed = self._packed() if stored is None or scales is None else stored.pack_stored(self.weight, scales)
+        self.weight = nn.Parameter(packed, requires_grad=False)
         self.is_packed = True
+
+    def scale_kernels(self, parameter: str) -> StoredScaleKernels | None:
+        """Kernels that compute with a checkpoint's FP8 numbers of the parameter; None if they are dequantised."""
+        return None if self._quantised is None or parameter != "weight" else self._quantised.stored
+
+    def keep_scales(self, rows: tuple[int, int], scales: Tensor) -> None:
+        """Scales of a checkpoint's numbers, float32 [n, 1] or [n, inputs / 128], with which these rows of a weight that
+        is not packed yet were dequantised. They are used if all rows have them, of one kind.
+        """
+        self._scales = getattr(self, "_scales", {}) | {rows: scales}
+
+    def write_scaled(self, rows: tuple[int, int], values: Tensor, scales: Tensor) -> None:
+        """`write_region` of full rows of a packed weight that were dequantised with `scales`."""
+        stored = self.scale_kernels("weight")
+        assert stored is not None, type(self).__name__
+        stored.repack_stored_(self.weight, rows[0], self._converted(values), scales.to(self.weight.device))
+
+    def _all_scales(self) -> Tensor | None:
+        """Scales of all rows, if there are such."""
+        found = sorted(self.__dict__.pop("_scales", {}).items())
+        starts = [0, *(stop for (_, stop), _ in found)]
+        is_covered = [start for (start, _), _ in found] == starts[:-1] and starts[-1] == len(self.weight)
+        if not is_covered or len({each.shape[1] for _, each in found}) != 1:
+            return None
+        return torch.cat([each for _, each in found]).to(self.weight.device)
 
     def _packed(self) -> Tensor:
         return self._kernels.pack(self.weight)

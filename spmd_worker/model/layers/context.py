@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from spmd_worker.ops.attention.backend import AttentionBackend
-from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
+from spmd_worker.ops.kernels.api import IntegerKernels, Kernels, QuantisedKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.expert_layout import ExpertLayout
 
@@ -28,8 +28,13 @@ class LayerContext:
 
     @property
     def parts_group(self) -> GroupHandle:
-        """Ranks that sum the outputs of row-parallel layers: with quantised kernels these are sums already."""
-        return self.tensor_group if self.quantised is None else single_group(self.tensor_group.ranks[0])
+        """Ranks that sum the outputs of row-parallel layers: with integer kernels these are sums already."""
+        return self.tensor_group if self.integer is None else single_group(self.tensor_group.ranks[0])
+
+    @property
+    def integer(self) -> IntegerKernels | None:
+        """`quantised`, if its ranks add integer sums."""
+        return None if self.quantised is None else self.quantised.integer
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter; the loader must fill every element."""

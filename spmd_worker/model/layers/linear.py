@@ -90,7 +90,7 @@ class GatedLinear(ColumnParallelLinear):
 
 class RowParallelLinear(PackedLayer):
     """[T, inputs of this rank] -> this rank's part of [T, output_size], which the next norm sums over the
-    tensor-parallel group (`RMSNorm.add_and_norm`). With quantised kernels it is the sum itself, with the same bits for
+    tensor-parallel group (`RMSNorm.add_and_norm`). With integer kernels it is the sum itself, with the same bits for
     any number of ranks: int32 sums are added before they are scaled, and scales follow from the maxima of full rows.
 
     Every rank has the bias, and the first adds it to its part.
@@ -103,7 +103,7 @@ class RowParallelLinear(PackedLayer):
         self.input_range, self.input_size, self.output_size = input_range, input_size, output_size
         self._kernels, self._group = context.kernels, context.tensor_group
         self._quantised = context.quantised
-        self._parts = context.quantised if self._group.size > 1 else None
+        self._parts = context.integer if self._group.size > 1 else None
         self.weight = context.parameter(output_size, input_range[1] - input_range[0])
         self.bias = context.parameter(output_size) if has_bias else None
 
@@ -127,7 +127,7 @@ class RowParallelLinear(PackedLayer):
         return self._group.all_gather(maxima).amax(dim=0)
 
     def _packed(self) -> Tensor:
-        """A collective with quantised kernels: every rank of the group calls it."""
+        """A collective with integer kernels: every rank of the group calls it."""
         if self._parts is None:
             return super()._packed()
         return self._parts.pack_part(self.weight, self._full_row_maxima(row_maxima(self.weight)))

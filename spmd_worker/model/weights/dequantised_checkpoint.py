@@ -135,6 +135,11 @@ class DequantisedCheckpoint:
         """`Checkpoint.read`: only the numbers and scales that the region needs are read."""
         return self.weights[name].read(region) if name in self.weights else self.files.read(name, region)
 
+    def row_scales(self, name: str, region: Rectangle) -> torch.Tensor | None:
+        """`ScaledWeight.row_scales` of a weight; None if it has none."""
+        weight = self.weights.get(name)
+        return weight.row_scales(region) if type(weight) is ScaledWeight else None
+
     def is_unused(self, name: str) -> bool:
         """`WeightSource.is_unused`: older writers of GPTQ give layers without a bias one of zeros."""
         module, _, leaf = name.rpartition(".")

@@ -60,6 +60,11 @@ class HeldPiece:
     def parameter(self) -> str:
         return self.piece.parameter_name.rpartition(".")[2]
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The slice's rows in its parameter, a matrix."""
+        return self.piece.destination[0]
+
     def is_before(self, other: "HeldPiece") -> bool:
         """Whether the rows of `other` follow those of this piece in the same parameter."""
         piece, after = self.piece, other.piece

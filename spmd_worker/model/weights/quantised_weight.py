@@ -22,6 +22,8 @@ from spmd_worker.model_config.weight_format import WeightFormat
 
 _BLOCK_ELEMENTS = 1 << 20
 """Elements dequantised at once, with temporary tensors of about 20 bytes per element."""
+_SCALED_GROUP = 128
+"""Inputs of a scale that kernels can use as it is, beside all inputs."""
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e8m0fnu)
 
 Range = tuple[int, int]
@@ -173,6 +175,20 @@ class ScaledWeight(LinearWeight):
                 f"{self.parts[role]} has the shape {list(found)}, but must have {[rows, columns]} for "
                 f"{self.parts['numbers']} of shape {list(self._shape_of('numbers'))} in {self.format.words}"
             )
+
+    def row_scales(self, region: Rectangle) -> Tensor | None:
+        """Float32 scales of a region's rows, [n, 1], or of their groups of 128 inputs, [n, G]; None if the numbers are
+        not FP8, or the region's rectangles of one scale are of other sizes.
+        """
+        rows, (first, stop) = region
+        num_inputs, width = self.shape[1], self._block_size[1]
+        is_grouped = width == _SCALED_GROUP < num_inputs and first % width == 0 and (stop - first) % width == 0
+        if self.format.number != "e4m3" or self.format.has_zeros or not (is_grouped or width >= num_inputs):
+            return None
+        row_groups, row_range = _groups_of(torch.arange(*rows) // self._block_size[0])
+        columns = (first // width, stop // width) if is_grouped else (0, 1)
+        scales = self._scales(row_range, columns)
+        return scales.index_select(0, row_groups.to(scales.device))
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
         return self._read_part("numbers", rows, columns).to(torch.float32)

@@ -166,6 +166,10 @@ class WeightStore:
             # After an error too: a caller may free the parameters, which copies still write.
             source.staging.finish()
         self._raise_not_finite(source, jobs, flags)
+        for _, held in pieces:
+            if (found := _stored_scales(source, held)) is not None:
+                layer, scales = found
+                layer.keep_scales(held.rows, scales)
         for padding in self.paddings:
             region = tuple(slice(*bounds) for bounds in padding.destination)
             parameters[padding.parameter_name].data[region].zero_()
@@ -186,7 +190,13 @@ class WeightStore:
             _check_tied(source, self.names.tied, name, full_rectangle(shape))
         self.update.forget_tied_head()
         for name in sorted(self.tensors, key=source.position):
-            self._write(name, source.read(name, full_rectangle(self.shapes[name])), _in_file(source, name))
+            tensor = source.read(name, full_rectangle(self.shapes[name]))
+            self._write(name, tensor, _in_file(source, name))
+            for held in self.held[name].pieces if name in self.held else ():
+                if (found := _stored_scales(source, held)) is not None:
+                    layer, scales = found
+                    values = tensor[tuple(slice(*bounds) for bounds in held.piece.source)]
+                    layer.write_scaled(held.rows, values, scales)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -361,6 +371,17 @@ def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, r
     way_out = f"set it to false to use both, or remove {head!r} from the files if it is a leftover"
     fault = f"differs from {name!r} {where}"
     raise CheckpointError(tied_head_fault(f"{source.folder}: tensor {head!r}", fault, way_out))
+
+
+def _stored_scales(source: WeightSource, held: HeldPiece) -> tuple[PackedLayer, Tensor] | None:
+    """The slice's layer, and scales with which its numbers are computed as they are stored; None if they are not."""
+    layer = held.layer
+    if not isinstance(source, DequantisedCheckpoint) or not isinstance(layer, PackedLayer) or held.piece.is_transposed:
+        return None
+    if layer.scale_kernels(held.parameter) is None or len(held.piece.source) != 2:
+        return None
+    scales = source.row_scales(held.piece.checkpoint_name, held.piece.source)
+    return None if scales is None else (layer, scales)
 
 
 def _in_file(source: WeightSource, name: str) -> str:

@@ -292,18 +292,23 @@ class Kernels(Protocol):
 
 
 class QuantisedKernels(Kernels, Protocol):
-    """Kernels whose packed weights are int8 with a scale per output: an approximation of the weight that was packed.
+    """Kernels whose packed weights are int8 or FP8 with scales: an approximation of the weight that was packed.
 
     `unpack` returns that approximation in `dtype`, which the rest of a model computes in. `repack_` leaves rows as they
     are that are equal to it; others are quantised again.
-    A rank that has some inputs of a row alone, of a weight or of activations, passes the maximum magnitudes of complete
-    rows and adds integer sums: so results do not depend on the number of ranks that share a row.
     """
 
     dtype: torch.dtype
 
-    def pack_part(self, weight: Tensor, maxima: Tensor) -> Tensor:
-        """`pack` for some inputs of rows whose maximum magnitudes are `maxima`, float32 [out]."""
+    @property
+    def integer(self) -> "IntegerKernels | None":
+        """These kernels, if ranks that share a row add integer sums. Otherwise a rank's share of a row is a row of its
+        own, of weights and of activations, and ranks add results as they do without quantisation.
+        """
+
+    @property
+    def stored(self) -> "StoredScaleKernels | None":
+        """These kernels, if they compute with FP8 numbers of a checkpoint as they are."""
 
     def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
         """`repack_` for some inputs of rows [n, in] whose maximum magnitudes are `maxima`, float32 [n]: quantises all
@@ -312,6 +317,25 @@ class QuantisedKernels(Kernels, Protocol):
 
     def is_changed(self, packed: Tensor, start: int, rows: Tensor) -> bool:
         """Whether any of `rows` [n, in] differs from `unpack` from `start` on."""
+
+
+class StoredScaleKernels(QuantisedKernels, Protocol):
+    """Quantised kernels that take scales of a checkpoint, and so its FP8 numbers as they are."""
+
+    def pack_stored(self, weight: Tensor, scales: Tensor) -> Tensor:
+        """`pack` of a weight that was dequantised with `scales`, float32 [out, 1] or of groups [out, in / 128]."""
+
+    def repack_stored_(self, packed: Tensor, start: int, rows: Tensor, scales: Tensor) -> None:
+        """`repack_` of `rows` [n, in] that were dequantised with `scales`; quantises all of them again."""
+
+
+class IntegerKernels(QuantisedKernels, Protocol):
+    """A rank that has some inputs of a row alone, of a weight or of activations, passes the maximum magnitudes of
+    complete rows and adds integer sums: so results do not depend on the number of ranks that share a row.
+    """
+
+    def pack_part(self, weight: Tensor, maxima: Tensor) -> Tensor:
+        """`pack` for some inputs of rows whose maximum magnitudes are `maxima`, float32 [out]."""
 
     def row_maxima(self, x: Tensor) -> Tensor:
         """[T, in] -> maximum magnitudes of rows, float32 [T]; NaN if an element is NaN."""

@@ -31,7 +31,8 @@ def row_maxima(rows: Tensor) -> Tensor:
 
 def scales_of(maxima: Tensor) -> Tensor:
     """Float32 scales of rows with these maximum magnitudes."""
-    return torch.where(maxima < _MIN_MAGNITUDE, 0.0, maxima / _MAX_INT8)
+    # A tensor divides a tensor: by a number, torch on CUDA multiplies by the rounded reciprocal.
+    return torch.where(maxima < _MIN_MAGNITUDE, 0.0, maxima / torch.full_like(maxima, _MAX_INT8))
 
 
 def quantised(rows: Tensor, maxima: Tensor) -> Tensor:
@@ -129,9 +130,10 @@ class Int8Weights:
 
 
 class Int8Packing:
-    """The methods of `kernels.api.QuantisedKernels` for weights in the layout of `weights`."""
+    """The methods of `kernels.api.IntegerKernels` that pack weights, in the layout of `weights`."""
 
     weights: Int8Weights
+    stored: Final = None
 
     def pack(self, weight: Tensor) -> Tensor:
         return self.weights.pack(weight, row_maxima(weight))
@@ -154,10 +156,14 @@ class Int8Packing:
 
 
 class Int8Kernels(Int8Packing, ReferenceKernels):
-    """Implements `kernels.api.QuantisedKernels` on any device; all but the GEMMs is plain torch's."""
+    """Implements `kernels.api.IntegerKernels` on any device; all but the GEMMs is plain torch's."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.weights = dtype, Int8Weights(dtype)
+
+    @property
+    def integer(self) -> "Int8Kernels":
+        return self
 
     def row_maxima(self, x: Tensor) -> Tensor:
         return row_maxima(x)

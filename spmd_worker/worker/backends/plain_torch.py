@@ -12,6 +12,7 @@ class TorchDevice(DeviceBackend):
     def operations(self) -> Operations:
         if self.resolved.config.model.quantization is not None:
             raise ConfigError(
-                "executor.device_backend=torch does not support quantised weights: leave model.quantization at null"
+                "executor.device_backend=torch does not support quantised weights: set executor.device_backend=triton "
+                "on a GPU, or leave model.quantization at null"
             )
         return Operations(ReferenceKernels(), SdpaBackend())

@@ -17,11 +17,13 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
-from spmd_worker.ops.kernels.triton import attention, attention_kernels, matmul
+from spmd_worker.ops.kernels.api import QuantisedKernels
+from spmd_worker.ops.kernels.triton import attention, attention_kernels, fp8, matmul
 from spmd_worker.ops.kernels.triton import experts as triton_experts
 from spmd_worker.ops.kernels.triton.compile_ahead import compiling
+from spmd_worker.ops.kernels.triton.int8 import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
-from spmd_worker.ops.kernels.triton.launching import is_interpreted
+from spmd_worker.ops.kernels.triton.launching import capability, is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
 from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.token_masks import TokenMasks
@@ -65,14 +67,13 @@ class TritonDevice(DeviceBackend):
         reason = self.unsupported()
         if reason is not None:
             raise ConfigError(f"{_KEY} {reason}: {_WAY_OUT}")
-        return Operations(TritonKernels(), TritonBackend())
+        quantised = self._quantised_kernels()
+        return Operations(quantised or TritonKernels(), TritonBackend(), quantised)
 
     def unsupported(self) -> str | None:
         model_config = self.resolved.model_config
         if is_interpreted() != (self.device.type == "cpu"):
             return "computes on CUDA, without TRITON_INTERPRET: use device=cuda"
-        if self.resolved.config.model.quantization is not None:
-            return "does not support quantised weights: leave model.quantization at null"
         if is_interpreted() and self.resolved.dtype == "bfloat16":
             return "is interpreted, and Triton's interpreter does not support bfloat16: use model.dtype=float32"
         for layer in model_config.layers:
@@ -83,6 +84,24 @@ class TritonDevice(DeviceBackend):
                     f"{attention.MAX_GROUP} query heads per key-value head, not {layer.head_size} and {group}"
                 )
         return self._lacks_on_device() if self.device.type == "cuda" else None
+
+    def _quantised_kernels(self) -> QuantisedKernels | None:
+        """Kernels of `model.quantization`. Raises ConfigError if the device does not multiply FP8."""
+        quantization, dtype = self.resolved.config.model.quantization, getattr(torch, self.resolved.dtype)
+        if quantization is None:
+            return None
+        if quantization == "int8":
+            return Int8TritonKernels(dtype)
+        way_out = "use model.quantization=int8, or leave it out"
+        if is_interpreted():
+            raise ConfigError(f"model.quantization=fp8: Triton's interpreter rounds FP8 wrongly: {way_out}")
+        found = capability(self.device)
+        if found < fp8.FIRST_CAPABILITY:
+            raise ConfigError(
+                f"model.quantization=fp8 needs a GPU of compute capability 8.9 or later, which multiplies FP8, and "
+                f"{torch.cuda.get_device_name(self.device)} has {found[0]}.{found[1]}: {way_out}"
+            )
+        return fp8.Fp8TritonKernels(dtype)
 
     def arithmetic(self, attention: AttentionBackend) -> str:
         kernels = f"Triton kernels{' interpreted' if is_interpreted() else ''}"

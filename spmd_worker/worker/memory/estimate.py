@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
 from spmd_worker.model_config.layer_config import float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
@@ -61,7 +62,8 @@ def weights_bytes(
     )
     float32_bytes = float32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
     # A tied head shares the embedding's rows only if one stage has both and nothing packs.
-    shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and device != "cpu"
+    packs = device == "cpu" or quantization is not None
+    shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and not packs
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
     num_others = stage.is_first * (model_config.num_positions + model_config.num_token_types)
@@ -81,10 +83,17 @@ def weights_bytes(
         plain = sum(count * outputs * inputs for (outputs, inputs, _), count in shapes.items())
         num_bytes -= plain * DTYPE_BYTES[dtype]
         num_bytes += sum(
-            count * int8_bytes(outputs, inputs, is_gated=is_gated)
+            count * _packed_bytes(outputs, inputs, is_gated, dtype, device)
             for (outputs, inputs, is_gated), count in shapes.items()
         )
     return num_bytes
+
+
+def _packed_bytes(num_outputs: int, num_inputs: int, is_gated: bool, dtype: str, device: str) -> int:
+    """Bytes of a quantised weight, int8 or FP8."""
+    if device == "cpu":
+        return int8_bytes(num_outputs, num_inputs, is_gated=is_gated)
+    return byte_rows_bytes(num_outputs, num_inputs, DTYPE_BYTES[dtype])
 
 
 def head_argmax_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str) -> int:
@@ -99,7 +108,7 @@ def head_argmax_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, 
 
 def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Counter[tuple[int, int, bool]]:
     """Counts of a rank's quantised weights by (outputs, inputs, whether the rows are gate and up projections). The
-    embedding is not quantised; a tied head is a copy of it on the CPU.
+    embedding is not quantised; a tied head is a copy of it.
     """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
     stage = stage_of(layout, model_config, rank)
@@ -185,7 +194,7 @@ def activation_bytes(
     quantised = 0
     if quantization is not None:
         quantised = max(model_config.hidden_size, num_columns)
-        if layout.tensor_parallel_size > 1:
+        if layout.tensor_parallel_size > 1 and quantization == "int8":
             quantised += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     return num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits
 

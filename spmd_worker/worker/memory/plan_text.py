@@ -198,6 +198,11 @@ def _quantised(plan: MemoryPlan) -> list[str]:
     model_config, dtype = plan.resolved.model_config, plan.resolved.dtype
     if model_config.quantization is None:
         return []
+    if plan.resolved.config.model.quantization == "fp8":
+        return [
+            f"files      quantised, {model_config.quantization.words}: FP8 numbers that have a scale a tensor, a row "
+            "or 128 inputs are computed with as they are, others are dequantised when they are loaded"
+        ]
     num_bytes = format_bytes(model_config.num_parameters * DTYPE_BYTES[dtype])
     return [
         f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded, the "
@@ -215,10 +220,10 @@ def _int8(plan: MemoryPlan) -> list[str]:
         weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type)
         for rank in range(layout.world_size)
     )
-    quantised = max(share.weights_bytes for share in plan.shares)
+    kind, quantised = resolved.config.model.quantization, max(share.weights_bytes for share in plan.shares)
     return [
-        f"quantised  to int8, a scale an output, all but the embedding and norms: {format_bytes(quantised)} on a rank, "
-        f"scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
+        f"quantised  to {kind}, a scale an output, all but the embedding and norms: {format_bytes(quantised)} on a "
+        f"rank, scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
     ]
 
 

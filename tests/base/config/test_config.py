@@ -217,7 +217,7 @@ REFUSED = [
         "parallel.pipeline_layers=[1,x]",
         "parallel.pipeline_layers=[1,x] must be a list of whole numbers, such as [10,8] or null",
     ),
-    ("model.quantization=fp8", "model.quantization=fp8 is not one of int8, nor null"),
+    ("model.quantization=fp4", "model.quantization=fp4 is not one of int8, fp8, nor null"),
     ("model.pooling_type=sum", "model.pooling_type=sum is not one of last, mean, cls, nor null"),
     ("plan=maybe", "plan=maybe must be true or false"),
     ("plan.memory_gib=64", "plan.memory_gib=64 is the memory that a plan is made for, and a run measures its own: add"),

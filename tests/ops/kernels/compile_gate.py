@@ -31,6 +31,10 @@ from spmd_worker.ops.kernels.triton import (
     attention_kernels,
     expert_kernels,
     experts,
+    fp8,
+    fp8_kernels,
+    int8,
+    int8_kernels,
     matmul,
     matmul_kernels,
     penalty_kernels,
@@ -56,7 +60,7 @@ class Variant:
     out for itself. `pipelined_bytes`: shared memory that the asked stages of operands take, 0 where nothing is staged.
     `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
     `instruction`: what multiplies, if it is not MATRIX_INSTRUCTION. `stack_bytes`: what may lie on the stack. `chips`:
-    those that launch it, all if empty.
+    those that launch it. `adds_parts`: on sm_90 products leave the matrix unit before they are added to a sum.
     """
 
     name: str
@@ -70,7 +74,8 @@ class Variant:
     most_bytes: int = 0
     instruction: str = ""
     stack_bytes: int = 0
-    chips: tuple[int, ...] = ()
+    chips: tuple[int, ...] = tuple(SHARED_BYTES)
+    adds_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Compiled:
     shared_bytes: int
     has_matrix_instruction: bool
     num_async_copies: int
+    adds_parts: bool
 
 
 def compile_for(variant: Variant, capability: int) -> Compiled:
@@ -108,6 +114,7 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
         shared_bytes=compiled.metadata.shared,
         has_matrix_instruction=_instruction(variant, capability) in ptx,
         num_async_copies=len(re.findall(r"cp\.async\.(?:c[ag]|bulk\.tensor)", ptx)),
+        adds_parts=re.search(r"= (arith\.addf|math\.fma) .*#mma", compiled.asm["ttgir"]) is not None,
     )
 
 
@@ -130,6 +137,8 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
         wrong.append(f"wants {found.shared_bytes} bytes of shared memory of {SHARED_BYTES[capability]}")
     if variant.multiplies and not found.has_matrix_instruction:
         wrong.append(f"multiplies without {_instruction(variant, capability)}")
+    if variant.adds_parts and capability == 90 and not found.adds_parts:
+        wrong.append("adds in the matrix unit")
     # mma.sync takes operands from registers: they have left the last stage by then.
     is_from_registers = _instruction(variant, capability) == "mma.sync"
     stages = variant.options.get("num_stages", 1)
@@ -157,6 +166,7 @@ _SCALARS = dict.fromkeys(("stride_query", "stride_page", "stride_table", "stride
 _PLANNED = dict.fromkeys(("S", "num_few", "max_partials", "later"), "i32")
 _SIZES = dict.fromkeys(("M", "N", "K", "stride_x", "stride_weight", "stride_out", "H", "V", "stride"), "i32")
 _COUNTS = {**dict.fromkeys(("num_pieces", "first_id", "num_words"), "i32"), "first": "i64", "parts": "*i64"}
+_NUMBERS = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "i32": tl.int32}
 _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
 
 
@@ -175,6 +185,8 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     yield from choice_variants(element)
     yield from penalty_variants()
     yield from sum_variants(element)
+    yield from fp8_variants(element)
+    yield from int8_variants(element)
 
 
 HEAD_SIZES = {"96": (8, 8, 96), "192": (8, 2, 192), "256": (8, 4, 256), "64 of one": (64, 1, 128)}
@@ -441,6 +453,102 @@ def matmul_variant(
 _OUTER_LOOP_BYTES = 32
 
 
+_QUANTISED = {"x_scales": "*fp32", "scales": "*fp32", "stride_scales": "i32", "maxima": "*fp32"}
+SCALES = {
+    "rows": fp8_kernels.OF_ROWS.value,
+    "groups": fp8_kernels.OF_GROUPS.value,
+    "blocks": fp8_kernels.OF_BLOCKS.value,
+}
+_ALIGNED = ("N", "K", "stride_x", "stride_weight", "stride_scales", "stride_out")
+
+
+def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Rows of 4,096 and 14,336 inputs; every tile by TMA, and one by pointers; scales of rows and of groups."""
+    chips = tuple(each for each in SHARED_BYTES if each >= 89)
+    for width in (4096, 14336):
+        block = power_of_two(width)
+        options = fp8_kernels.LAUNCH | {"num_warps": fp8.num_warps(block)}
+        types = _typed(fp8_kernels.quantise_rows, element) | _QUANTISED | {"out": "*fp8e4nv"}
+        types = {name: kind for name, kind in types.items() if name in fp8_kernels.quantise_rows.arg_names}
+        constants = {"BLOCK": block, "IS_WHOLE": True}
+        name = f"fp8 quantise {width}"
+        yield Variant(name, fp8_kernels.quantise_rows, types, constants, options, ("K", "stride_x"), chips=chips)
+    constants, options = {"BLOCK": 4096}, fp8_kernels.LAUNCH | {"num_warps": fp8.num_warps(4096)}
+    yield Variant(
+        "fp8 quantise groups", fp8_kernels.quantise_groups, types, constants, options, ("K", "stride_x"), chips=chips
+    )
+    others = tuple(each for each in chips if each != 90)
+    for is_gated in (False, True):
+        for kind in SCALES:
+            tile = fp8.OTHER_CHIPS_GATED if is_gated else fp8.OTHER_CHIPS
+            yield fp8_variant(tile, element, is_gated, kind, chips=others)
+            for tile in fp8.HOPPER_GATED_TILES if is_gated else fp8.HOPPER_TILES:
+                yield fp8_variant(tile, element, is_gated, kind)
+    yield fp8_variant(fp8.HOPPER_TILES[-1], element, False, "rows", by_tma=False)
+
+
+def fp8_variant(
+    tile: fp8.Fp8Tile,
+    element: str,
+    is_gated: bool,
+    kind: str,
+    *,
+    by_tma: bool = True,
+    chips: tuple[int, ...] = (90,),
+) -> Variant:
+    """Without a bias."""
+    types = _typed(fp8_kernels.linear, element) | _QUANTISED
+    types = {name: kind for name, kind in types.items() if name in fp8_kernels.linear.arg_names and name != "bias"}
+    if by_tma:
+        types |= {"x": f"tensordesc<fp8e4nv[{tile.rows}, 128]>", "weight": f"tensordesc<fp8e4nv[{tile.columns}, 128]>"}
+        types |= {"out": f"tensordesc<{element}[{tile.rows}, {tile.columns}]>"}
+    else:
+        types |= dict.fromkeys(("x", "weight"), "*fp8e4nv")
+    constants = tile.constants(is_gated=is_gated, kind=SCALES[kind], has_bias=False)
+    constants |= {"ELEMENT": _NUMBERS[element], "BY_TMA": by_tma, "STORES_BY_TMA": by_tma}
+    words = f"{' gated' if is_gated else ''} {kind}{'' if by_tma else ' pointers'}"
+    name = f"fp8 linear{words} {tile.rows}x{tile.columns}x{tile.steps} {tile.num_stages} stages"
+    options = tile.options()
+    return Variant(name, fp8_kernels.linear, types, constants, options, _ALIGNED, True, chips=chips, adds_parts=True)
+
+
+def int8_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Rows of 14,336 inputs; every tile by TMA, one by pointers, and integer sums."""
+    types = _typed(int8_kernels.quantise_rows, element) | _QUANTISED | {"out": "*i8"}
+    types = {name: kind for name, kind in types.items() if name in int8_kernels.quantise_rows.arg_names}
+    constants = {"BLOCK": 16384, "IS_WHOLE": True, "HAS_MAXIMA": False}
+    options = int8_kernels.LAUNCH | {"num_warps": fp8.num_warps(16384)}
+    yield Variant("int8 quantise 14336", int8_kernels.quantise_rows, types, constants, options, ("K", "stride_x"))
+    others = tuple(each for each in SHARED_BYTES if each != 90)
+    for is_gated in (False, True):
+        yield int8_variant(int8.OTHER_CHIPS, element, is_gated, chips=others)
+        for tile in int8.HOPPER_GATED_TILES if is_gated else int8.HOPPER_TILES:
+            yield int8_variant(tile, element, is_gated)
+    yield int8_variant(int8.HOPPER_TILES[2], element, False, by_tma=False)
+    yield int8_variant(int8.HOPPER_TILES[-1], "i32", False)
+
+
+def int8_variant(
+    tile: int8.Int8Tile, element: str, is_gated: bool, *, by_tma: bool = True, chips: tuple[int, ...] = (90,)
+) -> Variant:
+    """Without a bias."""
+    by_tma = by_tma and 80 not in chips
+    types = _typed(int8_kernels.linear, element) | _QUANTISED
+    types = {name: kind for name, kind in types.items() if name in int8_kernels.linear.arg_names and name != "bias"}
+    if by_tma:
+        types |= {"x": f"tensordesc<i8[{tile.rows}, {tile.inputs}]>"}
+        types |= {"weight": f"tensordesc<i8[{tile.columns}, {tile.inputs}]>"}
+    else:
+        types |= dict.fromkeys(("x", "weight"), "*i8")
+    constants = tile.constants() | {"IS_GATED": is_gated, "BIAS": False, "BY_TMA": by_tma}
+    constants |= {"ELEMENT": _NUMBERS[element], "SUMS": element == "i32"}
+    kind = f"{' gated' if is_gated else ''}{'' if by_tma else ' pointers'}{' sums' if element == 'i32' else ''}"
+    name = f"int8 linear{kind} {tile.rows}x{tile.columns}"
+    # Triton multiplies int8 with neither wgmma of 16 rows nor tcgen05.
+    options, multiplies = tile.options(), tile.rows >= 64 and 100 not in chips
+    return Variant(name, int8_kernels.linear, types, constants, options, _ALIGNED, multiplies, chips=chips)
+
+
 def _on(variant: Variant, capability: int) -> Variant:
     """With the tile that it is launched with on such a chip."""
     if variant.kernel is not attention_kernels.attend:
@@ -468,6 +576,7 @@ def planted() -> dict[str, Variant]:
         "spills": replace(prompts, options=prompts.options | {"maxnreg": 168}),
         "shared memory": large,
         "is not pipelined": replace(base, aligned=()),
+        "adds in the matrix unit": replace(base, adds_parts=True),
         "multiplies without": replace(plain, multiplies=True),
     }
 
@@ -498,12 +607,13 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
         *(each.name for each in choice_variants()),
         *(each.name for each in penalty_variants()),
         *(each.name for each in sum_variants()),
+        *("fp8 quantise 14336", "fp8 linear rows 64x128x1", "fp8 linear gated rows 64x64x1", "int8 linear 128x256"),
     )
-    yield from (each for each in variants() if not is_short or each.name.startswith(first))
+    found = [each for each in variants() if not is_short or each.name.startswith(first)]
     matmuls = matmul_variants(capability)
-    yield from (each for each in matmuls if not is_short or each.name.startswith(MATMULS_OF_THE_GATE))
-    of_experts = expert_variants(is_short=is_short)
-    yield from (each for each in of_experts if not each.chips or capability in each.chips)
+    found += [each for each in matmuls if not is_short or each.name.startswith(MATMULS_OF_THE_GATE)]
+    found += expert_variants(is_short=is_short)
+    yield from (each for each in found if capability in each.chips)
 
 
 def main(capabilities: list[int]) -> None:

@@ -46,12 +46,27 @@ def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: s
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
+def test_interpreted_quantised_kernels_are_their_definitions(tmp_path: Path):
+    found = run_alone("triton_quantised_cases.py", "gate", cache=tmp_path, interpret=True)
+    assert len(found) >= LEAST_CASES
+    assert {name: error for name, error in found.items() if error} == {}
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+def test_interpreted_quantised_tiles_have_equal_bits(tmp_path: Path):
+    found = run_alone("triton_quantised_cases.py", cache=tmp_path, interpret=True)
+    assert {name: error for name, error in found.items() if error} == {}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
 def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
     found = run_alone("compile_gate.py", "--planted", "90", cache=tmp_path)
     assert found["wrong"] == {}
     assert len(found["resources"]) >= 8
     # Controls: each failure that was planted is found, and called what it is.
-    assert len(found["planted"]) == 4
+    assert len(found["planted"]) == 5
     for word, wrong in found["planted"].items():
         assert any(word in each for each in wrong), (word, wrong)
 
@@ -112,7 +127,7 @@ def test_interpreted_attention_takes_wide_heads(tmp_path: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", [*LEAST_CASES, "triton_experts_cases.py"])
+@pytest.mark.parametrize("script", [*LEAST_CASES, "triton_experts_cases.py", "triton_quantised_cases.py"])
 def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str):
     found = run_alone(script, "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}

@@ -85,20 +85,23 @@ def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
 
 
 @pytest.mark.parametrize(
-    ("changes", "device", "words"),
+    ("quantization", "changes", "device", "words"),
     [
-        ({}, "cuda", r"runs .*CPU only"),
-        ({"intermediate_size": 200_000}, "cpu", "most 131,072 inputs"),
-        ({"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
+        ("fp8", {}, "cpu", "computes on GPUs, .* use model.quantization=int8"),
+        ("int8", {"intermediate_size": 200_000}, "cpu", "most 131,072 inputs"),
+        ("int8", {"intermediate_size": 4104}, "cuda", "multiples of 16 inputs, .* a rank has 2052"),
+        ("int8", {"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
+        ("fp8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "which has experts"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_by_name(
-    model_config: ModelConfig, changes: dict[str, object], device: str, words: str
+    model_config: ModelConfig, quantization: str, changes: dict[str, object], device: str, words: str
 ):
     layers = tuple(replace(layer, **changes) for layer in model_config.layers)
     files = ModelFiles(replace(model_config, layers=layers), {}, "")
+    run = RunConfig(ModelOptions(path="", quantization=quantization), ParallelConfig(2))
     with pytest.raises(ConfigError, match=words):
-        resolve(RunConfig(model=ModelOptions(path="", quantization="int8")), files, device)
+        resolve(run, files, device)
 
 
 def test_plan_text_of_8b_model(model_config: ModelConfig):
@@ -135,6 +138,21 @@ def test_plan_text_of_quantised_files(model_config: ModelConfig, tmp_path: Path)
         "the weights take 15.0 GiB, like unquantised ones"
     )
     assert lines == text_of(model_config, 2)
+
+
+def test_plan_text_of_fp8_files_computed_as_stored(model_config: ModelConfig, tmp_path: Path):
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": blocks}))
+    options = ModelOptions(path="", quantization="fp8")
+    lines = text_of(read_model_files(tmp_path).model_config, 2, device="cuda", model=options)
+    assert lines[1] == (
+        "files      quantised, FP8 in blocks of 128 x 128 (fp8): FP8 numbers that have a scale a tensor, a row or 128 "
+        "inputs are computed with as they are, others are dequantised when they are loaded"
+    )
+    assert lines[2] == (
+        "quantised  to fp8, a scale an output, all but the embedding and norms: 4.1 GiB on a rank, scales included; "
+        "while they are loaded 7.5 GiB, in bfloat16"
+    )
 
 
 def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfig):

@@ -89,13 +89,17 @@ class Int8Panels(Int8Weights):
 
 
 class Int8CpuKernels(Int8Packing, CpuKernels):
-    """Implements `kernels.api.QuantisedKernels` for tensors of float32 or bfloat16 in host memory."""
+    """Implements `kernels.api.IntegerKernels` for tensors of float32 or bfloat16 in host memory."""
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
         super().__init__(library)
         self.dtype, self.weights, self._rows = dtype, Int8Panels(dtype), Int8Kernels(dtype)
         self._int8 = {name: library.functions[f"int8_{name}_{dtype_name(dtype)}"] for name in _FUNCTIONS}
         self._int8["sums"] = library.functions["int8_sums"]
+
+    @property
+    def integer(self) -> "Int8CpuKernels":
+        return self
 
     def pack_gated(self, weight: Tensor) -> Tensor:
         return self.weights.pack(weight, row_maxima(weight), is_gated=True)

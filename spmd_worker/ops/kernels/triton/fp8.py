@@ -1,0 +1,195 @@
+"""Launches of fp8_kernels.py: quantised activations, tiles by shape, and the kernels of a model in FP8."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_config.byte_rows import GROUP
+from spmd_worker.ops.kernels.byte_rows import is_packed
+from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights
+from spmd_worker.ops.kernels.triton import fp8_kernels
+from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
+from spmd_worker.ops.kernels.triton.kernels import TritonKernels
+from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
+
+FIRST_CAPABILITY: Final = (8, 9)
+"""The first chips that multiply e4m3."""
+_HOPPER: Final = (9, 0)
+_MOST_IN_REGISTERS: Final = 1 << 14
+_GROUPS_IN_REGISTERS: Final = 1 << 12
+_PER_WARP: Final = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tile:
+    """Rows and columns of a program's tile, or of each of two if it `is_paired`; steps of 128 inputs in an iteration,
+    warps, pipeline stages; `per_multiprocessor`: programs. See `fp8_kernels.linear`.
+    """
+
+    rows: int
+    columns: int
+    steps: int
+    num_warps: int
+    num_stages: int
+    is_paired: bool = False
+    is_swapped: bool = False
+    is_flat: bool = False
+    per_multiprocessor: int = 1
+
+    def constants(self, *, is_gated: bool, kind: int, has_bias: bool) -> dict[str, Any]:
+        """Constexprs of the kernel that follow from the tile. `kind` of scales: see `fp8_kernels`."""
+        return {
+            "BM": self.rows,
+            "BN": self.columns,
+            "STEPS": self.steps,
+            "GROUP": 8,
+            "BIAS": has_bias,
+            "IS_PAIRED": self.is_paired or is_gated,
+            "IS_GATED": is_gated,
+            "SCALES": kind,
+            "SWAPPED": self.is_swapped,
+            "FLATTEN": self.is_flat,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """Launch options."""
+        return fp8_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def num_tiles(self, num_rows: int, num_columns: int, *, is_gated: bool) -> int:
+        """Tiles of a result of this shape."""
+        width = self.columns * (2 if self.is_paired and not is_gated else 1)
+        return -(-num_rows // self.rows) * -(-num_columns // width)
+
+
+OTHER_CHIPS: Final = Fp8Tile(64, 64, 1, 4, 3)
+"""Without wgmma there is no table yet, and shared memory may be 99 KB."""
+OTHER_CHIPS_GATED: Final = Fp8Tile(64, 32, 1, 4, 3)
+_FEW: Final = Fp8Tile(16, 64, 2, 4, 5, is_swapped=True, per_multiprocessor=2)
+_FEW_GATED: Final = Fp8Tile(16, 128, 2, 4, 3, is_swapped=True)
+_FEWER_THAN_32: Final = Fp8Tile(32, 64, 2, 4, 5, is_swapped=True, per_multiprocessor=2)
+_FEWER_THAN_32_GATED: Final = Fp8Tile(32, 64, 2, 4, 3, is_swapped=True)
+_SOME_NARROW: Final = Fp8Tile(64, 32, 4, 4, 3)
+_SOME: Final = Fp8Tile(64, 64, 2, 4, 4, is_swapped=True)
+_SOME_WIDE: Final = Fp8Tile(64, 128, 1, 4, 6)
+_SOME_GATED: Final = Fp8Tile(64, 64, 1, 4, 6)
+_MANY_NARROW: Final = Fp8Tile(64, 128, 2, 4, 4)
+_MANY: Final = Fp8Tile(64, 128, 1, 4, 4, per_multiprocessor=2)
+_MANY_GATED: Final = Fp8Tile(64, 64, 1, 4, 4, per_multiprocessor=2)
+HOPPER_TILES: Final = (_FEW, _FEWER_THAN_32, _SOME_NARROW, _SOME, _SOME_WIDE, _MANY_NARROW, _MANY)
+HOPPER_GATED_TILES: Final = (_FEW_GATED, _FEWER_THAN_32_GATED, _SOME_GATED, _MANY_GATED)
+
+
+def tile_for(device: torch.device, num_rows: int, num_columns: int, *, is_gated: bool) -> Fp8Tile:
+    """The tile of a matmul of this shape; measured on an H200 for the shapes of an 8B model."""
+    if capability(device) not in (_HOPPER, (0, 0)):
+        return OTHER_CHIPS_GATED if is_gated else OTHER_CHIPS
+    if is_gated:
+        limits = ((16, _FEW_GATED), (32, _FEWER_THAN_32_GATED), (64, _SOME_GATED))
+        return next((tile for most, tile in limits if num_rows <= most), _MANY_GATED)
+    if num_rows <= 32:
+        return _FEW if num_rows <= 16 else _FEWER_THAN_32
+    multiprocessors = num_programs(device)
+    if num_rows <= 64:
+        is_narrow = num_columns <= _SOME_NARROW.columns * multiprocessors
+        is_wide = num_columns >= _SOME_WIDE.columns * multiprocessors
+        return _SOME_NARROW if is_narrow else _SOME_WIDE if is_wide else _SOME
+    # With a tile for each multiprocessor at most, one program alone has more of the memory's bandwidth.
+    is_narrow = _MANY.num_tiles(num_rows, num_columns, is_gated=False) <= multiprocessors
+    return _MANY_NARROW if is_narrow else _MANY
+
+
+def num_warps(block: int) -> int:
+    """Warps that quantise a row, or a piece of one, of `block` numbers."""
+    return max(1, min(16, block // _PER_WARP))
+
+
+def quantise(x: Tensor, *, is_grouped: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """[M, K] -> e4m3 [M, K] and float32 scales [M] or [M, K / 128]. `dtype` float32: the numbers before rounding."""
+    num_rows, num_inputs = x.shape
+    out = torch.empty((num_rows, num_inputs), dtype=dtype, device=x.device)
+    shape = (num_rows, num_inputs // GROUP) if is_grouped else (num_rows,)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if num_rows == 0:
+        return out, scales
+    block = min(max(power_of_two(num_inputs), GROUP), _GROUPS_IN_REGISTERS if is_grouped else _MOST_IN_REGISTERS)
+    options = fp8_kernels.LAUNCH | {"num_warps": num_warps(block)}
+    if is_grouped:
+        grid = (num_rows, -(-num_inputs // block))
+        fp8_kernels.quantise_groups[grid](x, out, scales, num_inputs, x.stride(0), BLOCK=block, **options)
+    else:
+        constants = {"BLOCK": block, "IS_WHOLE": num_inputs <= block}
+        fp8_kernels.quantise_rows[(num_rows,)](x, out, scales, num_inputs, x.stride(0), **constants, **options)
+    return out, scales
+
+
+def multiply(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
+    is_blocked: bool = False,
+    tile: Fp8Tile | None = None,
+    by_tma: bool | None = None,
+) -> Tensor:
+    """E4m3 [M, K] x [N, K] with scales from `quantise` and float32 [N, G] -> [M, N], or [M, N / 2] of gate and up. See
+    `fp8_kernels.linear`. `is_blocked`: 128 rows of the weight share scales. `tile` and `by_tma` None: as is best.
+    """
+    num_rows, num_inputs = x.shape
+    num_columns, kind = len(weight) // (1 + is_gated), fp8_kernels.OF_ROWS
+    if scales.shape[1] > 1:
+        # Blocks of the up projection must begin where a tile does.
+        has_blocks = is_blocked and (num_columns % GROUP == 0 or not is_gated)
+        kind = fp8_kernels.OF_BLOCKS if has_blocks else fp8_kernels.OF_GROUPS
+    out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    tile = tile or tile_for(x.device, num_rows, num_columns, is_gated=is_gated)
+    by_tma = can_describe(x, weight) if by_tma is None else by_tma
+    stores_by_tma = by_tma and can_describe(out)
+    operands = (describe(x, tile.rows, GROUP), describe(weight, tile.columns, GROUP)) if by_tma else (x, weight)
+    result = describe(out, tile.rows, tile.columns) if stores_by_tma else out
+    sizes = (num_rows, num_columns, num_inputs, x.stride(0), weight.stride(0), scales.stride(0), out.stride(0))
+    constants = tile.constants(is_gated=is_gated, kind=kind.value, has_bias=bias is not None)
+    constants |= {"ELEMENT": ELEMENTS[dtype], "BY_TMA": by_tma, "STORES_BY_TMA": stores_by_tma}
+    programs = num_programs(x.device, tile.per_multiprocessor)
+    grid = (min(tile.num_tiles(num_rows, num_columns, is_gated=is_gated), programs),)
+    fp8_kernels.linear[grid](*operands, x_scales, scales, bias, result, *sizes, **constants, **tile.options())
+    return out
+
+
+class Fp8TritonKernels(Fp8Packing, TritonKernels):
+    """Implements `kernels.api.QuantisedKernels` on CUDA from sm_89 on; all but the GEMMs of packed weights is that of
+    `TritonKernels`.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.weights = dtype, Fp8Weights(dtype)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if not is_packed(weight):
+            return super().linear(x, weight, bias, out)
+        return self._multiply(x, weight, bias, is_gated=False)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_packed(weight):
+            return super().gated_linear(x, weight, bias)
+        return self._multiply(x, weight, bias, is_gated=True)
+
+    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if not is_packed(weight):
+            return super().linear_argmax(x, weight, count)
+        return self.argmax(self.linear(x, weight, None)[:, :count])
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        quantised = quantise(rows if rows.stride(1) == 1 else rows.contiguous(), is_grouped=weight.ndim > 2)
+        numbers, scales = self.weights.numbers(weight), self.weights.scales(weight)
+        result = multiply(*quantised, numbers, scales, bias, x.dtype, is_gated=is_gated, is_blocked=weight.ndim == 4)
+        return result.view(*x.shape[:-1], -1)

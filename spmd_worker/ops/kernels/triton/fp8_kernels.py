@@ -1,0 +1,202 @@
+"""FP8 matmuls on a GPU: activations quantised by row or by groups of 128, sums in a fixed order.
+
+x [M, K] and weight [N, K] in e4m3 -> out [M, N]. A scale belongs to a row of each, or to each group of 128 numbers
+along K of a row.
+
+Hopper's matrix unit adds products of e4m3 with fewer bits than float32 has (https://arxiv.org/abs/2412.19437, section
+3.3.2), so how long it adds by itself fixes bits. Here: 128 numbers along K from zero in the matrix unit, then one
+float32 addition to the sum, ascending. STEP is so part of the definition, and a row's bits depend on the row alone:
+tiles, warps, stages, the number of steps in an iteration, TMA or pointers and the grid change none, as long as all
+tiles take the same instruction: wgmma on sm_90, which needs 64 rows, of x or swapped of the weight. mma.sync of e4m3
+is one of float16 there, with other bits.
+"""
+
+import triton
+import triton.language as tl
+
+from spmd_worker.ops.kernels.triton.tile_kernels import load_tile, silu_times, store_tile, tile_indices
+
+LAUNCH = {"enable_fp_fusion": False}
+STEP = tl.constexpr(128)
+OF_ROWS, OF_GROUPS, OF_BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Kinds of scales."""
+_LARGEST = tl.constexpr(448.0)
+_PER_SCALE = tl.constexpr(1.0 / 448.0)
+_USUAL_LEAST, _USUAL_MOST = tl.constexpr(1e-25), tl.constexpr(1e25)
+
+
+@triton.jit
+def _scales_of(largest):
+    """Scales of these maximum magnitudes; 1 of zero."""
+    scale = largest * _PER_SCALE
+    return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def _quotients(value, scale, smallest, largest):
+    """value / scale by IEEE division, within what e4m3 holds; NaN stays NaN. `scale` broadcasts to `value`; scales are
+    from `smallest` to `largest`.
+
+    The product with the rounded reciprocal is within one ulp, and corrected once it is the quotient
+    (https://doi.org/10.1147/rd.341.0111), in fewer instructions than a division of each value, unless numbers near the
+    ends of float32's range are lost. What may differ below 2^-10 is zero as e4m3.
+    """
+    if (smallest > _USUAL_LEAST) & (largest < _USUAL_MOST):
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        of_each, scale_of_each = tl.zeros_like(value) + inverse, tl.zeros_like(value) + scale
+        quotient = value * of_each
+        quotient = tl.fma(tl.fma(-quotient, scale_of_each, value), of_each, quotient)
+        # The correction loses the sign of zero.
+        quotient = tl.where(value == 0.0, value, quotient)
+    else:
+        quotient = tl.div_rn(value, tl.zeros_like(value) + scale)
+    lowest = tl.full(quotient.shape, -_LARGEST, tl.float32)
+    quotient = tl.maximum(quotient, lowest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(quotient, -lowest, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def quantise_rows(x, out, scales, K, stride_x, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """x [M, K] -> out [M, K], contiguous, and float32 scales [M]; a program a row. IS_WHOLE: BLOCK holds a row, which
+    is read once. A maximum has no order, so BLOCK and warps change no bits.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    if IS_WHOLE:
+        value = tl.load(x + row * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
+        scale = _scales_of(tl.max(tl.abs(value), 0))
+        quotient = _quotients(value, scale, scale, scale)
+        tl.store(out + row * K + k, quotient.to(out.dtype.element_ty), mask=k < K)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, K, BLOCK):
+            value = tl.load(x + row * stride_x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+        scale = _scales_of(tl.max(largest, 0))
+        for start in tl.range(0, K, BLOCK):
+            value = tl.load(x + row * stride_x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            quotient = _quotients(value, scale, scale, scale)
+            tl.store(out + row * K + start + k, quotient.to(out.dtype.element_ty), mask=start + k < K)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def quantise_groups(x, out, scales, K, stride_x, BLOCK: tl.constexpr):
+    """x [M, K] -> out [M, K], contiguous, and float32 scales [M, K / 128]; a program a row and BLOCK."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    groups: tl.constexpr = BLOCK // STEP
+    k, group = start + tl.arange(0, BLOCK), start // STEP + tl.arange(0, groups)
+    value = tl.load(x + row * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
+    value = tl.reshape(value, [groups, STEP])
+    scale = _scales_of(tl.max(tl.abs(value), 1))
+    quotient = _quotients(value, scale[:, None], tl.min(scale, 0), tl.max(scale, 0))
+    tl.store(out + row * K + k, tl.reshape(quotient, [BLOCK]).to(out.dtype.element_ty), mask=k < K)
+    tl.store(scales + row * (K // STEP) + group, scale, mask=group < K // STEP)
+
+
+@triton.jit
+def _scales_at(scales, rows, num_rows, stride, group):
+    """Float32 scales of `rows` in one group, zero past the last row."""
+    return tl.load(scales + rows.to(tl.int64) * stride + group, mask=rows < num_rows, other=0.0)
+
+
+@triton.jit
+def _part(a, b, SWAPPED: tl.constexpr):
+    """One step's products of a [BM, 128] and b [BN, 128], from zero: [BM, BN], or SWAPPED [BN, BM]."""
+    if SWAPPED:
+        return tl.dot(b, tl.trans(a), out_dtype=tl.float32)
+    else:
+        return tl.dot(a, tl.trans(b), out_dtype=tl.float32)
+
+
+@triton.jit
+def _added(
+    sums, part, x_scales, scales, row, column, M, N, stride_x_scales, stride_scales, group,
+    BM: tl.constexpr, BN: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """The sum with one step's part: one rounding, with scales of groups too."""
+    if SCALES == OF_ROWS:
+        return sums + part
+    of_rows = _scales_at(x_scales, row + tl.arange(0, BM), M, stride_x_scales, group)
+    if SCALES == OF_BLOCKS:
+        factors = of_rows * tl.load(scales + column.to(tl.int64) * stride_scales + group, mask=column < N, other=0.0)
+        factors = factors[None, :] if SWAPPED else factors[:, None]
+    else:
+        of_columns = _scales_at(scales, column + tl.arange(0, BN), N, stride_scales, group)
+        factors = of_columns[:, None] * of_rows[None, :] if SWAPPED else of_rows[:, None] * of_columns[None, :]
+    return tl.fma(part, tl.broadcast_to(factors, sums.shape), sums)
+
+
+@triton.jit
+def _result(
+    sums, x_scales, scales, bias, row, column, M, N, stride_scales,
+    BM: tl.constexpr, BN: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Float32 sums -> [BM, BN], scaled, with the bias."""
+    # Here, and not before the loop, where they would take registers from the sums.
+    m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
+    if SWAPPED:
+        sums = tl.trans(sums)
+    if SCALES == OF_ROWS:
+        sums = sums * _scales_at(x_scales, m, M, 1, 0)[:, None] * _scales_at(scales, n, N, stride_scales, 0)[None, :]
+    if BIAS:
+        sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear(
+    x, weight, x_scales, scales, bias, out, M, N, K, stride_x, stride_weight, stride_scales, stride_out,
+    ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
+    IS_PAIRED: tl.constexpr, IS_GATED: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
+    FLATTEN: tl.constexpr, BIAS: tl.constexpr, BY_TMA: tl.constexpr, STORES_BY_TMA: tl.constexpr,
+):  # fmt: skip
+    """Persistent. IS_PAIRED: a program has two tiles of BN columns, which share the tile of x; one step's parts are in
+    registers one after the other, so that two sums of 128 x 128 fit. IS_GATED, which is paired: the second tile is that
+    of the up projection, N rows behind the gate's, and out [M, N] = silu(gate) * up. SWAPPED: rows of the weight are
+    the matrix instruction's rows, of which it has 64 at least, so that few rows of x take few columns.
+
+    `x_scales` float32 [M] or [M, K / 128], contiguous; `scales` the same of N rows at a distance of `stride_scales`.
+    SCALES: OF_ROWS; OF_GROUPS of 128 inputs of a row; OF_BLOCKS, which 128 rows from a multiple of 128 on share: then
+    BN and the gates' N divide and are divided by 128.
+    """
+    columns: tl.constexpr = BN * (2 if IS_PAIRED and not IS_GATED else 1)
+    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, columns)
+    num_weights = N * (2 if IS_GATED else 1)
+    num_groups = K // STEP
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = tile_indices(tile, num_m, num_n, GROUP)
+        row, column = tile_m * BM, tile_n * columns
+        second = column + (N if IS_GATED else BN)
+        sums = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
+        if IS_PAIRED:
+            second_sums = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
+        for start in tl.range(0, K, STEP * STEPS):
+            for step in tl.static_range(STEPS):
+                k = start + step * STEP
+                a = load_tile(x, row, k, M, K, stride_x, BM, STEP, BY_TMA)
+                b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
+                sums = _added(
+                    sums, _part(a, b, SWAPPED), x_scales, scales, row, column, M, num_weights, num_groups,
+                    stride_scales, k // STEP, BM, BN, SCALES, SWAPPED,
+                )  # fmt: skip
+                if IS_PAIRED:
+                    b = load_tile(weight, second, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
+                    second_sums = _added(
+                        second_sums, _part(a, b, SWAPPED), x_scales, scales, row, second, M, num_weights, num_groups,
+                        stride_scales, k // STEP, BM, BN, SCALES, SWAPPED,
+                    )  # fmt: skip
+        result = _result(
+            sums, x_scales, scales, bias, row, column, M, num_weights, stride_scales, BM, BN, SCALES, SWAPPED, BIAS
+        ).to(ELEMENT)
+        if IS_PAIRED:
+            other = _result(
+                second_sums, x_scales, scales, bias, row, second, M, num_weights, stride_scales, BM, BN, SCALES,
+                SWAPPED, BIAS,
+            ).to(ELEMENT)  # fmt: skip
+        if IS_GATED:
+            result = silu_times(result, other, ELEMENT)
+        elif IS_PAIRED:
+            store_tile(out, other, row, second, M, N, stride_out, ELEMENT, BM, BN, STORES_BY_TMA)
+        store_tile(out, result, row, column, M, N, stride_out, ELEMENT, BM, BN, STORES_BY_TMA)
