@@ -5,8 +5,8 @@
 
 A small random model in bfloat16; rows that are sampled in many ways, each with a seed. The same rows: once more, in
 another order, alone, in chunks, preempted for want of blocks, kernel by kernel, after sleep, without a step ahead. An
-encoder's vectors: once more, in another order, alone, and near transformers'. Controls: rows were preempted, other seeds
-give other tokens. A line a finding, and one JSON object last; exits with 1 where something is wrong.
+encoder's vectors: in another order, alone, and near transformers'. Controls: rows were preempted, other seeds give
+other tokens. A line a finding, and one JSON object last; exits with 1 where something is wrong.
 """
 
 import argparse
@@ -57,7 +57,9 @@ class Bits:
 
     def params(self, seed: int = 0) -> list[SamplingParams]:
         return [
-            SamplingParams(max_tokens=self.num_tokens, ignore_eos=True, logprobs=2, seed=seed + row, **WAYS[row % len(WAYS)])
+            SamplingParams(
+                max_tokens=self.num_tokens, ignore_eos=True, logprobs=2, seed=seed + row, **WAYS[row % len(WAYS)]
+            )
             for row in range(len(self.prompts))
         ]
 
@@ -140,7 +142,9 @@ class Bits:
         self.findings.must("control: rows differ", torch.equal(expected[0], expected[1]), False)
         device, dtype = self.settings["device"], getattr(torch, self.settings["dtype"])
         model = AutoModel.from_pretrained(self.folder, dtype=dtype).to(device).eval()
-        theirs = [model(torch.tensor([prompt], device=device)).last_hidden_state[0].float().mean(0) for prompt in prompts]
+        theirs = [
+            model(torch.tensor([prompt], device=device)).last_hidden_state[0].float().mean(0) for prompt in prompts
+        ]
         wanted = torch.nn.functional.normalize(torch.stack(theirs), dim=-1).cpu()
         found = torch.nn.functional.normalize(expected, dim=-1)
         self.findings.must_be_near("beside transformers", found, wanted, 0.02)

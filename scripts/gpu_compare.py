@@ -3,9 +3,9 @@
     python scripts/gpu_compare.py [--device cuda] [--prompts 8] [--tokens 64] [--dtypes float32 bfloat16]
         [--families llama qwen3] [--device-backend NAME] [--strict] [--only-look]
 
-For each family and dtype: our greedy tokens, each judged by what transformers thinks of it after the same tokens, and our
-log-probabilities beside its own. A token that transformers would not have chosen is near enough when transformers gives
-its own choice hardly more; a row without all its tokens is wrong. Prints a table and, as its last line, one JSON
+For each family and dtype: our greedy tokens, each judged by what transformers thinks of it after the same tokens, and
+our log-probabilities beside its own. A token that transformers would not have chosen is near enough when transformers
+gives its own choice hardly more; a row without all its tokens is wrong. Prints a table and, as its last line, one JSON
 object; exits with 1 when something is too far off, and where the device is missing.
 """
 
@@ -112,7 +112,9 @@ def judged(model: torch.nn.Module, rows: list[tuple[list[int], list[int], object
     """Logits [rows, T, V] of prompts with their tokens, filled up on the right: attention is causal."""
     texts = [[*prompt, *token_ids] for prompt, token_ids, _ in rows]
     longest = max(len(text) for text in texts)
-    ids = torch.tensor([[*text, *[1] * (longest - len(text))] for text in texts], device=next(model.parameters()).device)
+    ids = torch.tensor(
+        [[*text, *[1] * (longest - len(text))] for text in texts], device=next(model.parameters()).device
+    )
     logits: Tensor = model(ids).logits
     return logits
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 
 import torch
+from gpu_report import figure_line
 from torch import Tensor
 
 CHIPS = {"H200": (4.3e12, 790e12), "H100": (3.0e12, 790e12)}
@@ -121,26 +122,6 @@ class Findings(dict[str, object]):
         ends = {"failed": self.failed, "wrong": self.wrong, "not_offered": self.not_offered, "figures": figures}
         print(json.dumps({**self, **ends}, default=str), flush=True)
         return 1 if self.failed or self.wrong else 0
-
-
-def figure_line(figure: dict[str, object]) -> str:
-    """One figure for people; `figure` as `Findings.report` has it."""
-    words = [f"{figure['name']!s:<58}{number(figure['value']):>10} {figure['unit']!s:<8}"]
-    words += [f"{name} {number(figure[name])}" for name in ("library", "floor") if figure.get(name) is not None]
-    if figure.get("wanted") is not None:
-        bound = "at least" if figure["is_least"] else "at most"
-        value, wanted = float(str(figure["value"])), float(str(figure["wanted"]))
-        is_met = value >= wanted if figure["is_least"] else value <= wanted
-        words.append(f"{bound} {number(wanted)}: {'met' if is_met else 'MISSED'}")
-    return "  ".join(words)
-
-
-def number(value: object) -> str:
-    """Three digits that count, or all before the point."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return str(value)
-    size = abs(value)
-    return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
 def rates() -> Rates:

@@ -2,10 +2,10 @@
 
     python scripts/gpu_jobs.py {demo,two_ranks} [--device-backend NAME] [--dry]
 
-`demo`: the model that ships answers its 480 rows on one rank; every answer has to be right. `two_ranks`: the same model
-in float32, greedy, tensor parallel over two ranks that add up over symmetric memory, beside one rank: equal tokens. NCCL
-refuses ranks that share a GPU, so their groups are gloo's. A line a finding, and one JSON object last; exits with 1 where
-something is wrong. --dry: on the CPU.
+`demo`: the model that ships answers its 480 rows on one rank; every answer has to be right. `two_ranks`: the same
+model in float32, greedy, tensor parallel over two ranks that add up over symmetric memory, beside one rank: equal
+tokens. NCCL refuses ranks that share a GPU, so their groups are gloo's. A line a finding, and one JSON object last;
+exits with 1 where something is wrong. --dry: on the CPU.
 """
 
 import argparse

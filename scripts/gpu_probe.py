@@ -4,9 +4,8 @@
     OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python scripts/gpu_probe.py --dry
                                       the same code on CPU tensors, tiny, nothing timed
 
-Needs torch, triton and numpy only. A line a finding, and one JSON object last. --warm launches each kernel once, so that
-Triton's cache has it. A part that fails is said, and the others go on. Exits with 1 where a part failed or something is
-wrong.
+Needs torch, triton and numpy only. A line a finding, and one JSON object last. --warm launches each kernel once, for
+Triton's cache. A part that fails is said, and the others go on. Exits with 1 where a part failed or something is wrong.
 """
 
 import argparse
@@ -15,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
@@ -226,7 +226,7 @@ class Sequences:
             for length, start, end in zip(lengths, starts, starts[1:], strict=False)
             for at in range(end - start)
         ]
-        rows = [row for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)) for _ in range(start, end)]
+        rows = [row for row, (start, end) in enumerate(pairwise(starts)) for _ in range(start, end)]
         slots = torch.tensor(positions, device=tables.device)
         owners = torch.tensor(rows, device=tables.device)
         blocks = tables[owners, slots // BLOCK]
