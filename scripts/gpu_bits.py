@@ -64,8 +64,12 @@ class Bits:
         ]
 
     def open(self, **settings: Any) -> LLM:
+        return LLM(self.folder, **{**self.settings, **settings})
+
+    def open_first(self, **settings: Any) -> LLM:
+        """Raises NotOfferedError for a model that is refused; later the same is an error."""
         try:
-            return LLM(self.folder, **{**self.settings, **settings})
+            return self.open(**settings)
         except ConfigError as error:
             raise NotOfferedError(str(error)) from None
 
@@ -92,7 +96,7 @@ class Bits:
 
     def ask(self) -> None:
         every = list(range(len(self.prompts)))
-        with self.open(enable_sleep_mode=True) as llm:
+        with self.open_first(enable_sleep_mode=True) as llm:
             expected = self.answers(llm)
             self.same("once more", self.answers(llm), expected)
             self.same("in another order", self.answers(llm, every[::-1])[::-1], expected)
@@ -110,7 +114,7 @@ class Bits:
         # As many as the longest row needs, and a few.
         longest = max(len(prompt) for prompt in self.prompts) + self.num_tokens
         num_blocks = -(-longest // BLOCK_SIZE) + (3 if self.is_dry else 30)
-        with self.open(num_blocks=num_blocks, max_model_len=BLOCK_SIZE * (num_blocks - 1)) as llm:
+        with self.open(num_blocks=num_blocks, max_model_len=longest) as llm:
             self.same("preempted", self.answers(llm), expected)
             num_preempted = llm.llm_engine.scheduler.counters.num_preemptions
             # Dry rows are too few for that.
@@ -127,7 +131,7 @@ class Bits:
         from transformers import AutoModel
 
         prompts = [prompt[:400] for prompt in self.prompts]
-        with self.open(runner="pooling", max_model_len=None if self.is_dry else 512) as llm:
+        with self.open_first(runner="pooling", max_model_len=None if self.is_dry else 512) as llm:
 
             def vectors(rows: Sequence[int]) -> torch.Tensor:
                 outputs = llm.embed([{"prompt_token_ids": prompts[row]} for row in rows], use_tqdm=False)
