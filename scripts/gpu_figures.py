@@ -142,7 +142,7 @@ def copies_past_the_cache(num_bytes: int, make: Callable[[], Tensor]) -> list[Te
     """Tensors of `num_bytes`, as many as do not fit into the L2 cache together: a step finds none of its weights
     there.
     """
-    return [make() for _ in range(min(16, max(1, math.ceil(_CACHED_BYTES / num_bytes))))]
+    return [make() for _ in range(min(64, max(1, math.ceil(_CACHED_BYTES / num_bytes))))]
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
