@@ -41,6 +41,15 @@ BACKEND = "triton"
 NEEDED = ("torch", "triton", "numpy")
 """Modules without which there is nothing to ask."""
 RUNTIME = ("hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
+NEEDS = {
+    "scripts/gpu_bits.py": (*RUNTIME, "transformers"),
+    "scripts/gpu_compare.py": (*RUNTIME, "transformers"),
+    "scripts/gpu_jobs.py": RUNTIME,
+    "scripts/gpu_quality.py": RUNTIME,
+    "scripts/gpu_speed.py": RUNTIME,
+}
+WITHOUT_TRITON = ("scripts/gpu_bits.py", "scripts/gpu_jobs.py", "scripts/gpu_quality.py")
+"""Dry runs of these use the CPU's own kernels."""
 TESTS = (*RUNTIME, "pytest", "pytest_timeout", "hypothesis", "transformers")
 OWN_PARTS = ("near_transformers", "kernels_on_a_gpu")
 """Words of the names of tests that are parts by themselves: `compare` and `cases`."""
@@ -91,67 +100,66 @@ class Outcome:
 
 def parts(*, is_dry: bool) -> list[Part]:
     """All of them, in the order in which they start."""
-    # Interpreted matmuls are numpy's: of OpenBLAS's kernels those for old processors add up all rows of a tile alike.
-    interpreted = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"} if is_dry else {}
-    dry = ["--dry"] if is_dry else []
-    backend = ["--device-backend", BACKEND]
-    compared_by = (*RUNTIME, "transformers")
     # A dry run has minutes: what interprets is slow, and other work may be beside it.
-    longest = DRY_S if is_dry else LONGEST_CORRECTNESS_S
-    rows = ["--prompts", "2", "--tokens", "4"] if is_dry else ["--prompts", "256", "--tokens", "16"]
-    on = ["--device", "cpu"] if is_dry else []
-
-    def bits(name: str, *arguments: str, needs: tuple[str, ...] = RUNTIME, is_tests: bool = False) -> Part:
-        variables = {} if "pytest" in arguments or "gpu_bits" in arguments[0] else interpreted
-        return Part(name, "bits", [*arguments], longest, variables, needs, is_tests)
-
-    compare = ["scripts/gpu_compare.py", *on, *rows]
-    found = [
-        bits(f"bits {name}", "scripts/gpu_bits.py", name, *backend, *dry, needs=compared_by) for name in BITS_MODELS
+    longest_s = DRY_S if is_dry else LONGEST_CORRECTNESS_S
+    return [
+        *(_part(name, "bits", command, longest_s, is_dry) for name, command in correctness_commands(is_dry).items()),
+        *test_parts(ROOT / "tests", longest_s, is_dry=is_dry),
+        *speed_parts(is_dry=is_dry),
     ]
-    found += [
-        bits(
-            f"compare {name}",
-            *compare,
-            "--strict",
-            "--dtypes",
-            "float32",
-            "--families",
-            name,
-            *backend,
-            needs=compared_by,
-        )
-        for name in FAMILIES[: 1 if is_dry else None]
-    ]
-    for path in sorted((ROOT / "tests" / "ops" / "kernels").glob("triton_*cases.py")):
-        name = path.stem.removeprefix("triton_").removesuffix("cases").strip("_")
-        script = str(path.relative_to(ROOT))
-        found.append(bits(f"cases {name}".strip(), script, *([] if is_dry else ["cuda"]), needs=()))
-    found.append(bits("probe bits", "scripts/gpu_probe.py", "--only", "bits", *dry, needs=()))
+
+
+def correctness_commands(is_dry: bool) -> dict[str, str]:
+    """By name; a dry run has fewer, with fewer rows."""
+    dry, ours = " --dry" if is_dry else "", f"--device-backend {BACKEND}"
+    found = {f"bits {name}": f"scripts/gpu_bits.py {name} {ours}{dry}" for name in BITS_MODELS}
     if is_dry:
-        found.append(
-            bits("compare plain torch", *compare, "--dtypes", "float32", "--device-backend", "torch", needs=compared_by)
-        )
+        compare = "scripts/gpu_compare.py --device cpu --prompts 2 --tokens 4 --dtypes float32"
+        found |= {
+            "compare llama": f"{compare} --strict {ours}",
+            "compare plain torch": f"{compare} --device-backend torch",
+        }
     else:
-        found.append(bits("compare llama bfloat16", *compare, "--dtypes", "bfloat16", *backend, needs=compared_by))
-        few = [compare[0], "--prompts", "8", "--tokens", "16", "--dtypes", "float32", "float16", "bfloat16"]
-        found.append(bits("compare plain torch", *few, "--device-backend", "torch", needs=compared_by))
-    found += [bits(f"job {name}", "scripts/gpu_jobs.py", name, *dry) for name in ("demo", "two_ranks")]
-    found += test_parts(ROOT / "tests", longest, is_dry=is_dry)
-    speeds = {
-        "speed 8b": (["scripts/gpu_speed.py", "8b", *backend], 90.0, RUNTIME),
-        "speed matmul": (["scripts/gpu_probe.py", "--only", "matmul,gated"], 30.0, ()),
-        "speed attention": (["scripts/gpu_probe.py", "--only", "attention"], 20.0, ()),
-        "speed experts": (["scripts/gpu_speed.py", "experts", *backend], 30.0, RUNTIME),
-        "speed 135m": (["scripts/gpu_speed.py", "135m", *backend], 40.0, RUNTIME),
-        "speed fp8": (["scripts/gpu_speed.py", "fp8", *backend], 45.0, RUNTIME),
+        compare = f"scripts/gpu_compare.py --prompts 256 --tokens 16 {ours}"
+        found |= {f"compare {name}": f"{compare} --strict --dtypes float32 --families {name}" for name in FAMILIES}
+        found["compare llama bfloat16"] = f"{compare} --dtypes bfloat16"
+        few = "scripts/gpu_compare.py --prompts 8 --tokens 16 --dtypes float32 float16 bfloat16"
+        found["compare plain torch"] = f"{few} --device-backend torch"
+    for path in sorted((ROOT / "tests" / "ops" / "kernels").glob("triton_*cases.py")):
+        name = f"cases {path.stem.removeprefix('triton_').removesuffix('cases').strip('_')}".strip()
+        found[name] = f"{path.relative_to(ROOT)}{'' if is_dry else ' cuda'}"
+    found["probe bits"] = f"scripts/gpu_probe.py --only bits{dry}"
+    found |= {f"job {name}": f"scripts/gpu_jobs.py {name}{dry}" for name in ("demo", "two_ranks")}
+    return {**found, "quality fp8": f"scripts/gpu_quality.py {ours}{dry}"}
+
+
+def speed_parts(*, is_dry: bool) -> list[Part]:
+    """Each with one before it that launches the same kernels once, so that they are compiled while others run."""
+    ours = f"--device-backend {BACKEND}"
+    commands = {
+        "8b": (f"scripts/gpu_speed.py 8b {ours}", 90.0),
+        "matmul": ("scripts/gpu_probe.py --only matmul,gated", 30.0),
+        "attention": ("scripts/gpu_probe.py --only attention", 20.0),
+        "experts": (f"scripts/gpu_speed.py experts {ours}", 30.0),
+        "135m": (f"scripts/gpu_speed.py 135m {ours}", 40.0),
+        "fp8": (f"scripts/gpu_speed.py fp8 {ours}", 45.0),
     }
-    for name, (arguments, limit_s, needs) in speeds.items():
-        if not is_dry:
-            warm = name.replace("speed", "warm")
-            found.append(Part(warm, "warm", [*arguments, "--warm"], LONGEST_CORRECTNESS_S, {}, needs))
-        found.append(Part(name, "speed", [*arguments, *dry], DRY_S if is_dry else limit_s, interpreted, needs))
+    found = []
+    for name, (command, limit_s) in commands.items():
+        if is_dry:
+            found.append(_part(f"speed {name}", "speed", f"{command} --dry", DRY_S, is_dry))
+        else:
+            found.append(_part(f"warm {name}", "warm", f"{command} --warm", LONGEST_CORRECTNESS_S, is_dry))
+            found.append(_part(f"speed {name}", "speed", command, limit_s, is_dry))
     return found
+
+
+def _part(name: str, kind: str, command: str, limit_s: float, is_dry: bool) -> Part:
+    arguments = command.split()
+    # Interpreted matmuls are numpy's: of OpenBLAS's kernels those for old processors add up all rows of a tile alike.
+    interpreted = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
+    is_interpreted = is_dry and arguments[0] not in WITHOUT_TRITON
+    return Part(name, kind, arguments, limit_s, interpreted if is_interpreted else {}, NEEDS.get(arguments[0], ()))
 
 
 def test_parts(folder: Path, limit_s: float, *, is_dry: bool) -> list[Part]:
