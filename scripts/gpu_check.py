@@ -114,7 +114,7 @@ def correctness_commands(is_dry: bool) -> dict[str, str]:
     dry, ours = " --dry" if is_dry else "", f"--device-backend {BACKEND}"
     found = {f"bits {name}": f"scripts/gpu_bits.py {name} {ours}{dry}" for name in BITS_MODELS}
     if is_dry:
-        compare = "scripts/gpu_compare.py --device cpu --prompts 2 --tokens 4 --dtypes float32"
+        compare = "scripts/gpu_compare.py --device cpu --tiny --prompts 2 --tokens 3 --dtypes float32"
         found |= {
             "compare llama": f"{compare} --strict {ours}",
             "compare plain torch": f"{compare} --device-backend torch",

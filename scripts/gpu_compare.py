@@ -1,7 +1,7 @@
 """Compares this runtime with transformers on one device, on small random checkpoints made for the purpose.
 
     python scripts/gpu_compare.py [--device cuda] [--prompts 8] [--tokens 64] [--dtypes float32 bfloat16]
-        [--families llama qwen3] [--device-backend NAME] [--strict] [--only-look]
+        [--families llama qwen3] [--device-backend NAME] [--strict] [--tiny] [--only-look]
 
 For each family and dtype: our greedy tokens, each judged by what transformers thinks of it after the same tokens, and
 our log-probabilities beside its own. A token that transformers would not have chosen is near enough when transformers
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from gpu_checkpoints import FAMILIES, make_checkpoint, make_prompts
+from gpu_checkpoints import FAMILIES, TINY, make_checkpoint, make_prompts
 from torch import Tensor
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=list(TOLERANCE))
     parser.add_argument("--families", nargs="+", choices=tuple(FAMILIES), default=["llama"])
     parser.add_argument("--device-backend", default="auto", metavar="NAME", help="as executor.device_backend takes it")
+    parser.add_argument("--tiny", action="store_true", help="a smaller model and prompts, for interpreted kernels")
     parser.add_argument("--strict", action="store_true", help="in float32 every token has to be transformers' own")
     parser.add_argument("--only-look", action="store_true", help="say which device there is and compare nothing")
     arguments = parser.parse_args()
@@ -157,9 +158,11 @@ def main() -> int:
     results: list[Comparison] = []
     not_offered: dict[str, str] = {}
     prompts = make_prompts(arguments.prompts)
+    if arguments.tiny:
+        prompts = make_prompts(arguments.prompts, 24, TINY["vocab_size"])
     for family in arguments.families:
         with tempfile.TemporaryDirectory(prefix="gpu-compare-") as folder:
-            make_checkpoint(Path(folder), family)
+            make_checkpoint(Path(folder), family, is_tiny=arguments.tiny)
             for dtype in arguments.dtypes:
                 how = (arguments.tokens, dtype, arguments.device, arguments.device_backend, family)
                 try:
