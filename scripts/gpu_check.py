@@ -19,12 +19,14 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -218,28 +220,55 @@ def run(part: Part, limit_s: float, cache: Path) -> Outcome:
         # The cores are shared by many.
         variables.setdefault("OMP_NUM_THREADS", "1")
     behind = ["nice", "-n", "10"] if part.kind == "warm" else []
-    process = subprocess.Popen(
-        [*behind, sys.executable, *part.arguments],
-        cwd=ROOT,
-        env=variables | part.variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    is_late = False
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        is_late = True
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-    lines = tuple(output.splitlines())
+    command = [*behind, sys.executable, *part.arguments]
+    # A file, not a pipe: whoever outlives the part would hold the pipe open.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables | part.variables, stdout=output, stderr=output, start_new_session=True
+        )
+        _running[process.pid] = process
+        try:
+            is_late = not _has_ended(process, limit_s)
+            if is_late:
+                end(process)
+        finally:
+            del _running[process.pid]
+        output.seek(0)
+        lines = tuple(output.read().splitlines())
     seconds = round(time.monotonic() - began, 1)
     if is_late:
         return Outcome(part, "late", seconds, f"ended after {limit_s:.0f} s", lines=lines)
     return judged(part, process.returncode, seconds, lines)
+
+
+_running: dict[int, "subprocess.Popen[bytes]"] = {}
+"""Parts that run now, each with processes of its own."""
+
+
+def _has_ended(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """A launcher ends its ranks, which are in sessions of their own, when it is asked to end."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        if _has_ended(process, 3.0):
+            return
+
+
+def end_all(number: int, frame: object) -> None:
+    """For the signals that end the check: no part stays behind."""
+    del frame
+    for process in list(_running.values()):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    os._exit(128 + number)
 
 
 def judged(part: Part, returncode: int, seconds: float, lines: tuple[str, ...]) -> Outcome:
@@ -438,6 +467,8 @@ def main() -> int:
     }
     limit_s = DRY_S if is_dry else CORRECTNESS_S if arguments.correctness else ALL_S
     out = None if arguments.out is None else arguments.out.absolute()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end_all)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         # Warm where the caller keeps one.
         cache = Path(os.environ.get("TRITON_CACHE_DIR", folder))
@@ -445,9 +476,8 @@ def main() -> int:
         check.write(json.dumps({"about": about}))
         # Interpreted parts compute on the CPU's cores.
         count = max(1, (os.cpu_count() or 2) // 2) if is_dry else SIDE_BY_SIDE
-        check.run_side_by_side(
-            [part for part in chosen if part.kind in ("bits", "warm")], CORRECTNESS_S if not is_dry else limit_s, count
-        )
+        together = [part for part in chosen if part.kind in ("bits", "warm")]
+        check.run_side_by_side(together, min(CORRECTNESS_S, limit_s) if not is_dry else limit_s, count)
         for part in chosen:
             if part.kind in ("alone", "speed"):
                 check.run_one(part, limit_s)
