@@ -5,14 +5,14 @@ become a page.
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from ranks import REPOSITORY
-from waiting import LIMIT_S
+from waiting import LIMIT_S, wait_until
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_check.sh"
 # Stands for an interpreter: notes what it is asked for, and says that all wheels are lacking.
@@ -148,7 +148,6 @@ def test_failing_and_hanging_parts_take_no_other_down(tmp_path: Path, capsys):
     check = gpu_check()
     out = tmp_path / "out.jsonl"
     running = check.Check(out, tmp_path, 60.0)
-    began = time.monotonic()
     some = [
         check.Part("hangs", "bits", ["-c", "import time; print('on it', flush=True); time.sleep(600)"], 2.0),
         check.Part("fails", "bits", ["-c", "raise SystemExit('it is broken')"], 60.0),
@@ -156,7 +155,7 @@ def test_failing_and_hanging_parts_take_no_other_down(tmp_path: Path, capsys):
         check.Part("lacks", "bits", [], 60.0, needs=("no_such_module_here",)),
     ]
     running.run_side_by_side(some, 60.0, 4)
-    running.run_one(check.Part("too late", "speed", [], 60.0), time.monotonic() - began)
+    running.run_one(check.Part("too late", "speed", [], 60.0), 0.0)
     states = {each.part.name: (each.state, each.why) for each in running.outcomes}
     assert states == {
         "hangs": ("late", "ended after 2 s"),
@@ -174,6 +173,38 @@ def test_failing_and_hanging_parts_take_no_other_down(tmp_path: Path, capsys):
     shown = capsys.readouterr().out
     assert "on it" in shown
     assert "it is broken" in shown
+
+
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import gpu_check
+signal.signal(signal.SIGTERM, gpu_check.end_all)
+hangs = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+gpu_check.run(gpu_check.Part("hangs", "bits", ["-c", hangs, sys.argv[2]], 600.0), 600.0, Path("."))
+"""
+
+
+def test_ended_check_leaves_no_part_behind(tmp_path: Path):
+    """Parts are in sessions of their own, and would hold the GPU."""
+    note = tmp_path / "pid"
+    command = [sys.executable, "-c", INTERRUPTED, str(REPOSITORY / "scripts"), str(note)]
+    with subprocess.Popen(command) as running:
+        wait_until(lambda: note.exists() and note.read_text() != "")
+        part = int(note.read_text())
+        assert Path(f"/proc/{part}").exists()
+        running.terminate()
+        assert running.wait(LIMIT_S) == 128 + signal.SIGTERM
+    wait_until(lambda: not is_running(part))
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, which is not only waiting for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_late_warming_does_not_fail_the_check():
