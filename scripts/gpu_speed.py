@@ -411,7 +411,8 @@ class Speeds:
     def main_workload(self, model: Model, sizes: Sizes, name: str) -> dict[str, float]:
         """256 x 300 + 100, and few rows: milliseconds of steps, and seconds."""
         rows, prompt, output = self.counts()
-        model.run(model.prompts(min(rows, 8), prompt, 1), 4)
+        # Graphs of both sizes are recorded, as they are where a job has run for a while.
+        model.run(model.prompts(rows, min(prompt, 24), 1), 3)
         # Prompts that an earlier workload computed are in the cache.
         model.llm.reset_prefix_cache()
         steps = self.checked(name, model.run(model.prompts(rows, prompt, 2), output), rows * output)
@@ -518,7 +519,7 @@ class Speeds:
             model = self.open(f"8b of {num_layers} layers in {name}", sizes.config(num_layers), **quantised)
             rows, prompt, _ = self.counts()
             num_tokens = 4 if self.is_small else 32
-            model.run(model.prompts(8, prompt, 1), 4)
+            model.run(model.prompts(rows, min(prompt, 24), 1), 3)
             steps = self.checked(name, model.run(model.prompts(rows, prompt, 2), num_tokens), rows * num_tokens)
             found[name] = {"prefill": steps.prefill_ms, "decode": steps.decode_ms()}
             model.close()
