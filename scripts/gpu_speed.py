@@ -577,6 +577,19 @@ def _seconds(call: Callable[[], object]) -> float:
     return statistics.median(samples)
 
 
+class _Starts(logging.Handler):
+    """Seconds of a start by part, where the runtime says them."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(logging.INFO)
+        self._findings, self._count = findings, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (message := record.getMessage()).startswith("worker ready in"):
+            self._count += 1
+            self._findings.say(f"start {self._count}", message)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("8b", "135m", "fp8", "experts"))
@@ -584,8 +597,10 @@ def main() -> int:
     parser.add_argument("--warm", action="store_true", help="two layers, a few steps, so that kernels are compiled")
     parser.add_argument("--dry", action="store_true", help="float32 on the CPU, interpreted, tiny, nothing timed")
     arguments = parser.parse_args()
-    logging.disable(logging.INFO)
     findings = Findings()
+    runtime = logging.getLogger("spmd_worker")
+    runtime.setLevel(logging.INFO)
+    runtime.addHandler(_Starts(findings))
     with tempfile.TemporaryDirectory(prefix="gpu-speed-") as folder:
         backend = arguments.device_backend
         speeds = Speeds(findings, Path(folder), backend, is_dry=arguments.dry, is_warming=arguments.warm)
