@@ -39,7 +39,9 @@ import gpu_report
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKEND = "triton"
-"""Device backend of parts that ask for our kernels; others take what `auto` chooses."""
+"""Device backend of parts that ask for our kernels."""
+DEFAULT_BACKEND = "triton"
+"""What a user gets without naming one: "auto", once that is ours where it can be."""
 NEEDED = ("torch", "triton", "numpy")
 """Modules without which there is nothing to ask."""
 RUNTIME = ("hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
@@ -122,7 +124,7 @@ def correctness_commands(is_dry: bool) -> dict[str, str]:
             "compare plain torch": f"{compare} --device-backend torch",
         }
     else:
-        compare = f"scripts/gpu_compare.py --prompts 256 --tokens 16 {ours}"
+        compare = f"scripts/gpu_compare.py --prompts 256 --tokens 16 --device-backend {DEFAULT_BACKEND}"
         found |= {f"compare {name}": f"{compare} --strict --dtypes float32 --families {name}" for name in FAMILIES}
         found["compare llama bfloat16"] = f"{compare} --dtypes bfloat16"
         few = "scripts/gpu_compare.py --prompts 8 --tokens 16 --dtypes float32 float16 bfloat16"
@@ -131,7 +133,8 @@ def correctness_commands(is_dry: bool) -> dict[str, str]:
         name = f"cases {path.stem.removeprefix('triton_').removesuffix('cases').strip('_')}".strip()
         found[name] = f"{path.relative_to(ROOT)}{'' if is_dry else ' cuda'}"
     found["probe bits"] = f"scripts/gpu_probe.py --only bits{dry}"
-    found |= {f"job {name}": f"scripts/gpu_jobs.py {name}{dry}" for name in ("demo", "two_ranks")}
+    jobs = f"--device-backend {DEFAULT_BACKEND}{dry}"
+    found |= {f"job {name}": f"scripts/gpu_jobs.py {name} {jobs}" for name in ("demo", "two_ranks")}
     return {**found, "quality fp8": f"scripts/gpu_quality.py {ours}{dry}"}
 
 
@@ -169,15 +172,17 @@ def test_parts(folder: Path, limit_s: float, *, is_dry: bool) -> list[Part]:
     together. What uses the GPU's free memory is alone.
     """
     split = folder / SPLIT_FILE
-    marked = re.findall(r"@pytest\.mark\.gpu\ndef (\w+)", split.read_text(encoding="utf-8")) if split.exists() else []
+    # A dry run only collects them.
+    has_split = split.exists() and not is_dry
+    marked = re.findall(r"@pytest\.mark\.gpu\ndef (\w+)", split.read_text(encoding="utf-8")) if has_split else []
     found = []
     for name in marked:
         if not any(words in name for words in OWN_PARTS):
             is_alone = any(words in name for words in ALONE)
             command = pytest_of([f"{split}::{name}"], is_dry=is_dry)
-            kind, limit = ("alone", 30.0) if is_alone and not is_dry else ("bits", limit_s)
+            kind, limit = ("alone", 30.0) if is_alone else ("bits", limit_s)
             found.append(Part(f"test {name.removeprefix('test_')}", kind, command, limit, {}, TESTS, is_tests=True))
-    others = [str(path) for path in marked_files(folder) if path != split]
+    others = [str(path) for path in marked_files(folder) if path != split or is_dry]
     found.append(Part("tests", "bits", pytest_of(others, is_dry=is_dry), limit_s, {}, TESTS, is_tests=True))
     return found
 
