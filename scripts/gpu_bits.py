@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checkpoints import TINY, VOCAB_SIZE, make_checkpoint, make_encoder, make_prompts
+from gpu_checkpoints import TINY, long_and_short_prompts, make_checkpoint, make_encoder, make_prompts
 from gpu_figures import Findings, NotOfferedError
 
 from spmd_worker import LLM, SamplingParams
@@ -42,9 +42,9 @@ class Bits:
 
     def __init__(self, folder: Path, findings: Findings, backend: str, *, is_dry: bool) -> None:
         self.folder, self.findings, self.is_dry = folder, findings, is_dry
-        count, longest, self.num_tokens = (4, 40, 3) if is_dry else (48, 600, 24)
-        self.prompts = make_prompts(count, longest, TINY["vocab_size"] if is_dry else VOCAB_SIZE)
-        self.alone = (0, 3) if is_dry else (0, 1, 2, 3, 4, 5, 16, 31, 47)
+        self.num_tokens = 3 if is_dry else 40
+        self.prompts = make_prompts(4, 40, TINY["vocab_size"]) if is_dry else long_and_short_prompts(32)
+        self.alone = (0, 3) if is_dry else (0, 1, 2, 3, 4, 5, 7, 16, 31)
         self.settings: dict[str, Any] = {
             "device": "cpu" if is_dry else "cuda",
             "dtype": "float32" if is_dry else "bfloat16",
@@ -113,7 +113,7 @@ class Bits:
             self.same("in chunks, 8 at a time", self.answers(llm), expected)
         # As many as the longest row needs, and a few.
         longest = max(len(prompt) for prompt in self.prompts) + self.num_tokens
-        num_blocks = -(-longest // BLOCK_SIZE) + (3 if self.is_dry else 30)
+        num_blocks = -(-longest // BLOCK_SIZE) + 4
         with self.open(num_blocks=num_blocks, max_model_len=longest) as llm:
             self.same("preempted", self.answers(llm), expected)
             num_preempted = llm.llm_engine.scheduler.counters.num_preemptions

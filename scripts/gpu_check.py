@@ -57,6 +57,10 @@ WITHOUT_TRITON = ("scripts/gpu_bits.py", "scripts/gpu_jobs.py", "scripts/gpu_qua
 TESTS = (*RUNTIME, "pytest", "pytest_timeout", "hypothesis", "transformers")
 OWN_PARTS = ("near_transformers", "kernels_on_a_gpu")
 """Words of the names of tests that are parts by themselves: `compare` and `cases`."""
+EVERYTHING = ("uvicorn", "starlette")
+"""Modules without which some module of the runtime cannot be imported."""
+FORKING_FILES = ("test_embedding_manners.py",)
+"""Files whose ranks are forked from a process that has imported all modules of the runtime."""
 SPLIT_FILE = Path("scenarios") / "test_gpu.py"
 ALONE = ("cache_is_sized",)
 """Words of the names of tests that have the GPU for themselves."""
@@ -183,7 +187,12 @@ def test_parts(folder: Path, limit_s: float, *, is_dry: bool) -> list[Part]:
             kind, limit = ("alone", 30.0) if is_alone else ("bits", limit_s)
             found.append(Part(f"test {name.removeprefix('test_')}", kind, command, limit, {}, TESTS, is_tests=True))
     others = [str(path) for path in marked_files(folder) if path != split or is_dry]
-    found.append(Part("tests", "bits", pytest_of(others, is_dry=is_dry), limit_s, {}, TESTS, is_tests=True))
+    forking = [path for path in others if Path(path).name in FORKING_FILES and not is_dry]
+    plain = [path for path in others if path not in forking]
+    found.append(Part("tests", "bits", pytest_of(plain, is_dry=is_dry), limit_s, {}, TESTS, is_tests=True))
+    if forking:
+        needs = (*TESTS, *EVERYTHING)
+        found.append(Part("tests ranks", "bits", pytest_of(forking, is_dry=is_dry), limit_s, {}, needs, is_tests=True))
     return found
 
 
@@ -401,8 +410,8 @@ def commit() -> str | None:
 def table(outcomes: Sequence[Outcome]) -> str:
     """All figures, then all parts."""
     lines = [gpu_report.figure_line(figure) for each in outcomes for figure in gpu_report.figures_of(each.record())]
-    lines += ["", f"{'part':<26}{'state':<14}{'seconds':>8}  why"]
-    lines += [f"{each.part.name:<26}{each.state:<14}{each.seconds:>8.1f}  {each.why[:150]}" for each in outcomes]
+    lines += ["", f"{'part':<52}{'state':<14}{'seconds':>8}  why"]
+    lines += [f"{each.part.name:<52}{each.state:<14}{each.seconds:>8.1f}  {each.why[:150]}" for each in outcomes]
     return "\n".join(lines)
 
 

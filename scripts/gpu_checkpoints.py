@@ -94,6 +94,15 @@ def make_encoder(folder: Path, *, is_tiny: bool = False) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
+def long_and_short_prompts(count: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+    """Token ids of short rows, with every eighth longer than a segment of attention's keys. Where the cache is small,
+    rows that started together have to give way as they grow.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    lengths = [640 + row if row % 8 == 7 else 1 + 37 * row % 160 for row in range(count)]
+    return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
 def make_prompts(count: int, longest: int = 300, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
     """Token ids of mixed lengths, from 1 on."""
     generator = torch.Generator().manual_seed(SEED)

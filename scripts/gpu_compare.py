@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_checkpoints import FAMILIES, TINY, make_checkpoint, make_prompts
@@ -29,12 +30,14 @@ TOLERANCE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.15}
 """Largest difference of log-probabilities, nats, and largest lead of transformers' own choice over ours."""
 
 JUDGED_AT_ONCE = 32
+TIED = 3e-5
+"""Experts whose router logits are nearer than that may change places by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One family in one dtype. Differences and leads are in nats; tokens are output tokens of all prompts. Error rows
-    have fewer than were asked for: what they have is compared all the same.
+    have fewer than were asked for: what they have is compared all the same. Tied rows are not compared: see `is_tied`.
     """
 
     dtype: str
@@ -46,6 +49,7 @@ class Comparison:
     worst_logprob_difference: float
     tokens_per_s: float
     family: str = "llama"
+    num_tied_rows: int = 0
 
     @property
     def is_near(self) -> bool:
@@ -82,20 +86,23 @@ def compare(
 
     outputs, elapsed_s = run_ours(folder, prompts, num_tokens, dtype, device, backend)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
-    num_same, num_errors, count, leads, differences = 0, 0, 0, [0.0], [0.0]
+    num_same, num_errors, num_tied, count, leads, differences = 0, 0, 0, 0, [0.0], [0.0]
     answered = []
     for prompt, output in zip(prompts, outputs, strict=True):
         token_ids = output.outputs[0].token_ids if output.outputs else []
         logprobs = output.outputs[0].logprobs or [] if output.outputs else []
         num_errors += output.error is not None or len(token_ids) != num_tokens
-        count += len(token_ids)
         if token_ids:
             answered.append((prompt, token_ids, logprobs))
     # Of equal lengths as far as possible.
     answered.sort(key=lambda row: len(row[0]))
     for first in range(0, len(answered), JUDGED_AT_ONCE):
         some = answered[first : first + JUDGED_AT_ONCE]
-        for (prompt, token_ids, logprobs), logits in zip(some, judged(model, some), strict=True):
+        for (prompt, token_ids, logprobs), (logits, is_tied) in zip(some, judged(model, some), strict=True):
+            num_tied += is_tied
+            if is_tied:
+                continue
+            count += len(token_ids)
             logits = logits[len(prompt) - 1 : len(prompt) - 1 + len(token_ids)].double()
             theirs = torch.log_softmax(logits, -1).cpu()
             chosen = torch.tensor(token_ids)
@@ -105,25 +112,41 @@ def compare(
             own = torch.tensor([at[token].logprob for at, token in zip(logprobs, token_ids, strict=True)])
             differences.append(float((own - of_ours).abs().max()))
     lead, difference = (float(torch.tensor(each, dtype=torch.float64).max()) for each in (leads, differences))
-    return Comparison(dtype, device, count, num_same, num_errors, lead, difference, count / elapsed_s, family)
+    rate = sum(len(token_ids) for _, token_ids, _ in answered) / elapsed_s
+    return Comparison(dtype, device, count, num_same, num_errors, lead, difference, rate, family, num_tied)
 
 
-def judged(model: torch.nn.Module, rows: list[tuple[list[int], list[int], object]]) -> Tensor:
-    """Logits [rows, T, V] of prompts with their tokens, filled up on the right: attention is causal."""
+def judged(model: Any, rows: list[tuple[list[int], list[int], object]]) -> list[tuple[Tensor, bool]]:
+    """Of prompts with their tokens, filled up on the right since attention is causal: logits [T, V], and whether a
+    token's experts are tied.
+    """
     texts = [[*prompt, *token_ids] for prompt, token_ids, _ in rows]
     longest = max(len(text) for text in texts)
-    ids = torch.tensor(
-        [[*text, *[1] * (longest - len(text))] for text in texts], device=next(model.parameters()).device
-    )
-    logits: Tensor = model(ids).logits
-    return logits
+    ids = torch.tensor([[*text, *[1] * (longest - len(text))] for text in texts], device=model.device)
+    num_chosen = getattr(model.config, "num_experts_per_tok", None)
+    if num_chosen is None:
+        return [(logits, False) for logits in model(ids).logits]
+    found = model(ids, output_router_logits=True)
+    gaps = [gap_behind(layer.float().view(*ids.shape, -1), num_chosen) for layer in found.router_logits]
+    gap = torch.stack(gaps).amin(0)
+    is_tied = [bool((row[: len(text)] < TIED).any()) for row, text in zip(gap, texts, strict=True)]
+    return list(zip(found.logits, is_tied, strict=True))
+
+
+def gap_behind(logits: Tensor, count: int) -> Tensor:
+    """Router logits [..., E] -> how far the last chosen of `count` experts is before the first that is not, [...].
+    Where that is nothing, rounding decides, and either choice is right.
+    """
+    best = logits.topk(count + 1, dim=-1).values
+    return best[..., -2] - best[..., -1]
 
 
 def print_table(results: list[Comparison]) -> None:
-    print(f"{'family':<11}{'dtype':<10}{'tokens':>8}{'same':>8}{'errors':>8}", end="")
+    print(f"{'family':<11}{'dtype':<10}{'tokens':>8}{'same':>8}{'errors':>8}{'tied':>6}", end="")
     print(f"{'worst lead':>14}{'worst logprob':>16}{'tokens/s':>12}  result")
     for each in results:
-        numbers = f"{each.num_tokens:>8}{each.num_same_tokens:>8}{each.num_error_rows:>8}{each.worst_lead:>14.2e}"
+        numbers = f"{each.num_tokens:>8}{each.num_same_tokens:>8}{each.num_error_rows:>8}"
+        numbers += f"{each.num_tied_rows:>6}{each.worst_lead:>14.2e}"
         rest = f"{each.worst_logprob_difference:>16.2e}{each.tokens_per_s:>12.0f}"
         print(f"{each.family:<11}{each.dtype:<10}{numbers}{rest}  {'near' if each.is_near else 'WRONG'}")
 

@@ -178,7 +178,7 @@ DRY_SPARSE |= {"num_experts_per_tok": 2}
 
 
 @triton.jit
-def _silu_mul(columns: Tensor, out: Tensor, WIDTH: int, BLOCK: tl.constexpr) -> None:
+def _silu_mul(columns, out, WIDTH, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202  # Triton reads annotations
     """[T, 2 WIDTH] -> [T, WIDTH]: what follows a library's gated matmul, in one launch as other engines have it."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(columns + row * 2 * WIDTH + at, mask=at < WIDTH).to(tl.float32)

@@ -358,6 +358,16 @@ def test_comparison_with_short_rows_is_not_near(monkeypatch):
     assert not compare.Comparison(**figures, **far, num_error_rows=0).is_near
 
 
+def test_rows_whose_experts_are_tied_are_told():
+    """Float32 tokens of one row in 256 differed from transformers': its router's logits were equal to seven digits."""
+    compare = script("gpu_compare")
+    import torch
+
+    logits = torch.tensor([[0.5, 3.0, 1.0, 1.00001], [0.5, 3.0, 1.0, 1.5]])
+    assert (compare.gap_behind(logits, 2) < compare.TIED).tolist() == [True, False]
+    assert (compare.gap_behind(logits, 3) < compare.TIED).tolist() == [False, False]
+
+
 @pytest.mark.matrix
 def test_short_rows_of_comparison_are_counted(tmp_path: Path, monkeypatch):
     compare = script("gpu_compare")
