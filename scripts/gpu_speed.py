@@ -554,6 +554,8 @@ class Speeds:
             try:
                 ms, how = clock.us([partial(layers[0], x)]) / 1e3, "in a graph"
             except RuntimeError as error:
+                # A recording that failed leaves its own stream behind.
+                torch.cuda.set_stream(torch.cuda.default_stream())
                 self.findings.say(f"{name}: a layer cannot be recorded", str(error)[:200])
                 ms, how = _seconds(partial(layers[0], x)) * 1e3, "launched one by one"
             self.findings.figure(f"experts {name}, {rows} rows, {how}", ms, "ms", floor=floor, most=most)
