@@ -44,7 +44,7 @@ class Bits:
         self.folder, self.findings, self.is_dry = folder, findings, is_dry
         self.num_tokens = 3 if is_dry else 40
         self.prompts = make_prompts(4, 40, TINY["vocab_size"]) if is_dry else long_and_short_prompts(32)
-        self.alone = (0, 3) if is_dry else (0, 1, 2, 3, 4, 5, 7, 16, 31)
+        self.alone = (0, 3) if is_dry else (0, 1, 2, 3, 4, 5, 7)
         self.settings: dict[str, Any] = {
             "device": "cpu" if is_dry else "cuda",
             "dtype": "float32" if is_dry else "bfloat16",

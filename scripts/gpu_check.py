@@ -488,12 +488,13 @@ def main() -> int:
         cache = Path(os.environ.get("TRITON_CACHE_DIR", folder))
         check = Check(out, cache, limit_s)
         check.write(json.dumps({"about": about}))
-        # Interpreted parts compute on the CPU's cores.
-        count = max(1, (os.cpu_count() or 2) // 2) if is_dry else SIDE_BY_SIDE
-        together = [part for part in chosen if part.kind in ("bits", "warm")]
-        check.run_side_by_side(together, min(CORRECTNESS_S, limit_s) if not is_dry else limit_s, count)
+        # Dry runs time nothing, and compute on the CPU's cores.
+        together = [part for part in chosen if part.kind in ("bits", "warm") or is_dry]
+        check.run_side_by_side(
+            together, limit_s if is_dry else CORRECTNESS_S, os.cpu_count() or 1 if is_dry else SIDE_BY_SIDE
+        )
         for part in chosen:
-            if part.kind in ("alone", "speed"):
+            if part not in together:
                 check.run_one(part, limit_s)
     report = {**about, "seconds": round(check.seconds, 1), **summary(check.outcomes)}
     print(table(check.outcomes))
