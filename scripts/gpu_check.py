@@ -490,9 +490,8 @@ def main() -> int:
         check.write(json.dumps({"about": about}))
         # Dry runs time nothing, and compute on the CPU's cores.
         together = [part for part in chosen if part.kind in ("bits", "warm") or is_dry]
-        check.run_side_by_side(
-            together, limit_s if is_dry else CORRECTNESS_S, os.cpu_count() or 1 if is_dry else SIDE_BY_SIDE
-        )
+        count = (os.cpu_count() or 1) if is_dry else SIDE_BY_SIDE
+        check.run_side_by_side(together, limit_s if is_dry else CORRECTNESS_S, count)
         for part in chosen:
             if part not in together:
                 check.run_one(part, limit_s)
