@@ -536,30 +536,33 @@ class Speeds:
                     name, {**config, **(DRY_SPARSE if self.is_dry else {})}, num_experts, chosen, hidden, size
                 )
 
-    @torch.inference_mode()
     def _experts(
         self, name: str, config: dict[str, Any], num_experts: int, chosen: int, hidden: int, size: int
     ) -> None:
-        clock = Clock(is_timing=not self.is_small)
         model = self.open(name, config, num_blocks=64 if self.is_dry else 1024)
         # Through the worker: the layer that steps call, with its router.
-        layers = model.llm.collective_rpc(_sparse_layers)[0]
+        layer = model.llm.collective_rpc(_sparse_layers)[0][0]
         for rows in (3,) if self.is_dry else (16, 256, 2048):
-            device, dtype = next(layers[0].parameters()).device, torch.float32 if self.is_dry else torch.bfloat16
-            x = torch.randn(rows, config["hidden_size"], device=device).to(dtype)
             share = 1 - (1 - chosen / num_experts) ** rows
             num_bytes, flop = 2 * share * num_experts * 3 * hidden * size, 6.0 * rows * chosen * hidden * size
             floor = self.chip.floor_us(num_bytes, flop) / 1e3
             most = {256: floor / 0.31, 2048: 3 * floor}.get(rows) if name == "qwen3-30b-a3b" else None
-            try:
-                ms, how = clock.us([partial(layers[0], x)]) / 1e3, "in a graph"
-            except RuntimeError as error:
-                # A recording that failed leaves its own stream behind.
-                torch.cuda.set_stream(torch.cuda.default_stream())
-                self.findings.say(f"{name}: a layer cannot be recorded", str(error)[:200])
-                ms, how = _seconds(partial(layers[0], x)) * 1e3, "launched one by one"
+            with torch.inference_mode():
+                ms, how = self._layer_ms(name, layer, rows, config["hidden_size"])
             self.findings.figure(f"experts {name}, {rows} rows, {how}", ms, "ms", floor=floor, most=most)
         model.close()
+
+    def _layer_ms(self, name: str, layer: torch.nn.Module, rows: int, hidden: int) -> tuple[float, str]:
+        """Milliseconds of a call, and how it was launched."""
+        x = torch.randn(rows, hidden, device=next(layer.parameters()).device)
+        call = partial(layer, x.to(torch.float32 if self.is_dry else torch.bfloat16))
+        try:
+            return Clock(is_timing=not self.is_small).us([call]) / 1e3, "in a graph"
+        except RuntimeError as error:
+            # A recording that failed leaves its own stream behind.
+            torch.cuda.set_stream(torch.cuda.default_stream())
+            self.findings.say(f"{name}: a layer cannot be recorded", str(error)[:200])
+            return _seconds(call) * 1e3, "launched one by one"
 
 
 def _sparse_layers(worker: Any) -> list[Any]:
