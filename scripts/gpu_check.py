@@ -1,10 +1,17 @@
 """What a GPU has to show, part by part, each in a process of its own and within its time: see gpu_check.sh.
 
-    python scripts/gpu_check.py [--dry]
+    python scripts/gpu_check.py [--correctness | --speeds] [--only WORDS] [--list] [--out FILE] [--dry]
+    python scripts/gpu_check.py --write-docs RESULTS.jsonl [--commit COMMIT]
 
-Prints what the parts print and, last, one JSON object: {"device", "python", "torch", "triton", "parts": {part:
-{"returncode", "seconds", "result"}}, "failed", "not_run": {part: packages that it lacks}, "is_ok"}. `result` is the
-JSON object that a part ends with, or its last lines. Exits with 1 when a part failed or did not run. Installs nothing.
+Correctness parts run side by side, with those that fill Triton's cache for the speeds; parts that need the GPU for
+themselves after them, then speeds, one at a time. A part that fails, is late or is not there takes no other down.
+
+Prints one JSON line a part, {"part", "kind", "state", "seconds", "why", "figures", "result"}, the outputs of parts that
+are not ok, a table, and last one JSON object: {"device", "python", "torch", "triton", "commit", "command", "date",
+"seconds", "states": {part: state}, "failed", "not_run": {part: why}, "is_ok"}. `state` is "ok", "failed", "late",
+"not offered" or "not run". Exits with 1 when a part failed, was late or did not run. Installs nothing.
+
+--write-docs puts the figures of such a file into docs/lab/benchmarks.md.
 """
 
 import argparse
@@ -12,219 +19,449 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import gpu_report
 
 ROOT = Path(__file__).resolve().parents[1]
+BACKEND = "triton"
+"""Device backend of parts that ask for our kernels."""
+DEFAULT_BACKEND = "auto"
+"""Without a name: ours where it can be."""
 NEEDED = ("torch", "triton", "numpy")
 """Modules without which there is nothing to ask."""
 RUNTIME = ("hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
-TESTS = (*RUNTIME, "pytest", "pytest_timeout", "hypothesis", "transformers")
-BENCHMARKS = {
-    "llama-135m-like": (576, 1536, 30, 9, 3, 64, 49152),
-    "qwen2.5-0.5b-like": (896, 4864, 24, 14, 2, 64, 151936),
-    "llama-3.1-8b-like": (4096, 14336, 32, 32, 8, 128, 128256),
+NEEDS = {
+    "scripts/gpu_bits.py": (*RUNTIME, "transformers"),
+    "scripts/gpu_compare.py": (*RUNTIME, "transformers"),
+    "scripts/gpu_jobs.py": RUNTIME,
+    "scripts/gpu_quality.py": RUNTIME,
+    "scripts/gpu_speed.py": RUNTIME,
 }
-"""Hidden size, intermediate size, layers, query heads, key-value heads, head size, vocabulary."""
-LARGEST, SMALLEST = "llama-3.1-8b-like", ("llama-135m-like", "tiny")
-WORKER = "spmd_worker.worker.triton_worker.TritonWorker"
-TRITON = f"executor.worker_cls={WORKER}"
+WITHOUT_TRITON = ("scripts/gpu_bits.py", "scripts/gpu_jobs.py", "scripts/gpu_quality.py")
+"""Dry runs of these use the CPU's own kernels."""
+TESTS = (*RUNTIME, "pytest", "pytest_timeout", "hypothesis", "transformers")
 OWN_PARTS = ("near_transformers", "kernels_on_a_gpu")
-"""Words of the names of tests that are parts by themselves: `compare` and `kernels`."""
-DRY_BENCHMARK = {"tiny": (64, 96, 2, 4, 2, 16, 320)}
+"""Words of the names of tests that are parts by themselves: `compare` and `cases`."""
+EVERYTHING = ("uvicorn", "starlette")
+"""Modules without which some module of the runtime cannot be imported."""
+FORKING_FILES = ("test_embedding_manners.py",)
+"""Files whose ranks are forked from a process that has imported all modules of the runtime."""
+SPLIT_FILE = Path("scenarios") / "test_gpu.py"
+ALONE = ("cache_is_sized",)
+"""Words of the names of tests that have the GPU for themselves."""
+FAMILIES = ("llama", "qwen3", "gemma3", "mixtral")
+BITS_MODELS = ("dense", "gemma", "experts", "encoder")
+CORRECTNESS_S, TOGETHER_S, ALL_S, DRY_S = 90.0, 105.0, 240.0, 1100.0
+"""Seconds of the correctness parts alone, of these with those that warm speeds, of all, and of a dry run."""
+LONGEST_CORRECTNESS_S, ALONE_S, SHORTEST_S = 85.0, 10.0, 3.0
+SIDE_BY_SIDE = 24
+"""At most so many processes: each has a GPU context of half a GiB, and most wait for the GPU."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command and the seconds that it may take. `needs`: modules beside NEEDED. What it ends with: a JSON object, or
-    where it `is_tests` pytest's count. `num_output_tokens`: what the rows of a benchmark have to answer.
+    """A command and the seconds that it may take. `kind`: "bits", "warm", "alone" or "speed". `needs`: modules beside
+    NEEDED. What it ends with: a JSON object, or where it `is_tests` pytest's count.
     """
 
     name: str
+    kind: str
     arguments: list[str]
     limit_s: float
     variables: dict[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     is_tests: bool = False
-    num_output_tokens: int | None = None
 
 
-def parts(folder: Path, *, is_dry: bool) -> list[Part]:
-    """In the order of what is asked first. 565 seconds at most, on a GPU."""
-    # Interpreted matmuls are numpy's: of OpenBLAS's kernels those for old processors add up all rows of a tile alike.
-    interpreted = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"} if is_dry else {}
-    probe = ["scripts/gpu_probe.py", *(["--dry"] if is_dry else [])]
-    few = ["--device", "cpu", "--prompts", "2", "--tokens", "4"] if is_dry else []
-    # Triton's interpreter does not support bfloat16.
-    with_triton = ["--worker-cls", WORKER, *(["--dtypes", "float32"] if is_dry else [])]
-    compared_by = (*RUNTIME, "transformers")
-    # A dry run has minutes: what interprets is slow, and other work may be beside it. The tests build the library of
-    # the CPU's kernels where it is not built yet.
-    limits = (600.0,) * 7 if is_dry else (100.0, 55.0, 115.0, 35.0, 40.0, 30.0, 40.0)
-    found = [
-        Part("probe", probe, limits[0], interpreted),
-        Part("kernels", ["tests/ops/kernels/triton_cases.py", *([] if is_dry else ["cuda"])], limits[1], interpreted),
-        Part("tests", tests_of(ROOT / "tests", is_dry=is_dry), limits[2], needs=TESTS, is_tests=True),
-        Part("compare", ["scripts/gpu_compare.py", *few], limits[3], needs=compared_by),
-        Part("compare, triton", ["scripts/gpu_compare.py", *few, *with_triton], limits[4], interpreted, compared_by),
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part. `why` says it for people where it is not ok."""
+
+    part: Part
+    state: str
+    seconds: float = 0.0
+    why: str = ""
+    result: dict[str, object] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, object]:
+        """The part's JSON line."""
+        result = dict(self.result)
+        figures = result.pop("figures", [])
+        named = {"part": self.part.name, "kind": self.part.kind, "state": self.state, "seconds": self.seconds}
+        return {**named, "why": self.why, "figures": figures, "result": result}
+
+
+def parts(*, is_dry: bool) -> list[Part]:
+    """All of them, in the order in which they start."""
+    # A dry run has minutes: what interprets is slow, and other work may be beside it.
+    longest_s = DRY_S if is_dry else LONGEST_CORRECTNESS_S
+    return [
+        *(_part(name, "bits", command, longest_s, is_dry) for name, command in correctness_commands(is_dry).items()),
+        *test_parts(ROOT / "tests", longest_s, is_dry=is_dry),
+        *speed_parts(is_dry=is_dry),
     ]
-    for name, sizes in (DRY_BENCHMARK if is_dry else BENCHMARKS).items():
-        write_model(folder / name, sizes)
-        # Plain torch launches each sequence's attention by itself: fewer rows, and not the largest.
-        plain, triton = ((2, 5, 3), (2, 5, 3)) if is_dry else ((64, 300, 32), (256, 300, 100))
-        if name != LARGEST:
-            command = benchmark(folder, name, "", sizes[-1], plain, is_dry=is_dry)
-            found.append(Part(f"benchmark {name}", command, limits[5], {}, RUNTIME, num_output_tokens=asked(plain)))
-        command = [*benchmark(folder, name, "-triton", sizes[-1], triton, is_dry=is_dry), TRITON]
-        part = f"benchmark {name}, triton"
-        found.append(Part(part, command, limits[6], interpreted, RUNTIME, num_output_tokens=asked(triton)))
-        if name in SMALLEST:
-            # What whole steps as graphs are worth, where launches cost most.
-            command = [*command, "executor.enforce_eager=true"]
-            part = f"benchmark {name}, eager triton"
-            found.append(Part(part, command, limits[6], interpreted, RUNTIME, num_output_tokens=asked(triton)))
+
+
+def correctness_commands(is_dry: bool) -> dict[str, str]:
+    """By name; a dry run has fewer, with fewer rows."""
+    dry, ours = " --dry" if is_dry else "", f"--device-backend {BACKEND}"
+    found = {f"bits {name}": f"scripts/gpu_bits.py {name} {ours}{dry}" for name in BITS_MODELS}
+    if is_dry:
+        compare = "scripts/gpu_compare.py --device cpu --tiny --prompts 2 --tokens 3 --dtypes float32"
+        found |= {
+            "compare llama": f"{compare} --strict {ours}",
+            "compare plain torch": f"{compare} --device-backend torch",
+        }
+    else:
+        compare = f"scripts/gpu_compare.py --prompts 256 --tokens 16 --device-backend {DEFAULT_BACKEND}"
+        found |= {f"compare {name}": f"{compare} --strict --dtypes float32 --families {name}" for name in FAMILIES}
+        found["compare llama bfloat16"] = f"{compare} --dtypes bfloat16"
+        few = "scripts/gpu_compare.py --prompts 8 --tokens 16 --dtypes float32 float16 bfloat16"
+        found["compare plain torch"] = f"{few} --device-backend torch"
+    for path in sorted((ROOT / "tests" / "ops" / "kernels").glob("triton_*cases.py")):
+        name = f"cases {path.stem.removeprefix('triton_').removesuffix('cases').strip('_')}".strip()
+        found[name] = f"{path.relative_to(ROOT)}{'' if is_dry else ' cuda'}"
+    found["probe bits"] = f"scripts/gpu_probe.py --only bits{dry}"
+    jobs = f"--device-backend {DEFAULT_BACKEND}{dry}"
+    found |= {f"job {name}": f"scripts/gpu_jobs.py {name} {jobs}" for name in ("demo", "two_ranks")}
+    return {**found, "quality fp8": f"scripts/gpu_quality.py {ours}{dry}"}
+
+
+def speed_parts(*, is_dry: bool) -> list[Part]:
+    """Each with one before it that launches the same kernels once, so that they are compiled while others run."""
+    ours = f"--device-backend {BACKEND}"
+    commands = {
+        "8b": (f"scripts/gpu_speed.py 8b {ours}", 90.0),
+        "matmul": ("scripts/gpu_probe.py --only matmul,gated", 30.0),
+        "attention": ("scripts/gpu_probe.py --only attention", 20.0),
+        "experts": (f"scripts/gpu_speed.py experts {ours}", 30.0),
+        "135m": (f"scripts/gpu_speed.py 135m {ours}", 40.0),
+        "fp8": (f"scripts/gpu_speed.py fp8 {ours}", 45.0),
+    }
+    found = []
+    for name, (command, limit_s) in commands.items():
+        if is_dry:
+            found.append(_part(f"speed {name}", "speed", f"{command} --dry", DRY_S, is_dry))
+        else:
+            found.append(_part(f"warm {name}", "warm", f"{command} --warm", LONGEST_CORRECTNESS_S, is_dry))
+            found.append(_part(f"speed {name}", "speed", command, limit_s, is_dry))
     return found
 
 
-def tests_of(folder: Path, *, is_dry: bool) -> list[str]:
-    """Of all files in `folder` that mark tests so, without collecting the others, those that are no part of their own.
-    Its marker is what a file of tests has to name, in whichever way.
+def _part(name: str, kind: str, command: str, limit_s: float, is_dry: bool) -> Part:
+    arguments = command.split()
+    # Interpreted matmuls are numpy's: of OpenBLAS's kernels those for old processors add up all rows of a tile alike.
+    interpreted = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
+    is_interpreted = is_dry and arguments[0] not in WITHOUT_TRITON
+    return Part(name, kind, arguments, limit_s, interpreted if is_interpreted else {}, NEEDS.get(arguments[0], ()))
+
+
+def test_parts(folder: Path, limit_s: float, *, is_dry: bool) -> list[Part]:
+    """Tests marked gpu that are no part of their own: each that `SPLIT_FILE` marks by itself, and those of other files
+    together. What uses the GPU's free memory is alone.
     """
-    files = [path for path in sorted(folder.rglob("test_*.py")) if "mark.gpu" in path.read_text(encoding="utf-8")]
+    split = folder / SPLIT_FILE
+    # A dry run only collects them.
+    has_split = split.exists() and not is_dry
+    marked = re.findall(r"@pytest\.mark\.gpu\ndef (\w+)", split.read_text(encoding="utf-8")) if has_split else []
+    found = []
+    for name in marked:
+        if not any(words in name for words in OWN_PARTS):
+            is_alone = any(words in name for words in ALONE)
+            command = pytest_of([f"{split}::{name}"], is_dry=is_dry)
+            kind, limit = ("alone", 30.0) if is_alone else ("bits", limit_s)
+            found.append(Part(f"test {name.removeprefix('test_')}", kind, command, limit, {}, TESTS, is_tests=True))
+    others = [str(path) for path in marked_files(folder) if path != split or is_dry]
+    forking = [path for path in others if Path(path).name in FORKING_FILES and not is_dry]
+    plain = [path for path in others if path not in forking]
+    found.append(Part("tests", "bits", pytest_of(plain, is_dry=is_dry), limit_s, {}, TESTS, is_tests=True))
+    if forking:
+        needs = (*TESTS, *EVERYTHING)
+        found.append(Part("tests ranks", "bits", pytest_of(forking, is_dry=is_dry), limit_s, {}, needs, is_tests=True))
+    return found
+
+
+def pytest_of(asked: Sequence[str], *, is_dry: bool) -> list[str]:
+    """Of these files the tests marked gpu that are no part of their own."""
     others = " and ".join(f"not {words}" for words in OWN_PARTS)
-    return ["-m", "pytest", "-q", "-m", "gpu", "-k", others, *(["--collect-only"] if is_dry else []), *map(str, files)]
+    how = ["--collect-only"] if is_dry else ["-p", "no:cacheprovider"]
+    return ["-m", "pytest", "-q", "-m", "gpu", "-k", others, *how, *asked]
 
 
-def write_model(folder: Path, sizes: tuple[int, ...]) -> None:
-    """A model of these sizes without weights."""
-    hidden, intermediate, layers, heads, kv_heads, head_size, vocabulary = sizes
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_size,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+def marked_files(folder: Path) -> list[Path]:
+    """The files in `folder` that mark tests as gpu, found without collecting the others. Its marker is what a file of
+    tests has to name, in whichever way.
+    """
+    return [path for path in sorted(folder.rglob("test_*.py")) if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
-def benchmark(
-    folder: Path, name: str, suffix: str, vocabulary: int, workload: tuple[int, int, int], *, is_dry: bool
-) -> list[str]:
-    """Rows of token ids: how many, of how many tokens, for how many more; the command that times them."""
-    num_rows, prompt, output = workload
-    rows = [
-        {
-            "prompt_token_ids": [3 + (row * 7919 + at * 31) % (vocabulary - 3) for at in range(prompt)],
-            "max_tokens": output,
-            "ignore_eos": True,
-            "temperature": 0.0,
-        }
-        for row in range(num_rows)
+def chosen_parts(found: Sequence[Part], kinds: Sequence[str], words: Sequence[str]) -> list[Part]:
+    """Those of `kinds` whose name is among `words`, or has one of them; all if there are no words. Raises ValueError
+    for a word that no part has.
+    """
+    unknown = [word for word in words if not any(word == part.name or word in part.name.split() for part in found)]
+    if unknown:
+        raise ValueError(f"--only {','.join(unknown)} names no part: --list has their names")
+    return [
+        part
+        for part in found
+        if part.kind in kinds and (not words or any(word == part.name or word in part.name.split() for word in words))
     ]
-    path = folder / f"{name}{suffix}.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    keys = ["model.load_format=dummy", f"device={'cpu' if is_dry else 'cuda'}", "cache.num_blocks=8192"]
-    dry_keys = ("cache.num_blocks=64", "model.max_model_len=64", "model.dtype=float32")
-    keys = [*keys[:2], *dry_keys] if is_dry else keys
-    return ["scripts/bench_throughput.py", str(folder / name), str(path), *keys, "--no-job", "--no-split"]
 
 
-def asked(workload: tuple[int, int, int]) -> int:
-    """Output tokens of all rows."""
-    return workload[0] * workload[2]
-
-
-def run(part: Part) -> dict[str, object]:
-    """Its output is shown as it comes; of what it ends with, the JSON object."""
-    print(f"== {part.name}", flush=True)
+def run(part: Part, limit_s: float, cache: Path) -> Outcome:
+    """Output is kept; of what it ends with, the JSON object counts."""
     began = time.monotonic()
     # Cases of the kernels have helpers in tests/.
     folders = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    lines: list[str] = []
-    process = subprocess.Popen(
-        [sys.executable, *part.arguments],
-        cwd=ROOT,
-        env=variables | part.variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=part.limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        output += f"\nended after {part.limit_s:.0f} s\n"
-    print(output, flush=True)
-    lines = output.splitlines()
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TRITON_CACHE_DIR": str(cache)}
+    if part.kind == "bits":
+        # The cores are shared by many.
+        variables.setdefault("OMP_NUM_THREADS", "1")
+    behind = ["nice", "-n", "10"] if part.kind == "warm" else []
+    command = [*behind, sys.executable, *part.arguments]
+    # A file, not a pipe: whoever outlives the part would hold the pipe open.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables | part.variables, stdout=output, stderr=output, start_new_session=True
+        )
+        _running[process.pid] = process
+        try:
+            is_late = not _has_ended(process, limit_s)
+            if is_late:
+                end(process)
+        finally:
+            del _running[process.pid]
+        output.seek(0)
+        lines = tuple(output.read().splitlines())
     seconds = round(time.monotonic() - began, 1)
-    result = lines[-5:] if part.is_tests else result_of(lines)
-    return {"returncode": process.returncode, "seconds": seconds, "result": result}
+    if is_late:
+        return Outcome(part, "late", seconds, f"ended after {limit_s:.0f} s", lines=lines)
+    return judged(part, process.returncode, seconds, lines)
 
 
-def result_of(lines: list[str]) -> object:
-    """The last line that is a JSON object, else the last five."""
+_running: dict[int, "subprocess.Popen[bytes]"] = {}
+"""Parts that run now, each with processes of its own."""
+
+
+def _has_ended(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """A launcher ends its ranks, which are in sessions of their own, when it is asked to end."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        if _has_ended(process, 3.0):
+            return
+
+
+def end_all(number: int, frame: object) -> None:
+    """For the signals that end the check: no part stays behind."""
+    del frame
+    for process in list(_running.values()):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    os._exit(128 + number)
+
+
+def judged(part: Part, returncode: int, seconds: float, lines: tuple[str, ...]) -> Outcome:
+    """An exit status of 0 is not enough: a part has to say what it found, and that nothing is wrong."""
+    if part.is_tests:
+        counts = [line for line in lines[-5:] if re.search(r"\b[1-9]\d*(/\d+)? (passed|tests? collected)\b", line)]
+        is_ok = returncode == 0 and bool(counts)
+        last = lines[-1] if lines else "no output"
+        result: dict[str, object] = {"tests": last}
+        return Outcome(part, "ok" if is_ok else "failed", seconds, "" if is_ok else last, result, lines)
+    result = result_of(lines)
+    why = problem_of(part, result)
+    if not why and returncode:
+        why = f"exit status {returncode}"
+    if why:
+        return Outcome(part, "failed", seconds, why, result, lines)
+    missing_parts = result.get("not_offered")
+    if isinstance(missing_parts, dict) and missing_parts:
+        why = "; ".join(f"{name}: {reason}" for name, reason in missing_parts.items())
+        # What else the part found is in its figures and findings.
+        return Outcome(part, "not offered", seconds, why[:300], result, lines)
+    return Outcome(part, "ok", seconds, "", result, lines)
+
+
+def problem_of(part: Part, result: dict[str, object]) -> str:
+    """What is wrong by what the part says; "" if nothing is."""
+    if not result:
+        return "it ended without a JSON object"
+    if part.name.split()[0] == "cases":
+        wrong = [name for name, error in result.items() if error]
+        return f"wrong: {', '.join(wrong)}" if wrong else ""
+    for name in ("failed", "wrong"):
+        if isinstance(named := result.get(name), list) and named:
+            return f"{name}: {', '.join(map(str, named))}"
+    return "it is not near" if result.get("is_near") is False else ""
+
+
+def result_of(lines: Sequence[str]) -> dict[str, object]:
+    """The last line that is a JSON object."""
     for line in reversed(lines):
         if line.startswith("{"):
             try:
-                return json.loads(line)
+                found = json.loads(line)
             except json.JSONDecodeError:
                 continue
-    return lines[-5:]
+            return found if isinstance(found, dict) else {}
+    return {}
 
 
-def has_failed(part: Part, found: dict[str, object]) -> bool:
-    """An exit status of 0 is not enough: a part has to say what it found, and that nothing is wrong."""
-    result = found["result"]
-    if found["returncode"] != 0:
-        return True
-    if part.is_tests:
-        lines = result if isinstance(result, list) else []
-        return not any(re.search(r"\b[1-9]\d*(/\d+)? (passed|tests? collected)\b", line) for line in lines)
-    if not isinstance(result, dict) or not result:
-        return True
-    if part.num_output_tokens is not None and (
-        result.get("error_rows") != 0 or result.get("output_tokens") != part.num_output_tokens
-    ):
-        return True
-    if part.name == "kernels":
-        return any(result.values())
-    return bool(result.get("failed") or result.get("wrong")) or result.get("is_near") is False
+class Check:
+    """Runs parts and keeps what became of them; `limit_s` of all of them together."""
+
+    def __init__(self, out: Path | None, cache: Path, limit_s: float) -> None:
+        self.out, self.cache = out, cache
+        self.began, self.limit_s = time.monotonic(), limit_s
+        self.outcomes: list[Outcome] = []
+        self._lock = Lock()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def note(self, outcome: Outcome) -> None:
+        """Keep, print and write it."""
+        with self._lock:
+            self.outcomes.append(outcome)
+            record = json.dumps(outcome.record())
+            if outcome.state in ("failed", "late"):
+                print(f"== {outcome.part.name}: {outcome.state}", *outcome.lines[-60:], sep="\n", flush=True)
+            print(record, flush=True)
+            self.write(record)
+
+    def write(self, line: str) -> None:
+        if self.out is not None:
+            with self.out.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+    def run_one(self, part: Part, until_s: float) -> None:
+        lacking = missing(part.needs)
+        left_s = until_s - self.seconds
+        if lacking:
+            self.note(Outcome(part, "not run", why=f"no {', '.join(lacking)}"))
+        elif left_s < SHORTEST_S:
+            self.note(Outcome(part, "not run", why="no time is left"))
+        else:
+            self.note(run(part, min(part.limit_s, left_s), self.cache))
+
+    def run_side_by_side(self, some: Sequence[Part], until_s: float, count: int) -> None:
+        with ThreadPoolExecutor(count) as pool:
+            for done in [pool.submit(self.run_one, part, until_s) for part in some]:
+                done.result()
 
 
 def missing(names: Sequence[str]) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-def main() -> int:
+def lacking_wheels(folder: Path) -> list[Path]:
+    """Of the wheels in a folder those of distributions that this interpreter does not have."""
+    found = []
+    for path in sorted(folder.glob("*.whl")):
+        try:
+            metadata.version(path.name.split("-")[0])
+        except metadata.PackageNotFoundError:
+            found.append(path)
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this checkout, and whether files differ from it; a copy without its history may be told by
+    GPU_CHECK_COMMIT.
+    """
+    if given := os.environ.get("GPU_CHECK_COMMIT"):
+        return given
+    told = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return told.stdout.strip() or None
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """All figures, then all parts."""
+    lines = [gpu_report.figure_line(figure) for each in outcomes for figure in gpu_report.figures_of(each.record())]
+    lines += ["", f"{'part':<52}{'state':<14}{'seconds':>8}  why"]
+    lines += [f"{each.part.name:<52}{each.state:<14}{each.seconds:>8.1f}  {each.why[:150]}" for each in outcomes]
+    return "\n".join(lines)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    # What only fills a cache may be late: the speed that needs it is then slower to start.
+    counted = [each for each in outcomes if each.part.kind != "warm"]
+    failed = [each.part.name for each in counted if each.state in ("failed", "late")]
+    not_run = {each.part.name: each.why for each in counted if each.state == "not run"}
+    states = {each.part.name: each.state for each in outcomes}
+    return {"states": states, "failed": failed, "not_run": not_run, "is_ok": not failed and not not_run}
+
+
+def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="the same code without a GPU: interpreted, and on the CPU")
-    is_dry = parser.parse_args().dry
-    wheels = "install them, or put wheels of them into a folder and name it with WHEELS="
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--correctness", action="store_true", help="no speeds")
+    which.add_argument("--speeds", action="store_true", help="nothing but speeds")
+    parser.add_argument("--only", default="", help="parts by a word of their names, separated by commas")
+    parser.add_argument("--list", action="store_true", help="print the names of the parts")
+    parser.add_argument("--out", type=Path, help="file to which one JSON line a part is appended")
+    parser.add_argument("--lacking", type=Path, metavar="FOLDER", help="print the wheels in it that are lacking here")
+    parser.add_argument("--write-docs", type=Path, metavar="RESULTS", help="write a file of --out into the docs")
+    parser.add_argument("--commit", help="with --write-docs: the commit that ran, where the file does not say it")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = arguments_of()
+    is_dry = arguments.dry
+    if arguments.lacking is not None:
+        print(*lacking_wheels(arguments.lacking), sep="\n", end="\n" if lacking_wheels(arguments.lacking) else "")
+        return 0
+    if arguments.write_docs is not None:
+        gpu_report.write_docs(ROOT, arguments.write_docs, arguments.commit)
+        return 0
+    kinds = ["bits", "alone"] if arguments.correctness else ["warm", "speed"]
+    if not arguments.correctness and not arguments.speeds:
+        kinds = ["bits", "warm", "alone", "speed"]
+    try:
+        chosen = chosen_parts(parts(is_dry=is_dry), kinds, [word for word in arguments.only.split(",") if word])
+    except ValueError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 1
+    if arguments.list:
+        print(*(f"{part.kind:<8}{part.name}" for part in chosen), sep="\n")
+        return 0
     if lacking := missing(NEEDED):
+        wheels = "install them, or put wheels of them into a folder and name it with WHEELS="
         print(f"gpu_check: {sys.executable} has no {', '.join(lacking)}: {wheels}", file=sys.stderr)
         return 1
     import torch
@@ -233,28 +470,38 @@ def main() -> int:
     if not is_dry and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA device here: --dry runs the same code without one", file=sys.stderr)
         return 1
-    about = {
+    about: dict[str, object] = {
         "device": "none: a dry run" if is_dry else torch.cuda.get_device_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         # Of the module: distributions have other names (pytorch-triton).
         "triton": triton.__version__,
+        "commit": commit(),
+        "command": " ".join(["bash scripts/gpu_check.sh", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
     }
+    limit_s = DRY_S if is_dry else CORRECTNESS_S if arguments.correctness else ALL_S
+    out = None if arguments.out is None else arguments.out.absolute()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end_all)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        chosen = parts(Path(folder), is_dry=is_dry)
-        not_run = {part.name: lacking for part in chosen if (lacking := missing(part.needs))}
-        for name, lacking in not_run.items():
-            print(f"gpu_check: {name} does not run without {', '.join(lacking)}: {wheels}", file=sys.stderr)
-        found = {part.name: (part, run(part)) for part in chosen if part.name not in not_run}
-    report = about | summary(found, not_run)
+        # Warm where the caller keeps one.
+        cache = Path(os.environ.get("TRITON_CACHE_DIR", folder))
+        check = Check(out, cache, limit_s)
+        check.write(json.dumps({"about": about}))
+        # Dry runs time nothing, and compute on the CPU's cores.
+        together = [part for part in chosen if part.kind in ("bits", "warm") or is_dry]
+        count = (os.cpu_count() or 1) if is_dry else SIDE_BY_SIDE
+        until_s = limit_s if is_dry else min(limit_s - ALONE_S, TOGETHER_S)
+        check.run_side_by_side(together, until_s, count)
+        for part in chosen:
+            if part not in together:
+                check.run_one(part, limit_s)
+    report = {**about, "seconds": round(check.seconds, 1), **summary(check.outcomes)}
+    print(table(check.outcomes))
+    check.write(json.dumps({"summary": report}))
     print(json.dumps(report))
     return 0 if report["is_ok"] else 1
-
-
-def summary(found: dict[str, tuple[Part, dict[str, object]]], not_run: dict[str, list[str]]) -> dict[str, object]:
-    failed = [name for name, (part, each) in found.items() if has_failed(part, each)]
-    results = {name: each for name, (_, each) in found.items()}
-    return {"parts": results, "failed": failed, "not_run": not_run, "is_ok": not failed and not not_run}
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
-"""The questions about our GPU kernels that only a GPU answers: a line a finding, and one JSON object last.
+"""Our GPU kernels by their public methods: bits that the contract rests on, and times beside the library and the floor.
 
-    python scripts/gpu_probe.py           on a GPU, a few minutes
+    python scripts/gpu_probe.py [--only bits,matmul,gated,attention] [--warm]        on a GPU
     OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python scripts/gpu_probe.py --dry
                                       the same code on CPU tensors, tiny, nothing timed
 
-Needs torch, triton and numpy only. What a finding decides stands beside it; docs/internals/gpu.md has the list. A part
-that fails is said, and the others go on. What the contract rests on has a value that it must have: any other is in
-`wrong`.
-Exits with 1 where a part failed or something is wrong.
+Needs torch, triton and numpy only. A line a finding, and one JSON object last. --warm launches each kernel once, for
+Triton's cache. A part that fails is said, and the others go on. Exits with 1 where a part failed or something is wrong.
 """
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,185 +22,197 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 import triton
+from gpu_figures import Clock, Findings, copies_past_the_cache, rates
 from torch import Tensor
 
-from spmd_worker.ops.kernels.triton import attention, matmul
-from spmd_worker.ops.kernels.triton.matmul import Tile
+from spmd_worker.ops.attention import triton as offered_attention
+from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.attention.triton import TritonBackend
+from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 
 SHAPES = {
-    "8b qkv": (6144, 4096),
-    "8b gate_up": (28672, 4096),
-    "8b down": (4096, 14336),
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
     "135m down": (576, 1536),
 }
-"""Outputs, inputs."""
+"""Outputs, inputs; of an 8B model where no other is named."""
+TIMED_ROWS = (1, 16, 64, 256, 2048)
+HEAD = "head"
 ROWS = (1, 2, 7, 16, 63, 64, 65, 128, 255, 256, 257, 1024)
-TILES = (Tile(64, 64, 64, 4, 5), Tile(128, 128, 64, 8, 4), Tile(64, 32, 128, 4, 5), Tile(128, 256, 64, 8, 3))
-SMALL_TILES = (Tile(16, 64, 128, 4, 5), Tile(32, 64, 128, 4, 5))
-DRY_TILES = (Tile(16, 16, 16, 4, 2), Tile(32, 16, 16, 4, 2))
-MODELS = {"135m": (9, 3, 64), "0.5b": (14, 2, 64), "8b": (32, 8, 128)}
+BITS_SHAPES = ("qkv", "gate_up", "down", "135m down")
+MODELS = {"8b": (32, 8, 128), "135m": (9, 3, 64), "gemma": (8, 4, 256)}
 """Query heads, key-value heads, head size."""
-BYTES_PER_S, FLOP_PER_S = 4.3e12, 790e12
-"""What one H200 was seen to reach: floors are computed with them, whatever the device."""
-
-
-WORST_ERROR = 1e-2
-"""Of a result in bfloat16 beside one in float32, as a share of its norm."""
-
-
-class Findings(dict[str, object]):
-    """In the order in which they were made. `wrong`: names of those that are not what they must be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrong: list[str] = []
-
-    def must(self, name: str, value: object, wanted: object, decides: str = "") -> None:
-        """A finding that the contract rests on."""
-        is_right = type(value) is type(wanted) and value == wanted
-        self.say(name, value, decides if is_right else f"WRONG: must be {wanted}")
-        if not is_right:
-            self.wrong.append(name)
-
-    def must_be_near(self, name: str, found: Tensor, wanted: Tensor) -> None:
-        error = float((found.float() - wanted).norm() / wanted.norm())
-        # False for what is no number.
-        is_near = error < WORST_ERROR
-        self.say(name, f"{error:.1e}", "" if is_near else f"WRONG: must be below {WORST_ERROR}")
-        if not is_near:
-            self.wrong.append(name)
-
-    def say(self, name: str, value: object, decides: str = "") -> None:
-        self[name] = value
-        print(f"{name:<60} {value!s:<40} {decides}", flush=True)
+DECODES = {"8b": ((256, 400), (256, 1500), (64, 4096), (1, 4096)), "135m": ((256, 400),), "gemma": ((256, 400),)}
+"""Sequences, keys of each."""
+PROMPTS = {"8b": (2, 1024), "135m": (2, 1024), "gemma": (2, 1024)}
+BLOCK = 16
+MOST_OF_LIBRARY = {1: 1.0, 16: 1.0, 64: 1.0, 256: 1.2, 2048: 1.1}
+"""How many times the library's time a matmul may take, by rows."""
+LEAST_OF_RATE = 3.5 / 4.3
+"""Share of the memory's rate that attention of 256 x 400 has to reach."""
 
 
 class Probe:
     """Each method asks one question."""
 
-    def __init__(self, findings: Findings, *, is_dry: bool) -> None:
-        self.findings, self.is_dry = findings, is_dry
+    def __init__(self, findings: Findings, *, is_dry: bool, is_warming: bool = False) -> None:
+        self.findings, self.is_dry, self.is_warming = findings, is_dry, is_warming
         self.device = torch.device("cpu" if is_dry else "cuda")
         self.dtype = torch.float32 if is_dry else torch.bfloat16
         self.shapes = {"tiny": (40, 48)} if is_dry else SHAPES
-        self.rows = (1, 3, 40) if is_dry else ROWS
-        self.tiles = DRY_TILES if is_dry else TILES
+        self.models = {"tiny": (3, 1, 16)} if is_dry else MODELS
+        self.kernels, self.rates = TritonKernels(), rates()
+        self.clock = Clock(is_timing=not is_dry and not is_warming)
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(sum(shape))
-        return (torch.randn(*shape, device=self.device, generator=generator) * scale).to(self.dtype)
+        return torch.randn(*shape, device=self.device, generator=generator).mul_(scale).to(self.dtype)
 
-    def microseconds(self, call: Callable[[], object]) -> float:
-        return 0.0 if self.is_dry else float(triton.testing.do_bench(call, return_mode="median")) * 1e3
+    def bits(self) -> None:
+        for name in ("tiny",) if self.is_dry else BITS_SHAPES:
+            self._matmul_bits(name, *self.shapes[name])
+        for name, heads in self.models.items():
+            if self._is_offered(name, heads):
+                self._attention_bits(name, heads)
+        self._recorded_bits()
+        self._sums()
 
-    def matmul_bits(self) -> None:
+    def matmul(self) -> None:
         for name, (n, k) in self.shapes.items():
-            x, weight = self.random(max(self.rows), k), self.random(n, k, scale=k**-0.5)
-            first = matmul.linear(x, weight, None, self.tiles[0])
-            wanted = x.float() @ weight.float().T
-            self.findings.must_be_near(f"{name}: error", first, wanted)
-            other = [tile for tile in self.tiles if not torch.equal(matmul.linear(x, weight, None, tile), first)]
-            self.findings.say(f"{name}: tiles with other bits", other, "none: tiles may follow the rows")
-            whole = matmul.linear(x, weight, None)
-            rows = [m for m in self.rows if not torch.equal(matmul.linear(x[:m], weight, None), whole[:m])]
-            self.findings.must(f"{name}: rows with other bits", rows, [], "none: the contract holds")
-            small = [] if self.is_dry else SMALL_TILES
-            other = [tile for tile in small if not torch.equal(matmul.linear(x, weight, None, tile), first)]
-            self.findings.say(f"{name}: tiles of 16 and 32 rows with other bits", other, "none: mma.sync for few rows")
-            turned = matmul.linear(weight, x[:64], None, self.tiles[0]).T
-            self.findings.say(
-                f"{name}: weight first, same bits", torch.equal(turned, first[:64]), "True: rows as columns"
-            )
-            gated = matmul.gated_linear(x, weight, None)
-            rows = [m for m in self.rows if not torch.equal(matmul.gated_linear(x[:m], weight, None), gated[:m])]
-            self.findings.must(f"{name}: gated rows with other bits", rows, [], "none: the contract holds")
-            separate = F.silu(first[:, : n // 2]) * first[:, n // 2 :]
-            self.findings.say(f"{name}: gated is linear and silu", torch.equal(gated, separate), "False: exp differs")
-            library = F.linear(x, weight)
-            rows = [m for m in self.rows if not torch.equal(F.linear(x[:m], weight), library[:m])]
-            self.findings.say(f"{name}: cuBLAS rows with other bits", rows, "what plain torch costs")
-            self.findings.say(f"{name}: cuBLAS is ours", torch.equal(library, first), "True: may be mixed in")
+            weights = copies_past_the_cache(2 * n * k, partial(self.random, n, k, scale=k**-0.5))
+            for m in (3,) if self.is_dry else TIMED_ROWS:
+                if (name, m) != (HEAD, TIMED_ROWS[-1]):
+                    self._time_matmul(f"{name} {n}x{k}, {m} rows", weights, m, is_gated=False)
 
-    def matmul_speed(self) -> None:
-        for name, (n, k) in self.shapes.items():
-            weight = self.random(n, k, scale=k**-0.5)
-            for m in self.rows[:1] if self.is_dry else (1, 16, 64, 256, 2048):
-                x = self.random(m, k)
-                times = {tile: self.microseconds(partial(matmul.linear, x, weight, None, tile)) for tile in self.tiles}
-                best = min(times, key=times.__getitem__)
-                library = self.microseconds(partial(F.linear, x, weight))
-                floor = max(2 * n * k / BYTES_PER_S, 2.0 * m * n * k / FLOP_PER_S) * 1e6
-                figures = [round(each, 1) for each in (times[best], library, floor)]
-                self.findings.say(f"{name} rows {m}: us ours, cuBLAS, floor", [*figures, str(best)])
+    def gated(self) -> None:
+        n, k = (40, 48) if self.is_dry else SHAPES["gate_up"]
+        weights = [self.random(n, k, scale=k**-0.5)]
+        for m in (3,) if self.is_dry else TIMED_ROWS:
+            self._time_matmul(f"gated {n}x{k}, {m} rows", weights, m, is_gated=True)
+
+    def attention(self) -> None:
+        for name, heads in self.models.items():
+            if not self._is_offered(name, heads):
+                continue
+            for batch, length in ((2, 20),) if self.is_dry else DECODES[name]:
+                self._time_decode(f"decode {name}, {batch} x {length}", batch, length, heads)
+            count, length = (1, 20) if self.is_dry else PROMPTS[name]
+            self._time_prompts(f"prompts {name}, {count} x {length}", count, length, heads)
+
+    def _is_offered(self, name: str, heads: tuple[int, int, int]) -> bool:
+        """Whether this version has attention for heads of this size."""
+        sizes = getattr(offered_attention, "HEAD_SIZES", None)
+        if sizes is None or heads[2] in sizes:
+            return True
+        self.findings.not_offered[f"attention {name}"] = f"heads of {heads[2]}"
+        return False
+
+    def _matmul_bits(self, name: str, n: int, k: int) -> None:
+        rows = (1, 3, 40) if self.is_dry else ROWS
+        x, weight = self.random(max(rows), k), self.random(n, k, scale=k**-0.5)
+        packed, gated_packed = self.kernels.pack(weight), self.kernels.pack_gated(weight)
+        linear = self.kernels.linear(x, packed, None)
+        self.findings.must_be_near(f"{name}: error", linear, x.float() @ weight.float().T)
+        other = [m for m in rows if not torch.equal(self.kernels.linear(x[:m], packed, None), linear[:m])]
+        self.findings.must(f"{name}: rows with other bits", other, [], "none: the contract holds")
+        gated = self.kernels.gated_linear(x, gated_packed, None)
+        other = [m for m in rows if not torch.equal(self.kernels.gated_linear(x[:m], gated_packed, None), gated[:m])]
+        self.findings.must(f"{name}: gated rows with other bits", other, [], "none: the contract holds")
+        library = F.linear(x, weight)
+        other = [m for m in rows if not torch.equal(F.linear(x[:m], weight), library[:m])]
+        self.findings.say(f"{name}: library's rows with other bits", other, "what plain torch costs")
+
+    def _time_matmul(self, name: str, weights: list[Tensor], m: int, *, is_gated: bool) -> None:
+        n, k = weights[0].shape
+        x = self.random(m, k)
+        pack = self.kernels.pack_gated if is_gated else self.kernels.pack
+        ours = self.kernels.gated_linear if is_gated else self.kernels.linear
+        us = self.clock.us([partial(ours, x, pack(weight), None) for weight in weights])
+        library = None if self.is_warming else self.clock.us([partial(F.linear, x, weight) for weight in weights])
+        columns = n // 2 if is_gated else n
+        floor = self.rates.floor_us(2 * (n * k + m * k + m * columns), 2.0 * m * n * k)
+        # A gated matmul applies its activation too, which the library's does not.
+        most = None if library is None or is_gated or m not in MOST_OF_LIBRARY else MOST_OF_LIBRARY[m] * library
+        self.findings.figure(name, us, "us", library=library, floor=floor, most=most)
 
     def sequences(self, lengths: Sequence[int], counts: Sequence[int], heads: tuple[int, int, int]) -> "Sequences":
         num_heads, num_kv_heads, size = heads
-        blocks = [-(-length // 16) for length in lengths]
+        blocks = [-(-length // BLOCK) for length in lengths]
         order = torch.randperm(sum(blocks) + 1, generator=torch.Generator().manual_seed(1))
         tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)
+        first = 0
         for index, count in enumerate(blocks):
-            tables[index, :count], order = order[:count], order[count:]
-        cache = self.random(sum(blocks) + 1, 2, num_kv_heads, 16, size)
+            tables[index, :count], first = order[first : first + count], first + count
+        shape = TritonBackend().block_shape(num_kv_heads, BLOCK, size)
+        cache = self.random(sum(blocks) + 1, *shape)
         starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
-        queries = self.random(starts[-1], num_heads * size)
+        queries = self.random(starts[-1], num_heads, size)
         return Sequences(queries, cache, tables.to(self.device), starts, list(lengths), heads)
 
-    def attention_bits(self) -> None:
-        heads = (3, 1, 16) if self.is_dry else (32, 8, 128)
+    def _attention_bits(self, name: str, heads: tuple[int, int, int]) -> None:
         length, chunk = (600, 5) if self.is_dry else (3000, 70)
         case = self.sequences([length], [chunk], heads)
         whole = case.attend()
         picked = (0, chunk // 2, chunk - 1)
         alone = [case.alone(row, length - chunk + row + 1).attend() for row in picked]
         same = torch.equal(torch.cat(alone), whole[list(picked)])
-        self.findings.must("attention: decode is the prompt's row, bit for bit", same, True, "the contract holds")
-        once = case.alone(chunk - 1, length).attend(splits=False)
-        self.findings.must("attention: split is whole, bit for bit", torch.equal(once, alone[-1]), True)
-        self.findings.must_be_near("attention: error", whole, case.reference())
+        self.findings.must(f"attention {name}: decode is the prompt's row, bit for bit", same, True)
+        self.findings.must_be_near(f"attention {name}: error", whole, case.reference())
 
-    def attention_speed(self) -> None:
-        cases = ((1, 20),) if self.is_dry else ((256, 400), (256, 1500), (64, 4096), (1, 4096))
-        for name, heads in {"tiny": (3, 1, 16)}.items() if self.is_dry else MODELS.items():
-            for batch, length in cases:
-                case = self.sequences([length] * batch, [1] * batch, heads)
-                plan = case.plan()
-                us = self.microseconds(partial(case.attend, plan))
-                moved = batch * length * heads[1] * heads[2] * 2 * case.cache.itemsize
-                rate = round(moved / us / 1e6, 2) if us else None
-                self.findings.say(f"decode {name} {batch} x {length}: us, TB/s", [round(us, 1), rate], "85 % of 4.3")
+    def _time_decode(self, name: str, batch: int, length: int, heads: tuple[int, int, int]) -> None:
+        case = self.sequences([length] * batch, [1] * batch, heads)
+        us = self.clock.us([case.attend])
+        moved = batch * length * heads[1] * heads[2] * 2 * case.cache.itemsize
+        floor = self.rates.floor_us(moved)
+        most = floor / LEAST_OF_RATE if name == "decode 8b, 256 x 400" else None
+        self.findings.figure(name, us, "us", floor=floor, most=most)
+        self.findings.say(f"{name}: TB/s", round(moved / us / 1e6, 2))
 
-    def graphs(self) -> None:
-        """Whether kernels can be captured, with the same bits, and what a launch costs outside and inside."""
-        case = self.sequences([400, 1500, 33], [1, 1, 20], (3, 1, 16) if self.is_dry else MODELS["8b"])
-        plan = case.plan()
-        expected = case.attend(plan)
+    def _time_prompts(self, name: str, count: int, length: int, heads: tuple[int, int, int]) -> None:
+        num_heads, num_kv_heads, size = heads
+        case = self.sequences([length] * count, [length] * count, heads)
+        us, library = self.clock.us([case.attend]), None
+        if not self.is_dry and not self.is_warming:
+            q, k, v = (self.random(count, each, length, size) for each in (num_heads, num_kv_heads, num_kv_heads))
+            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+            library = self.clock.us([attend])
+        flop = 2.0 * count * num_heads * size * length * (length + 1)
+        self.findings.figure(name, us, "us", library=library, floor=self.rates.floor_us(0, flop))
+
+    def _recorded_bits(self) -> None:
+        """Whether attention can be recorded, with the same bits, and what a launch costs from the host."""
+        case = self.sequences([400, 1500, 33], [1, 1, 20], next(iter(self.models.values())))
+        expected = case.attend()
         if self.is_dry:
             self.findings.say("attention out of a graph", "needs a GPU")
             return
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(100):
-            case.attend(plan)
+            case.attend()
         # Launches alone: the device is still at work.
-        self.findings.say("two launches from Python, us", round((time.perf_counter() - began) * 1e4, 1), "why graphs")
+        self.findings.say("attention's launches from Python, us", round((time.perf_counter() - began) * 1e4, 1))
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = case.attend(plan)
+            captured = case.attend()
         captured.zero_()
         graph.replay()
         torch.cuda.synchronize()
         self.findings.must("attention out of a graph is the same bits", torch.equal(captured, expected), True)
-        self.findings.say("two kernels in a graph, us", round(self.microseconds(graph.replay), 1), "the launch floor")
 
-    def sums(self) -> None:
+    def _sums(self) -> None:
         mass = torch.rand(64, 3200 if self.is_dry else 128000, dtype=torch.float64, device=self.device)
         whole = mass.cumsum(-1)
         rows = [m for m in (1, 2, 8, 32) if not torch.equal(mass[:m].cumsum(-1), whole[:m])]
-        self.findings.say("torch.cumsum: rows with other bits", rows, "why masses should be integers")
+        self.findings.say("torch.cumsum: rows with other bits", rows, "why masses are integers")
 
 
 class Sequences:
-    """Queries at the end of sequences in a paged cache, with a method a way of attending."""
+    """Queries at the end of sequences in a paged cache; the step's work is planned once."""
 
     def __init__(
         self, queries: Tensor, cache: Tensor, tables: Tensor, starts: list[int], lengths: list[int],
@@ -210,26 +220,33 @@ class Sequences:
     ) -> None:  # fmt: skip
         self.queries, self.cache, self.tables = queries, cache, tables
         self.starts, self.lengths, self.heads = starts, lengths, heads
+        self._backend = TritonBackend()
+        positions = [
+            length - (end - start) + at
+            for length, start, end in zip(lengths, starts, starts[1:], strict=False)
+            for at in range(end - start)
+        ]
+        rows = [row for row, (start, end) in enumerate(pairwise(starts)) for _ in range(start, end)]
+        slots = torch.tensor(positions, device=tables.device)
+        owners = torch.tensor(rows, device=tables.device)
+        blocks = tables[owners, slots // BLOCK]
+        self._metadata = AttentionMetadata(tuple(starts), tuple(lengths), tables, blocks, slots % BLOCK)
 
     def alone(self, row: int, length: int) -> "Sequences":
         """One query of the only sequence, whose keys end with it."""
         return Sequences(self.queries[row : row + 1], self.cache, self.tables, [0, 1], [length], self.heads)
 
-    def plan(self, *, splits: bool = True) -> attention.PlannedAttention:
-        return attention.plan_attention(self.starts, self.lengths, self.tables, *self.heads, splits=splits)
-
-    def attend(self, plan: attention.PlannedAttention | None = None, *, splits: bool = True) -> Tensor:
-        plan = self.plan(splits=splits) if plan is None else plan
-        return attention.attend(self.queries, self.cache, plan, self.heads[0], self.heads[2] ** -0.5)
+    def attend(self) -> Tensor:
+        return self._backend.attend(self.queries, self.cache, self._metadata, self.heads[2] ** -0.5, 0)
 
     def reference(self) -> Tensor:
         """In float32, of the only sequence."""
         num_heads, num_kv_heads, size = self.heads
         length, device = self.lengths[0], self.cache.device
-        pages = self.cache[self.tables[0, : -(-length // 16)]]
+        pages = self.cache[self.tables[0, : -(-length // BLOCK)]]
         k, v = (pages[:, i].transpose(1, 2).flatten(0, 1)[:length].float() for i in (0, 1))
         k, v = (each.repeat_interleave(num_heads // num_kv_heads, 1) for each in (k, v))
-        q = self.queries.view(-1, num_heads, size).float()
+        q = self.queries.float()
         position = torch.arange(length - len(q), length, device=device)[:, None]
         scores = torch.einsum("thd,nhd->htn", q, k) * size**-0.5
         scores = scores.masked_fill(torch.arange(length, device=device)[None] > position, -math.inf)
@@ -239,31 +256,23 @@ class Sequences:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="on CPU tensors, interpreted, nothing timed")
-    is_dry = parser.parse_args().dry
+    parser.add_argument("--only", default="bits,matmul,gated,attention", help="parts, separated by commas")
+    parser.add_argument("--warm", action="store_true", help="launch each kernel once, time nothing")
+    arguments = parser.parse_args()
     findings = Findings()
-    findings.say("device", "CPU, interpreted" if is_dry else torch.cuda.get_device_name())
+    findings.say("device", "CPU, interpreted" if arguments.dry else torch.cuda.get_device_name())
     findings.say("torch, triton", f"{torch.__version__}, {triton.__version__}")
-    probe = Probe(findings, is_dry=is_dry)
-    failed = []
-    parts = (
-        probe.attention_bits,
-        probe.matmul_bits,
-        probe.sums,
-        probe.graphs,
-        probe.attention_speed,
-        probe.matmul_speed,
-    )
-    for part in parts:
-        began = time.perf_counter()
-        try:
-            part()
-        except Exception as error:  # the other questions are still worth their answers
-            failed.append(part.__name__)
-            findings.say(f"{part.__name__} failed", f"{type(error).__name__}: {str(error)[:300]}")
-        findings.say(f"{part.__name__}: seconds", round(time.perf_counter() - began, 1))
-    report = findings | {"failed": failed, "wrong": findings.wrong}
-    print(json.dumps(report, default=str))
-    return 1 if failed or findings.wrong else 0
+    probe = Probe(findings, is_dry=arguments.dry, is_warming=arguments.warm)
+    questions: dict[str, Callable[[], None]] = {
+        "bits": probe.bits,
+        "matmul": probe.matmul,
+        "gated": probe.gated,
+        "attention": probe.attention,
+    }
+    for name in arguments.only.split(","):
+        with findings.part(name), torch.inference_mode():
+            questions[name]()
+    return findings.report()
 
 
 if __name__ == "__main__":

@@ -45,17 +45,18 @@ def test_demo_model_answers_equal_on_gpu_and_cpu():
 
 @pytest.mark.gpu
 def test_gpu_kernels_equal_cpu_chunked_and_unchunked():
-    prompts, worker = mixed_prompts(64), "spmd_worker.worker.triton_worker.TritonWorker"
+    prompts = mixed_prompts(64)
     expected = token_ids("cpu", prompts)
-    assert token_ids("cuda", prompts, worker_cls=worker) == expected
-    assert token_ids("cuda", prompts, worker_cls=worker, max_num_seqs=8, max_num_batched_tokens=16) == expected
+    assert token_ids("cuda", prompts, device_backend="triton") == expected
+    small: dict[str, int] = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+    assert token_ids("cuda", prompts, device_backend="triton", **small) == expected
 
 
 @pytest.mark.gpu
 def test_cuda_graph_steps_equal_eager_steps():
-    prompts, worker = mixed_prompts(64), "spmd_worker.worker.triton_worker.TritonWorker"
+    prompts = mixed_prompts(64)
     params = SamplingParams(temperature=0.0, max_tokens=32, logprobs=1)
-    settings = {"device": "cuda", "num_blocks": 512, "worker_cls": worker, "max_num_seqs": 24}
+    settings = {"device": "cuda", "num_blocks": 512, "device_backend": "triton", "max_num_seqs": 24}
 
     def answers(llm: LLM) -> list[object]:
         outputs = llm.generate(prompts, params, use_tqdm=False)

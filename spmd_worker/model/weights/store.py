@@ -154,7 +154,8 @@ class WeightStore:
         for name, held in pieces:
             _check_tied(source, self.names.tied, name, held.piece.source)
             jobs += [(held, block) for block in source.blocks(name, held.piece.source, _BLOCK_BYTES)]
-        write = partial(self._write_block, source)
+        # Threads do not take over a caller's inference mode, in which the parameters may have been made.
+        write = partial(self._write_block, source, torch.is_inference_mode_enabled())
         try:
             if num_threads == 1:
                 flags = list(map(write, jobs))
@@ -306,13 +307,13 @@ class WeightStore:
             source.dtype(name)
 
     @torch.no_grad()
-    def _write_block(self, source: WeightSource, job: tuple[HeldPiece, Rectangle]) -> Tensor | None:
+    def _write_block(self, source: WeightSource, is_inference: bool, job: tuple[HeldPiece, Rectangle]) -> Tensor | None:
         """Read and write one block. Raises CheckpointError if it is not finite; on a GPU, whose answer would have to be
         waited for, the flag is returned.
         """
         held, block = job
         name, flag = held.piece.checkpoint_name, None
-        with source.staging.thread():
+        with torch.inference_mode(is_inference), source.staging.thread():
             values = source.read(name, block)
             if not self._allows_nonfinite:
                 if source.staging.device.type == "cpu":
