@@ -180,6 +180,7 @@ def fixed_plan(
     """
     sizes = (num_heads, num_kv_heads, head_size, itemsize)
     plan = _empty_plan(num_tokens, starts, lengths, tables, *sizes, window, 0, _MAX_PARTIALS)
+    plan.counts.zero_()
     if like is None or like.partial_sums.shape != plan.partial_sums.shape:
         return plan
     names = ("partial_sums", "partial_tops", "partial_denoms")
