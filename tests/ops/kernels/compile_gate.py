@@ -201,7 +201,8 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
         for way in ("few", "few joined", "many"):
             yield attend_variant(f"attend {name} {way}", heads, kv_heads, size, element)
     yield attend_variant("attend llama-8b many sinks", *MODELS["llama-8b"], element)
-    yield attend_variant("attend 256 many cap", *HEAD_SIZES["256"], element)
+    capped = attend_variant("attend 256 many cap", *HEAD_SIZES["256"], element)
+    yield replace(capped, stack_bytes=8)
     types = _typed(attention_kernels.make_items, element) | dict.fromkeys(("lengths", "items", "counts"), "*i32")
     constants = {"FEW": 4, "MANY": 32, "SEGMENT": attention_kernels.SEGMENT, "BATCH": 256, "EACH": 64}
     yield Variant("make_items", attention_kernels.make_items, types, constants, {"num_warps": 1})
@@ -555,7 +556,8 @@ def _on(variant: Variant, capability: int) -> Variant:
         return variant
     constants = variant.constants
     heads = (constants["KV_HEADS"] * constants["G"], constants["KV_HEADS"], constants["D"])
-    return attend_variant(variant.name, *heads, variant.types["out"][1:], capability)
+    chosen = attend_variant(variant.name, *heads, variant.types["out"][1:], capability)
+    return replace(chosen, stack_bytes=variant.stack_bytes)
 
 
 def _typed(kernel: Any, element: str) -> dict[str, str]:
@@ -598,7 +600,7 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
         "add_rms_norm 4096",
         "attend llama-8b few",
         "attend llama-8b many",
-        "attend 256 few",
+        "attend 256 many",
         "make_items",
         "join_partials llama-8b",
         "rotate_and_write llama-8b",

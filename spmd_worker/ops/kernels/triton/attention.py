@@ -75,6 +75,8 @@ def many_tile(device_capability: tuple[int, int], head_size: int, group: int, it
         if device_capability[0] == 9 and head_size % 32 == 0:
             return Tile(128, 8, 2, 1, parts=2)
         return Tile(max(32, power_of_two(group)), 8, 2, 1)
+    if device_capability[0] != 10 and 64 < head_size < 128 and head_size % 16 == 0:
+        return Tile(64, 8, 3, 2, parts=2)
     return Tile(64, 4 if device_capability[0] == 10 and head_size <= 64 else 8, 3, 2)
 
 
