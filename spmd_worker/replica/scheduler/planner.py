@@ -209,10 +209,13 @@ class Planner:
                 decisions.ahead.append(sequence)
 
     def _decide_ahead(self, running: list[Sequence], budget: StepBudget, decisions: Decisions) -> list[Sequence]:
-        """Decide for all that go ahead of their ids, at once, and return the others. If the budget may be short, only for
-        those before the first other; if it or the blocks are, for none.
+        """Decide for all that go ahead of their ids, at once, and return the others. If the budget may be short, decide
+        only for those before the first other; if it or the blocks are short, for none.
         """
-        block_size, ahead, others, beginning = self._cache.block_size, decisions.ahead, [], []
+        block_size, ahead = self._cache.block_size, decisions.ahead
+        others: list[Sequence] = []
+        # Places in `ahead` of those that begin a block.
+        beginning: list[int] = []
         num_leading = num_others = 0
         for sequence in running:
             num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
