@@ -211,11 +211,14 @@ class Planner:
                 decisions.ahead.append(sequence)
 
     def _decide_ahead(self, running: list[Sequence], budget: StepBudget, decisions: Decisions) -> list[Sequence]:
-        """Decide for all that go ahead of their ids, at once, and return the others: all if budget or blocks may be
-        short.
+        """Decide for all that go ahead of their ids, at once, and return the others. If the budget may be short, decide
+        only for those before the first other; if it or the blocks are short, for none.
         """
-        block_size, ahead, others, beginning = self._cache.block_size, decisions.ahead, [], []
-        num_others = 0
+        block_size, ahead = self._cache.block_size, decisions.ahead
+        others: list[Sequence] = []
+        # Places in `ahead` of those that begin a block.
+        beginning: list[int] = []
+        num_leading = num_others = 0
         for sequence in running:
             num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
             num_uncomputed = sequence.num_prompt_tokens + num_outputs - num_computed
@@ -224,14 +227,21 @@ class Planner:
                     beginning.append(len(ahead))
                 ahead.append(sequence)
             else:
+                num_leading = num_leading if others else len(ahead)
                 others.append(sequence)
                 num_others += num_uncomputed
-        if num_others + len(running) > budget.num_tokens or len(beginning) > self._cache.num_free_blocks:
+        if others and len(running) + num_others > budget.num_tokens:
+            others = running[num_leading:]
+            beginning = [index for index in beginning if index < num_leading]
+            del ahead[num_leading:]
+        if len(ahead) > budget.num_tokens or len(beginning) > self._cache.num_free_blocks:
             ahead.clear()
             return running
-        new_blocks = self._allocator.begin_blocks([ahead[index] for index in beginning])
-        decisions.ahead_blocks.extend(zip(beginning, new_blocks, strict=True))
-        begun = dict.fromkeys(beginning)
+        begun: dict[int, None] = {}
+        if beginning:
+            new_blocks = self._allocator.begin_blocks([ahead[index] for index in beginning])
+            decisions.ahead_blocks.extend(zip(beginning, new_blocks, strict=True))
+            begun = dict.fromkeys(beginning)
         for index, sequence in enumerate(ahead):
             if index not in begun:
                 sequence.num_computed_tokens += 1
