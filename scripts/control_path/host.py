@@ -81,6 +81,7 @@ class HollowDevice(CpuDevice):
     def new_graphs(self, model: Any, tensor: GroupHandle) -> StepGraphs:
         # Triton is optional, and other benchmarks of this script do without.
         from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
+        from spmd_worker.ops.kernels.triton.attention import Launches
 
         scheduler, spec = self.resolved.config.scheduler, cache_spec_of(self.resolved, 0)
         most, max_seqs, length = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.resolved.max_model_len
@@ -88,7 +89,9 @@ class HollowDevice(CpuDevice):
         attention = TritonFixedAttention(most, max_seqs, num_blocks, spec.block_size, self.device)
         shape = TritonBackend().block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
         hollow: Any = HollowModel(model)
-        hollow.plan = partial(attention.plan, torch.empty(1, *shape), model.model_config.num_heads, 0)
+        num_heads = model.model_config.num_heads
+        layer = (torch.empty(1, num_heads, spec.head_size), torch.empty(1, *shape), num_heads, 0)
+        hollow.plan = partial(attention.plan, *layer, Launches(has_many=True, has_joins=True))
         return StepGraphs(hollow, attention, HollowGraph, most, max_seqs)
 
 
@@ -122,6 +125,8 @@ def _steps(options: argparse.Namespace, *, is_async: bool) -> list[float]:
     with (
         # As on a GPU, where a look at a value waits.
         mock.patch.object(read_back, "_FREE_ON", ()),
+        # One launch of a kernel.
+        mock.patch("spmd_worker.ops.kernels.triton.attention.fill_plan", lambda plan, num_sequences: None),
         LLM(MODEL, dtype="float32", device="cpu", device_backend=BACKEND, async_scheduling=is_async, **settings) as llm,
     ):
         engine, seconds = llm.llm_engine, []

@@ -110,7 +110,7 @@ def test_steps_compile_nothing_after_compiling_ahead(gpu: FakeGpu, new_worker: C
     worker = new_worker()
     compute(worker, is_ahead=True)
     assert {*gpu.compiled} >= {"attend", "join_partials", "linear", "gated_linear", "add_rms_norm", "rotate_and_write"}
-    assert {*gpu.compiled} >= {"forbid", "filter_logits", "invert_cdf", "prob_sums"}
+    assert {*gpu.compiled} >= {"forbid", "filter_logits", "draw", "prob_sums"}
     # The steps themselves launched them, and nothing else was compiled for them.
     num_compiled, gpu.compiled[:] = len(gpu.compiled), []
     compute(worker, is_ahead=False)

@@ -48,7 +48,7 @@ def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: s
 @pytest.mark.timeout(600)
 def test_interpreted_quantised_kernels_are_their_definitions(tmp_path: Path):
     found = run_alone("triton_quantised_cases.py", "gate", cache=tmp_path, interpret=True)
-    assert len(found) >= LEAST_CASES
+    assert len(found) >= 4
     assert {name: error for name, error in found.items() if error} == {}
 
 
