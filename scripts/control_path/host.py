@@ -126,7 +126,7 @@ def _steps(options: argparse.Namespace, *, is_async: bool) -> list[float]:
         # As on a GPU, where a look at a value waits.
         mock.patch.object(read_back, "_FREE_ON", ()),
         # One launch of a kernel.
-        mock.patch("spmd_worker.ops.kernels.triton.attention.fill_plan", lambda plan, num_sequences: None),
+        mock.patch("spmd_worker.ops.kernels.triton.attention.fill_plan", return_value=None),
         LLM(MODEL, dtype="float32", device="cpu", device_backend=BACKEND, async_scheduling=is_async, **settings) as llm,
     ):
         engine, seconds = llm.llm_engine, []
