@@ -245,18 +245,21 @@ def sums_of_two_ranks_are_near_those_of_one() -> None:
             kernels.linear(own.contiguous(), kernels.pack(part.contiguous()), None)
             for own, part in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
         ]
-    assert error_of(parts[0] + parts[1], x @ weight.t()) < 0.05
+    # The largest error, of rounding to three bits twice.
+    assert error_of(parts[0] + parts[1], x @ weight.t()) < 0.1
     assert not torch.equal(parts[0] + parts[1], whole), "shares of rows have scales of their own"
 
 
 def control_another_order_of_steps_is_found() -> None:
-    x, x_scales, weight, scales = scaled_operands((20, 144, 1024), "rows")
+    """With a scale a step: sums of few products of FP8 are exact in any order."""
+    x, x_scales, weight, scales = scaled_operands((20, 144, 1024), "groups")
     expected = fp8.multiply(x, x_scales, weight, scales, None, torch.float32)
     turned = [
         each.view(torch.uint8).unflatten(1, (-1, 128)).flip(1).flatten(1).contiguous().view(each.dtype)
         for each in (x, weight)
     ]
-    other = fp8.multiply(turned[0], x_scales, turned[1], scales, None, torch.float32)
+    turned_scales = [each.flip(1).contiguous() for each in (x_scales, scales)]
+    other = fp8.multiply(turned[0], turned_scales[0], turned[1], turned_scales[1], None, torch.float32)
     assert not torch.equal(other, expected)
     assert error_of(other, expected) < tolerance()
 

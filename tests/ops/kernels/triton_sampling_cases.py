@@ -168,7 +168,9 @@ def changed(
     fork = stay[1]._replace(sample_index=7, output_token_ids=list(stay[1].output_token_ids))
     rows = [again, fork, *stay[1:10], *away, new_row(rng.randrange(90), rng)]
     rng.shuffle(rows)
-    return rows, left, unread
+    # Of rows that are gone for good: another list may get the address of theirs.
+    alive = {id(row.output_token_ids) for row in (*rows, *left)}
+    return rows, left, {key: token for key, token in unread.items() if key in alive}
 
 
 def histories_have_the_bits_of_the_definition() -> None:
@@ -263,7 +265,7 @@ def _note(prepared: penalties.ProcessedRows) -> None:
 
 def control_a_slot_without_reset_is_found() -> None:
     with mock.patch.object(penalty_kernels, "clear", mock.MagicMock()), mock.patch.object(penalties, "_SLOTS_A_ROW", 1):
-        assert not run_steps(9, 1)
+        assert not all(run_steps(12, seed) for seed in range(1, 5))
 
 
 def control_a_key_without_its_sample_is_found() -> None:
