@@ -1,5 +1,6 @@
 """Kernels compiled ahead, for a GPU that is not there: its driver notes what is loaded and launched."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import triton
 import triton.language as tl
@@ -159,3 +161,17 @@ def test_error_among_launches_ends_compiling(gpu: FakeDriver):
     assert triton.runtime.jit.JITFunction.run is run
     launch_sizes()
     assert gpu.launched == ["scale"] * 3
+
+
+@pytest.mark.stress
+def test_allocations_are_zeroed_without_torchs_compiler():
+    """A mode of dispatch imported it: 5.7 seconds of each start."""
+    program = (
+        "import sys, torch\n"
+        "from spmd_worker.ops.kernels.triton.compile_ahead import ZeroedMemory\n"
+        "with ZeroedMemory():\n"
+        "    made = torch.empty(3), torch.zeros(1).new_empty(3), torch.empty_like(torch.ones(3))\n"
+        "print(*(each.tolist() for each in made), 'torch._dynamo' in sys.modules)\n"
+    )
+    done = ranks.run_command([sys.executable, "-c", program], timeout_s=100)
+    assert done.stdout.split() == ["[0.0,", "0.0,", "0.0]"] * 3 + ["False"], done.output

@@ -18,15 +18,11 @@ from typing import Any, Final
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-_aten = torch.ops.aten
-_ALLOCATIONS: Final = (
-    *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
-    *(_aten.new_empty.default, _aten.new_empty_strided.default),
-)
+_ALLOCATIONS: Final = frozenset(("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"))
 
 
 @dataclass(slots=True)
@@ -50,17 +46,16 @@ class _Compilers:
         return self._threads.submit(_loaded, compile_kernel)
 
 
-class ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
-    """Zero-fills torch's allocations in this thread: an output that nobody computed may be used as an index."""
+class ZeroedMemory(TorchFunctionMode):
+    """Zero-fills this thread's allocations by torch's functions: outputs that nobody computed may be used as indices.
+    A mode of dispatch would see all of torch's own too, and import its compiler, which takes seconds.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own is not typed
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        result = operation(*arguments, **options or {})
-        return result.zero_() if operation in _ALLOCATIONS else result
+        result = function(*arguments, **options or {})
+        return result.zero_() if getattr(function, "__name__", "") in _ALLOCATIONS else result
 
 
 @contextmanager
