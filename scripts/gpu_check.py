@@ -11,7 +11,7 @@ are not ok, a table, and last one JSON object: {"device", "python", "torch", "tr
 "seconds", "states": {part: state}, "failed", "not_run": {part: why}, "is_ok"}. `state` is "ok", "failed", "late",
 "not offered" or "not run". Exits with 1 when a part failed, was late or did not run. Installs nothing.
 
---write-docs puts the figures of such a file into docs/lab/benchmarks.md.
+--write-docs puts the figures of such a file into docs/lab/gpu_figures.md.
 """
 
 import argparse

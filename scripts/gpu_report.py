@@ -1,4 +1,4 @@
-"""Results of gpu_check.py as lines for people, and as the GPU section of docs/lab/benchmarks.md.
+"""Results of gpu_check.py as lines for people, and as pages: docs/lab/gpu_figures.md, first line of benchmarks.md.
 
 Knows nothing of torch, so that results are read on any machine.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PAGE = Path("docs") / "lab" / "benchmarks.md"
+PAGE, FIGURES_PAGE = (Path("docs") / "lab" / name for name in ("benchmarks.md", "gpu_figures.md"))
 STATE, FIGURES = "gpu-state", "gpu-figures"
 """Names of the two pairs of markers in the page."""
 NO_RUN = "No GPU has run this code: what the GPU sections say is of earlier commits, which they name."
@@ -111,7 +111,8 @@ def state_line(about: Record | None, is_ancestor: bool) -> str:
         return NO_RUN
     relation = "an ancestor of this page's commit" if is_ancestor else "**no ancestor of this page's commit**"
     commit = str(about.get("commit") or "unknown")[:12]
-    return f"Last run on a GPU: {about['device']}, {about['date']}, commit {commit}, {relation} ([figures](#gpus))."
+    run = f"{about['device']}, {about['date']}, commit {commit}"
+    return f"Last run on a GPU: {run}, {relation}\n([figures](gpu_figures.md))."
 
 
 def with_section(page: str, name: str, text: str) -> str:
@@ -124,14 +125,14 @@ def with_section(page: str, name: str, text: str) -> str:
 
 
 def write_docs(root: Path, results: Path, commit: str | None = None) -> None:
-    """The last run of `results` into the page, with its first line."""
+    """The last run of `results` into the page of figures, and the first line of the benchmarks."""
     about, parts = last_run(results.read_text(encoding="utf-8").splitlines())
     if commit is not None:
         about = {**about, "commit": commit}
-    path = root / PAGE
-    page = path.read_text(encoding="utf-8")
-    page = with_section(page, STATE, state_line(about, is_ancestor(root, str(about.get("commit")))))
-    path.write_text(with_section(page, FIGURES, rendered(about, parts)), encoding="utf-8")
+    state = state_line(about, is_ancestor(root, str(about.get("commit"))))
+    for path, name, text in ((PAGE, STATE, state), (FIGURES_PAGE, FIGURES, rendered(about, parts))):
+        page = (root / path).read_text(encoding="utf-8")
+        (root / path).write_text(with_section(page, name, text), encoding="utf-8")
 
 
 def is_ancestor(root: Path, commit: str) -> bool:

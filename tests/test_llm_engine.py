@@ -340,7 +340,7 @@ def test_engine_of_an_llm_has_the_llms_names(llm: LLM):
 
 
 def test_engine_args_errors_equal_llm_errors(folder: Path):
-    with pytest.raises(ConfigError, match=r"^quantization=fp8 .*not .*int8"):
+    with pytest.raises(ConfigError, match=r"^quantization=fp8 .*GPUs.*int8"):
         LLMEngine.from_engine_args(EngineArgs(str(folder), quantization="fp8"))
     engine = LLMEngine.from_engine_args(EngineArgs(checkpoint_folder("llama3"), num_blocks=64), usage_context=None)
     assert engine.watchdog is not None

@@ -143,7 +143,7 @@ _OF_HOST = "of numbers that the host has"
 MAY_READ_BACK = {
     "spmd_worker.model.layers.experts": {"tolist": (2, _EXPERTS)},
     "spmd_worker.worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
-    "spmd_worker.ops.sampling.logprobs": {"nonzero": (1, _READ), "tolist": (2, _READ)},
+    "spmd_worker.ops.kernels.top_k": {"nonzero": (1, _READ), "tolist": (2, _READ)},
     "spmd_worker.ops.sampling.processors": {"unique": (2, _OF_HOST)},
     "spmd_worker.worker.runner.batch_state": {"tolist": (2, _OF_HOST)},
     "spmd_worker.ops.sampling.sampler": {"tolist": (2, _READ)},

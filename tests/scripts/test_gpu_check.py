@@ -120,7 +120,8 @@ def test_parts_are_chosen_by_words_and_kinds():
     check = gpu_check()
     every = check.parts(is_dry=False)
     names = [part.name for part in check.chosen_parts(every, ["bits", "warm", "alone", "speed"], ["matmul", "experts"])]
-    assert names == ["bits experts", "warm matmul", "speed matmul", "warm experts", "speed experts"]
+    of_cases = ["cases experts", "cases matmul"]
+    assert names == ["bits experts", *of_cases, "warm matmul", "speed matmul", "warm experts", "speed experts"]
     assert {part.kind for part in check.chosen_parts(every, ["bits", "alone"], [])} == {"bits", "alone"}
     assert [part.name for part in check.chosen_parts(every, ["bits"], ["compare plain torch"])] == [
         "compare plain torch"
@@ -219,7 +220,7 @@ def test_missing_packages_of_part_fail_the_check(tmp_path: Path, monkeypatch, ca
     ran = []
     monkeypatch.setattr(check, "find_spec", lambda name: None if name == "transformers" else name)
     monkeypatch.setattr(check, "run", lambda part, limit_s, cache: ran.append(part.name) or check.Outcome(part, "ok"))
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry", "--only", "demo,dense,tests,matmul"])
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry", "--only", "demo,dense,tests,speed matmul"])
     assert check.main() == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sorted(ran) == ["job demo", "speed matmul"]
@@ -290,7 +291,8 @@ def test_first_line_of_page_names_the_last_run(tmp_path: Path, monkeypatch):
     report = script("gpu_report")
     page = tmp_path / report.PAGE
     page.parent.mkdir(parents=True)
-    page.write_text((REPOSITORY / report.PAGE).read_text(encoding="utf-8"), encoding="utf-8")
+    for each in (report.PAGE, report.FIGURES_PAGE):
+        (tmp_path / each).write_text((REPOSITORY / each).read_text(encoding="utf-8"), encoding="utf-8")
     results = tmp_path / "results.jsonl"
     results.write_text("".join(f"{json.dumps(record)}\n" for record in RESULTS))
     said = "Last run on a GPU: NVIDIA H200, 2026-11-27, commit 0123456789ab, "
@@ -301,8 +303,8 @@ def test_first_line_of_page_names_the_last_run(tmp_path: Path, monkeypatch):
         monkeypatch.setattr(report, "is_ancestor", lambda root, commit, found=is_ancestor: found)
         report.write_docs(tmp_path, results)
         lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line and "<!--" not in line]
-        assert lines[1] == f"{said}{words} ([figures](#gpus))."
-        assert RENDERED in page.read_text(encoding="utf-8")
+        assert lines[1] == f"{said}{words}"
+        assert RENDERED in (tmp_path / report.FIGURES_PAGE).read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="0 pairs of markers"):
         report.with_section("a page without them", report.STATE, "")
 

@@ -2,10 +2,10 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -70,7 +70,7 @@ def test_tile_with_other_bits_is_left_out(tune, monkeypatch: pytest.MonkeyPatch,
         return torch.nn.functional.linear(x, weight) + (tile == wrong)
 
     monkeypatch.setattr(tune, "_call", multiply)
-    sweep = tune.Sweep(is_dry=True, deadline=time.monotonic() + LIMIT_S)
+    sweep = tune.Sweep(is_dry=True, deadline=math.inf)
     entry = sweep.measure(tune.Shape(False, 24, 32))
     assert entry is not None
     assert wrong not in entry

@@ -63,9 +63,9 @@ class ModelOptions:
     quantization: str | None = vllm_option(
         None,
         "`int8` and `fp8` are W8A8: static per-output-channel weight scales, dynamic per-token activation scales; "
-        "about half the memory of bfloat16; not for models with experts, nor for rows that are pooled. `int8` (CPU, "
-        "Triton) has the same bits for every tensor-parallel size; `fp8` (Triton, GPUs from 8.9 on) computes FP8 "
-        "checkpoints as they are, with their scales. null: checkpoints of every kind are dequantised",
+        "half the memory of bfloat16; no experts, no pooled rows. `int8` (CPU, GPU) has the same bits for every "
+        "tensor-parallel size; `fp8` (GPUs from 8.9 on) computes FP8 checkpoints with their own scales. null: all "
+        "checkpoints are dequantised",
         choices=("int8", "fp8"),
         is_common=True,
     )

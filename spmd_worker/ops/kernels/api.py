@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
-from spmd_worker.ops.sampling.row import SampleRow
+from spmd_worker.ops.kernels.sample_row import SampleRow
 
+MAX_LOGIT: Final = 1e30
+"""Bound of penalised logits: infinity minus infinity is NaN."""
 PROB_WEIGHT_BITS: Final = 40
 """Bits of the probability weight of a row's most probable token."""
 
@@ -263,7 +265,7 @@ class Kernels(Protocol):
         """[R, V], float32 [R] -> int64 [R]: number of each row's logits that are larger than its value. NaN is not."""
 
     def random_bits(self, keys: Tensor, step: int) -> Tensor:
-        """`sampling.random.random_bits` of streams, as signed numbers, samples and positions, int64 [3, R], with `step`
+        """`kernels.random.random_bits` of streams, as signed numbers, samples and positions, int64 [3, R], with `step`
         added to the positions -> int64 [R].
         """
 

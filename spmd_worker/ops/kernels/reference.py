@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, Draws, ExpertKernels, LogitFilters, RowHistories
-from spmd_worker.ops.sampling.logprobs import top_k_of_rows
-from spmd_worker.ops.sampling.random import random_bits, random_shares
+from spmd_worker.ops.kernels.random import random_bits, random_shares
+from spmd_worker.ops.kernels.top_k import top_k_of_rows
 
 _MAX_BLOCK_ELEMENTS: Final = 1 << 18
 _MAX_BLOCK_ELEMENTS_OFF_CPU: Final = 1 << 24

@@ -40,7 +40,7 @@ def exponent_factors(temperatures: Sequence[float]) -> NDArray[np.float32]:
 
 
 def filter_numbers(samplings: Sequence[SamplingParams]) -> tuple[NDArray[Any], ...]:
-    """Numbers of `apply_filters`: factors, distances below the maximum, float32 [K]; top-k, int64; top-p, float64."""
+    """Numbers of `filter_logits`: factors, distances below the maximum, float32 [K]; top-k, int64; top-p, float64."""
     below = [
         bounded_temperature(each.temperature) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf
         for each in samplings
@@ -53,16 +53,14 @@ def filter_numbers(samplings: Sequence[SamplingParams]) -> tuple[NDArray[Any], .
     )
 
 
-def filter_logits(kernels: Kernels, logits: Tensor, samplings: Sequence[SamplingParams]) -> None:
-    """Set dropped logits to minus infinity, in place; float32 [K, V], of rows that sample and have filters.
+def filter_logits(
+    kernels: Kernels, logits: Tensor, samplings: Sequence[SamplingParams], numbers: Sequence[Tensor] | None = None
+) -> None:
+    """Set dropped logits to minus infinity, in place; float32 [K, V], of rows that sample and have filters. `numbers`:
+    their `filter_numbers`, if the device has them.
 
     A row without a finite maximum, which has nothing to sample, may get any values.
     """
-    apply_filters(kernels, logits, send(filter_numbers(samplings), logits.device))
-
-
-def apply_filters(kernels: Kernels, logits: Tensor, numbers: Sequence[Tensor]) -> None:
-    """`filter_logits` by the `filter_numbers` on the device."""
-    factors, below, top_k, top_p = numbers
+    factors, below, top_k, top_p = numbers or send(filter_numbers(samplings), logits.device)
     maxima = torch.nan_to_num(kernels.argmax(logits)[0], nan=0.0, posinf=0.0, neginf=0.0)
     kernels.filter_(logits, LogitFilters(maxima, factors, maxima + below, top_k, top_p))

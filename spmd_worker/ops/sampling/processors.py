@@ -8,17 +8,14 @@ K: rows; V: vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from spmd_worker.ops.kernels.api import MAX_LOGIT
 from spmd_worker.ops.kernels.host_copies import to_device
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.read_back import reads_are_free
-from spmd_worker.ops.sampling.row import SampleRow
-
-MAX_LOGIT: Final = 1e30
-"""Bound of penalised logits: infinity minus infinity is NaN."""
 
 
 def process_logits(logits: Tensor, rows: list[SampleRow], eos_token_ids: tuple[int, ...]) -> None:

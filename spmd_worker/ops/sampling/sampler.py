@@ -26,12 +26,12 @@ from torch import Tensor
 
 from spmd_worker.ops.kernels.api import Draws, Kernels, RowHistories
 from spmd_worker.ops.kernels.host_copies import send, to_device
+from spmd_worker.ops.kernels.random import random_bits, random_shares
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.sampling.filters import apply_filters, bounded_temperature, exponent_factors, filter_numbers
+from spmd_worker.ops.kernels.sample_row import SampleRow
+from spmd_worker.ops.sampling.filters import bounded_temperature, exponent_factors, filter_logits, filter_numbers
 from spmd_worker.ops.sampling.processors import process_logits
-from spmd_worker.ops.sampling.random import random_bits, random_shares
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.shard_logprobs import log_normalisers, shard_logprobs
 from spmd_worker.ops.sampling.step_rows import Arrays, SomeRows, StepRows
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
@@ -282,7 +282,7 @@ class Sampler:
             return
         own = part.rows_of(logits, "filtered", part.filtered)
         samplings = [part.rows[index].sampling for index in part.filtered]
-        apply_filters(self._kernels, own, part.kept("filters", partial(filter_numbers, samplings)))
+        filter_logits(self._kernels, own, samplings, part.kept("filters", partial(filter_numbers, samplings)))
         if own is not logits:
             logits.index_copy_(0, part.index("filtered", part.filtered), own)
 

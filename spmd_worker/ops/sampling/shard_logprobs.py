@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, Kernels
-from spmd_worker.ops.sampling.logprobs import entries_of, top_k, top_k_of_rows
+from spmd_worker.ops.kernels.top_k import top_k, top_k_of_rows
+from spmd_worker.ops.sampling.logprobs import entries_of
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.sequence.outputs import TokenLogprobs

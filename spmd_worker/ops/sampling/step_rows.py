@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_worker.ops.kernels.host_copies import send
-from spmd_worker.ops.sampling.row import SampleRow
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 
 Arrays: TypeAlias = Sequence[NDArray[Any]]

@@ -74,7 +74,7 @@ class DeviceBackend(ABC):
         """
 
     def unsupported(self) -> str | None:
-        """What the backend lacks for the run's model or its device, as the end of a sentence; None if nothing.
+        """The backend's lack for the run's model or device, as the end of a sentence; None if it has all.
         `executor.device_backend=auto` asks it.
         """
         return None

@@ -18,6 +18,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.api import QuantisedKernels
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, fp8, matmul
 from spmd_worker.ops.kernels.triton import experts as triton_experts
 from spmd_worker.ops.kernels.triton.compile_ahead import compiling
@@ -25,7 +26,6 @@ from spmd_worker.ops.kernels.triton.int8 import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.groups import ParallelGroups
@@ -225,7 +225,7 @@ class TritonDevice(DeviceBackend):
         return None if memory is None else PeerSums(memory, tensor.rank, buffer_bytes)
 
     def _lacks_on_device(self) -> str | None:
-        """What the GPU lacks for these kernels: the first launch would fail."""
+        """The GPU's lack for these kernels, without which the first launch would fail."""
         name, found = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         if found < _LEAST_CAPABILITY:
             least, has = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, found))

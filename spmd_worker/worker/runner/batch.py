@@ -22,7 +22,7 @@ from torch import Tensor
 from kv_cache.block import num_blocks_for
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.host_copies import to_device
-from spmd_worker.ops.sampling.row import SampleRow
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.replica.grammar.step_masks import ConstrainedRow
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
 from spmd_worker.replica.sequence.sampled import sample_indices

@@ -15,8 +15,8 @@ from kv_cache.cache_engine import CacheEngine
 from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.native.threads import multi_threaded_torch
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.sampler import LaunchedSample, Sampler
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle, Transfer

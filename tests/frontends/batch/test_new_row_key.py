@@ -17,7 +17,7 @@ EDITS = {
     ],
     "spmd_worker/ops/sampling/filters.py": [
         (
-            "    device = logits.device\n",
+            "    factors, below, top_k, top_p = numbers or send(filter_numbers(samplings), logits.device)\n",
             "    for row, each in zip(logits, samplings):\n"
             "        probabilities = (row / each.temperature).softmax(-1)\n"
             "        is_low = probabilities < min(each.epsilon_cutoff, probabilities.max())\n"

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from spmd_worker.ops.kernels.api import LogitFilters
 from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.kernels.triton import (
     matmul,
     peer_sums,
@@ -33,7 +34,6 @@ from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums
 from spmd_worker.ops.sampling import read_back
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.replica.sequence.sampled import NON_FINITE
@@ -371,6 +371,8 @@ def main() -> None:
     assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
     torch.set_num_threads(1)
     sampling_kernels.PIECE, sampling_kernels.BLOCK = 16, 32
+    if is_interpreted():
+        sampling_kernels.PART, sampling_kernels.FILTER_BLOCK, sampling_kernels.LISTED = 64, 64, 16
     matmul.FLOAT32 = tiles.Tile(32, 16, 32, 4, 2, False, False, False)
     print(json.dumps({case.__name__: run(case) for case in CASES}))
 

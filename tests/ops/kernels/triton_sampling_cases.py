@@ -21,16 +21,16 @@ import numpy as np
 import torch
 
 from spmd_worker.ops.kernels.api import LogitFilters
+from spmd_worker.ops.kernels.random import random_bits
 from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.sample_row import SampleRow
+from spmd_worker.ops.kernels.top_k import top_k
 from spmd_worker.ops.kernels.triton import penalties, penalty_kernels, sampling, sampling_kernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.penalties import RowHistories
 from spmd_worker.ops.sampling import read_back
-from spmd_worker.ops.sampling.logprobs import top_k
 from spmd_worker.ops.sampling.processors import process_logits
-from spmd_worker.ops.sampling.random import random_bits
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.ranks.communicator import single_group

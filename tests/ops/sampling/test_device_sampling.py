@@ -11,8 +11,8 @@ from thread_groups import on_ranks
 
 from spmd_worker.model.layers.embedding import VocabularyShard
 from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.processors import process_logits
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.sampler import Sampled, Sampler
 from spmd_worker.ops.sampling.step_rows import StepRows
 from spmd_worker.ops.sampling.token_masks import NO_MASKS

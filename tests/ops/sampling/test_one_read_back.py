@@ -11,8 +11,8 @@ from test_sampler import EOS, HOSTILE, KINDS, REPORTING, VOCAB_SIZE, row, sharde
 import spmd_worker.ops.sampling.read_back as read_back_module
 from spmd_worker.base.config.schema import LOGPROBS_MODES
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.sampling.logprobs import top_k, top_k_of_rows
-from spmd_worker.ops.sampling.row import SampleRow
+from spmd_worker.ops.kernels.sample_row import SampleRow
+from spmd_worker.ops.kernels.top_k import top_k, top_k_of_rows
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle, single_group

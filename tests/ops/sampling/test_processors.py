@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.processors import process_logits
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 INF = math.inf

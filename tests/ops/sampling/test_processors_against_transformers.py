@@ -8,9 +8,9 @@ from native_libraries import native
 from transformers.generation import logits_process as theirs
 
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.filters import filter_logits
 from spmd_worker.ops.sampling.processors import process_logits
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 VOCAB_SIZE = 211

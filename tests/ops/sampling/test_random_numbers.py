@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_worker.ops.sampling import random as counter_random
-from spmd_worker.ops.sampling.random import philox, random_bits
+from spmd_worker.ops.kernels import random as counter_random
+from spmd_worker.ops.kernels.random import philox, random_bits
 
 # "kat_vectors" of Random123 1.14 for philox4x32-10: counter, key, result.
 KNOWN = [

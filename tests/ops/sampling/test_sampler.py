@@ -20,10 +20,10 @@ from spmd_worker.base.config.schema import LOGPROBS_MODES
 from spmd_worker.model.layers.embedding import VocabularyShard
 from spmd_worker.ops.kernels import reference
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
+from spmd_worker.ops.kernels.random import random_shares
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.filters import exponent_factors
-from spmd_worker.ops.sampling.random import random_shares
 from spmd_worker.ops.sampling.read_back import ReadBack
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.ops.sampling.sampler import Sampled, Sampler
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.replica.sequence.outputs import TokenLogprobs

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spmd_worker.ops.sampling.logprobs import top_k
+from spmd_worker.ops.kernels.top_k import top_k
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS

@@ -11,7 +11,7 @@ from thread_groups import on_ranks
 from spmd_worker.model.layers.embedding import VocabularyShard
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.sampling.row import SampleRow
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.sampler import Sampled, Sampler
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle, single_group

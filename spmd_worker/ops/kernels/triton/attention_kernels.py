@@ -284,7 +284,7 @@ def join_partials(
 
 @triton.jit
 def _shares(queries, length, window, FEW: tl.constexpr, MANY: tl.constexpr, SEGMENT: tl.constexpr):
-    """Of sequences with these numbers of queries and keys: segments if the only query may be split, else 0; 1 if one
+    """Sequences with these numbers of queries and keys: segments if the only query may be split, else 0; 1 if one
     item has all queries and one segment, else 0; tiles of MANY queries of the others.
     """
     first = tl.maximum(length - queries - window + 1, 0) // SEGMENT

@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_worker.ops.kernels.api import MAX_LOGIT
 from spmd_worker.ops.kernels.host_copies import send
+from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.kernels.triton import penalty_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two
-from spmd_worker.ops.sampling.processors import MAX_LOGIT
-from spmd_worker.ops.sampling.row import SampleRow
 from spmd_worker.replica.sequence.sampled import NOT_READ
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 

@@ -106,7 +106,7 @@ def top_logits(logits, pairs, V, stride, count, num_blocks, BLOCK: tl.constexpr,
 
 @triton.jit
 def _random_bits(stream, sample, position):
-    """53 bits of Philox 4x32-10: `sampling/random.py`. Words of 32 bits in uint64; `stream` int64."""
+    """53 bits of Philox 4x32-10: `kernels/random.py`. Words of 32 bits in uint64; `stream` int64."""
     low = tl.full([], 0xFFFFFFFF, tl.uint64)
     k0, k1 = stream.to(tl.uint64) & low, stream.to(tl.uint64) >> 32
     c0, c1 = position.to(tl.uint64) & low, sample.to(tl.uint64) & low
