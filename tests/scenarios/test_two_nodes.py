@@ -29,7 +29,7 @@ def test_two_nodes_equal_one_rank_with_one_copy():
 
 
 @pytest.mark.guarantee("A cut cable: both sides name the silent rank")
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_both_sides_name_silent_rank_when_disconnected():
     check_cut(two_nodes("--cut", LIMIT_S="120"))
 

@@ -218,7 +218,7 @@ def test_end_of_one_replica_ends_all_with_name(tmp_path: Path, fault: str, culpr
     assert not (tmp_path / "mixed.out.jsonl.run" / "metrics.json").exists()
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_ranks_wait_for_rows_beyond_the_timeout(tmp_path: Path):
     """Standard input comes late, after twice the timeout. All layouts at once: they wait."""
     script, rows = tmp_path / "late.py", tmp_path / "rows.jsonl"

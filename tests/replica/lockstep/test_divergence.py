@@ -186,7 +186,7 @@ def test_divergence_goes_unnoticed_without_digests(tmp_path, name):
     assert not list(tmp_path.rglob("records.*"))
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_dropped_message_hangs_until_timeout_when_unnumbered(tmp_path):
     job = run("dropped_message_unnumbered", tmp_path, "executor.timeout_s=10")
     assert job.exit_codes == (1, 1), job.output
