@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_READERS: Final = 2
 _MAX_READERS: Final = 8
+_MAX_GENERATORS: Final = 16
+"""Threads of dummy weights, each with pinned buffers."""
 """Threads that read files for a GPU: one copies from the page cache at 5 to 10 GB/s, and a GPU takes 50."""
 
 
@@ -126,7 +128,8 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
     num_cores = len(os.sched_getaffinity(0)) // environment.local_world_size
     num_threads = torch.get_num_threads() if device.type == "cpu" else max(num_cores, _MIN_READERS)
     if is_dummy:
-        report = model.weights.fill(model.weights.dummy(staging=staging), num_threads)
+        num_generators = num_threads if device.type == "cpu" else min(num_threads, _MAX_GENERATORS)
+        report = model.weights.fill(model.weights.dummy(staging=staging), num_generators)
     else:
         num_readers = 1 if device.type == "cpu" else min(num_threads, _MAX_READERS)
         with model.weights.open(resolved.model_folder, resolved.model_config.quantization, staging) as checkpoint:

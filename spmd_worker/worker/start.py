@@ -52,7 +52,10 @@ def compile_ahead(loaded: LoadedModel, spec: CacheSpec) -> str:
         try:
             return opened.backend.compile_ahead(partial(loaded.new_runner, engine), _NUM_COMPILED_BLOCKS, num_threads)
         except Exception as error:
-            logger.warning("kernels are compiled one by one when they are first launched (%s)", error)
+            if opened.groups.tensor.size > 1:
+                # Other ranks are in collectives of the same steps.
+                raise
+            logger.warning("kernels are compiled one by one when they are first launched (%s)", error, exc_info=True)
             return ""
 
 

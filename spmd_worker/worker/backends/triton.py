@@ -179,7 +179,11 @@ class TritonDevice(DeviceBackend):
         """Compile GEMMs in the tiles of each bucket of rows, experts' too; the head's up to a row a sequence."""
         scheduler, model_config = self.resolved.config.scheduler, self.resolved.model_config
         sizes = (self.resolved.max_model_len, self.resolved.config.cache.block_size, num_blocks)
-        num_tokens = {*matmul.warm_up_rows(scheduler.max_num_batched_tokens), *self._expert_token_counts()}
+        max_tokens = scheduler.max_num_batched_tokens
+        if model_config.is_encoder:
+            # Whose cache has the blocks of one step of at most `max_num_seqs`.
+            max_tokens = min(max_tokens, scheduler.max_num_seqs * max(1, self.resolved.max_model_len - 1))
+        num_tokens = {*matmul.warm_up_rows(max_tokens), *self._expert_token_counts()}
         for number, count in enumerate(sorted(num_tokens, reverse=True)):
             runner.forward(number, prompt_step(count, *sizes, model_config.pooling))
             runner.sample()

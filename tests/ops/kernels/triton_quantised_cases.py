@@ -158,6 +158,21 @@ def fp8_matmuls_are_the_definition() -> None:
             assert torch.equal(added, found + bias)
 
 
+def a_row_beside_one_that_is_not_finite_keeps_its_bits() -> None:
+    """Five groups, in steps of two: the sixth group of a row was the next row's first."""
+    for kind in ("groups", "blocks"):
+        x, x_scales, weight, scales = scaled_operands((20, 144, 640), kind)
+        broken = x_scales.clone()
+        broken[1] = torch.inf
+        tile = next(each for each in fp8_tiles() if each.steps > 1)
+        how: dict[str, Any] = {"tile": tile, "by_tma": False, "is_blocked": kind == "blocks"}
+        expected = fp8.multiply(x, x_scales, weight, scales, None, torch.float32, **how)
+        found = fp8.multiply(x, broken, weight, scales, None, torch.float32, **how)
+        assert expected.isfinite().all()
+        assert torch.equal(found[0], expected[0]), kind
+        assert torch.equal(found[2:], expected[2:]), kind
+
+
 def compare_tiles(kind: str) -> None:
     """Scales of blocks have the bits of the same scales by groups."""
     for shape in SHAPES:
@@ -380,6 +395,7 @@ GATE: tuple[Callable[[], None], ...] = (
     rows_longer_than_registers_are_quantised_alike,
     values_that_are_not_finite_stay_so,
     fp8_matmuls_are_the_definition,
+    a_row_beside_one_that_is_not_finite_keeps_its_bits,
     fp8_gates_are_those_of_apart_matmuls,
     a_rows_fp8_matmul_does_not_depend_on_the_others,
     fp8_kernels_are_near_the_reference,

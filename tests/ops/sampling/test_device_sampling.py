@@ -2,7 +2,7 @@
 over steps, whose numbers are prepared once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,11 +12,14 @@ from thread_groups import on_ranks
 from spmd_worker.model.layers.embedding import VocabularyShard
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
+from spmd_worker.ops.kernels.triton import penalty_kernels
+from spmd_worker.ops.kernels.triton.penalties import RowHistories
 from spmd_worker.ops.sampling.processors import process_logits
 from spmd_worker.ops.sampling.sampler import Sampled, Sampler
 from spmd_worker.ops.sampling.step_rows import StepRows
 from spmd_worker.ops.sampling.token_masks import NO_MASKS
 from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.replica.sequence.sampled import NOT_READ
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 NUM_STEPS = 4
@@ -137,3 +140,26 @@ def test_histories_get_a_token_for_each_row():
     found = steps_of(kernels, 1)
     assert kernels.histories.num_appended >= NUM_STEPS * 3 * 6
     assert len(found) == NUM_STEPS
+
+
+def test_row_past_its_minimum_needs_no_state(monkeypatch: pytest.MonkeyPatch):
+    """Its state fell behind while nothing of it was processed, and a second row asked for its unread tokens."""
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **options: None
+
+    for name in ("start", "clear", "append", "decide", "apply"):
+        monkeypatch.setattr(penalty_kernels, name, Launch())
+    histories = RowHistories(64, (2,), torch.device("cpu"))
+    first, second = (
+        SampleRow(SamplingParams(top_p=0.9, min_tokens=1).frozen(), stream, 0, 3, (1, 2, 3), []) for stream in (1, 2)
+    )
+    prepared = histories.prepare([first])
+    assert prepared.slots[0] is not None
+    histories.append_(prepared, torch.tensor([5]))
+    # Two steps on, the last of which is not read yet.
+    first.output_token_ids.extend((5, 7, NOT_READ))
+    slots = histories.prepare([first, second]).slots
+    assert slots[0] is None
+    assert slots[1] is not None

@@ -96,9 +96,10 @@ def quantise_groups(x, out, scales, K, stride_x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scales_at(scales, rows, num_rows, stride, group):
-    """Float32 scales of `rows` in one group, zero past the last row."""
-    return tl.load(scales + rows.to(tl.int64) * stride + group, mask=rows < num_rows, other=0.0)
+def _scales_at(scales, rows, num_rows, stride, group, num_groups):
+    """Float32 scales of `rows` in one group, zero past the last row and the last group."""
+    inside = (rows < num_rows) & (group < num_groups)
+    return tl.load(scales + rows.to(tl.int64) * stride + group, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -112,18 +113,19 @@ def _part(a, b, SWAPPED: tl.constexpr):
 
 @triton.jit
 def _added(
-    sums, part, x_scales, scales, row, column, M, N, stride_x_scales, stride_scales, group,
+    sums, part, x_scales, scales, row, column, M, N, num_groups, stride_scales, group,
     BM: tl.constexpr, BN: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """The sum with one step's part: one rounding, with scales of groups too."""
     if SCALES == OF_ROWS:
         return sums + part
-    of_rows = _scales_at(x_scales, row + tl.arange(0, BM), M, stride_x_scales, group)
+    # Steps go on past the last group if STEPS does not divide their number: what lies there is another row's.
+    of_rows = _scales_at(x_scales, row + tl.arange(0, BM), M, num_groups, group, num_groups)
     if SCALES == OF_BLOCKS:
-        factors = of_rows * tl.load(scales + column.to(tl.int64) * stride_scales + group, mask=column < N, other=0.0)
+        factors = of_rows * _scales_at(scales, column, N, stride_scales, group, num_groups)
         factors = factors[None, :] if SWAPPED else factors[:, None]
     else:
-        of_columns = _scales_at(scales, column + tl.arange(0, BN), N, stride_scales, group)
+        of_columns = _scales_at(scales, column + tl.arange(0, BN), N, stride_scales, group, num_groups)
         factors = of_columns[:, None] * of_rows[None, :] if SWAPPED else of_rows[:, None] * of_columns[None, :]
     return tl.fma(part, tl.broadcast_to(factors, sums.shape), sums)
 
@@ -139,7 +141,8 @@ def _result(
     if SWAPPED:
         sums = tl.trans(sums)
     if SCALES == OF_ROWS:
-        sums = sums * _scales_at(x_scales, m, M, 1, 0)[:, None] * _scales_at(scales, n, N, stride_scales, 0)[None, :]
+        of_rows, of_columns = _scales_at(x_scales, m, M, 1, 0, 1), _scales_at(scales, n, N, stride_scales, 0, 1)
+        sums = sums * of_rows[:, None] * of_columns[None, :]
     if BIAS:
         sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     return sums

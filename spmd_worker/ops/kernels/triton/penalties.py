@@ -309,7 +309,8 @@ def _keys_of(sample_rows: Sequence[SampleRow]) -> list[_Key | None]:
     found: list[_Key | None] = []
     for row in sample_rows:
         sampling = row.sampling
-        if not (sampling.has_penalties or sampling.bad_words_ids or sampling.min_tokens):
+        # A row past its minimum is no longer processed, so its state would fall behind.
+        if not (sampling.has_penalties or sampling.bad_words_ids or row.must_not_stop):
             found.append(None)
             continue
         key = (id(row.output_token_ids), row.sample_index, 0)
