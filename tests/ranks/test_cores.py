@@ -171,7 +171,7 @@ def test_wait_policy_of_the_user_is_kept(name: str):
     assert waiting_variables({name: "1000"}) == {}
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_torchrun_ranks_have_their_own_cores(script: str):
     """A user's OMP_NUM_THREADS leaves them unbound."""
     num_cores = len(os.sched_getaffinity(0))

@@ -276,7 +276,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_hanging_replica_is_named_after_the_timeout(tmp_path: Path):
     done = ranks.run_ranks(SILENT, 2, timeout_s=240, arguments=[checkpoint_folder("llama3"), json.dumps(SETTINGS)])
     assert done.returncode != 0

@@ -192,7 +192,7 @@ def test_row_is_independent_of_thread_count(checkpoint, dtype, plain):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_row_is_independent_of_python_hash_seed(checkpoint):
     script = (
         "import json, sys; sys.path[:0] = sys.argv[2:]\n"

@@ -113,7 +113,7 @@ def test_demo_from_the_wheel_names_missing_files(environment: Path, tmp_path: Pa
     assert (tmp_path / "runs" / "demo" / "output.jsonl").read_bytes().count(b"\n") == 2
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_tools_run_from_wheel_under_their_own_name(environment: Path, tmp_path: Path):
     for command, entry in SETTINGS["project"]["scripts"].items():
         _, _, tool = entry.removesuffix(":main").rpartition(".")
@@ -136,7 +136,7 @@ def test_tools_run_from_wheel_under_their_own_name(environment: Path, tmp_path: 
     assert "The run ended well: 7 rows" in run_installed(environment, tmp_path, "spmd-worker-doctor", run_dir)
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_modules_named_in_docs_are_in_the_wheel(environment: Path, tmp_path: Path, control):
     pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
     texts = [page.read_text(encoding="utf-8") for page in pages]

@@ -186,6 +186,7 @@ def kill_a_rank(tmp_path: Path, *, is_idle: bool, script: Path | None = None) ->
     return took_s
 
 
+@pytest.mark.stress
 def test_busy_port_is_one_error_on_two_ranks():
     """The other rank, which was watched already, reported a silent rank 0 too."""
     source = """
