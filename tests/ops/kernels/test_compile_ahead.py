@@ -165,7 +165,7 @@ def test_error_among_launches_ends_compiling(gpu: FakeDriver):
 
 @pytest.mark.stress
 def test_allocations_are_zeroed_without_torchs_compiler():
-    """A mode of dispatch imported it: 5.7 seconds of each start."""
+    """A mode of dispatch imported it: two seconds of each start."""
     program = (
         "import sys, torch\n"
         "from spmd_worker.ops.kernels.triton.compile_ahead import ZeroedMemory\n"
