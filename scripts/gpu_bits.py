@@ -1,4 +1,4 @@
-"""Whether a row's tokens and log-probabilities are the same bits however it is computed, on a GPU.
+"""A row's tokens and log-probabilities on a GPU: the same bits for every way of computing it.
 
     python scripts/gpu_bits.py {dense,gemma,experts,encoder} [--device-backend triton]
     python scripts/gpu_bits.py dense --dry       the same code with the CPU's own kernels, tiny
@@ -74,7 +74,7 @@ class Bits:
             raise NotOfferedError(str(error)) from None
 
     def answers(self, llm: LLM, rows: Sequence[int] | None = None, seed: int = 0) -> Answers:
-        """Of `rows`, in their order, computed in one call."""
+        """Answers of `rows`, in their order, computed in one call."""
         rows = range(len(self.prompts)) if rows is None else rows
         params = self.params(seed)
         outputs = llm.generate(

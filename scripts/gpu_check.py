@@ -1,4 +1,4 @@
-"""What a GPU has to show, part by part, each in a process of its own and within its time: see gpu_check.sh.
+"""Checks of a GPU, part by part, each in a process of its own and within its time: see gpu_check.sh.
 
     python scripts/gpu_check.py [--correctness | --speeds] [--only WORDS] [--list] [--out FILE] [--dry]
     python scripts/gpu_check.py --write-docs RESULTS.jsonl [--commit COMMIT]
@@ -70,7 +70,7 @@ CORRECTNESS_S, TOGETHER_S, ALL_S, DRY_S = 90.0, 105.0, 240.0, 1100.0
 """Seconds of the correctness parts alone, of these with those that warm speeds, of all, and of a dry run."""
 LONGEST_CORRECTNESS_S, ALONE_S, SHORTEST_S = 85.0, 10.0, 3.0
 SIDE_BY_SIDE = 24
-"""At most so many processes: each has a GPU context of half a GiB, and most wait for the GPU."""
+"""Maximum number of processes: each has a GPU context of half a GiB, and most wait for the GPU."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part. `why` says it for people where it is not ok."""
+    """Result of a part. `why` explains it where it is not ok."""
 
     part: Part
     state: str
@@ -119,7 +119,7 @@ def parts(*, is_dry: bool) -> list[Part]:
 
 
 def correctness_commands(is_dry: bool) -> dict[str, str]:
-    """By name; a dry run has fewer, with fewer rows."""
+    """Commands by name; a dry run has fewer, with fewer rows."""
     dry, ours = " --dry" if is_dry else "", f"--device-backend {BACKEND}"
     found = {f"bits {name}": f"scripts/gpu_bits.py {name} {ours}{dry}" for name in BITS_MODELS}
     if is_dry:
@@ -198,7 +198,7 @@ def test_parts(folder: Path, limit_s: float, *, is_dry: bool) -> list[Part]:
 
 
 def pytest_of(asked: Sequence[str], *, is_dry: bool) -> list[str]:
-    """Of these files the tests marked gpu that are no part of their own."""
+    """Pytest command of these files' tests marked gpu that are no part of their own."""
     others = " and ".join(f"not {words}" for words in OWN_PARTS)
     how = ["--collect-only"] if is_dry else ["-p", "no:cacheprovider"]
     return ["-m", "pytest", "-q", "-m", "gpu", "-k", others, *how, *asked]
@@ -278,7 +278,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def end_all(number: int, frame: object) -> None:
-    """For the signals that end the check: no part stays behind."""
+    """End all parts, on the signals that end the check."""
     del frame
     for process in list(_running.values()):
         with suppress(ProcessLookupError):
@@ -309,7 +309,7 @@ def judged(part: Part, returncode: int, seconds: float, lines: tuple[str, ...]) 
 
 
 def problem_of(part: Part, result: dict[str, object]) -> str:
-    """What is wrong by what the part says; "" if nothing is."""
+    """Problem that the part's result reports; "" if there is none."""
     if not result:
         return "it ended without a JSON object"
     if part.name.split()[0] == "cases":
@@ -382,7 +382,7 @@ def missing(names: Sequence[str]) -> list[str]:
 
 
 def lacking_wheels(folder: Path) -> list[Path]:
-    """Of the wheels in a folder those of distributions that this interpreter does not have."""
+    """Wheels in a folder of distributions that this interpreter does not have."""
     found = []
     for path in sorted(folder.glob("*.whl")):
         try:

@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", _EXPERTS),
     "qwen3_moe": ("Qwen3Moe", _MANY_EXPERTS),
 }
-"""By name: transformers' name of the classes, and what differs from the common sizes."""
+"""Families by name: transformers' name of the classes, and what differs from the common sizes."""
 ENCODER: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
@@ -58,7 +58,7 @@ ENCODER: dict[str, Any] = {
     "pad_token_id": 0,
 }
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320}
-"""For interpreted kernels; heads stay as they are, for which the width does not matter."""
+"""Sizes for interpreted kernels; heads stay as they are, for which the width does not matter."""
 
 
 def make_checkpoint(folder: Path, family: str = "llama", *, is_tiny: bool = False) -> None:

@@ -117,8 +117,8 @@ def compare(
 
 
 def judged(model: Any, rows: list[tuple[list[int], list[int], object]]) -> list[tuple[Tensor, bool]]:
-    """Of prompts with their tokens, filled up on the right since attention is causal: logits [T, V], and whether a
-    token's experts are tied.
+    """Judgement of prompts with their tokens, filled up on the right since attention is causal: logits [T, V], and
+    whether a token's experts are tied.
     """
     texts = [[*prompt, *token_ids] for prompt, token_ids, _ in rows]
     longest = max(len(text) for text in texts)

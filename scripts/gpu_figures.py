@@ -66,7 +66,7 @@ class Figure:
 
 
 class Findings(dict[str, object]):
-    """In the order in which they were made. `wrong`: names of those that are not what they must be."""
+    """Findings in the order in which they were made. `wrong`: names of those that are not what they must be."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def documentation() -> list[str]:
 
 
 def perplexity(llm: LLM, texts: Sequence[str]) -> float:
-    """Of all tokens but each text's first."""
+    """Perplexity of all tokens but each text's first."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0
     for output in llm.generate(list(texts), params, use_tqdm=False):

@@ -54,7 +54,7 @@ def _bound(figure: Record) -> str:
 
 
 def last_run(lines: Sequence[str]) -> tuple[Record, list[Record]]:
-    """Of a file to which runs were appended: the last run's description, and its parts."""
+    """Last run of a file to which runs were appended: the last run's description, and its parts."""
     about: Record = {}
     parts: list[Record] = []
     for line in lines:

@@ -236,12 +236,12 @@ class Steps:
 
     @property
     def prefill_ms(self) -> float:
-        """Of a step full of prompts."""
+        """Median of steps full of prompts."""
         return statistics.median(self.ms[1 : max(2, self.num_prefill - 1)])
 
     @property
     def decode_ms(self) -> float:
-        """Of a step in which all rows decode: from the last prompt on, until the row that began first ends."""
+        """Median of steps in which all rows decode: from the last prompt on, until the row that began first ends."""
         together = self.ms[self.num_prefill + 1 : self.num_tokens - 1] or self.ms[-1:]
         return statistics.median(together)
 
@@ -431,7 +431,7 @@ class Speeds:
         return found
 
     def floors(self, sizes: Sizes, chip: Rates) -> dict[str, float]:
-        """Of `main_workload`'s figures: while all 256 rows decode, they have about 350 keys."""
+        """Floors of `main_workload`'s figures: while all 256 rows decode, they have about 350 keys."""
         rows, prompt, output = self.counts()
         keys = prompt + output // 2
         found = {

@@ -283,7 +283,7 @@ class Sweep:
         return times
 
     def _microseconds(self, call: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> float:
-        """Of a launch in a CUDA graph, its weights in turn."""
+        """Time of a launch in a CUDA graph, its weights in turn."""
         if self.is_dry:
             began = time.perf_counter()
             call(whole[0])
@@ -367,7 +367,7 @@ class Compilers:
         pool.close()
 
     def wait_for(self, shape: Shape) -> None:
-        """Until the kernels of `shape` are compiled."""
+        """Wait until the kernels of `shape` are compiled."""
         began = time.monotonic()
         failed = {error for job in self._jobs[shape] if (error := self._results[job].get())}
         print(

@@ -10,12 +10,12 @@ Interpreted, a step along K is one numpy product, so only tiles with the same st
 import json
 import multiprocessing
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton_cases import run
 
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton import launching, matmul, tile_table, tiles
@@ -211,15 +211,6 @@ CASES: tuple[Callable[[], None], ...] = (
     nothing_is_launched_for_no_rows,
     control_another_chain_has_other_bits,
 )
-
-
-def run(case: Callable[[], None]) -> str:
-    torch.manual_seed(7)
-    try:
-        case()
-    except Exception:  # the other cases are still worth their answers
-        return traceback.format_exc()
-    return ""
 
 
 def main() -> None:

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from spmd_worker.model_config.byte_rows import GROUP
-from spmd_worker.ops.kernels.byte_rows import is_packed
 from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights
 from spmd_worker.ops.kernels.triton import fp8_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
-from spmd_worker.ops.kernels.triton.kernels import TritonKernels
+from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 
 FIRST_CAPABILITY: Final = (8, 9)
@@ -163,7 +162,7 @@ def multiply(
     return out
 
 
-class Fp8TritonKernels(Fp8Packing, TritonKernels):
+class Fp8TritonKernels(Fp8Packing, PackedTritonKernels):
     """Implements `kernels.api.QuantisedKernels` on CUDA from sm_89 on; all but the GEMMs of packed weights is that of
     `TritonKernels`.
     """
@@ -171,21 +170,6 @@ class Fp8TritonKernels(Fp8Packing, TritonKernels):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype, self.weights = dtype, Fp8Weights(dtype)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        if not is_packed(weight):
-            return super().linear(x, weight, bias, out)
-        return self._multiply(x, weight, bias, is_gated=False)
-
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not is_packed(weight):
-            return super().gated_linear(x, weight, bias)
-        return self._multiply(x, weight, bias, is_gated=True)
-
-    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        if not is_packed(weight):
-            return super().linear_argmax(x, weight, count)
-        return self.argmax(self.linear(x, weight, None)[:, :count])
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

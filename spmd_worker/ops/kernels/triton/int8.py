@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_worker.ops.kernels import int8
-from spmd_worker.ops.kernels.byte_rows import ByteRowPacking, ByteRows, is_packed
+from spmd_worker.ops.kernels.byte_rows import ByteRowPacking, ByteRows
 from spmd_worker.ops.kernels.triton import int8_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.fp8 import num_warps
-from spmd_worker.ops.kernels.triton.kernels import TritonKernels
+from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 
 _HOPPER: Final = (9, 0)
@@ -117,7 +117,7 @@ def multiply(
     return out
 
 
-class Int8TritonKernels(ByteRowPacking, TritonKernels):
+class Int8TritonKernels(ByteRowPacking, PackedTritonKernels):
     """Implements `kernels.api.IntegerKernels` on CUDA; all but the GEMMs of packed weights is that of `TritonKernels`.
 
     Bits of `linear`, and of `sums` and `scaled`, are those of the CPU's kernels for the same dtype.
@@ -132,21 +132,6 @@ class Int8TritonKernels(ByteRowPacking, TritonKernels):
         return self
 
     stored: Final = None
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        if not is_packed(weight):
-            return super().linear(x, weight, bias, out)
-        return self._multiply(x, weight, bias, is_gated=False)
-
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not is_packed(weight):
-            return super().gated_linear(x, weight, bias)
-        return self._multiply(x, weight, bias, is_gated=True)
-
-    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        if not is_packed(weight):
-            return super().linear_argmax(x, weight, count)
-        return self.argmax(self.linear(x, weight, None)[:, :count])
 
     def row_maxima(self, x: Tensor) -> Tensor:
         return int8.row_maxima(x)

@@ -4,10 +4,13 @@ Matmuls, norms and sampling are ours. The rest is torch's elementwise operations
 sums.
 """
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
 from spmd_worker.ops.kernels.api import ExpertKernels
+from spmd_worker.ops.kernels.byte_rows import is_packed
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton import experts, matmul, rows, sampling
 from spmd_worker.ops.kernels.triton.penalties import RowHistories
@@ -43,3 +46,26 @@ class TritonKernels(ReferenceKernels):
     count_above = staticmethod(sampling.count_above)
     forbid_ = staticmethod(sampling.forbid_)
     filter_ = staticmethod(sampling.filter_)
+
+
+class PackedTritonKernels(TritonKernels):
+    """Base of kernels whose packed weights (`byte_rows.is_packed`) have GEMMs of their own, `_multiply`."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if not is_packed(weight):
+            return super().linear(x, weight, bias, out)
+        return self._multiply(x, weight, bias, is_gated=False)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_packed(weight):
+            return super().gated_linear(x, weight, bias)
+        return self._multiply(x, weight, bias, is_gated=True)
+
+    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if not is_packed(weight):
+            return super().linear_argmax(x, weight, count)
+        return self.argmax(self.linear(x, weight, None)[:, :count])
+
+    @abstractmethod
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
+        """[..., in] x packed weight -> `linear`, or `gated_linear` if `is_gated`."""
