@@ -380,7 +380,7 @@ ON_RANKS = """
                     found.append((who, point, is_interrupted(lambda: tokens(llm))))
                 assert not llm.llm_engine.has_unfinished_requests()
                 assert tokens(llm) == expected, (who, point)
-        with at("schedule", 3, interrupts.interrupt if rank == "1" else lambda: None):
+        with at(sys.argv[4], 3, interrupts.interrupt if rank == "1" else lambda: None):
             try:
                 with llm.turns():
                     for prompts in (PROMPTS[:2], PROMPTS[2:4], PROMPTS[4:]):
@@ -401,18 +401,28 @@ ON_RANKS = """
 
 @pytest.mark.guarantee("Ctrl-C in a call: the next one works")
 @pytest.mark.parametrize(
-    ("sizes", "points"),
+    ("sizes", "points", "point_in_turns"),
     [
-        ({"tensor_parallel_size": 2}, [("encode", 2), ("schedule", 2), ("agree", 3), ("sample", 2), ("apply", 3)]),
-        pytest.param(
-            {"pipeline_parallel_size": 2}, [("encode", 2), ("agree", 3), ("apply", 3)], marks=pytest.mark.matrix
+        (
+            {"tensor_parallel_size": 2},
+            [("encode", 2), ("schedule", 2), ("agree", 3), ("sample", 2), ("apply", 3)],
+            "schedule",
         ),
-        ({"data_parallel_size": 2}, [("encode", 2), ("take", 1)]),
+        pytest.param(
+            {"pipeline_parallel_size": 2},
+            [("encode", 2), ("agree", 3), ("apply", 3)],
+            "schedule",
+            marks=pytest.mark.matrix,
+        ),
+        # Replicas share the prompts as they come: one of them may schedule nothing, but it asks for work in each call.
+        ({"data_parallel_size": 2}, [("encode", 2), ("take", 1)], "take"),
     ],
     ids=["tp", "pp", "dp"],
 )
-def test_interrupt_ends_the_call_on_all_ranks(sizes: dict[str, int], points: list[tuple[str, int]]):
-    arguments = [checkpoint_folder("llama3"), repr(sizes), repr(points)]
+def test_interrupt_ends_the_call_on_all_ranks(
+    sizes: dict[str, int], points: list[tuple[str, int]], point_in_turns: str
+):
+    arguments = [checkpoint_folder("llama3"), repr(sizes), repr(points), point_in_turns]
     done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments)
     assert done.returncode == 0, done.output
     first, second = map(ast.literal_eval, done.stdout.splitlines())
