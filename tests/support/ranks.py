@@ -350,8 +350,9 @@ def rank_variables(
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now, and that the system gives to nobody else while this process lives: it stays
-    bound here, which keeps no listener away that shares addresses, as those of stores do.
+    """A TCP port that nobody listens on now, and that the system gives to nobody else while this process lives.
+
+    It stays bound here, which keeps no listener away that shares addresses, as those of stores do.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
