@@ -92,7 +92,7 @@ def attempt(call):
     return outputs and [output.outputs[0].token_ids for output in outputs]
 
 
-with LLM(sys.argv[1], num_blocks=64, timeout_s=60.0, **json.loads(sys.argv[2])) as llm:
+with LLM(sys.argv[1], num_blocks=64, timeout_s=240.0, **json.loads(sys.argv[2])) as llm:
     exchanges = []
     gather = llm.llm_engine.engine_channel.gather
     llm.llm_engine.engine_channel.gather = lambda payload: (exchanges.append(payload), gather(payload))[1]
@@ -270,7 +270,7 @@ WITHOUT_RANK_1 = """
 import os, sys
 from spmd_worker import LLM
 
-llm = LLM(sys.argv[1], num_blocks=64, timeout_s=60.0, tensor_parallel_size=2)
+llm = LLM(sys.argv[1], num_blocks=64, timeout_s=240.0, tensor_parallel_size=2)
 llm.generate([[5, 6]], use_tqdm=False)
 if os.environ["RANK"] == "1":
     os._exit(0)

@@ -189,7 +189,7 @@ from spmd_worker import LLM, SamplingParams
 job = json.loads(Path(sys.argv[1]).read_text())
 found = {}
 for name, settings in job["runs"].items():
-    with LLM(job["folder"], num_blocks=60, max_model_len=64, timeout_s=60, **settings) as llm:
+    with LLM(job["folder"], num_blocks=60, max_model_len=64, timeout_s=240, **settings) as llm:
         outputs = llm.generate(job["prompts"], SamplingParams(**job["params"]), use_tqdm=False)
         found[name] = [list(output.outputs[0].token_ids) for output in outputs]
 Path(sys.argv[2], os.environ["RANK"] + ".json").write_text(json.dumps(found))
@@ -211,7 +211,7 @@ def test_two_expert_parallel_ranks_match_one_rank(tmp_path: Path):
     params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
     job = {"folder": str(expert_folder("qwen2_moe")), "prompts": prompts, "params": params, "runs": runs}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=200, arguments=[tmp_path / "job.json", tmp_path])
+    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
     assert done.returncode == 0, done.output
     with LLM(job["folder"], num_blocks=60, max_model_len=64) as llm:
         outputs = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)

@@ -10,17 +10,12 @@ from pathlib import Path
 
 import pytest
 import ranks
+from ranks import free_port
 
 from spmd_worker.base.errors import LauncherGoneError
 from spmd_worker.ranks import groups
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 def variables(port: int, **changes: str) -> dict[str, str]:

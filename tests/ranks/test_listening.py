@@ -13,13 +13,12 @@ MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
+from open_links import open_links
 from spmd_worker import LLM, SamplingParams
 
 def listening():
     # Of this process: the addresses of its sockets in the state LISTEN (0A), as the kernel writes them.
-    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    links = [os.readlink(path) for path in paths if os.path.lexists(path)]
-    own = [link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")]
+    own = [link.removeprefix("socket:[").rstrip("]") for link in open_links() if link.startswith("socket:[")]
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table]
     return sorted(row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in own)

@@ -1,9 +1,11 @@
 """Ranks agree on a world's name in a store that holds what dead ranks and given-up attempts left there."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from waiting import wait_until
 
 from spmd_worker.base.errors import RankFailedError
 from spmd_worker.base.liveness.heartbeat import location_of
+from spmd_worker.ranks import meeting
 from spmd_worker.ranks.meeting import meet
 
 LONG, SHORT = timedelta(seconds=240), timedelta(seconds=0.05)
@@ -115,7 +118,21 @@ def test_started_world_is_kept_despite_a_new_offer(store: Any):
         assert slow.result() == "the first"
 
 
-def test_missing_ranks_are_named_and_can_come_later(store: Any):
+def test_missing_ranks_are_named_and_can_come_later(store: Any, monkeypatch: pytest.MonkeyPatch):
+    looks: list[bool] = []
+
+    def has_accepted() -> bool:
+        arrival = store.get("at/2").decode()
+        offer = f"offer/{arrival}"
+        return store.check([offer]) and store.check([f"taken/{store.get(offer).decode()}/{arrival}"])
+
+    def now_s() -> float:
+        """Rank 0's time is over when it has looked once more since rank 2 has accepted."""
+        if threading.current_thread() is threading.main_thread():
+            looks.extend([True] * has_accepted())
+        return 3.0 if len(looks) > 1 else 0.0
+
+    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=now_s, sleep=time.sleep))
     with ThreadPoolExecutor(1) as pool:
         pool.submit(meet, store, 2, 4, LONG)
         wait_until(lambda: store.check(["at/2"]))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import ranks
-from waiting import wait_until
 
 from spmd_worker.native import build
 
@@ -43,7 +42,7 @@ START = """
 
 MANY_ROUNDS = """
     shared_memory.SLOT_BYTES, shared_memory._FEW_ELEMENTS = 1 << 12, 100
-    fast = share_memory(gloo, 30.0)
+    fast = share_memory(gloo, 240.0)
     assert fast.fast is not None
     alike, own = random.Random(5), random.Random(rank)
     kernels, _ = cpu_kernels(torch.float32)
@@ -104,7 +103,7 @@ MANY_ROUNDS = """
 
 MANY_MESSAGES = """
     shared_memory.SLOT_BYTES = 1 << 12
-    fast = share_memory(gloo, 30.0)
+    fast = share_memory(gloo, 240.0)
     assert fast.fast is not None
     alike, own = random.Random(5), random.Random(rank)
     def message(number, sender, shape, dtype):
@@ -169,7 +168,7 @@ def test_message_arrives_while_the_sender_is_idle():
     """The receiver is late for two messages; the sender then waits for an answer to the third."""
     done = run(
         """
-    fast = share_memory(gloo, 10.0)
+    fast = share_memory(gloo, 240.0)
     if rank == 0:
         sent = [fast.send_next(torch.full((4,), float(number))) for number in range(3)]
     else:
@@ -241,8 +240,6 @@ def test_departed_rank_is_named_within_a_moment():
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     say_how_a_sum_ends(fast)
-    # Whoever leaves first has the launcher end the others.
-    time.sleep(1)
     os._exit(0)
 """,
         3,
@@ -271,7 +268,6 @@ def test_message_wait_ends_when_the_other_rank_leaves(waits_to_send: bool):
             (fast.send_next(torch.ones(4)) if gone else fast.receive_previous(torch.ones(4))).wait()
     except RuntimeError as error:
         print(f"rank {{rank}}: {{error}}", flush=True)
-    time.sleep(1)
     os._exit(0)
 """,
         2,
@@ -334,9 +330,10 @@ def test_waiting_rank_yields_core_and_interpreter_lock(tmp_path: Path):
                 time.sleep(0.01)
             has_counted.touch()
         threading.Thread(target=count).start()
-        before = time.process_time()
+        before, began = time.process_time(), time.monotonic()
         fast.all_reduce(torch.ones(4))
-        print(f"{time.process_time() - before:.2f} s of the core", flush=True)
+        share = (time.process_time() - before) / (time.monotonic() - began)
+        print(f"{share:.3f} of the core", flush=True)
     dist.barrier()
     leave()
 """,
@@ -344,8 +341,8 @@ def test_waiting_rank_yields_core_and_interpreter_lock(tmp_path: Path):
         tmp_path,
     )
     assert done.returncode == 0, done.output
-    (seconds,) = re.search(r"([\d.]+) s of the core", done.stdout).groups()
-    assert float(seconds) < 0.5
+    (found,) = re.search(r"([\d.]+) of the core", done.stdout).groups()
+    assert float(found) < 0.25
 
 
 FALLBACKS = {
@@ -365,7 +362,7 @@ def test_fallback_to_gloo_is_agreed_by_all_ranks(why: str):
     done = run(
         f"""
     {FALLBACKS[why]}
-    fast = share_memory(gloo, 10.0)
+    fast = share_memory(gloo, 240.0)
     assert fast.fast is None
     assert fast.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
     print(f"rank {{rank}} keeps gloo")
@@ -377,18 +374,21 @@ def test_fallback_to_gloo_is_agreed_by_all_ranks(why: str):
     assert done.stdout.count("keeps gloo") == 2
 
 
-def test_killed_ranks_leave_no_shared_memory(tmp_path: Path):
-    """The memory has no name, in no folder."""
-    before = {path.name for path in Path("/dev/shm").iterdir()}
+def test_killed_ranks_leave_no_shared_memory():
+    """The memory has no name, in no folder: what is mapped ends with those that map it."""
     done = run(
         """
-    fast = share_memory(gloo, 10.0)
+    fast = share_memory(gloo, 240.0)
     fast.all_reduce(torch.ones(4))
-    assert not [each for each in os.listdir("/dev/shm") if "spmd" in each]
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    for name in {line[5] for line in lines if line[1] == "rw-s"}:
+        os.write(1, f"mapped {name}\\n".encode())
+    dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 """,
         2,
     )
     assert done.returncode != 0
-    # What other tests have there comes and goes.
-    wait_until(lambda: {path.name for path in Path("/dev/shm").iterdir()} <= before)
+    mapped = re.findall(r"^mapped (.*)$", done.stdout, re.MULTILINE)
+    assert len([name for name in mapped if name.startswith("/memfd:")]) == 2, done.output
+    assert all(name.endswith(" (deleted)") for name in mapped), done.output

@@ -18,7 +18,7 @@ START = """
 
     def new_llm(**layout):
         layout = layout or {"tensor_parallel_size": 2}
-        return LLM(sys.argv[1], num_blocks=64, device="cpu", dtype="float32", timeout_s=60.0, **layout)
+        return LLM(sys.argv[1], num_blocks=64, device="cpu", dtype="float32", timeout_s=240.0, **layout)
 
     def answers(llm):
         params = SamplingParams(temperature=0, max_tokens=4)
@@ -175,6 +175,9 @@ def test_failed_rank_joins_at_the_next_attempt(tmp_path: Path, has_agent_store: 
             LLM(sys.argv[1], num_blocks=64, device="cpu", dtype="float32", timeout_s=1.0, tensor_parallel_size=2)
         except RankFailedError as error:
             assert str(error).startswith("rank 1 "), error
+        except dist.DistStoreError:
+            # Torch's own, where this process is put aside in its second: who is missing is not looked at here.
+            pass
         has_failed.touch()
     while not has_failed.exists():
         time.sleep(0.01)

@@ -30,10 +30,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SUPPORT = Path(__file__).parent
 STORE_HOST = str(SUPPORT / "store_host.py")
 TOKEN_VARIABLE = "TESTS_RANKS_TOKEN"
-GRACE_S = 10.0
+GRACE_S = 60.0
 LAUNCHER_GRACE_S = 10.0
 POLL_S = 0.05
-STACKS_S = 10.0
+STACKS_S = 60.0
 UNANSWERED_NAME = re.compile(r"^\[W.* The hostname of the client socket cannot be retrieved\. err=-3\n", re.MULTILINE)
 EXEC_S = 0.5
 # In /proc/PID/stat, counted from the field after the state: `vsize` is the 23rd field of proc(5).
@@ -350,10 +350,18 @@ def rank_variables(
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on now, and that the system gives to nobody else while this process lives.
+
+    It stays bound here, which keeps no listener away that shares addresses, as those of stores do.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _held_ports.append(held)
+    return int(held.getsockname()[1])
+
+
+_held_ports: list[socket.socket] = []
 
 
 def _run(

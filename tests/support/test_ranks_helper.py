@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ranks
 from fork_server import fork_server
+from waiting import wait_until
 
 # torchrun imports torch before it starts a rank, which takes long where cores are shared.
 START_S = 240.0
@@ -77,7 +78,7 @@ def test_forked_torchrun_gives_its_ranks_what_torchrun_gives(tmp_path: Path):
             "parent": [parent.joinpath("comm").read_text(), parent.joinpath("environ").read_bytes().count(b"ADDED=it")],
             "is leader": os.getsid(0) == os.getpgid(0) == os.getpid(),
             "arguments": sys.argv[1:],
-            "path": [entry for entry in sys.path if "site-packages" not in entry],
+            "path": list(dict.fromkeys(entry for entry in sys.path if "site-packages" not in entry)),
             "threads": torch.get_num_threads(),
             "environment": sorted(os.environ),
             "own environment": Path("/proc/self/environ").read_bytes().count(b"LOCAL_RANK="),
@@ -133,7 +134,7 @@ def test_forked_script_ends_like_a_fresh_interpreter(tmp_path: Path, ending: str
 
 
 def test_plain_commands_exit_code_passes_through_unchanged():
-    done = ranks.run_command(["bash", "-c", "echo words; exit 70"], timeout_s=10)
+    done = ranks.run_command(["bash", "-c", "echo words; exit 70"], timeout_s=START_S)
     assert (done.returncode, done.stdout, done.stderr) == (70, "words\n", "")
 
 
@@ -141,24 +142,33 @@ def test_outer_torchrun_settings_do_not_reach_the_ranks(monkeypatch: pytest.Monk
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     command = ["bash", "-c", "echo ${MASTER_PORT:-none} ${TORCHELASTIC_RUN_ID:-none} $ADDED"]
-    done = ranks.run_command(command, timeout_s=10, env={"ADDED": "added"})
+    done = ranks.run_command(command, timeout_s=START_S, env={"ADDED": "added"})
     assert done.stdout == "none none added\n"
 
 
 @pytest.mark.matrix
-def test_hanging_ranks_are_killed_and_located_in_time(tmp_path: Path):
-    """No process is left."""
+def test_hanging_ranks_are_killed_and_located_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No process is left. Their time begins when they hang."""
     source = f"""
         import os, pathlib, signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
         print("about to hang", flush=True)
         def the_hanging_line():
+            pid = pathlib.Path({str(tmp_path)!r}, os.environ["RANK"])
+            pid.with_suffix(".partial").write_text(str(os.getpid()))
+            pid.with_suffix(".partial").rename(pid)
             time.sleep(600)
         the_hanging_line()
         """
+    has_ended = ranks.ForkedRanks.has_ended
+
+    def has_ended_since(self: ranks.ForkedRanks, timeout_s: float) -> bool:
+        wait_until(lambda: all((tmp_path / rank).exists() for rank in ("0", "1")))
+        return has_ended(self, timeout_s)
+
+    monkeypatch.setattr(ranks.ForkedRanks, "has_ended", has_ended_since)
     with pytest.raises(ranks.RanksTimedOut) as error_result:
-        ranks.run_ranks(source, nproc=2, timeout_s=5)
+        ranks.run_ranks(source, nproc=2, timeout_s=0.5)
     pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
     assert [pid for pid in pids if _is_running(pid)] == []
     assert str(error_result.value).count("about to hang") == 2
@@ -168,10 +178,12 @@ def test_hanging_ranks_are_killed_and_located_in_time(tmp_path: Path):
 def test_leftover_process_is_killed_and_named_in_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ranks, "GRACE_S", 1.0)
     # In a session of its own and without its parent, as a rank is whose torchrun was killed.
-    command = ["bash", "-c", "setsid sleep 599 & echo $!"]
+    # Named when it is what it is called.
+    source = "setsid sleep 599 & until grep -qx sleep /proc/$!/comm; do :; done; echo $!"
+    command = ["bash", "-c", source]
     with pytest.raises(ranks.RanksLeftBehind, match=r"\(sleep 599\)") as error_result:
-        ranks.run_command(command, timeout_s=10)
-    left_behind = int(str(error_result.value).split("sleep 599 & echo $!: ")[1].split(" ")[0])
+        ranks.run_command(command, timeout_s=START_S)
+    left_behind = int(str(error_result.value).split(f"{source}: ")[1].split(" ")[0])
     assert not _is_running(left_behind)
 
 

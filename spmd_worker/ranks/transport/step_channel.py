@@ -322,11 +322,13 @@ def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
 
 def _wait_for_abort(connections: list[socket.socket], first_rank: int) -> Abort | None:
     deadline_s = time.monotonic() + _ABORT_WAIT_S
-    while time.monotonic() < deadline_s:
+    while True:
+        # At least once, also after a pause of this process: what was said lies there.
         for rank, connection in enumerate(connections, first_rank):
             if (abort := _read_abort(connection, rank)) is not None:
                 return abort
-    return None
+        if time.monotonic() >= deadline_s:
+            return None
 
 
 def _read_abort(connection: socket.socket, rank: int) -> Abort | None:

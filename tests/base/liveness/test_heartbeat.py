@@ -109,6 +109,8 @@ def test_thread_location_names_line_and_waiting(monkeypatch: pytest.MonkeyPatch)
     thread = threading.Thread(target=stand_still)
     thread.start()
     is_there.wait()
+    # It may not have left the line before yet.
+    wait_until(lambda: location_of(thread.ident)[0].startswith("threading.py:"))
     where, is_waiting = location_of(thread.ident)
     assert not is_waiting
     assert where.startswith("threading.py:")
@@ -166,10 +168,12 @@ def test_thread_in_waiting_module_is_seen_waiting(name: str):
     thread = threading.Thread(target=namespace["stand_still"])
     thread.start()
     namespace["is_there"].wait()
-    found = location_of(thread.ident)
-    namespace["may_go"].set()
-    thread.join()
-    assert found == ("<string>:3 stand_still", True)
+    try:
+        # It may not have left the line before yet.
+        wait_until(lambda: location_of(thread.ident) == ("<string>:3 stand_still", True))
+    finally:
+        namespace["may_go"].set()
+        thread.join()
 
 
 LOOKING = """

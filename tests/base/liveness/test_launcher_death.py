@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,14 +32,14 @@ def death_signal():
 """
 
 
-def variables(num_ranks: int) -> dict[str, str]:
-    """Of rank 0, whose other rank never comes, and whose store does not answer."""
-    place = ranks.rank_variables({ranks.TOKEN_VARIABLE: "none"}, 0, num_ranks, ranks.free_port(), has_agent_store=True)
+def variables(num_ranks: int, port: int) -> dict[str, str]:
+    """Of rank 0, whose other rank never comes."""
+    place = ranks.rank_variables({ranks.TOKEN_VARIABLE: "none"}, 0, num_ranks, port, has_agent_store=True)
     inherited = {name: value for name, value in os.environ.items() if name not in ranks.LAUNCHER_VARIABLES}
     return {**inherited, **place, "PYTHONPATH": str(ranks.REPOSITORY)}
 
 
-def start_rank(tmp_path: Path, num_ranks: int) -> tuple[subprocess.Popen[str], int]:
+def start_rank(tmp_path: Path, num_ranks: int, port: int) -> tuple[subprocess.Popen[str], int]:
     """The launcher, and the process id of the rank: of two, or of one that waits for a row."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "add 1 2 ="}\n')
     command = [sys.executable, "-c", LAUNCHER, str(ranks.REPOSITORY / "launch.py"), f"model.path={MODEL}"]
@@ -46,7 +47,7 @@ def start_rank(tmp_path: Path, num_ranks: int) -> tuple[subprocess.Popen[str], i
     command += [f"parallel.tensor_parallel_size={num_ranks}", f"job.input={rows}", f"job.output={tmp_path}/out"]
     nothing = subprocess.DEVNULL
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": nothing}
-    launcher = subprocess.Popen([*command, "cache.num_blocks=64"], **streams, text=True, env=variables(num_ranks))
+    launcher = subprocess.Popen([*command, "cache.num_blocks=64"], **streams, text=True, env=variables(num_ranks, port))
     assert launcher.stdout is not None
     return launcher, int(launcher.stdout.readline())
 
@@ -63,14 +64,23 @@ def does(tmp_path: Path, doing: str) -> bool:
 )
 def test_rank_ends_with_its_launcher(tmp_path: Path, num_ranks: int, doing: str):
     """The only rank of a job went on alone: its watchdog leaves all but a hang to the main thread."""
-    launcher, pid = start_rank(tmp_path, num_ranks)
+    with socket.socket() as store:
+        store.bind(("127.0.0.1", 0))
+        if doing:
+            # It does not answer: where nothing listens a rank that joins ends of itself.
+            store.listen()
+        check_end_with_launcher(tmp_path, *start_rank(tmp_path, num_ranks, store.getsockname()[1]), doing)
+
+
+def check_end_with_launcher(tmp_path: Path, launcher: subprocess.Popen[str], pid: int, doing: str) -> None:
     with launcher:
         try:
             if doing:
                 wait_until(lambda: does(tmp_path, doing))
+                assert start_time_of(pid) is not None
             launcher.send_signal(signal.SIGKILL)
             launcher.wait()
-            wait_until(lambda: start_time_of(pid) is None, limit_s=30)
+            wait_until(lambda: start_time_of(pid) is None)
         finally:
             launcher.kill()
             if start_time_of(pid) is not None:
@@ -78,7 +88,7 @@ def test_rank_ends_with_its_launcher(tmp_path: Path, num_ranks: int, doing: str)
 
 
 def death_signals(source: str, **environment: str) -> list[int]:
-    done = ranks.run_ranks(DEATH_SIGNAL + source, 1, 60, [MODEL], environment)
+    done = ranks.run_ranks(DEATH_SIGNAL + source, 1, 240, [MODEL], environment)
     assert done.returncode == 0, done.output
     return [int(line) for line in done.stdout.split()]
 

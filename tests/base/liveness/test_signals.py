@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -87,6 +88,7 @@ def test_uninstalled_signals_leave_no_thread(monkeypatch: pytest.MonkeyPatch):
     """One that takes its time to leave."""
     run = EndingSignals._run
     monkeypatch.setattr(EndingSignals, "_run", lambda self, reader: (run(self, reader), time.sleep(0.3)))
+    monkeypatch.setattr(signals_module, "_LEAVE_S", LIMIT_S)
     before, signals = signal.getsignal(signal.SIGTERM), EndingSignals(lambda: None, lambda number: None, 0.0)
     signals.install()
     assert signal.getsignal(signal.SIGTERM) is not before
@@ -144,7 +146,7 @@ def test_signalled_process_exits_after_its_report(monkeypatch: pytest.MonkeyPatc
             looks.append(1)
             return len(looks) <= num_busy
 
-        monkeypatch.setattr(signals_module.time, "sleep", waits.append)
+        monkeypatch.setattr(signals_module, "time", SimpleNamespace(sleep=waits.append))
         monkeypatch.setattr(signals_module.os, "_exit", codes.append)
         EndingSignals(lambda: None, lambda number: None, 3.5, is_reporting=is_reporting)._end_soon(signal.SIGTERM)
         assert (len(looks), codes) == (num_looks, [128 + signal.SIGTERM])
@@ -193,6 +195,8 @@ def test_signal_check_detects_another_exit_code(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, error: Exception, number):
     exits = Exits(monkeypatch)
+    # Until it has said so.
+    monkeypatch.setattr(signals_module, "_LEAVE_S", LIMIT_S)
 
     def keep() -> None:
         raise error

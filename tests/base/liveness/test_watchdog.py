@@ -24,6 +24,7 @@ from spmd_worker.base.errors import ConfigError, RankFailedError, ReplicaDiverge
 from spmd_worker.base.liveness import coordinated_shutdown as ending
 from spmd_worker.base.liveness import heartbeat_exchange as exchange
 from spmd_worker.base.liveness import main_thread, stall_clock, watchdog
+from spmd_worker.base.liveness.bounded import within
 from spmd_worker.base.liveness.coordinated_shutdown import CoordinatedShutdown
 from spmd_worker.base.liveness.error_file import read_records, write_elastic_file
 from spmd_worker.base.liveness.failure_diagnosis import SETTLE_S
@@ -44,6 +45,9 @@ HEADING = "rank status at the last heartbeats:"
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # In driven time nobody computes: what this thread really does between two moments is no measure.
     monkeypatch.setattr(stall_clock, "cpu_seconds_of", lambda native_id: 0.0)
+    # No disk hangs, and what is written is there, however long that takes.
+    for module in (ending, main_thread, watchdog):
+        monkeypatch.setattr(module, "within", lambda limit_s, action: within(LIMIT_S, action))
     with logger_as_it_was() as logger:
         logger.propagate = True
         yield
@@ -325,11 +329,11 @@ def test_signalled_rank_waits_briefly_for_a_slow_disk(make, monkeypatch):
     """The launcher's SIGTERM after a kill: with a commit that hung the others took 5.3 s to end."""
     limits: dict[int, float] = {}
 
-    def within(limit_s: float, action: Callable[[], object]) -> object:
+    def recorded(limit_s: float, action: Callable[[], object]) -> object:
         limits.update({each.watched.rank: limit_s for each in ranks.all if action == each._run_before_exit})
         return action()
 
-    monkeypatch.setattr(watchdog, "within", within)
+    monkeypatch.setattr(watchdog, "within", recorded)
     ranks = make(3)
     ranks.start((0, 1, 2))
     ranks.all[1].signalled()

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from open_links import open_links
 from thread_control import thread_controls
+from waiting import wait_until
 
 from spmd_worker.ranks.transport import connect
 from spmd_worker.ranks.transport.connect import open_step_channel
@@ -26,13 +28,20 @@ def _nothing_is_left() -> Iterator[None]:
     """Neither a socket nor a thread, whatever the test did; it closes what it was given."""
     threads, sockets = threading.enumerate(), open_sockets()
     yield
-    assert [thread for thread in threading.enumerate() if thread not in threads] == []
+    # A channel's thread is not waited for without end.
+    wait_until(lambda: all(thread in threads for thread in threading.enumerate()))
     assert open_sockets() <= sockets
 
 
+@pytest.fixture(autouse=True)
+def _nobody_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are stopped for seconds would use gloo, which is right and not what is looked at here."""
+    monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(connect, "_CONNECT_S", 600.0)
+
+
 def open_sockets() -> int:
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return sum(os.path.exists(link) and os.readlink(link).startswith("socket:") for link in links)
+    return sum(link.startswith("socket:") for link in open_links())
 
 
 def open_all(size: int, before_broadcast: Callable[[bytes], None] = lambda payload: None, master: str | None = None):
@@ -73,18 +82,19 @@ def test_every_rank_connects_to_rank_0_over_tcp(size: int):
 def test_rank_0_listens_on_loopback_until_all_connect(monkeypatch, master):
     """Rank 0 of a single node listens on loopback alone, and no longer than until every rank has connected."""
     bound: list[Address] = []
+    listeners: list[socket.socket] = []
     right = socket.create_server
 
     def create_server(address: Address, **options) -> socket.socket:
-        listener = right(address, **options)
-        bound.append(listener.getsockname())
-        return listener
+        listeners.append(right(address, **options))
+        bound.append(listeners[-1].getsockname())
+        return listeners[-1]
 
     monkeypatch.setattr(socket, "create_server", create_server)
     close_all(open_all(2, master=master))
     assert [host for host, _ in bound] == ["127.0.0.1"]
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(bound[0], timeout=1)
+    # Not by a connection: the system gives the port to others again.
+    assert [listener.fileno() for listener in listeners] == [-1]
 
 
 def test_rank_0_listens_on_one_interface_across_nodes():
@@ -126,9 +136,9 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("report", STRANGERS.values(), ids=STRANGERS.keys())
-def test_stranger_is_rejected_and_ranks_connect(report, monkeypatch):
-    # Nobody waits for a stranger that has said something: with this the ranks would not connect in time.
-    monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 600.0)
+def test_stranger_is_rejected_and_ranks_connect(report):
+    # Nobody waits for a stranger that has said something: with those seconds the ranks would not connect in time.
+    assert connect._HELLO_TIMEOUT_S == 600.0
     come, sockets = stranger(report)
     channels = open_all(3, come)
     check_messages_cross(channels)

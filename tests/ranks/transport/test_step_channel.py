@@ -1,5 +1,6 @@
 """The star of connections around rank 0: what crosses it, who is named when somebody is silent, gone or out of turn."""
 
+import select
 import socket
 import struct
 import threading
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from star_channels import LONG_S, star
 from thread_control import thread_controls
-from waiting import at_least
+from waiting import at_least, wait_until
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError, ReplicaDivergedError
@@ -193,6 +194,10 @@ def small_star() -> Iterator[tuple[TcpLeader, TcpFollower, socket.socket]]:
     follower.close()
 
 
+def has_something_to_read(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
 def beat_until_there_is_no_room(leader: TcpLeader, connection: socket.socket) -> None:
     for _ in range(100_000):
         if not step_channel._is_writable(connection):
@@ -250,6 +255,7 @@ def test_send_has_full_timeout_after_a_long_wait(small_star, monkeypatch):
 
     monkeypatch.setattr(step_channel, "send_frame", sending)
     follower.answer(1, b"answer")
+    wait_until(lambda: has_something_to_read(ours))
     # The first reading sets the end of a wait, and what is waited for is there at the last moment.
     clock = SimpleNamespace(monotonic=iter([0.0, *[LONG_S] * 2, 0.0, LONG_S]).__next__)
     monkeypatch.setattr(step_channel, "time", clock)
@@ -257,6 +263,7 @@ def test_send_has_full_timeout_after_a_long_wait(small_star, monkeypatch):
     # Negative control: this is what is left on the connection.
     assert ends["leader"].gettimeout() == 0.001
     leader.send(b"step")
+    wait_until(lambda: has_something_to_read(ends["follower"]))
     assert follower.receive() == b"step"
     assert ends["follower"].gettimeout() == 0.001
     follower.answer(2, b"answer")
@@ -335,6 +342,15 @@ def test_abort_reason_is_found_behind_unread_answers():
         assert leader.received_abort() == Abort("the reason", is_divergence=True)
         # Passed on before it is returned.
         assert followers[0].received_abort() == Abort("the reason", is_divergence=True)
+
+
+def test_abort_reason_is_read_after_a_pause(monkeypatch):
+    """A process that was stopped for longer than it would have waited never looked."""
+    clock = SimpleNamespace(monotonic=iter([0.0, *[LONG_S] * 3]).__next__)
+    with star(1) as (leader, [follower]):
+        follower.abort("the reason", is_divergence=False)
+        monkeypatch.setattr(step_channel, "time", clock)
+        assert leader.received_abort() == Abort("the reason", is_divergence=False)
 
 
 def test_rank_leaving_without_abort_is_awaited_only_briefly(monkeypatch):
@@ -458,7 +474,8 @@ def test_close_leaves_no_thread_and_no_socket():
     with star(2) as (leader, followers):
         assert sum(thread not in before for thread in threading.enumerate()) == 1
         leader.close()
-        assert [thread for thread in threading.enumerate() if thread not in before] == []
+        # Its thread is not waited for without end.
+        wait_until(lambda: all(thread in before for thread in threading.enumerate()))
         assert all(connection.fileno() < 0 for connection in leader._connections)
         followers[0].close()
         assert followers[0]._connection.fileno() < 0
