@@ -9,6 +9,7 @@ import os
 import random
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -413,7 +414,13 @@ def end_hastily(self: Executor, is_committed: bool, end: Any = Executor.end_even
 def main(layout: dict[str, int], folder: Path) -> None:
     with open_llm(**layout) as llm:
         rank = int(os.environ["RANK"])
-        (folder / f"{rank}.json").write_text(json.dumps(on_ranks(llm, rank)))
+        try:
+            seen = on_ranks(llm, rank)
+        except AssertionError:
+            # Before this LLM closes, whereupon the other rank fails: this one is then ended, maybe before it has said.
+            traceback.print_exc()
+            raise
+        (folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
