@@ -369,7 +369,7 @@ def on_ranks(llm: LLM, rank: int) -> dict[str, Any]:
 @pytest.mark.guarantee("Ranks wake together or not at all")
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
 def test_ranks_wake_together_or_not_at_all(layout: dict[str, int], tmp_path: Path):
-    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=90)
+    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=240)
     check_woken_together(done, tmp_path)
 
 

@@ -38,7 +38,7 @@ print(*executor.worker_pids, flush=True)
 """
 
 FOLDERS = (*IMPORT_PATH, Path(__file__).parent)
-WORK = 'executor.collective_rpc("nap", args=(60.0, 1), non_block=True)\n'
+WORK = 'executor.collective_rpc("nap", args=(600.0, 1), non_block=True)\n'
 
 
 @forked
@@ -47,7 +47,7 @@ def test_killed_worker_fails_every_pending_future(
 ):
     with plain(3) as executor, caplog.at_level(logging.ERROR, "spmd_worker"):
         pids = executor.worker_pids
-        futures = executor.collective_rpc("nap", args=(60.0,), non_block=True)
+        futures = executor.collective_rpc("nap", args=(600.0,), non_block=True)
         os.kill(pids[1], signal.SIGKILL)
         text = f"worker rank 1 (pid {pids[1]}) was killed by SIGKILL"
         for future in futures:
@@ -127,7 +127,7 @@ def test_failed_step_future_fails_the_executor():
 @forked
 def test_a_coroutine_that_waits_hears_of_a_death():
     async def main(executor: MultiprocExecutor) -> str:
-        futures = executor.collective_rpc("nap", args=(60.0,), non_block=True)
+        futures = executor.collective_rpc("nap", args=(600.0,), non_block=True)
         waiting = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
         await asyncio.sleep(0.05)
         os.kill(executor.worker_pids[0], signal.SIGTERM)
@@ -160,7 +160,7 @@ def test_failure_callback_may_raise_or_shut_down(caplog: pytest.LogCaptureFixtur
 @forked
 def test_shutdown_fails_pending_calls():
     with plain() as executor:
-        futures = executor.collective_rpc("nap", args=(60.0, 1), non_block=True)
+        futures = executor.collective_rpc("nap", args=(600.0, 1), non_block=True)
         assert futures[0].result(timeout=LIMIT_S) == 0
         step = executor.execute_model(StepPlan(step=1), non_block=True)
         raised: list[BaseException] = []
@@ -195,7 +195,7 @@ def test_shutdown_leaves_no_resources():
             pids = executor.worker_pids
             assert all(map(is_running, pids))
             if how == "busy":
-                executor.collective_rpc("nap", args=(60.0,), non_block=True)
+                executor.collective_rpc("nap", args=(600.0,), non_block=True)
             if how == "failed":
                 os.kill(pids[0], signal.SIGKILL)
                 wait_until(lambda executor=executor: executor.is_failed)

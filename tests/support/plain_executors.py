@@ -35,7 +35,7 @@ LIMITS_OF_AN_END = (
 
 def new_plain(num_workers: int = 2, environment: RankEnvironment | None = None, **keys: Any) -> MultiprocExecutor:
     """Not started yet; `keys` are those of ExecutorConfig."""
-    executor = ExecutorConfig(**{"backend": "multiproc", "worker_cls": PLAIN_WORKER, "timeout_s": 30.0, **keys})
+    executor = ExecutorConfig(**{"backend": "multiproc", "worker_cls": PLAIN_WORKER, "timeout_s": 120.0, **keys})
     config = RunConfig(
         model=ModelOptions(path=str(MODEL)),
         executor=executor,
