@@ -35,7 +35,7 @@ KINDS = (
     replace(PLAIN, max_tokens=1, prompt_logprobs=1),
 )
 WORDS = ("sort 21 87 57 15 33 12 84 61 =", "reverse h x a f w =", "copy a m v s j l =", "copy q =")
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 def rows() -> tuple[list[str], list[SamplingParams]]:
@@ -64,7 +64,7 @@ def token_ids(found: list[Any]) -> list[Any]:
 
 
 def open_llm(**options: Any) -> LLM:
-    settings = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "timeout_s": 30.0, "max_num_seqs": 16}
+    settings = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "timeout_s": 120.0, "max_num_seqs": 16}
     return LLM(MODEL, **{**settings, **options})
 
 

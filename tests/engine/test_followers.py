@@ -24,7 +24,7 @@ PROMPTS = mixed_prompts(4, 40, seed=3)
 def test_llm_goes_on_when_followers_return(tmp_path: Path, layout: dict[str, int]):
     """The engine was closed: the next call raised "this LLM was closed"."""
     folder = checkpoint_folder("llama3")
-    done = ranks.run_forked([__file__, json.dumps(layout), str(folder), tmp_path], nproc=2, timeout_s=90)
+    done = ranks.run_forked([__file__, json.dumps(layout), str(folder), tmp_path], nproc=2, timeout_s=240)
     assert done.returncode == 0, done.output
     first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert first["together"] == second["together"] == first["alone"]

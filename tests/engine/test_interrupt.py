@@ -456,7 +456,7 @@ ALARM_ON_ONE = """
 
 
 def test_handler_exception_is_named_on_other_ranks():
-    done = ranks.run_ranks(ALARM_ON_ONE, nproc=2, timeout_s=120, arguments=[checkpoint_folder("llama3")])
+    done = ranks.run_ranks(ALARM_ON_ONE, nproc=2, timeout_s=240, arguments=[checkpoint_folder("llama3")])
     assert done.returncode == 0, done.output
     assert sorted(done.stdout.splitlines()) == [
         "0 RankFailedError: rank 1 was interrupted: TimeoutError: too late",
@@ -526,7 +526,7 @@ FOLLOWED = """
 
     interrupts.heed()
     rank, num_interrupted = os.environ["RANK"], 0
-    with LLM(sys.argv[1], device="cpu", num_blocks=120, timeout_s=20, **eval(sys.argv[2])) as llm:
+    with LLM(sys.argv[1], device="cpu", num_blocks=120, timeout_s=120, **eval(sys.argv[2])) as llm:
         engine, expected = llm.llm_engine, tokens(llm)
         for _ in range(2):
             if rank == "0":
@@ -557,7 +557,7 @@ FOLLOWED = """
 )
 def test_interrupted_follow_goes_on_when_called_again(key: str):
     """Also in its last step: called again, it waited for one that nobody makes."""
-    done = ranks.run_ranks(FOLLOWED, nproc=2, timeout_s=120, arguments=[checkpoint_folder("llama3"), repr({key: 2})])
+    done = ranks.run_ranks(FOLLOWED, nproc=2, timeout_s=240, arguments=[checkpoint_folder("llama3"), repr({key: 2})])
     assert done.returncode == 0, done.output
     numbers = dict(map(str.split, done.stdout.splitlines()))
     assert int(numbers["0"]) >= 2

@@ -10,13 +10,13 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import WorkerEventError
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-OPTIONS = {"device": "cpu", "num_blocks": 32, "timeout_s": 30}
+OPTIONS = {"device": "cpu", "num_blocks": 32, "timeout_s": 120.0}
 SHORT = SamplingParams(temperature=0, max_tokens=3)
 
 ON_RANKS = """
     import os, sys
     from spmd_worker import LLM, SamplingParams
-    with LLM(sys.argv[1], device="cpu", num_blocks=32, timeout_s=30, tensor_parallel_size=2) as llm:
+    with LLM(sys.argv[1], device="cpu", num_blocks=32, timeout_s=120, tensor_parallel_size=2) as llm:
         llm.start_profile(sys.argv[2])
         llm.generate(["copy q ="], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
         paths = llm.stop_profile()

@@ -14,7 +14,7 @@ from spmd_worker.base.liveness.heartbeat import Heartbeat, Moment
 from spmd_worker.replica.scheduler import factory
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "timeout_s": 30}
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "timeout_s": 120.0}
 PROMPT = "sort 21 87 57 15 42 99 33 64 ="
 LONG = SamplingParams(temperature=0, max_tokens=16)
 TP = {"tensor_parallel_size": 2}
@@ -28,7 +28,7 @@ ON_RANKS = """
         (output,) = llm.generate([sys.argv[2]], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
         return output.outputs[0].text, output.num_cached_tokens
 
-    with LLM(sys.argv[1], device="cpu", dtype="float32", num_blocks=64, timeout_s=30, tensor_parallel_size=2) as llm:
+    with LLM(sys.argv[1], device="cpu", dtype="float32", num_blocks=64, timeout_s=120, tensor_parallel_size=2) as llm:
         said = [text(), text()]
         for sizes in ({"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
             llm.reinitialize_distributed(**sizes)
@@ -65,7 +65,7 @@ UNEVENLY = """
     def sizes(name, number=2):
         llm.reinitialize_distributed(**{name: number} if number > 1 else {})
 
-    with LLM(sys.argv[1], device="cpu", dtype="float32", num_blocks=64, timeout_s=30, data_parallel_size=2) as llm:
+    with LLM(sys.argv[1], device="cpu", dtype="float32", num_blocks=64, timeout_s=120, data_parallel_size=2) as llm:
         prompts = [f"copy {letter} =" for letter in "abcdefg"]
         said = [tokens(prompts[:3]), tokens(prompts[:1])]
         for layout in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "data_parallel_size"):

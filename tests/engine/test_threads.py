@@ -28,7 +28,7 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.requests import Requests
 
 PROMPTS = [f"add {number} {7 * number % 10} =" for number in range(24)]
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def params(index: int) -> SamplingParams:
@@ -387,7 +387,7 @@ def test_one_after_the_other_threads_may_call_anything(llm: LLM):
     ids=str,
 )
 def test_rank_0_threads_add_requests_while_others_follow(layout: dict[str, int], tmp_path: Path):
-    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=90)
+    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=240)
     assert done.returncode == 0, done.output
     seen = json.loads((tmp_path / "0.json").read_text())
     assert seen["by threads"] == seen["by one call"]

@@ -49,7 +49,7 @@ def changed_model() -> Path:
 
 
 def open_llm(model: Path = MODEL, **options: Any) -> LLM:
-    return LLM(model, **{"dtype": "float32", "device": "cpu", "num_blocks": 64, "timeout_s": 30.0, **options})
+    return LLM(model, **{"dtype": "float32", "device": "cpu", "num_blocks": 64, "timeout_s": 120.0, **options})
 
 
 def answers(llm: LLM) -> list[Any]:
@@ -313,7 +313,7 @@ def assert_near(found: list[Any], expected: list[Any], tolerance: float) -> None
 @pytest.mark.guarantee("While ranks load new weights nothing is exchanged")
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
 def test_ranks_compute_with_equal_new_weights_only(layout: dict[str, int], tmp_path: Path, old: Any, new: Any):
-    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path, changed_model()], nproc=2, timeout_s=90)
+    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path, changed_model()], nproc=2, timeout_s=240)
     assert done.returncode == 0, done.output
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for report in seen:

@@ -48,7 +48,7 @@ class GpuWorker(Worker):
 
 
 def new_llm(worker: str, **options: object) -> LLM:
-    return LLM(MODEL, device="cpu", num_blocks=32, timeout_s=30, worker_cls=worker, **options)
+    return LLM(MODEL, device="cpu", num_blocks=32, timeout_s=120, worker_cls=worker, **options)
 
 
 @pytest.mark.parametrize(

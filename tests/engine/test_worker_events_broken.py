@@ -15,7 +15,7 @@ DYING = """
     from spmd_worker import LLM
     from spmd_worker.worker.trace_profiler import TraceProfiler
     TraceProfiler.prepare_start_profile = lambda self, folder: os._exit(0) if os.environ["RANK"] == "1" else folder
-    llm = LLM(sys.argv[1], device="cpu", num_blocks=32, timeout_s=30, tensor_parallel_size=2)
+    llm = LLM(sys.argv[1], device="cpu", num_blocks=32, timeout_s=120, tensor_parallel_size=2)
     try:
         llm.start_profile(sys.argv[2])
     except RuntimeError as error:

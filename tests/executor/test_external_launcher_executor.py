@@ -73,7 +73,7 @@ CUSTOM_WORKERS = """
     from spmd_worker.base.errors import ConfigError
 
     said = []
-    options = dict(tensor_parallel_size=2, num_blocks=32, device="cpu", timeout_s=30.0)
+    options = dict(tensor_parallel_size=2, num_blocks=32, device="cpu", timeout_s=120)
     try:
         LLM(sys.argv[1], worker_cls="plain_worker.PlainWorker", **options)
     except ConfigError as error:

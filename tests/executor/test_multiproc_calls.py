@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from forked_child import in_child
-from plain_executors import new_plain, plain
+from plain_executors import errors_of_all, new_plain, plain, timeouts_after
 from waiting import LIMIT_S
 
 from kv_cache.cache_spec import CacheSpec
@@ -96,7 +96,7 @@ def test_forked_process_cannot_call_workers(executor: MultiprocExecutor):
 
 
 def test_missing_method_error_names_rank(executor: MultiprocExecutor):
-    with pytest.raises(WorkerError) as raised:
+    with errors_of_all(), pytest.raises(WorkerError) as raised:
         executor.collective_rpc("nonexistent")
     assert str(raised.value) == (
         "rank 0 raised AttributeError in nonexistent: rank 0: a worker has no method 'nonexistent'"
@@ -116,7 +116,7 @@ def test_error_on_one_rank_names_it(executor: MultiprocExecutor):
 
 def test_error_on_all_ranks_names_the_lowest(executor: MultiprocExecutor):
     for _ in range(5):
-        with pytest.raises(WorkerError, match=r"^rank 0 .*ValueError .*fail_on: .*wrong"):
+        with errors_of_all(), pytest.raises(WorkerError, match=r"^rank 0 .*ValueError .*fail_on: .*wrong"):
             executor.collective_rpc("fail_on", args=(-1,))
 
 
@@ -127,10 +127,10 @@ def test_error_does_not_wait_for_blocked_workers():
 
 
 def test_timeout_names_the_unanswered_ranks(executor: MultiprocExecutor, go_on: Path):
-    with pytest.raises(TimeoutError) as raised:
-        executor.collective_rpc("wait_for", timeout=3, args=(str(go_on), 1))
+    with timeouts_after(executor, lambda futures: futures[0].done()), pytest.raises(TimeoutError) as raised:
+        executor.collective_rpc("wait_for", timeout=0.1, args=(str(go_on), 1))
     pid = executor.worker_pids[1]
-    assert str(raised.value) == f"rank 1 (pid {pid}) has not answered wait_for within 3 s"
+    assert str(raised.value) == f"rank 1 (pid {pid}) has not answered wait_for within 0.1 s"
     with pytest.raises(TimeoutError, match=r"^rank 0 \(.* \d+\), rank 1 \(.* \d+\) .*answered wait_for "):
         executor.collective_rpc("wait_for", timeout=0.1, args=(str(go_on),))
     go_on.touch()
@@ -154,7 +154,7 @@ def test_invalid_timeout_is_rejected(executor: MultiprocExecutor, timeout: Any, 
 
 
 def test_unsendable_answer_error_names_rank(executor: MultiprocExecutor):
-    with pytest.raises(WorkerError, match=r"^rank 0 .*TypeError .*give_object: .*type object"):
+    with errors_of_all(), pytest.raises(WorkerError, match=r"^rank 0 .*TypeError .*give_object: .*type object"):
         executor.collective_rpc("give_object")
 
 
@@ -294,7 +294,7 @@ def test_colliding_extension_fails_the_start(tmp_path, monkeypatch: pytest.Monke
     (tmp_path / "colliding.py").write_text("class Extension:\n    def nap(self): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     executor = new_plain(worker_extension_cls="colliding.Extension")
-    with pytest.raises(WorkerError) as raised:
+    with errors_of_all(), pytest.raises(WorkerError) as raised:
         executor.start()
     assert str(raised.value) == (
         "rank 0 raised ConfigError in init_worker: executor.worker_extension_cls: colliding.Extension and "

@@ -35,7 +35,7 @@ with LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=64, device="cpu") as ll
         words(lambda: llm.collective_rpc("nonexistent")),
         words(lambda: llm.collective_rpc(fails_on_rank_1)),
         words(lambda: llm.collective_rpc(sleeps, timeout=0.2)),
-        words(lambda: llm.collective_rpc("get_supported_tasks", timeout=30)),
+        words(lambda: llm.collective_rpc("get_supported_tasks", timeout=240)),
     ]
     output = llm.generate(["copy q ="], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
 (Path(sys.argv[2]) / f"{rank}.json").write_text(json.dumps([answers, output.outputs[0].text]))

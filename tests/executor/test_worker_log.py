@@ -83,7 +83,7 @@ def test_unread_stream_does_not_block_worker(monkeypatch: pytest.MonkeyPatch):
     for _ in range(100):
         os.write(writer, b"x" * 10_000 + b"\n")
     os.close(writer)
-    thread.join(60)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
 
 

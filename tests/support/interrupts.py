@@ -3,6 +3,7 @@
 Ranks of a test run this too, as scripts import it.
 """
 
+import math
 import os
 import random
 import signal
@@ -48,9 +49,12 @@ def interrupt() -> None:
 
 @contextmanager
 def at(point: str, nth: int = 1, act: Callable[[], object] = interrupt) -> Iterator[None]:
-    """A block in which `act` happens within the nth call of a point, before and after what it does."""
+    """A block in which `act` happens within the nth call of a point, before and after what it does.
+
+    However long that takes: a signal that comes again after 5 s would be handled at once, and may leave half a step.
+    """
     owner, name = (POINTS | ON_REPLICAS)[point]
-    original = getattr(owner, name)
+    original, longest_s = getattr(owner, name), deferred_signals.MAX_DEFERRED_S
     num_calls = 0
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -64,10 +68,12 @@ def at(point: str, nth: int = 1, act: Callable[[], object] = interrupt) -> Itera
         return result
 
     setattr(owner, name, called)
+    deferred_signals.MAX_DEFERRED_S = math.inf
     try:
         yield
     finally:
         setattr(owner, name, original)
+        deferred_signals.MAX_DEFERRED_S = longest_s
 
 
 class AtLine:

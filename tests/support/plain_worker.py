@@ -115,7 +115,7 @@ class PlainWorker(FakeWorker):
     def fail_and_keep_the_other_waiting(self, rank: int) -> None:
         if self.rank == rank:
             raise ValueError("went wrong")
-        time.sleep(60)
+        time.sleep(600)
 
     def act_on(self, rank: int, what: str) -> None:
         if self.rank == rank:
@@ -185,7 +185,7 @@ class PlainWorker(FakeWorker):
         if what == "fault":
             ctypes.string_at(0)
         if what == "hang":
-            time.sleep(60)
+            time.sleep(600)
         if what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
 
