@@ -43,7 +43,7 @@ def test_block_hashes_are_equal_in_any_process(seed):
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     output = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=240
     ).stdout
     listed, _, seeded = output.rpartition(" ")
     assert listed == str(names(TOKENS, weight_version=7, adapter_id=2))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from waiting import LIMIT_S
 
 TESTS = Path(__file__).parent
 EXPLAINED = "plain torch is used instead of native kernels"
@@ -38,7 +39,7 @@ def generate(folder: Path, environment: dict[str, str]) -> ranks.CompletedRanks:
     """Greedy ids of a new process."""
     (folder / "greedy.py").write_text(GREEDY)
     command = [folder / "greedy.py", ranks.REPOSITORY / "scripts" / "demo" / "model"]
-    return ranks.run_script(command, timeout_s=120, env=environment)
+    return ranks.run_script(command, timeout_s=LIMIT_S, env=environment)
 
 
 @pytest.mark.matrix
@@ -57,6 +58,7 @@ def test_runs_without_compiler_and_warns_once(
     assert with_compiler.stdout == done.stdout
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "names",
     [
@@ -91,6 +93,6 @@ def test_models_equal_transformers_without_compiler(environment: dict[str, str],
         *files,
     ]
     done = subprocess.run(
-        command, env=environment, cwd=ranks.REPOSITORY, capture_output=True, text=True, timeout=280, check=False
+        command, env=environment, cwd=ranks.REPOSITORY, capture_output=True, text=True, timeout=560, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:]

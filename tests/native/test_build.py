@@ -85,7 +85,7 @@ def test_processes_that_build_at_once_compile_once(compiler, tmp_path):
     )
     command = [sys.executable, "-c", program, str(tmp_path / "cache")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    paths = {process.communicate(timeout=60)[0] for process in processes}
+    paths = {process.communicate(timeout=240)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(paths) == 1
     assert num_calls() == 1

@@ -161,7 +161,9 @@ def test_the_teams_threads_take_no_signals(threads):
     kernels.linear(numbers(70, 576), packed, None)
 
     def blocked() -> list[int]:
-        statuses = [(task / "status").read_text() for task in Path("/proc/self/task").iterdir()]
+        # A thread of something else may end meanwhile, and has no bytes.
+        tasks = Path("/proc/self/task").iterdir()
+        statuses = [ranks.proc_bytes(task / "status").decode() for task in tasks]
         ours = [status for status in statuses if status.startswith("Name:\tspmd-team\n")]
         return [int(status.partition("SigBlk:\t")[2].split()[0], 16) for status in ours]
 

@@ -21,6 +21,7 @@ from spmd_worker.native.threads import (
     torch_threads_are_passive,
     use_single_threaded_torch,
 )
+from spmd_worker.ranks import cores
 from spmd_worker.ranks.environment import RankEnvironment
 
 
@@ -71,7 +72,10 @@ def test_only_pool_threads_are_single_threaded(two):
 
 
 def test_torch_threads_are_passive_by_environment(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in cores._WAITING_VARIABLES:
+        # What is not there when it is deleted would not be set back, to nothing, at the end.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     rank_program.prepare_torch()
     assert not torch_threads_are_passive()  # too late
     monkeypatch.delitem(sys.modules, "torch")

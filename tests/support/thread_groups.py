@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from waiting import LIMIT_S
 
 Value = TypeVar("Value")
 
@@ -53,4 +54,4 @@ def on_ranks(size: int, function: Callable[[Any], Value]) -> list[Value]:
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return [future.result(timeout=30) for future in [pool.submit(run, rank) for rank in range(size)]]
+        return [future.result(timeout=LIMIT_S) for future in [pool.submit(run, rank) for rank in range(size)]]

@@ -72,6 +72,7 @@ def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["experts"])
 def test_interpreted_kernels_of_parts_have_row_independent_bits(tmp_path: Path, part: str):
     found = run_alone(f"triton_{part}_cases.py", "gate", cache=tmp_path, interpret=True)

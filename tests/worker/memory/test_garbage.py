@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 
 import pytest
 from ranks import REPOSITORY
@@ -16,7 +17,15 @@ class Cycle:
         self.own = self
 
 
-@pytest.mark.usefixtures("nothing_frozen")
+@pytest.fixture
+def _none_of_its_own() -> Iterator[None]:
+    """Collections come where the test asks for them, and nowhere else."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("nothing_frozen", "_none_of_its_own")
 def test_survivors_of_first_collection_are_frozen():
     assert gc.get_freeze_count() == 0
     before = len(gc.callbacks)
@@ -35,7 +44,7 @@ def test_survivors_of_first_collection_are_frozen():
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.usefixtures("nothing_frozen")
+@pytest.mark.usefixtures("nothing_frozen", "_none_of_its_own")
 def test_early_end_removes_the_callback():
     before = len(gc.callbacks)
     with pytest.raises(KeyError), settled_objects():
@@ -45,6 +54,7 @@ def test_early_end_removes_the_callback():
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("_none_of_its_own")
 def test_objects_frozen_by_caller_stay_frozen():
     gc.collect()
     gc.freeze()
@@ -127,4 +137,4 @@ def test_collections_disabled_by_caller_stay_disabled():
 
 def _printed(program: str) -> list[str]:
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.split()
