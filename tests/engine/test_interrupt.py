@@ -412,7 +412,7 @@ ON_RANKS = """
             {"pipeline_parallel_size": 2},
             [("encode", 2), ("agree", 3), ("apply", 3)],
             "schedule",
-            marks=pytest.mark.matrix,
+            marks=pytest.mark.stress,
         ),
         # Replicas share the prompts as they come: one of them may schedule nothing, but it asks for work in each call.
         ({"data_parallel_size": 2}, [("encode", 2), ("take", 1)], "take"),

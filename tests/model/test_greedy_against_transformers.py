@@ -66,11 +66,11 @@ def check_same(name: str, prompts: list[list[int]], ours: list[list[int]], their
 
 QUICK = {("llama3", schedule) for schedule in ("whole", "in chunks", "preempted")}
 QUICK |= {("qwen2", schedule) for schedule in ("whole", "preempted in chunks")}
-LONG = {(name, "one token a prompt a step") for name in ("qwen2", "qwen3")}
+LONG = {(name, "one token a prompt a step") for name in ("llama3", "qwen2", "qwen3")}
 
 
 def tier(case: tuple[str, str]) -> list[pytest.MarkDecorator]:
-    """The longest schedule of one family is in the matrix tier, of the others in the stress tier."""
+    """The longest schedule is in the stress tier."""
     return [] if case in QUICK else [pytest.mark.stress if case in LONG else pytest.mark.matrix]
 
 

@@ -182,7 +182,7 @@ def test_torchrun_ranks_have_their_own_cores(script: str):
     assert [line[:2] for line in lines_of([script], {"OMP_NUM_THREADS": "1"})] == [[1, num_cores]] * 2
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_rank_wrapper_is_not_mistaken_for_torchrun(script: str, tmp_path: Path):
     """It inherits the 1 that torchrun has set, which would look like a user's own."""
     wrapper = tmp_path / "wrapper.sh"

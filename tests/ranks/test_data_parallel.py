@@ -199,7 +199,7 @@ def test_two_replicas_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
     check_failure(reports, ("rank 1 (replica 1) raised ValueError: no more",), range(1, 2))
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_three_replicas_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
     """A call of four rows is answered too."""
     reports = reports_of(3, tmp_path, culprit=0, data_parallel_size=3)

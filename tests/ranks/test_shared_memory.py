@@ -147,7 +147,7 @@ def run(source: str, num_ranks: int, folder: Path | None = None, **variables: st
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(size, marks=pytest.mark.matrix) for size in (3, 4))])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.stress), 4])
 def test_shared_memory_collectives_are_right_over_many_rounds(num_ranks: int):
     """Also with more ranks than cores, slots that are far too small, and ranks that come late."""
     done = run(MANY_ROUNDS, num_ranks)

@@ -281,7 +281,7 @@ llm.close()
 """
 
 
-@pytest.mark.parametrize("fault", ["Ctrl-C", pytest.param("an error", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("fault", ["Ctrl-C", pytest.param("an error", marks=pytest.mark.stress)])
 @pytest.mark.parametrize("where", ["answers", "prompts that differ"])
 def test_later_exchanges_of_a_call_stay_matched(tmp_path: Path, where: str, fault: str):
     arguments = [checkpoint_folder("llama3"), where, fault]

@@ -21,7 +21,7 @@ SHAPES = {
     "embed_tokens.weight": (1003, 96),
     "gate.weight": (512, 300),
     "down.weight": (300, 512),
-    "wide.weight": (3, 200_000),
+    "wide.weight": (3, 40_000),
     "input_layernorm.weight": (96,),
     "gate.bias": (512,),
     "experts.weight": (4, 20, 60),

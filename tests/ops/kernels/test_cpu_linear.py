@@ -367,8 +367,9 @@ def converting(packs_only) -> PackedKernels:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), CONVERTED)
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs", "has_bias"), [*((*each, False) for each in CONVERTED), (64, 50, True)]
+)
 def test_converted_weights_multiply_rows_independently(converting, num_inputs, num_outputs, has_bias):
     """In any batch, at any place in it, by one thread and by two; past the rows that share a block; to the last bit."""
     weight = converting.pack(numbers(num_outputs, num_inputs, dtype=torch.bfloat16))
