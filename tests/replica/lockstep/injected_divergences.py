@@ -31,6 +31,7 @@ from spmd_worker.base.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, Repl
 from spmd_worker.base.liveness.signals import EndingSignals
 from spmd_worker.engine import startup as engine_start
 from spmd_worker.engine import step_interval
+from spmd_worker.frontends import rank_program
 from spmd_worker.ranks.transport import connect, step_channel
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
 from spmd_worker.replica.lockstep.wire import codec
@@ -91,6 +92,9 @@ def run(name: str, rank: int, num_ranks: int, folder: Path, arguments: list[str]
     arguments = [*_job_arguments(num_ranks, folder), *arguments]
     # All rows are taken in between two steps, however long that takes here: steps have the numbers that tests expect.
     step_interval._MAX_BUDGET_S = LONG_S
+    # Ranks wait for rank 0's words, and for their launcher's signal, however late these come; and for each other.
+    rank_program._PATIENCE_S = rank_program._SIGNALLED_S = LONG_S
+    connect._CONNECT_S = connect._HELLO_TIMEOUT_S = LONG_S
     exit_code = PLANTS[name](Place(rank, num_ranks, folder), arguments)
     return launch.main(arguments) if exit_code is None else exit_code
 
@@ -520,7 +524,7 @@ def _plant_in_messages(
 
 def _generate(place: Place, arguments: list[str], prompts: list[str], params: list[SamplingParams]) -> int:
     """A script of the kind that people write, which leaves as launch.py does."""
-    EndingSignals(lambda: None, lambda number: None, 5.0).install()
+    EndingSignals(lambda: None, lambda number: None, LONG_S).install()
     if "executor.digest_every=0" in arguments:
         right_config = llm.run_config
 
