@@ -36,6 +36,8 @@ POLL_S = 0.05
 STACKS_S = 10.0
 UNANSWERED_NAME = re.compile(r"^\[W.* The hostname of the client socket cannot be retrieved\. err=-3\n", re.MULTILINE)
 EXEC_S = 0.5
+FIRST_PORT = 10_000
+PORTS_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # In /proc/PID/stat, counted from the field after the state: `vsize` is the 23rd field of proc(5).
 VIRTUAL_SIZE_FIELD = 19
 # What torchrun or an outer launcher would hand down, and what would then describe the wrong run.
@@ -350,10 +352,16 @@ def rank_variables(
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody has now, and that the system gives to nobody who asks for any: it is bound later."""
+    lowest_given = int(PORTS_GIVEN.read_text().split()[0])
+    while True:
+        port = FIRST_PORT + secrets.randbelow(max(lowest_given - FIRST_PORT, 1000))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def _run(
