@@ -47,7 +47,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 def check_overrides(overrides: list[str]) -> None:
     """launch.py composes them."""
-    done = ranks.run_command([sys.executable, str(ranks.REPOSITORY / "launch.py"), "--cfg", "job", *overrides], 60)
+    done = ranks.run_command([sys.executable, str(ranks.REPOSITORY / "launch.py"), "--cfg", "job", *overrides], LIMIT_S)
     assert done.returncode == 0, done.output
 
 
