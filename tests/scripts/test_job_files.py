@@ -1,5 +1,6 @@
 """The job files for Slurm and Kubernetes, as far as they can be checked without a cluster."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -72,7 +73,8 @@ def test_slurm_job_out_of_time_is_queued_again(cluster: dict[str, str], tmp_path
         assert job.wait(timeout=LIMIT_S) == 0
         assert "scontrol requeue 41" in Path(cluster["CALLS"]).read_text()
     finally:
-        os.killpg(job.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
 
 
 def test_slurm_header_requests_requeue_and_warning():
