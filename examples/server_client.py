@@ -7,30 +7,19 @@ By hand the server is `python -m spmd_worker.serve model.path=MODEL`, and prints
 """
 
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 
 from openai import OpenAI
 
 model = sys.argv[1] if len(sys.argv) > 1 else "scripts/demo/model"
-with socket.socket() as probe:  # a port that is free now
-    probe.bind(("127.0.0.1", 0))
-    address = f"http://127.0.0.1:{probe.getsockname()[1]}"
-
-command = [sys.executable, "-m", "spmd_worker.serve", f"model.path={model}", f"serve.port={address.split(':')[-1]}"]
-server = subprocess.Popen(command, env={**os.environ, "SPMD_WORKER_API_KEY": "my-key"})
+# A port of its own: the server's log says which one, once it answers.
+command = [sys.executable, "-m", "spmd_worker.serve", f"model.path={model}", "serve.port=0"]
+variables = {**os.environ, "SPMD_WORKER_API_KEY": "my-key"}
+server = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
 try:
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(f"{address}/health")
-            break
-        except urllib.error.URLError:
-            time.sleep(0.1)
-    client = OpenAI(base_url=f"{address}/v1", api_key="my-key")
+    url = next(line.split()[-1] for line in server.stderr if " serving " in line)
+    client = OpenAI(base_url=url, api_key="my-key")
     completion = client.completions.create(model=model, prompt="add 123 + 456 =", max_tokens=16, temperature=0)
     print(f"completion:{completion.choices[0].text}")
 

@@ -299,7 +299,7 @@ class StepWatch:
         self._attended.clear()
         rates = measure_rates(self._kernels, self._dtype)
         return {
-            "floor_s": round(floor_s(self._works, rates), 3),
+            "floor_s": round(floor_s(self._works, rates), 6),
             "products_s": self._products_s(),
             "gflops": round(rates.flops_per_s / 1e9, 1),
             "gb_per_s": round(rates.bytes_per_s / 1e9, 2),
@@ -316,7 +316,7 @@ class StepWatch:
         with torch.inference_mode():
             for num_rows, items in by_rows.items():
                 total_s += self._time_gemms(num_rows, items)
-        return round(total_s, 3)
+        return round(total_s, 6)
 
     def _time_gemms(self, num_rows: int, items: list[tuple[int, int]]) -> float:
         import torch

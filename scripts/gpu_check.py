@@ -280,10 +280,20 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 def end_all(number: int, frame: object) -> None:
     """End all parts, on the signals that end the check."""
     del frame
-    for process in list(_running.values()):
+    for pid in started():
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(pid, signal.SIGTERM)
     os._exit(128 + number)
+
+
+def started() -> set[int]:
+    """Process ids of all parts, with one that is being started: it runs before this process knows its id."""
+    found = set(_running)
+    for children in Path("/proc/self/task").glob("*/children"):
+        # A thread may have ended meanwhile.
+        with suppress(OSError):
+            found |= set(map(int, children.read_text().split()))
+    return found
 
 
 def judged(part: Part, returncode: int, seconds: float, lines: tuple[str, ...]) -> Outcome:

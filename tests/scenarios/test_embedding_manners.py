@@ -40,7 +40,7 @@ from spmd_worker.base.errors import ConfigError, ModelConfigError, RankFailedErr
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 PROMPTS = ["copy a b c =", "reverse d e f g =", "sort 21 87 57 ="]
 LIMIT_S = 240.0
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
@@ -182,7 +182,7 @@ NEVER_CLOSED = """
     # Called after what is made later; in one piece, because the ranks share a file.
     weakref.finalize(owner, lambda: os.write(1, f"groups at the end: {dist.is_initialized()}\\n".encode()))
     from spmd_worker import LLM, SamplingParams
-    llm = LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=64, device="cpu", timeout_s=15.0)
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=64, device="cpu", timeout_s=240.0)
     llm.generate(["copy a b ="], SamplingParams(max_tokens=2), use_tqdm=False)
     if sys.argv[2] == "left alone":
         llm._release.detach()
@@ -406,7 +406,7 @@ NUM_CALLERS_GROUPS = 2
 
 
 def new_llm(**options: object) -> LLM:
-    given = {"model": MODEL, "tensor_parallel_size": 2, "num_blocks": 64, "device": "cpu", "timeout_s": 15.0}
+    given = {"model": MODEL, "tensor_parallel_size": 2, "num_blocks": 64, "device": "cpu", "timeout_s": LIMIT_S}
     return LLM(**{**given, **options})
 
 

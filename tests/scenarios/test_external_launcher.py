@@ -224,7 +224,7 @@ def main(folder: Path) -> None:
 
 
 def new_llm(size: int, **options: object) -> LLM:
-    fixed = {"dtype": "float32", "device": "cpu", "seed": 0, "timeout_s": 30.0}
+    fixed = {"dtype": "float32", "device": "cpu", "seed": 0, "timeout_s": LIMIT_S}
     return LLM(MODEL, tensor_parallel_size=size, **fixed, **options)
 
 

@@ -35,7 +35,7 @@ COMMON = f"""
 
     def leaking_calls():
         call, kept = calls(), []
-        return lambda: (call(), kept.append(bytearray(1 << 18)))
+        return lambda: (call(), kept.append(bytearray(1 << 20)))
 
     def cycles():
         # As a trainer that sleeps while it computes; every other time the weights stay.

@@ -17,7 +17,7 @@ from spmd_worker import LLM, SamplingParams
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 PROMPT = "copy q ="
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 def test_job_and_plan_of_cached_hub_model(

@@ -123,7 +123,7 @@ ON_RANKS = """
 
     params = SamplingParams(n=21, temperature=1.0, max_tokens=9, seed=7)
     sizes, prompts = eval(sys.argv[2]), eval(sys.argv[3])
-    with LLM(sys.argv[1], device="cpu", block_size=4, num_blocks=200, timeout_s=60, max_num_seqs=4, **sizes) as llm:
+    with LLM(sys.argv[1], device="cpu", block_size=4, num_blocks=200, timeout_s=120, max_num_seqs=4, **sizes) as llm:
         said = [[each.token_ids for each in output.outputs] for output in llm.generate(prompts, params, use_tqdm=False)]
     os.write(1, f"{said}\\n".encode())
     """
@@ -143,6 +143,6 @@ def test_ranks_agree_on_parts(key: str):
         outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
         expected = [[each.token_ids for each in output.outputs] for output in outputs]
     arguments = [checkpoint_folder("llama3"), repr({key: 2}), repr(PROMPTS[:3])]
-    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=120, arguments=arguments)
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments)
     assert done.returncode == 0, done.output
     assert [ast.literal_eval(line) for line in done.stdout.splitlines()] == [expected, expected]

@@ -144,13 +144,24 @@ def test_every_file_of_kernel_cases_is_a_part():
     assert len([name for name in names if name.split()[0] == "cases"]) == len(files) >= 1
 
 
-def test_failing_and_hanging_parts_take_no_other_down(tmp_path: Path, capsys):
-    """Control included: the part that hangs would be running still."""
+HANGS = "import pathlib, sys, time; print('on it', flush=True); pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+HANGS_S = 0.75
+
+
+def test_failing_and_hanging_parts_take_no_other_down(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    """Control included: the part that hangs would be running still. Its time begins when it is on it."""
     check = gpu_check()
-    out = tmp_path / "out.jsonl"
+    out, note, has_ended = tmp_path / "out.jsonl", tmp_path / "on it", check._has_ended
+
+    def has_ended_once_on_it(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
+        if limit_s == HANGS_S:
+            wait_until(note.exists)
+        return has_ended(process, limit_s)
+
+    monkeypatch.setattr(check, "_has_ended", has_ended_once_on_it)
     running = check.Check(out, tmp_path, 60.0)
     some = [
-        check.Part("hangs", "bits", ["-c", "import time; print('on it', flush=True); time.sleep(600)"], 2.0),
+        check.Part("hangs", "bits", ["-c", HANGS, str(note)], HANGS_S),
         check.Part("fails", "bits", ["-c", "raise SystemExit('it is broken')"], 60.0),
         check.Part("right", "bits", printing({"wrong": [], "figures": [{"name": "a"}]}), 60.0),
         check.Part("lacks", "bits", [], 60.0, needs=("no_such_module_here",)),
@@ -159,7 +170,7 @@ def test_failing_and_hanging_parts_take_no_other_down(tmp_path: Path, capsys):
     running.run_one(check.Part("too late", "speed", [], 60.0), 0.0)
     states = {each.part.name: (each.state, each.why) for each in running.outcomes}
     assert states == {
-        "hangs": ("late", "ended after 2 s"),
+        "hangs": ("late", "ended after 1 s"),
         "fails": ("failed", "it ended without a JSON object"),
         "right": ("ok", ""),
         "lacks": ("not run", "no no_such_module_here"),
@@ -177,20 +188,24 @@ def test_failing_and_hanging_parts_take_no_other_down(tmp_path: Path, capsys):
 
 
 INTERRUPTED = """
-import signal, sys
+import signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import gpu_check
 signal.signal(signal.SIGTERM, gpu_check.end_all)
+start = gpu_check.subprocess.Popen
+if sys.argv[3:]:
+    gpu_check.subprocess.Popen = lambda *given, **named: (start(*given, **named), time.sleep(600))[0]
 hangs = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
 gpu_check.run(gpu_check.Part("hangs", "bits", ["-c", hangs, sys.argv[2]], 600.0), 600.0, Path("."))
 """
 
 
-def test_ended_check_leaves_no_part_behind(tmp_path: Path):
+@pytest.mark.parametrize("when", [(), ("while it starts one",)], ids=["runs", "starts"])
+def test_ended_check_leaves_no_part_behind(tmp_path: Path, when: tuple[str, ...]):
     """Parts are in sessions of their own, and would hold the GPU."""
     note = tmp_path / "pid"
-    command = [sys.executable, "-c", INTERRUPTED, str(REPOSITORY / "scripts"), str(note)]
+    command = [sys.executable, "-c", INTERRUPTED, str(REPOSITORY / "scripts"), str(note), *when]
     with subprocess.Popen(command) as running:
         wait_until(lambda: note.exists() and note.read_text() != "")
         part = int(note.read_text())

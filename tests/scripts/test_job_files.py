@@ -1,5 +1,6 @@
 """The job files for Slurm and Kubernetes, as far as they can be checked without a cluster."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 def check_overrides(overrides: list[str]) -> None:
     """launch.py composes them."""
-    done = ranks.run_command([sys.executable, str(ranks.REPOSITORY / "launch.py"), "--cfg", "job", *overrides], 60)
+    done = ranks.run_command([sys.executable, str(ranks.REPOSITORY / "launch.py"), "--cfg", "job", *overrides], LIMIT_S)
     assert done.returncode == 0, done.output
 
 
@@ -72,7 +73,8 @@ def test_slurm_job_out_of_time_is_queued_again(cluster: dict[str, str], tmp_path
         assert job.wait(timeout=LIMIT_S) == 0
         assert "scontrol requeue 41" in Path(cluster["CALLS"]).read_text()
     finally:
-        os.killpg(job.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
 
 
 def test_slurm_header_requests_requeue_and_warning():

@@ -30,6 +30,8 @@ NOT_IN_WORDS = (RecursionError, UnicodeError)
 """Those of the above that only report an internal error."""
 PROMPT = [70, 71, 72, 73]
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
+LONG_S = 240.0
+"""A timeout that only a hang reaches."""
 
 
 class Odd:
@@ -240,7 +242,9 @@ def answer(llm: LLM) -> list[int]:
 def new_llm() -> LLM:
     """Over the ranks that there are."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return LLM(MODEL, num_blocks=40, max_model_len=128, max_num_seqs=8, tensor_parallel_size=num_ranks, timeout_s=30)
+    return LLM(
+        MODEL, num_blocks=40, max_model_len=128, max_num_seqs=8, tensor_parallel_size=num_ranks, timeout_s=LONG_S
+    )
 
 
 def fuzz(first: int, count: int) -> dict[str, Any]:

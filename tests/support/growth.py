@@ -22,7 +22,7 @@ from typing import Any
 
 from waiting import NotInTime, wait_until
 
-_LEAVE_S = 20.0
+_LEAVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

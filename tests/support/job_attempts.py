@@ -51,7 +51,7 @@ def command(folder: Path, layout: str, *more: str, script: Sequence[str] = (str(
             "cache.num_blocks=512",
             "scheduler.max_num_seqs=32",
             "job.commit_rows=8",
-            "executor.timeout_s=20",
+            "executor.timeout_s=45",
             *overrides,
         ),
         *(f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}"),

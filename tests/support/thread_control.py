@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-WAIT_S = 30.0
+WAIT_S = 240.0
 
 
 @dataclass

@@ -11,7 +11,6 @@ import os
 import shutil
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,8 @@ from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.base.liveness.signals import EndingSignals
 from spmd_worker.engine import startup as engine_start
+from spmd_worker.engine import step_interval
+from spmd_worker.frontends import rank_program
 from spmd_worker.ranks.transport import connect, step_channel
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
 from spmd_worker.replica.lockstep.wire import codec
@@ -45,6 +46,8 @@ from spmd_worker.worker.runner.model_runner import ModelRunner
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 STEP = 6
 """Where plants strike that strike during the run."""
+LONG_S = 600.0
+"""A timeout that only a hang reaches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,11 @@ def main() -> int:
 def run(name: str, rank: int, num_ranks: int, folder: Path, arguments: list[str]) -> int:
     """The exit code of the job, with something planted."""
     arguments = [*_job_arguments(num_ranks, folder), *arguments]
+    # All rows are taken in between two steps, however long that takes here: steps have the numbers that tests expect.
+    step_interval._MAX_BUDGET_S = LONG_S
+    # Ranks wait for rank 0's words, and for their launcher's signal, however late these come; and for each other.
+    rank_program._PATIENCE_S = rank_program._SIGNALLED_S = LONG_S
+    connect._CONNECT_S = connect._HELLO_TIMEOUT_S = LONG_S
     exit_code = PLANTS[name](Place(rank, num_ranks, folder), arguments)
     return launch.main(arguments) if exit_code is None else exit_code
 
@@ -100,7 +108,7 @@ def _job_arguments(num_ranks: int, folder: Path) -> list[str]:
         f"job.input={folder / 'rows.jsonl'}",
         f"job.output={folder / 'out.jsonl'}",
         f"job.run_dir={folder / 'run'}",
-        "executor.timeout_s=20",
+        f"executor.timeout_s={LONG_S:g}",
     ]
 
 
@@ -247,12 +255,14 @@ def order_of_a_set(place: Place, arguments: list[str]) -> None:
 
 @plant
 def clock(place: Place, arguments: list[str]) -> None:
-    """Every rank serves first who was served least lately, by its own clock."""
+    """Every rank serves first whose turn it is by its own clock. Those of neighbours are a tick apart: real ones, of
+    which only the time modulo the number of rows counts, would agree now and then.
+    """
 
     def turn_round(self: Scheduler, step: int) -> None:
         if step >= STEP and self.running:
             place.strike()
-            first = time.perf_counter_ns() // 1000 % len(self.running)
+            first = (step + place.rank) % len(self.running)
             self.queues.running = self.running[first:] + self.running[:first]
 
     _plant_before_schedule(turn_round)
@@ -514,7 +524,7 @@ def _plant_in_messages(
 
 def _generate(place: Place, arguments: list[str], prompts: list[str], params: list[SamplingParams]) -> int:
     """A script of the kind that people write, which leaves as launch.py does."""
-    EndingSignals(lambda: None, lambda number: None, 5.0).install()
+    EndingSignals(lambda: None, lambda number: None, LONG_S).install()
     if "executor.digest_every=0" in arguments:
         right_config = llm.run_config
 
@@ -523,7 +533,7 @@ def _generate(place: Place, arguments: list[str], prompts: list[str], params: li
             return dataclasses.replace(config, executor=dataclasses.replace(config.executor, digest_every=0))
 
         llm.run_config = without_digests
-    with llm.LLM(MODEL, tensor_parallel_size=place.num_ranks, num_blocks=64, device="cpu", timeout_s=20) as model:
+    with llm.LLM(MODEL, tensor_parallel_size=place.num_ranks, num_blocks=64, device="cpu", timeout_s=LONG_S) as model:
         place.strike()
         try:
             outputs = model.generate(prompts, params, use_tqdm=False)

@@ -249,18 +249,30 @@ def test_rank_hanging_in_collective_ends_after_launchers_signal():
         import os, sys, time
         import torch, torch.distributed as dist
         from spmd_worker.base.liveness.signals import EndingSignals
-        rank = int(os.environ["RANK"])
+        rank, pids = int(os.environ["RANK"]), [0, 0, 0]
         dist.init_process_group("gloo")
         hanging = dist.new_group([0, 2])
-        # Rank 2 stays longer: its end would close rank 0's connection, which then raises.
-        EndingSignals(lambda: None, lambda number: None, 2.0 if rank == 0 else 6.0).install()
+        dist.all_gather_object(pids, os.getpid())
+
+        def stay(number):
+            # Rank 2's end would close rank 0's connection, which then raises.
+            while rank == 2 and is_running(pids[0]):
+                time.sleep(0.02)
+
+        def is_running(pid):
+            try:
+                return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+            except OSError:
+                return False
+
+        EndingSignals(lambda: None, stay, 0.5).install()
         dist.barrier()
         if rank == 1:
             time.sleep(1)
             os._exit(3)
         if rank == 0:
             dist.all_reduce(torch.ones(1), group=hanging)
-        time.sleep(60)
+        time.sleep(600)
     """
     done = ranks.run_ranks(source, 3, 240.0, under_torchrun=True)
     assert sorted(re.findall(r"exitcode +: (\S+) ", done.stderr)) == ["143", "143", "3"], done.output

@@ -196,7 +196,7 @@ def test_decisions_are_equal_for_any_hash_seed():
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=240,
         ).stdout.split()
         for seed in ("1", "2")
     ]
