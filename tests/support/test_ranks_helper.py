@@ -77,7 +77,7 @@ def test_forked_torchrun_gives_its_ranks_what_torchrun_gives(tmp_path: Path):
             "parent": [parent.joinpath("comm").read_text(), parent.joinpath("environ").read_bytes().count(b"ADDED=it")],
             "is leader": os.getsid(0) == os.getpgid(0) == os.getpid(),
             "arguments": sys.argv[1:],
-            "path": [entry for entry in sys.path if "site-packages" not in entry],
+            "path": [*dict.fromkeys(entry for entry in sys.path if "site-packages" not in entry)],
             "threads": torch.get_num_threads(),
             "environment": sorted(os.environ),
             "own environment": Path("/proc/self/environ").read_bytes().count(b"LOCAL_RANK="),
