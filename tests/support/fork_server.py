@@ -211,9 +211,14 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
 
-@functools.cache
 def fork_server(hash_seed: int = 0) -> ForkServer:
     """The server of this process with that PYTHONHASHSEED, started at the first call."""
+    return _started(hash_seed)
+
+
+@functools.cache
+def _started(hash_seed: int) -> ForkServer:
+    """Of its own, because `functools.cache` tells an argument that is left out from one that is its default."""
     return ForkServer(hash_seed)
 
 

@@ -31,7 +31,9 @@ SUPPORT = Path(__file__).parent
 STORE_HOST = str(SUPPORT / "store_host.py")
 TOKEN_VARIABLE = "TESTS_RANKS_TOKEN"
 GRACE_S = 60.0
-LAUNCHER_GRACE_S = 10.0
+# As torchrun's.
+LAUNCHER_GRACE_S = 30.0
+KILLED_S = 60.0
 POLL_S = 0.05
 STACKS_S = 60.0
 UNANSWERED_NAME = re.compile(r"^\[W.* The hostname of the client socket cannot be retrieved\. err=-3\n", re.MULTILINE)
@@ -266,7 +268,7 @@ class ForkedScript:
 
     @property
     def returncode(self) -> int:
-        return self._process.wait(GRACE_S)
+        return self._process.wait(KILLED_S)
 
 
 class ForkedRanks:
@@ -315,7 +317,7 @@ class ForkedRanks:
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
-        return tuple(each.wait(GRACE_S) for each in self.processes)
+        return tuple(each.wait(KILLED_S) for each in self.processes)
 
     @property
     def returncode(self) -> int:
@@ -334,7 +336,7 @@ class StoreHost:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait(GRACE_S)
+        self._process.wait(KILLED_S)
 
 
 def rank_variables(
@@ -379,7 +381,7 @@ def _run(
             left_behind = [] if is_late else _wait_for_stragglers(token)
         finally:
             kill_all(token)
-        launched.has_ended(GRACE_S)
+        launched.has_ended(KILLED_S)
         wall_s = time.monotonic() - started
         completed = CompletedRanks(launched.returncode, _text(stdout), _text(stderr), wall_s, launched.exit_codes)
     if is_late:

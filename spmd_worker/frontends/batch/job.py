@@ -117,6 +117,8 @@ class InputCheck:
         """
         found = None if self._is_recorded else self._scan.wait(timeout_s)
         if found is not None:
+            # Else the manifest would describe other rows than were answered.
+            self.check_unchanged()
             set_input(self._run_dir, self._manifest, self._resume, found.digest, found.num_rows)
             self._is_recorded = True
             self.expect(found.num_rows)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import ranks
-from waiting import wait_until
+from waiting import LIMIT_S, wait_until
 
 import spmd_worker.frontends.batch.job as job_module
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
@@ -332,7 +332,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, path: Path) -> threading.Thread:
                 fifo.write(line)
                 fifo.flush()
                 # What is broken never answers: the stream ends then, and the test sees how few were.
-                if not answered.acquire(timeout=30):
+                if not answered.acquire(timeout=LIMIT_S):
                     return
 
     os.mkfifo(path)
@@ -356,7 +356,7 @@ def test_max_rows_ends_job_before_stream_ends(tmp_path: Path):
             fifo.write("".join(content().splitlines(True)[:2]))
             fifo.flush()
             # What is broken waits for the end of the stream, which comes then.
-            in_time.append(has_ended.wait(30))
+            in_time.append(has_ended.wait(LIMIT_S))
 
     os.mkfifo(tmp_path / "rows")
     thread = threading.Thread(target=write, daemon=True)
@@ -403,8 +403,10 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 def test_input_changed_while_read_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str):
     path = tmp_path / "rows.jsonl"
     path.write_text(content())
+    has_scanned, scan = threading.Event(), InputScan._run
+    monkeypatch.setattr(InputScan, "_run", lambda self: (scan(self), has_scanned.set()))
     with monkeypatch.context() as during:
-        after_rows(during, NUM_ROWS, lambda: CHANGES[change](path))
+        after_rows(during, NUM_ROWS, lambda: has_scanned.wait(LIMIT_S) and CHANGES[change](path))
         if change in ("touched", "gone"):
             run(config_of(tmp_path))
         else:
@@ -414,6 +416,23 @@ def test_input_changed_while_read_is_detected(tmp_path: Path, monkeypatch: pytes
     if change not in ("touched", "gone"):
         path.write_text(content())
         run(config_of(tmp_path))
+    assert len(answers(tmp_path)) == NUM_ROWS
+
+
+@pytest.mark.parametrize("change", ["appended", "another of the same size", "touched"])
+def test_input_changed_before_its_scan_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_scan: threading.Event, change: str
+):
+    """The digest would be of other rows than were answered; of a file that was only touched nobody can know."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content())
+    with monkeypatch.context() as during:
+        after_rows(during, NUM_ROWS, lambda: (CHANGES[change](path), slow_scan.set()))
+        with pytest.raises(ConfigError, match=r"^job\.input=.*rows\.jsonl changed while .*read"):
+            run(config_of(tmp_path))
+    assert not (tmp_path / "out.jsonl").exists()
+    path.write_text(content())
+    run(config_of(tmp_path))
     assert len(answers(tmp_path)) == NUM_ROWS
 
 

@@ -73,14 +73,34 @@ def test_text_taking_long_to_encode_is_rejected(tmp_path: Path, monkeypatch: pyt
         assert "the prompt has 4200000 characters, more than the limit of 4194304" in answer["error"]["message"]
 
 
-def run_on_two_ranks(folder: Path, num_rows: int, *more: str) -> tuple[list[Any], dict[str, Any], str]:
+LAUNCH = str(ranks.REPOSITORY / "launch.py")
+SLOW_ENCODING = """
+import sys, time
+import launch
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+encode = Tokenizer.encode
+
+def encode_slowly(self, text, *given, **named):
+    if len(text) > 500_000:
+        time.sleep(200)
+    return encode(self, text, *given, **named)
+
+Tokenizer.encode = encode_slowly
+sys.exit(launch.main())
+"""
+
+
+def run_on_two_ranks(
+    folder: Path, num_rows: int, *more: str, script: str = LAUNCH
+) -> tuple[list[Any], dict[str, Any], str]:
     """Answers and metrics of `num_rows` rows of a megabyte under tensor parallelism."""
     with open(folder / "rows.jsonl", "w") as file:
         for index in range(num_rows):
             file.write(json.dumps({"prompt": f"{index} {TEXT}"}) + "\n")
     done = ranks.run_forked(
         [
-            *(ranks.REPOSITORY / "launch.py", f"model.path={MODEL}", "device=cpu", "parallel.tensor_parallel_size=2"),
+            *(script, f"model.path={MODEL}", "device=cpu", "parallel.tensor_parallel_size=2"),
             *(f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", *more),
         ],
         2,
@@ -94,8 +114,11 @@ def run_on_two_ranks(folder: Path, num_rows: int, *more: str) -> tuple[list[Any]
 
 @pytest.mark.finding(number="B1")
 def test_job_of_long_rows_outlives_its_timeout(tmp_path: Path):
-    """Their encoding took longer than the other rank waits for a step."""
-    answers, metrics, _ = run_on_two_ranks(tmp_path, 16, "executor.timeout_s=5", "cache.num_blocks=64")
+    """Their encoding took longer than the other rank waits for a step: here one text's alone does."""
+    script = tmp_path / "slow_encoding.py"
+    script.write_text(SLOW_ENCODING)
+    keys = ("executor.timeout_s=60", "cache.num_blocks=64")
+    answers, metrics, _ = run_on_two_ranks(tmp_path, 16, *keys, script=str(script))
     assert [answer["error"]["code"] for answer in answers] == ["prompt_too_long"] * 16
     assert metrics["peak_memory_bytes"] < 2 << 30
 

@@ -16,6 +16,7 @@ import pytest
 from cut_jobs import Ended, end_after
 from ranks import REPOSITORY, CompletedRanks, run_forked, run_script
 from tools_main import tool
+from waiting import LIMIT_S, wait_until
 
 import spmd_worker.frontends.batch.job as job_module
 from spmd_worker.base.config.schema import (
@@ -297,6 +298,7 @@ def test_steps_run_while_finished_rows_are_skipped(
 
 def ended_job_of_a_stream(folder: Path) -> RunConfig:
     """Its first rows were answered."""
+    threads = threading.enumerate()
     os.mkfifo(folder / "fifo")
     write_rows(folder)
     path = folder / "rows.jsonl"
@@ -309,6 +311,9 @@ def ended_job_of_a_stream(folder: Path) -> RunConfig:
         with pytest.raises(Ended):
             run(config)
     thread.join()
+    # The thread that reads it would take rows of whoever writes next, until it has seen the end.
+    reading = [each for each in threading.enumerate() if each.name == "spmd-input" and each not in threads]
+    wait_until(lambda: not any(each.is_alive() for each in reading))
     return config
 
 
@@ -335,7 +340,7 @@ def test_steps_run_while_resumed_stream_is_silent(
     has_stepped, in_time = threading.Event(), []
     watch_idle_steps(monkeypatch, lambda num_rows: has_stepped.set() if num_rows == NUM_DONE else None)
     # What is broken takes no step before more rows come.
-    thread = write_in_two_parts(tmp_path, lambda: in_time.append(has_stepped.wait(30)))
+    thread = write_in_two_parts(tmp_path, lambda: in_time.append(has_stepped.wait(LIMIT_S)))
     assert run(config)["resumed_rows"] == NUM_DONE + 2
     thread.join()
     assert in_time == [True]

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from plain_store import PlainStore
+from waiting import LIMIT_S
 
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.frontends.batch.row_exchange import (
@@ -24,7 +25,7 @@ ANSWERS = [
 
 def ends_of(num_replicas: int) -> tuple[PlainStore, RowSender, list[RowClaimer]]:
     store = PlainStore()
-    rounds = [ReplicaRound(store, "round 1", replica, num_replicas, 30.0) for replica in range(num_replicas)]
+    rounds = [ReplicaRound(store, "round 1", replica, num_replicas, LIMIT_S) for replica in range(num_replicas)]
     return store, RowSender(rounds[0]), [RowClaimer(each) for each in rounds]
 
 
@@ -111,7 +112,7 @@ def test_three_replicas_fetch_every_row_once():
         for index in range(0, 600, 2):
             sender.publish(lines(index, index + 1))
         sender.end()
-        claimed = [each.result(timeout=30) for each in claiming]
+        claimed = [each.result(timeout=LIMIT_S) for each in claiming]
     assert sorted(index for each in claimed for index in each) == list(range(600))
     # Rank 0's own answers do not travel.
     assert sorted(each.index for each in sender.receive()) == sorted(claimed[1] + claimed[2])

@@ -190,7 +190,7 @@ for payload in PAYLOADS:
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "log"
-    done = subprocess.run([sys.executable, "-c", script, str(path), str(Path(__file__).parent)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(path), str(Path(__file__).parent)], timeout=240)
     assert done.returncode == -signal.SIGKILL
     log = read_step_log(path)
     assert (list(log.messages()), log.torn_tail) == (PAYLOADS, None)

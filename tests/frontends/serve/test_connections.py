@@ -291,8 +291,11 @@ class HeldReader:
 def test_small_request_does_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch):
     reader, body = HeldReader(monkeypatch), {"prompt": "a b " * 30_000}
     with ServedHere(max_queued=8) as server:
-        large = [server.client.send(TEXT, body) for _ in range(6)]
+        large = [server.client.send(TEXT, body)]
         wait_until(lambda: reader.num_begun == 1)
+        large += [server.client.send(TEXT, body) for _ in range(5)]
+        # A client that leaves before its request is one has given nothing up.
+        wait_until(lambda: server.exchange.num_sequences == 6)
         assert server.client.ask(TEXT, SMALL)[0] == 200
         # Of a client that leaves nothing is encoded any more; the one that is being read holds its place.
         for each in large[1:]:

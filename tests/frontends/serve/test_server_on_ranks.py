@@ -165,7 +165,7 @@ def test_name_test_detects_ranks_that_end_silently(tmp_path: Path):
 
 def kill_a_rank(tmp_path: Path, *, is_idle: bool, script: Path | None = None) -> float:
     """Seconds until all have ended."""
-    with served_ranks(tmp_path, 2, LAYOUTS["two shards"], "executor.timeout_s=20", script=script) as server:
+    with served_ranks(tmp_path, 2, LAYOUTS["two shards"], "executor.timeout_s=60", script=script) as server:
         body = {"prompt": "copy a b c =", "max_tokens": 240, "ignore_eos": True, "n": 8, "stream": True}
         responses = []
         if not is_idle:

@@ -34,7 +34,9 @@ class InputScan:
         self._reader, self._max_rows = reader, max_rows
         # The result is None if the scan was stopped.
         self._future: Future[ScannedInput | None] = Future()
-        self._states: dict[Path, tuple[int, int] | None] = {}
+        # Before anybody reads a row.
+        self._states = {path: _state_of(path) for path in reader.paths or ()}
+        self._has_changed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd-scan", daemon=True)
         self._thread.start()
@@ -46,10 +48,12 @@ class InputScan:
         return self._future.result() if self._future.done() else None
 
     def has_changed(self) -> bool:
-        """Whether the files differ from the scanned ones; an unreadable file counts as unchanged."""
+        """Whether the files differ from the scanned ones, or may have changed before or while they were scanned; an
+        unreadable file counts as unchanged.
+        """
         found = self.wait(0)
-        if found is None or all(_state_of(path) in (state, None) for path, state in self._states.items()):
-            return False
+        if self._has_changed or found is None or not self._differ():
+            return self._has_changed
         try:
             return self._digest(list(self._states)) != found.digest
         except OSError:
@@ -70,11 +74,15 @@ class InputScan:
         paths = self._reader.paths
         if paths is None:
             return ScannedInput()
-        self._states = {path: _state_of(path) for path in paths}
         digest, num_rows = self._digest(paths), self._reader.count(self._stop.is_set)
+        self._has_changed = self._differ()
         if self._stop.is_set():
             return None
         return ScannedInput(num_rows if self._max_rows is None else min(num_rows, self._max_rows), digest)
+
+    def _differ(self) -> bool:
+        """Whether a file has another size or time than when the scan was started."""
+        return any(_state_of(path) not in (state, None) for path, state in self._states.items())
 
     def _digest(self, paths: Sequence[Path]) -> str:
         digest = blake2b(digest_size=_HASH_BYTES)
