@@ -293,7 +293,7 @@ def test_workers_end_when_driver_is_killed(tmp_path: Path, is_one_stopped: bool)
     [
         pytest.param("", 0, id="idle"),
         pytest.param(WORK, 0, id="at work"),
-        pytest.param("raise SystemExit(7)", 7, id="exit", marks=pytest.mark.matrix),
+        pytest.param("raise SystemExit(7)", 7, id="exit", marks=pytest.mark.stress),
         pytest.param("raise KeyError('of the driver')", 1, id="exception", marks=pytest.mark.matrix),
     ],
 )

@@ -201,7 +201,7 @@ sys.exit(launch.main(arguments))
         pytest.param("raise", 1, id="replica-1-raises"),
         pytest.param("kill", 1, id="replica-1-is-killed", marks=pytest.mark.matrix),
         pytest.param("raise", 0, id="rank-0-raises", marks=pytest.mark.matrix),
-        pytest.param("kill", 0, id="rank-0-is-killed", marks=pytest.mark.matrix),
+        pytest.param("kill", 0, id="rank-0-is-killed", marks=pytest.mark.stress),
     ],
 )
 def test_end_of_one_replica_ends_all_with_name(tmp_path: Path, fault: str, culprit: int):

@@ -470,7 +470,12 @@ def test_failed_sync_ends_job_and_resume_completes(
 
 
 @pytest.mark.parametrize(
-    "num_bytes", [300, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2000, 6000, 9000))]
+    "num_bytes",
+    [
+        300,
+        pytest.param(6000, marks=pytest.mark.matrix),
+        *(pytest.param(count, marks=pytest.mark.stress) for count in (2000, 9000)),
+    ],
 )
 def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_bytes: int):
     """Limits the size of each file: the journal, the lines, finally the output."""
