@@ -298,6 +298,7 @@ class DecoderForCausalLM(nn.Module):
             context.dtype,
             partial(_stage_slices, context, model_config),
             allows_nonfinite=allows_nonfinite,
+            stored_experts=context.stored_experts,
         )
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
