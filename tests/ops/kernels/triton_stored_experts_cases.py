@@ -261,7 +261,7 @@ def main() -> None:
         # numpy adds a step along K in its own order, so both layers have the same tiles.
         matmul.tile_for = lambda *sizes, is_gated: Tile(32, 16, 32, 4, 2, False, False, False)
         experts.FLOAT32 = experts.FEW_ROWS = experts.SOME_ROWS = TILES
-        experts.STORED_FEW_ROWS = experts.STORED_SOME_ROWS = TILES
+        experts.STORED_FEW_ROWS = experts.STORED_SOME_ROWS = experts.STORED_SOME_ROWS_OTHER_CHIPS = TILES
         expert_kernels.BLOCK, router_kernels.PIECE = 32, 16
         experts.ROUTER = experts.ROUTER_MANY_ROWS = Tile(16, 16, 16, 4, 2)
     assert stored_kernels.PLAIN.value == 0

@@ -36,6 +36,7 @@ FLOAT32: Tiles = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
 """Plain FMA: see `matmul.FLOAT32`."""
 STORED_FEW_ROWS: Tiles = Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 5)
 STORED_SOME_ROWS: Tiles = Tile(64, 64, 128, 4, 3), Tile(64, 64, 128, 4, 4)
+STORED_SOME_ROWS_OTHER_CHIPS: Tiles = Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 4)
 STORED_MANY_ROWS: Tiles = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
 """Of weights that are decoded, for which a tile needs registers, and memory for the decoded one: not measured yet."""
 ROUTER, ROUTER_MANY_ROWS = Tile(32, 64, 32, 4, 3), Tile(32, 128, 32, 4, 3)
@@ -68,7 +69,7 @@ def tiles_for(
     if dtype == torch.float32:
         return FLOAT32
     if stored is not None:
-        return _stored_tiles(num_slots, num_experts, dtype, room_bytes, stored)
+        return _stored_tiles(num_slots, num_experts, dtype, chip, room_bytes, stored)
     pair = MANY_ROWS if chip[0] in _WITH_WGMMA else MANY_ROWS_SM_80
     if num_slots <= MAX_FEW_ROWS * num_experts:
         pair = FEW_ROWS
@@ -78,12 +79,14 @@ def tiles_for(
     return _fitted(gate_tile, 2, dtype.itemsize, room_bytes), _fitted(tile, 1, dtype.itemsize, room_bytes)
 
 
-def _stored_tiles(num_slots: int, num_experts: int, dtype: torch.dtype, room_bytes: int, stored: StoredFormat) -> Tiles:
+def _stored_tiles(
+    num_slots: int, num_experts: int, dtype: torch.dtype, chip: tuple[int, int], room_bytes: int, stored: StoredFormat
+) -> Tiles:
     pair = STORED_MANY_ROWS
     if num_slots <= MAX_FEW_ROWS * num_experts:
         pair = STORED_FEW_ROWS
     elif num_slots <= MAX_SOME_ROWS * num_experts:
-        pair = STORED_SOME_ROWS
+        pair = STORED_SOME_ROWS if chip[0] in _WITH_WGMMA else STORED_SOME_ROWS_OTHER_CHIPS
     gate_tile, tile = pair
     return _fitted_stored(gate_tile, 2, dtype, room_bytes, stored), _fitted_stored(tile, 1, dtype, room_bytes, stored)
 
