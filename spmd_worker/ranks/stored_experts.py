@@ -97,15 +97,15 @@ def _check_shares(stored: StoredFormat, experts: ExpertsConfig, hidden_size: int
     total, size = experts.intermediate_size, 1 if layout.experts is not None else layout.tensor_parallel_size
     if stored.is_mxfp4 and (hidden_size % MX_GROUP or total % MX_GROUP):
         raise UnfitError(f"{hidden_size} and {total} inputs are not groups of {MX_GROUP}")
+    # Clamped gates and ups alternate; others begin at a scale of their own.
     is_in_turns = experts.limit > 0
     for start, stop in (shard_range(total, size, rank) for rank in range(size)):
         is_cut = bool(stored.group_inputs) and start % stored.group_inputs > 0
-        # Gates and ups begin at a scale of their own, or alternate.
-        is_cut = is_cut or ((2 * start) % stored.group_rows if is_in_turns else start % stored.group_rows) > 0
+        is_cut |= (2 * start if is_in_turns else start) % stored.group_rows > 0
+        is_cut |= not is_in_turns and (stop - start) % stored.group_rows > 0
         if is_cut:
             raise UnfitError(
-                f"{total} columns of an expert, shared by parallel.tensor_parallel_size={size} ranks, would be cut "
-                f"inside of {stored.words} scales of {max(stored.group_inputs, stored.group_rows)}"
+                f"columns {start} to {stop} of an expert's {total}, a rank's share with "
+                f"parallel.tensor_parallel_size={layout.tensor_parallel_size}, do not begin and end at {stored.words} "
+                f"scales of {max(stored.group_inputs, stored.group_rows)}"
             )
-        if not is_in_turns and (stop - start) % stored.group_rows:
-            raise UnfitError(f"{stop - start} columns of an expert are no multiple of {stored.group_rows} outputs")
