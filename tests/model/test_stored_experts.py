@@ -1,4 +1,4 @@
-"""Experts that are held as their checkpoint has them: bytes are the file's, what is read is dequantised, ranks' shares are
+"""Experts that are held as their checkpoint has them: bytes are the file's, what is read is dequantised, shares are
 cut where scales are, and only files replace them. Without kernels that multiply them: see
 ops/kernels/triton_stored_experts_cases.py and triton_stored_engine.py.
 """
@@ -122,7 +122,9 @@ def test_bytes_are_those_of_the_file(tmp_path: Path):
     assert torch.equal(held.weight_scales, torch.cat([file[f"{name}_scale_inv"] for name in names]))
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8_block", pytest.param("fp8_row", marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    "kind", ["mxfp4", *(pytest.param(each, marks=pytest.mark.stress) for each in ("fp8_block", "fp8_row"))]
+)
 def test_memory_of_stored_experts_is_planned_exactly(tmp_path: Path, kind: str):
     folder = write_stored(tmp_path / kind, kind)
     config = config_of(folder)
@@ -152,7 +154,7 @@ def keys_of(kind: str, **keys: Any) -> ModelConfig:
 
 def test_shares_that_cut_scales_are_dequantised():
     for kind, keys, words in (
-        ("mxfp4", {"intermediate_size": 96}, r"0 to 48 of .* 96.*size=2, do not .* MXFP4 scales of 32"),
+        ("mxfp4", {"intermediate_size": 96}, r"48 to 96 of .* 96.*size=2, do not .* MXFP4 scales of 32"),
         ("fp8_block", {"moe_intermediate_size": 384}, r"0 to 192 of .* FP8 scales of 128"),
     ):
         found = find_stored_experts(keys_of(kind, **keys), TWO)
@@ -208,6 +210,7 @@ def test_only_files_replace_stored_experts(tmp_path: Path):
         assert model.load_weights([(norm, torch.ones(model.weights.shapes[norm]))]) == {norm}
 
 
+@pytest.mark.stress
 @torch.no_grad()
 def test_files_that_are_stored_otherwise_are_refused(tmp_path: Path):
     folder, other = write_stored(tmp_path / "blocks", "fp8_block"), write_stored(tmp_path / "rows", "fp8_row")

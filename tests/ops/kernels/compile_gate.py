@@ -373,7 +373,9 @@ def _stored_variants(num_slots: int, chip: int, element: str, *, is_short: bool)
             for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
                 is_gated = kernel is expert_kernels.gate_up
                 is_clamped = is_gated and stored.is_mxfp4
-                if (is_short and not is_gated) or (by_tma and not experts.gates_by_tma(is_clamped, divmod(chip, 10))):
+                if (is_short and is_gated != stored.is_mxfp4) or (
+                    by_tma and not experts.gates_by_tma(is_clamped, divmod(chip, 10))
+                ):
                     continue
                 shape = f"{tile.rows}x{tile.columns}x{tile.inputs} stages {tile.num_stages}"
                 types = _of_experts(kernel, element) | {"weight": "*u8"}
