@@ -128,7 +128,7 @@ class Bits:
             self.same("without a step ahead", self.answers(llm), expected)
 
     def ask_stored(self, kind: str) -> None:
-        """Beside the same file with experts dequantised."""
+        """The same file as stored and with experts dequantised."""
         self.settings["max_model_len"] = 128 if self.is_dry else 1024
         with self.open_first() as llm:
             found, (stored,) = self.answers(llm), llm.collective_rpc(_expert_bytes)
@@ -168,7 +168,7 @@ class Bits:
 
 
 def _expert_bytes(worker: Any) -> int:
-    """Of parameters and scales of experts."""
+    """Bytes of experts' parameters and scales."""
     modules = [module for name, module in worker.get_model().named_modules() if ".experts." in name]
     return sum(
         each.nbytes

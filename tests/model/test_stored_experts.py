@@ -42,7 +42,7 @@ APART = RankLayout(2, experts=ExpertLayout(((0, 1, 1, 0),)))
 
 
 class Kernels(ReferenceKernels):
-    """Whose experts are stacked, and never multiplied."""
+    """Experts are stacked, and never multiplied."""
 
     def expert_kernels(self) -> ExpertKernels:
         return object()  # type: ignore[return-value]

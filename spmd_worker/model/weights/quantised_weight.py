@@ -358,7 +358,7 @@ class Mxfp4Weight(QuantisedWeight):
         return stored.is_mxfp4
 
     def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
-        """Of one expert."""
+        """The region is of one expert."""
         experts, (start, stop), rows = region
         groups = start // MX_GROUP, stop // MX_GROUP
         numbers = self._read_part("numbers", experts, rows, groups, (0, MX_GROUP // 2))

@@ -364,7 +364,7 @@ STORED = {
 
 
 def _stored_variants(num_slots: int, chip: int, element: str, *, is_short: bool) -> Iterator[Variant]:
-    """As `_grouped_variants`: gates of MXFP4 are clamped, those of FP8 plain; the gate compiles gates of few rows."""
+    """Like `_grouped_variants`: gates of MXFP4 are clamped, those of FP8 plain; the gate compiles gates of few rows."""
     for word, stored in STORED.items():
         pair = experts.tiles_for(*(num_slots, 128, torch.bfloat16, divmod(chip, 10), SHARED_BYTES[chip]), stored)
         if is_short and (pair[0].rows != 16 or word == "fp8 rows"):

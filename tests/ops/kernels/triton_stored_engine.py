@@ -39,7 +39,7 @@ def open_llm(folder: Path, backend: str | None = "triton", **settings: object) -
 
 
 def expert_bytes(worker: Worker) -> int:
-    """Of matrices of experts, scales included."""
+    """Bytes of matrices of experts, scales included."""
     experts = [layer.mlp.experts.modules() for layer in worker.get_model().model.layers]
     modules = [each for of_layer in experts for each in of_layer if hasattr(each, "weight")]
     return sum(each.weight.nbytes + getattr(each, "weight_scales", each.weight[:0]).nbytes for each in modules)
@@ -58,7 +58,7 @@ def says(llm: LLM, call: str, *words: str) -> bool:
 
 
 def check_changes(folder: Path, other: Path, found: dict[str, bool]) -> None:
-    """Of MXFP4."""
+    """MXFP4: updates, sleep and other files."""
     with open_llm(other, dequantize_experts=True) as llm:
         of_other = answers(llm)
     with open_llm(folder, GRAPHS, enable_sleep_mode=True) as llm:

@@ -100,7 +100,7 @@ def new_pair(
     group: GroupHandle | None = None,
     activation: str = "silu",
 ) -> Pair:
-    """Of two blocks of columns at least if scales are of blocks."""
+    """Two blocks of columns at least if scales are of blocks."""
     if stored.group_rows > 1:
         hidden, config = max(hidden, 192), replace(config, intermediate_size=max(config.intermediate_size, 128))
     group = single_group() if group is None else group
@@ -190,7 +190,7 @@ def ranks_with_columns_of_each_expert_decode_their_share() -> None:
 
 
 def experts_one_by_one_are_dequantised() -> None:
-    """Those of steps with adapters."""
+    """Steps with adapters call experts so."""
     for stored in (MXFP4, BLOCKS):
         pair = new_pair(stored)
         x, ids = tokens(11, torch.float32, hidden_of(pair)), chosen(11)

@@ -38,7 +38,7 @@ STORED_FEW_ROWS: Tiles = Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 5)
 STORED_SOME_ROWS: Tiles = Tile(64, 64, 128, 4, 3), Tile(64, 64, 128, 4, 4)
 STORED_SOME_ROWS_OTHER_CHIPS: Tiles = Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 4)
 STORED_MANY_ROWS: Tiles = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
-"""Of weights that are decoded, for which a tile needs registers, and memory for the decoded one: not measured yet."""
+"""Decoded weights need registers and memory for a decoded tile: not measured yet."""
 ROUTER, ROUTER_MANY_ROWS = Tile(32, 64, 32, 4, 3), Tile(32, 128, 32, 4, 3)
 """Plain FMA, with fewer columns if the router has fewer."""
 ROUTER_FEW_TOKENS = 512
