@@ -57,6 +57,8 @@ from spmd_worker.ranks.topology import Stage
 
 # Well under the documented 64 MB: glibc reuses blocks below 32 MB instead of faulting in fresh pages each time.
 _BLOCK_BYTES = 16 * 2**20
+_STORED_BLOCK_BYTES = 2 * 2**20
+"""Bytes as stored: checking that 4 million numbers of MXFP4 are finite takes about 100 MB for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class WeightStore:
         for name, held in pieces:
             _check_tied(source, self.names.tied, name, held.piece.source)
             if held.stored is not None:
-                jobs += [(held, block) for block in held.stored_blocks(_BLOCK_BYTES)]
+                jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
                 continue
             jobs += [(held, block) for block in source.blocks(name, held.piece.source, _BLOCK_BYTES)]
         # Threads do not take over a caller's inference mode, in which the parameters may have been made.
@@ -266,7 +268,7 @@ class WeightStore:
                 return False
             if name in self.held and source is not None and self._stored_format(name) is not None:
                 for held in self.held[name].pieces:
-                    for block in held.stored_blocks(_BLOCK_BYTES):
+                    for block in held.stored_blocks(_STORED_BLOCK_BYTES):
                         held.write_stored(block, *_read_stored(source, held, block))
             elif name in self.held:
                 self.held[name].load(tensor)
