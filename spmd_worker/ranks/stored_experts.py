@@ -108,4 +108,5 @@ def _check_shares(stored: StoredFormat, experts: ExpertsConfig, hidden_size: int
                 f"columns {start} to {stop} of an expert's {total}, a rank's share with "
                 f"parallel.tensor_parallel_size={layout.tensor_parallel_size}, do not begin and end at {stored.words} "
                 f"scales of {max(stored.group_inputs, stored.group_rows)}"
+                f"{': parallel.enable_expert_parallel=true keeps experts complete' if size > 1 else ''}"
             )

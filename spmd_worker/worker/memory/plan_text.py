@@ -12,7 +12,7 @@ from kv_cache.block import num_blocks_for
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, format_bytes, num_swap_blocks
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.model_config import DTYPE_BYTES
-from spmd_worker.ranks.topology import stage_of
+from spmd_worker.ranks.topology import RankLayout, stage_of
 from spmd_worker.replica.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory import host
@@ -259,10 +259,13 @@ def _experts(plan: MemoryPlan) -> list[str]:
     ranks = range(layout.tensor_parallel_size * layout.pipeline_parallel_size)
     stored = planned_stored_experts(resolved).formats
     max_bytes = max(expert_bytes(model_config, layout, rank, resolved.dtype, stored) for rank in ranks)
+    whole = RankLayout(1)
+    saved = expert_bytes(model_config, whole, 0, resolved.dtype)
+    saved -= expert_bytes(model_config, whole, 0, resolved.dtype, stored)
     part = "complete ones" if layout.experts is not None else "columns of each"
     return [
-        f"experts    {format_bytes(model_config.num_expert_parameters * size)} of "
-        f"{format_bytes(model_config.num_parameters * size)} of weights: {sparse[0].num_experts} in each of "
+        f"experts    {format_bytes(model_config.num_expert_parameters * size - saved)} of "
+        f"{format_bytes(model_config.num_parameters * size - saved)} of weights: {sparse[0].num_experts} in each of "
         f"{len(sparse)} layers, {sparse[0].num_chosen} per token; a rank has {part}, at most {format_bytes(max_bytes)}"
     ]
 
