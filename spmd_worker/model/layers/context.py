@@ -1,7 +1,7 @@
 """Constructor argument of every layer: rank group, kernels, attention backend, dtype and device of parameters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -39,6 +39,12 @@ class LayerContext:
     def integer(self) -> IntegerKernels | None:
         """`quantised`, if its ranks add integer sums."""
         return None if self.quantised is None else self.quantised.integer
+
+    @property
+    def of_head(self) -> "LayerContext":
+        """That of the embedding and the token head, which quantised kernels may leave in the model's dtype."""
+        head = None if self.quantised is None else self.quantised.head
+        return self if head is None else replace(self, kernels=head, quantised=None)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter; the loader must fill every element."""

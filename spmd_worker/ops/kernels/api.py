@@ -317,6 +317,10 @@ class QuantisedKernels(Kernels, Protocol):
     def stored(self) -> "StoredScaleKernels | None":
         """These kernels, if they compute with FP8 numbers of a checkpoint as they are."""
 
+    @property
+    def head(self) -> Kernels | None:
+        """Kernels of the token head, if it keeps the model's dtype; None: it is quantised too."""
+
     def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
         """`repack_` for some inputs of rows [n, in] whose maximum magnitudes are `maxima`, float32 [n]: quantises all
         of them again.

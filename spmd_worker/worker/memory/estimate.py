@@ -74,7 +74,7 @@ def weights_bytes(
     )
     float32_bytes = float32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
     # A tied head shares the embedding's rows only if one stage has both and nothing packs.
-    packs = device == "cpu" or quantization is not None
+    packs = device == "cpu" or quantization == "int8"
     shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and not packs
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
@@ -92,7 +92,7 @@ def weights_bytes(
     num_bytes = (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
     num_bytes -= _bytes_saved(model_config, layout, rank, dtype, stored)
     if quantization is not None:
-        shapes = int8_shapes(model_config, layout, rank)
+        shapes = quantised_shapes(model_config, layout, rank, has_head=quantization == "int8")
         plain = sum(count * outputs * inputs for (outputs, inputs, _), count in shapes.items())
         num_bytes -= plain * DTYPE_BYTES[dtype]
         num_bytes += sum(
@@ -119,9 +119,11 @@ def head_argmax_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, 
     return argmax_bytes(num_rows, model_config.embedding_size, dtype, device)
 
 
-def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Counter[tuple[int, int, bool]]:
+def quantised_shapes(
+    model_config: ModelConfig, layout: RankLayout, rank: int, *, has_head: bool
+) -> Counter[tuple[int, int, bool]]:
     """Counts of a rank's quantised weights by (outputs, inputs, whether the rows are gate and up projections). The
-    embedding is not quantised; a tied head is a copy of it.
+    embedding is not quantised; a tied head that is, if it `has_head`, is a copy of it.
     """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
     stage = stage_of(layout, model_config, rank)
@@ -133,7 +135,7 @@ def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Cou
         shapes[hidden, query, False] += 1
         shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
         shapes[hidden, sizes.num_columns, False] += 1
-    if stage.is_last:
+    if stage.is_last and has_head:
         shapes[sizes.num_vocabulary_rows, model_config.embedding_size, False] += 1
     if model_config.own_embedding_size and stage.is_first:
         shapes[hidden, model_config.own_embedding_size, False] += 1

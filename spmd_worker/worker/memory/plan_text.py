@@ -231,8 +231,9 @@ def _int8(plan: MemoryPlan) -> list[str]:
         for rank in range(layout.world_size)
     )
     kind, quantised = resolved.config.model.quantization, max(share.weights_bytes for share in plan.shares)
+    others = "the embedding and norms" if kind == "int8" else "the embedding, the head and norms"
     return [
-        f"quantised  to {kind}, a scale an output, all but the embedding and norms: {format_bytes(quantised)} on a "
+        f"quantised  to {kind}, a scale an output, all but {others}: {format_bytes(quantised)} on a "
         f"rank, scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
     ]
 
