@@ -1,12 +1,13 @@
 """A row's tokens and log-probabilities on a GPU: the same bits for every way of computing it.
 
-    python scripts/gpu_bits.py {dense,gemma,experts,encoder} [--device-backend triton]
+    python scripts/gpu_bits.py {dense,gemma,experts,encoder,stored} [--device-backend triton]
     python scripts/gpu_bits.py dense --dry       the same code with the CPU's own kernels, tiny
 
 A small random model in bfloat16; rows that are sampled in many ways, each with a seed. The same rows: once more, in
 another order, alone, in chunks, preempted for want of blocks, kernel by kernel, after sleep, without a step ahead. An
-encoder's vectors: in another order, alone, and near transformers'. Controls: rows were preempted, other seeds give
-other tokens. A line a finding, and one JSON object last; exits with 1 where something is wrong.
+encoder's vectors: in another order, alone, and near transformers'. `stored`: experts in MXFP4 and FP8, with the bits of
+dequantised ones (tests/support has to be on the path, as gpu_check.py sets it). Controls: rows were preempted, other
+seeds give other tokens. A line a finding, and one JSON object last; exits with 1 where something is wrong.
 """
 
 import argparse
@@ -126,6 +127,18 @@ class Bits:
         with self.open(async_scheduling=False) as llm:
             self.same("without a step ahead", self.answers(llm), expected)
 
+    def ask_stored(self, kind: str) -> None:
+        """The same file as stored and with experts dequantised."""
+        self.settings["max_model_len"] = 128 if self.is_dry else 1024
+        with self.open_first() as llm:
+            found, (stored,) = self.answers(llm), llm.collective_rpc(_expert_bytes)
+            alone = [self.answers(llm, [row])[0] for row in self.alone[:3]]
+            self.same(f"{kind}: alone", alone, [found[row] for row in self.alone[:3]])
+        with self.open(dequantize_experts=True) as llm:
+            expected, (plain,) = self.answers(llm), llm.collective_rpc(_expert_bytes)
+        self.same(f"{kind}: beside dequantised experts", found, expected)
+        self.findings.must(f"{kind}: experts take fewer bytes", stored < 0.6 * plain or self.is_dry, True)
+
     @torch.inference_mode()
     def ask_encoder(self) -> None:
         from transformers import AutoModel
@@ -154,9 +167,30 @@ class Bits:
         self.findings.must_be_near("beside transformers", found, wanted, 0.02)
 
 
+def _expert_bytes(worker: Any) -> int:
+    """Bytes of experts' parameters and scales."""
+    modules = [module for name, module in worker.get_model().named_modules() if ".experts." in name]
+    return sum(
+        each.nbytes
+        for module in modules
+        for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    )
+
+
+def _ask_stored(folder: Path, findings: Findings, backend: str, *, is_dry: bool) -> None:
+    from stored_checkpoints import write_stored
+
+    sizes: dict[str, Any] = {} if is_dry else {"hidden_size": 512, "vocab_size": 4096, "num_hidden_layers": 4}
+    sizes |= {"vocab_size": TINY["vocab_size"]} if is_dry else {"max_position_embeddings": 1024}
+    own = {"mxfp4": {"intermediate_size": 320}, "fp8_block": {"moe_intermediate_size": 384}, "fp8_row": {}}
+    for kind, keys in own.items():
+        path = write_stored(folder / kind, kind, **sizes, **({} if is_dry else keys))
+        Bits(path, findings, backend, is_dry=is_dry).ask_stored(kind)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", choices=(*FAMILIES, "encoder"))
+    parser.add_argument("models", nargs="+", choices=(*FAMILIES, "encoder", "stored"))
     parser.add_argument("--device-backend", default="triton", metavar="NAME")
     parser.add_argument("--dry", action="store_true", help="float32 on the CPU by its own kernels, tiny")
     arguments = parser.parse_args()
@@ -165,6 +199,9 @@ def main() -> int:
     findings = Findings()
     for name in arguments.models:
         with tempfile.TemporaryDirectory(prefix="gpu-bits-") as folder, findings.part(name):
+            if name == "stored":
+                _ask_stored(Path(folder), findings, arguments.device_backend, is_dry=arguments.dry)
+                continue
             if name == "encoder":
                 make_encoder(Path(folder), is_tiny=arguments.dry)
             else:

@@ -5,8 +5,8 @@
 
 `8b`: one model, loaded once: 256 rows from prompt to end, decode and prefill steps, few rows, ways of sampling, and all
 but sampling once more by cuBLAS. `135m`: shares of the time that the device is at work. `fp8`: 12 layers of the 8B
-model beside the same in bfloat16. `experts`: sparse layers alone, in CUDA graphs. --warm runs two layers for a few
-steps, for Triton's cache. A line a figure, and one JSON object last.
+model beside the same in bfloat16. `experts`: sparse layers alone, in CUDA graphs, with experts in bfloat16 and as files
+store them. --warm runs two layers for a few steps, for Triton's cache. A line a figure, and one JSON object last.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,13 @@ from torch import Tensor
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.experts import SparseFeedForward
+from spmd_worker.model_config.model_config import model_config_of
+from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
+from spmd_worker.ranks.communicator import single_group
 
 BLOCK_SIZE, MAX_TOKENS, MAX_ROWS = 16, 2048, 256
 SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
@@ -174,6 +181,8 @@ GPT_OSS = {
 }
 SPARSE = {"qwen3-30b-a3b": (QWEN3_MOE, 128, 8, 2048, 768), "gpt-oss-20b": (GPT_OSS, 32, 4, 2880, 2880)}
 """Config, experts, experts of a token, hidden size, intermediate size."""
+STORED = {"qwen3-30b-a3b": ("FP8", StoredFormat("e4m3", 128, 128)), "gpt-oss-20b": ("MXFP4", MXFP4)}
+"""Formats in which the files of these models have their experts."""
 DRY_SPARSE = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_attention_heads": 4}
 DRY_SPARSE |= {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_local_experts": 8, "vocab_size": 320}
 DRY_SPARSE |= {"num_experts_per_tok": 2}
@@ -548,19 +557,29 @@ class Speeds:
         model = self.open(name, config, num_blocks=64 if self.is_dry else 1024)
         # Through the worker: the layer that steps call, with its router.
         layer = model.llm.collective_rpc(_sparse_layers)[0][0]
-        for rows in (3,) if self.is_dry else (16, 256, 2048):
+        word, stored = STORED[name]
+        layers = {
+            "bf16": (layer, 2.0),
+            word: (_stored_layer(config, stored, layer), stored.num_bytes(1024, 1024) / 2**20),
+        }
+        for rows, (kind, (each, size_of_weight)) in product(
+            (3,) if self.is_dry else (1, 16, 256, 2048), layers.items()
+        ):
             share = 1 - (1 - chosen / num_experts) ** rows
-            num_bytes, flop = 2 * share * num_experts * 3 * hidden * size, 6.0 * rows * chosen * hidden * size
+            num_bytes = size_of_weight * share * num_experts * 3 * hidden * size
+            flop = 6.0 * rows * chosen * hidden * size
             floor = self.chip.floor_us(num_bytes, flop) / 1e3
-            most = {256: floor / 0.31, 2048: 3 * floor}.get(rows) if name == "qwen3-30b-a3b" else None
+            is_limited = name == "qwen3-30b-a3b" and kind == "bf16"
+            most = {256: floor / 0.31, 2048: 3 * floor}.get(rows) if is_limited else None
             with torch.inference_mode():
-                ms, how = self._layer_ms(name, layer, rows, config["hidden_size"])
-            self.findings.figure(f"experts {name}, {rows} rows, {how}", ms, "ms", floor=floor, most=most)
+                ms, how = self._layer_ms(name, each, rows, config["hidden_size"])
+            words = f"{rows} rows" if kind == "bf16" else f"{rows} rows in {kind}"
+            self.findings.figure(f"experts {name}, {words}, {how}", ms, "ms", floor=floor, most=most)
         model.close()
 
     def _layer_ms(self, name: str, layer: torch.nn.Module, rows: int, hidden: int) -> tuple[float, str]:
         """Milliseconds of a call, and how it was launched."""
-        x = torch.randn(rows, hidden, device=next(layer.parameters()).device)
+        x = torch.randn(rows, hidden, device=layer.gate.weight.device)
         call = partial(layer, x.to(torch.float32 if self.is_dry else torch.bfloat16))
         try:
             return Clock(is_timing=not self.is_small).us([call]) / 1e3, "in a graph"
@@ -569,6 +588,25 @@ class Speeds:
             torch.cuda.set_stream(torch.cuda.default_stream())
             self.findings.say(f"{name}: a layer cannot be recorded", str(error)[:200])
             return _seconds(call) * 1e3, "launched one by one"
+
+
+@torch.no_grad()
+def _stored_layer(config: dict[str, Any], stored: StoredFormat, plain: Any) -> SparseFeedForward:
+    """A layer with the experts of a file in this format, and the router of `plain`."""
+    model_config, device = model_config_of(config, Path("config.json")), plain.gate.weight.device
+    dtype = plain.experts["0"].down_proj.weight.dtype
+    context = LayerContext(*(single_group(), TritonKernels(), SdpaBackend(), dtype, device), stored_experts={0: stored})
+    layer = SparseFeedForward(context, model_config.layers[0], model_config.hidden_size)
+    for (name, parameter), given in zip(layer.named_parameters(), plain.parameters(), strict=True):
+        if parameter.dtype == torch.uint8:
+            # Not the largest numbers of FP8, for sums to be finite.
+            parameter.random_(0, 112)
+        else:
+            assert parameter.shape == given.shape, name
+            parameter.copy_(given)
+    for buffer in layer.buffers():
+        buffer.copy_(buffer.random_(116, 121) if stored.is_mxfp4 else buffer.uniform_(1e-4, 1e-3))
+    return layer
 
 
 def _sparse_layers(worker: Any) -> list[Any]:

@@ -101,6 +101,7 @@ class LLMKeywords(_Others, total=False):
     load_format: str | None
     quantization: str | None
     logprobs_mode: str | None
+    dequantize_experts: bool | None
     allow_nonfinite: bool | None
     runner: str | None
     pooling_type: str | None

@@ -157,7 +157,7 @@ class DecoderStack(nn.Module):
         self._has_positions, num_types = model_config.num_positions > 0, model_config.num_token_types
         if stage.is_first:
             self.embed_tokens = VocabularyParallelEmbedding(
-                context, model_config.num_embeddings, model_config.embedding_size
+                context.of_head, model_config.num_embeddings, model_config.embedding_size
             )
             self._multiplier = model_config.embedding_multiplier
             if model_config.rounds_multiplier:
@@ -284,7 +284,7 @@ class DecoderForCausalLM(nn.Module):
             # A tied head in another stage than the embedding has its own copy.
             tied_to = self.model.embed_tokens if model_config.has_tied_embeddings and stage.is_first else None
             self.lm_head = VocabularyParallelHead(
-                context,
+                context.of_head,
                 model_config.vocab_size,
                 model_config.embedding_size,
                 tied_to,
@@ -298,6 +298,7 @@ class DecoderForCausalLM(nn.Module):
             context.dtype,
             partial(_stage_slices, context, model_config),
             allows_nonfinite=allows_nonfinite,
+            stored_experts=context.stored_experts,
         )
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:

@@ -74,10 +74,10 @@ class ModelConfig:
     learned positions, 0 for none; the first `position_offset` rows are unused. Embeddings are multiplied by
     `embedding_multiplier`, rounded to the dtype first with `rounds_multiplier`; logits are divided by `logit_divisor`
     and, if `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` describes stored weights that
-    are not plain; the model computes with them dequantised. `variant` is the number of the architecture's variant, from
-    1; 0 is its main row. With `pooling` the model outputs vectors and has no token head. Embeddings, and the head's
-    inputs, are `own_embedding_size` wide and projected to and from the hidden size; 0 if they have the hidden size.
-    Without `has_last_norm` the last layer's output is not normed.
+    are not plain; the model computes the bits of dequantised ones. `variant` is the number of the architecture's
+    variant, from 1; 0 is its main row. With `pooling` the model outputs vectors and has no token head. Embeddings, and
+    the head's inputs, are `own_embedding_size` wide and projected to and from the hidden size; 0 if they have the
+    hidden size. Without `has_last_norm` the last layer's output is not normed.
 
     `image_layers` are layers of the checkpoint, by number, that text skips: none of `layers` is one of them. The table
     of embeddings has `num_image_embeddings` rows after those of the vocabulary, which text never uses.

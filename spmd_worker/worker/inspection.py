@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.weight_slice import HeldSlice, extents
 from spmd_worker.ops.kernels.byte_rows import byte_rows_shape, is_packed
@@ -93,10 +94,17 @@ def _fold(run: list[tuple[str, list[str]]], depth: int) -> list[str]:
 
 def _describe(module: nn.Module) -> str:
     shapes = [
-        f"{name} {_plain_shape(parameter)} {str(parameter.dtype).removeprefix('torch.')}"
+        f"{name} {_held_shape(module, name, parameter)} {str(parameter.dtype).removeprefix('torch.')}"
         for name, parameter in module.named_parameters(recurse=False)
     ]
     return " ".join([type(module).__name__, *shapes])
+
+
+def _held_shape(module: nn.Module, name: str, parameter: Tensor) -> list[int]:
+    """The checkpoint's shape, of a weight that is held as stored too."""
+    if isinstance(module, PackedLayer) and module.stored is not None:
+        return list(module.shape_of(name))
+    return _plain_shape(parameter)
 
 
 def _plain_shape(parameter: Tensor) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
@@ -18,6 +19,7 @@ from spmd_worker.model.weights.dense_files import dummy_denses, read_denses
 from spmd_worker.model.weights.staging import staging_for
 from spmd_worker.model.weights.store import LoadReport
 from spmd_worker.ops.sampling.sampler import Sampler
+from spmd_worker.ranks.stored_experts import NO_STORED_EXPERTS
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.step_masks import GrammarMasks
@@ -29,6 +31,7 @@ from spmd_worker.worker.memory.plan import check_memory
 from spmd_worker.worker.opened_device import OpenedDevice
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import StepGraphs
+from spmd_worker.worker.stored_experts import stored_experts_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +112,11 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
     num_local_ranks, total = environment.local_world_size, host.total_bytes()
     if device.type == "cuda":
         num_local_ranks, total = 1, torch.cuda.mem_get_info(device)[1]
-    check_memory(resolved, environment.rank, num_local_ranks, total)
     operations, options = opened.backend.operations(), resolved.config.model
+    stored = stored_experts_of(resolved) if operations.decodes_experts else NO_STORED_EXPERTS
+    check_memory(resolved, environment.rank, num_local_ranks, total, stored.formats)
+    if stored.reason:
+        logger.info("experts are dequantised: %s", stored.reason, extra=SAME_ON_EVERY_RANK)
     context = LayerContext(
         tensor_group=opened.groups.tensor,
         kernels=operations.kernels,
@@ -119,6 +125,7 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
         device=device,
         expert_layout=resolved.layout.experts,
         quantised=operations.quantised,
+        stored_experts=stored.formats,
     )
     stage = stage_of(resolved.layout, resolved.model_config, environment.rank)
     allows_nonfinite, is_dummy = options.allow_nonfinite, options.load_format == "dummy"

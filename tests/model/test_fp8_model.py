@@ -135,6 +135,7 @@ def test_bytes_of_a_gpu_are_planned_exactly(tmp_path: Path, is_tied: bool):
     folder = write_checkpoint(tmp_path / "model", spec)
     with LLM(folder, dtype="bfloat16", num_blocks=40, **FP8) as llm:
         model = llm.llm_engine.executor.driver_worker.model_runner.model
+        assert model.lm_head.weight.dtype == torch.bfloat16, "the head is not quantised"
         held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     model_config = read_model_files(folder).model_config
     assert held == weights_bytes(model_config, RankLayout(1), 0, "bfloat16", "cuda", "fp8")

@@ -64,8 +64,8 @@ class ModelOptions:
         None,
         "`int8` and `fp8` are W8A8: static per-output-channel weight scales, dynamic per-token activation scales; "
         "half the memory of bfloat16; no experts, no pooled rows. `int8` (CPU, GPU) has the same bits for every "
-        "tensor-parallel size; `fp8` (GPUs from 8.9 on) computes FP8 checkpoints with their own scales. null: all "
-        "checkpoints are dequantised",
+        "tensor-parallel size; `fp8` (GPUs from 8.9 on) leaves the token head in the run's dtype and computes FP8 "
+        "checkpoints with their own scales. null: all checkpoints have the bits of dequantised ones",
         choices=("int8", "fp8"),
         is_common=True,
     )
@@ -74,6 +74,11 @@ class ModelOptions:
         "`raw_logprobs` of the model's logits; `processed_logprobs` after penalties, temperature and filters; "
         "`tempered_logprobs` of the logits divided by the temperature alone, as trainers compute them",
         choices=LOGPROBS_MODES,
+    )
+    dequantize_experts: bool = option(
+        False,
+        "dequantise experts when they are loaded, as weight updates need; false: MXFP4 and FP8 experts stay in memory "
+        "as their files have them where kernels decode them (GPUs), with the same bits",
     )
     allow_nonfinite: bool = option(
         False,

@@ -9,7 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, replicated
+from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.ops.kernels import stored_weights
 from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels, StoredScaleKernels
 from spmd_worker.ops.kernels.int8 import row_maxima
 
@@ -32,6 +35,10 @@ class CheckpointLayer(nn.Module):
         del prefix
         return ()
 
+    def shape_of(self, parameter: str) -> tuple[int, ...]:
+        """Shape of the parameter that regions index."""
+        return tuple(self.get_parameter(parameter).shape)
+
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
         """A region of the parameter of this name: a view if it is held in the checkpoint's order, else a copy."""
         tensor: Tensor = getattr(self, parameter)
@@ -47,9 +54,17 @@ class CheckpointLayer(nn.Module):
 
 
 class PackedLayer(CheckpointLayer):
-    """`weight` [outputs, inputs] is prepacked by `pack_weights`; from then on its regions are ranges of rows."""
+    """`weight` [outputs, inputs] is prepacked by `pack_weights`; from then on its regions are ranges of rows.
+
+    After `hold_as_stored` it is held as its file has it: bytes of numbers, and the buffer `weight_scales`. It is read
+    dequantised, and replaced from such files alone.
+    """
 
     weight: nn.Parameter
+    weight_scales: Tensor
+    stored: StoredFormat | None = None
+    _plain: tuple[tuple[int, int], torch.dtype]
+    """Shape and dtype of the dequantised weight, if it is held as stored."""
     is_packed = False
     _kernels: Kernels
     _quantised: QuantisedKernels | None = None
@@ -57,8 +72,29 @@ class PackedLayer(CheckpointLayer):
     _scales: dict[tuple[int, int], Tensor]
     """A checkpoint's scales of rows of the weight, by their range, before it is packed."""
 
+    def hold_as_stored(self, stored: StoredFormat) -> None:
+        """Replace the plain weight, on the meta device, by one in this format, on the meta device too."""
+        assert self.weight.is_meta, "no plain weight is filled before"
+        (num_outputs, num_inputs), dtype = self.weight.shape, self.weight.dtype
+        self.stored, self._plain = stored, ((num_outputs, num_inputs), dtype)
+        numbers, scales = stored_weights.empty_tensors(stored, (num_outputs, num_inputs), self.weight.device)
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+        self.register_buffer("weight_scales", scales)
+
+    def plain_weight(self) -> Tensor:
+        """A dequantised copy of a weight that is held as stored."""
+        return self.read_region("weight", ((0, self._plain[0][0]), (0, self._plain[0][1])))
+
+    def write_stored(self, start: int, numbers: Tensor, scales: Tensor) -> None:
+        """Replace rows from `start` on by a file's: see `stored_weights.write_rows`."""
+        assert self.stored is not None, type(self).__name__
+        stored_weights.write_rows(self.stored, self.weight.data, self.weight_scales, start, numbers, scales)
+
     def pack_weights(self) -> None:
         """Replace the plain weight by one in the kernels' order."""
+        if self.stored is not None:
+            self.is_packed = True
+            return
         stored, scales = self.scale_kernels("weight"), self._all_scales()
         packed = self._packed() if stored is None or scales is None else stored.pack_stored(self.weight, scales)
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -92,13 +128,31 @@ class PackedLayer(CheckpointLayer):
     def _packed(self) -> Tensor:
         return self._kernels.pack(self.weight)
 
+    def shape_of(self, parameter: str) -> tuple[int, ...]:
+        return super().shape_of(parameter) if self.stored is None or parameter != "weight" else self._plain[0]
+
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
+        if self.stored is not None and parameter == "weight":
+            rows, columns = region
+            found = stored_weights.read_values(self.stored, self.weight.data, self.weight_scales, rows)
+            return found[:, slice(*columns)].to(self._plain[1]).contiguous()
         if parameter != "weight" or not self.is_packed:
             return super().read_region(parameter, region)
         return self._kernels.unpack(self.weight, *region[0])
 
+    def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        """`CheckpointLayer.check_changes`: a weight that is held as stored keeps its values."""
+        if self.stored is None or parameter != "weight":
+            return
+        held = self.read_region(parameter, region).to(values.dtype)
+        if not torch.equal(held, values.to(held.device)):
+            raise CheckpointError(stored_weight_error(self.stored))
+
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
-        if parameter != "weight" or not self.is_packed:
+        if self.stored is not None and parameter == "weight":
+            # Written back unchanged.
+            self.check_changes(parameter, region, values)
+        elif parameter != "weight" or not self.is_packed:
             super().write_region(parameter, region, values)
         else:
             self._kernels.repack_(self.weight, region[0][0], self._converted(values))
@@ -118,3 +172,11 @@ class PackedLayer(CheckpointLayer):
         dtype = self.weight.dtype if self._quantised is None else self._quantised.dtype
         assert dtype.is_floating_point, f"{type(self).__name__} does not say that its weight is quantised"
         return values.detach().to(self.weight.device, dtype)
+
+
+def stored_weight_error(stored: StoredFormat) -> str:
+    """Reason and way out for a weight that is held as stored and would be changed."""
+    return (
+        f"is held in {stored.words}, as in its file, and cannot be changed but by reload_weights: set "
+        f"model.dequantize_experts=true, which dequantises experts when they are loaded"
+    )

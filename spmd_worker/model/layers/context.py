@@ -1,10 +1,12 @@
 """Constructor argument of every layer: rank group, kernels, attention backend, dtype and device of parameters."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import IntegerKernels, Kernels, QuantisedKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
@@ -14,7 +16,8 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """`layer` is the index, in the full model, of the layer being built. `expert_layout` None: tensor parallelism
-    within each expert. `quantised` is `kernels`, if they are quantised.
+    within each expert. `quantised` is `kernels`, if they are quantised. `stored_experts` are formats of layers, by
+    index, whose experts are held as the checkpoint stores them, by kernels that compute all at once.
     """
 
     tensor_group: GroupHandle
@@ -25,6 +28,7 @@ class LayerContext:
     expert_layout: ExpertLayout | None = None
     layer: int = 0
     quantised: QuantisedKernels | None = None
+    stored_experts: Mapping[int, StoredFormat] = field(default_factory=dict)
 
     @property
     def parts_group(self) -> GroupHandle:
@@ -35,6 +39,12 @@ class LayerContext:
     def integer(self) -> IntegerKernels | None:
         """`quantised`, if its ranks add integer sums."""
         return None if self.quantised is None else self.quantised.integer
+
+    @property
+    def of_head(self) -> "LayerContext":
+        """That of the embedding and the token head, which quantised kernels may leave in the model's dtype."""
+        head = None if self.quantised is None else self.quantised.head
+        return self if head is None else replace(self, kernels=head, quantised=None)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter; the loader must fill every element."""

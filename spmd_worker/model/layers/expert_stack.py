@@ -1,4 +1,5 @@
 """Weights of a rank's own experts of one layer, one behind the other in memory, for kernels that compute all at once.
+Numbers and scales of weights that are held as stored are two such tensors.
 
 Each expert keeps its parameters, which are views of the stacked tensors: names, shapes, loading and updates in place do
 not change. Parameters may be given other memory (waking up, code of `apply_model`): after `forget` the next step moves
@@ -11,13 +12,11 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.api import ExpertStack
 
-_PARAMETERS: Final = (
-    ("gate_up_proj", "weight"),
-    ("gate_up_proj", "bias"),
-    ("down_proj", "weight"),
-    ("down_proj", "bias"),
+_PARAMETERS: Final = tuple(
+    (module, name) for module in ("gate_up_proj", "down_proj") for name in ("weight", "bias", "weight_scales")
 )
 
 
@@ -34,8 +33,10 @@ class StackedExperts:
         activation: str,
         limit: float,
         device: torch.device,
+        stored: StoredFormat | None = None,
     ) -> None:
         self._experts, self._activation, self._limit = tuple(experts), activation, limit
+        self._stored = stored
         is_own = [int(index in set(own)) for index in range(num_experts)]
         self._ids = torch.tensor(own, dtype=torch.int32).to(device)
         self.is_own: Tensor | None = None if all(is_own) else torch.tensor(is_own, dtype=torch.int32).to(device)
@@ -50,12 +51,15 @@ class StackedExperts:
                 shape = (len(parameters), *parameters[0].shape)
                 stacked = torch.empty(shape, dtype=parameters[0].dtype, device=device)
                 for expert, view in zip(self._experts, stacked, strict=True):
-                    setattr(expert.get_submodule(module), name, nn.Parameter(view, requires_grad=False))
+                    is_buffer = name == "weight_scales"
+                    made = view if is_buffer else nn.Parameter(view, requires_grad=False)
+                    setattr(expert.get_submodule(module), name, made)
 
     def get(self) -> ExpertStack:
         """The stack; where parameters do not lie side by side, they are moved first."""
         if self._stack is None:
-            gate_up, gate_up_bias, down, down_bias = (self._stacked(*each) for each in _PARAMETERS)
+            found = [self._stacked(*each) for each in _PARAMETERS]
+            gate_up, gate_up_bias, gate_up_scales, down, down_bias, down_scales = found
             none = torch.empty((0, 0, 0), device=self._ids.device)
             has_bias = bool(self._experts) and self._experts[0].get_submodule("down_proj").rank_bias is not None
             self._stack = ExpertStack(
@@ -66,6 +70,9 @@ class StackedExperts:
                 down_bias=down_bias if has_bias else None,
                 activation=self._activation,
                 limit=self._limit,
+                stored=self._stored,
+                gate_up_scales=gate_up_scales,
+                down_scales=down_scales,
             )
         return self._stack
 
@@ -73,8 +80,8 @@ class StackedExperts:
         """Hold no weights; the next `get` looks at their addresses."""
         self._stack = None
 
-    def _parameters(self, module: str, name: str) -> list[nn.Parameter]:
-        found = [getattr(expert.get_submodule(module), name) for expert in self._experts]
+    def _parameters(self, module: str, name: str) -> list[Tensor]:
+        found = [getattr(expert.get_submodule(module), name, None) for expert in self._experts]
         return [each for each in found if each is not None]
 
     def _stacked(self, module: str, name: str) -> Tensor | None:

@@ -12,7 +12,7 @@ back, or all at once, if the kernels have a way to do so (`Kernels.expert_kernel
 T: tokens of the step; E: experts of the layer; k: experts of a token.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from math import nan
@@ -20,6 +20,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.context import LayerContext
@@ -28,6 +29,7 @@ from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, gate_up_linear
 from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import shard_range
 
@@ -158,8 +160,23 @@ class Expert(nn.Module):
         self.down_proj = _Down(context, shard_range(size, group.size, group.rank), size, hidden_size, has_bias)
 
     def forward(self, x: Tensor, *, is_fused: bool) -> Tensor:
-        output: Tensor = self.down_proj(self.gate_up_proj(x, is_fused=is_fused))
+        """One expert by itself: weights that are held as stored are dequantised for it."""
+        output: Tensor
+        if self.gate_up_proj.stored is None:
+            output = self.down_proj(self.gate_up_proj(x, is_fused=is_fused))
+        else:
+            gates, down = ({"weight": each.plain_weight()} for each in (self.gate_up_proj, self.down_proj))
+            gated = functional_call(self.gate_up_proj, gates, (x,), {"is_fused": is_fused})
+            output = functional_call(self.down_proj, down, (gated,))
         return output
+
+
+def _hold_as_stored(experts: Iterable[nn.Module], stored: StoredFormat) -> None:
+    """`PackedLayer.hold_as_stored` of all matrices."""
+    for expert in experts:
+        assert isinstance(expert, Expert), type(expert)
+        expert.gate_up_proj.hold_as_stored(stored)
+        expert.down_proj.hold_as_stored(stored)
 
 
 class _RemoteExperts(CheckpointLayer):
@@ -205,7 +222,10 @@ class SparseFeedForward(nn.Module):
         self._stacked: StackedExperts | None = None
         if self._expert_kernels is not None:
             modules, size = [*self.experts.values()], experts.num_experts
-            self._stacked = StackedExperts(modules, own, size, layer.activation, experts.limit, context.device)
+            stored = context.stored_experts.get(context.layer)
+            if stored is not None:
+                _hold_as_stored(modules, stored)
+            self._stacked = StackedExperts(modules, own, size, layer.activation, experts.limit, context.device, stored)
             self._stacked.allocate(context.device)
             self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
         self.shared_expert: FeedForward | None = None

@@ -134,6 +134,7 @@ class RowParallelLinear(PackedLayer):
 
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """`CheckpointLayer.check_changes`: other ranks have other parts of a quantised row."""
+        super().check_changes(parameter, region, values)
         if self._parts is None or parameter != "weight":
             return
         if self._parts.is_changed(self.weight, region[0][0], self._converted(values)):

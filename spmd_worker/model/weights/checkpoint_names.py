@@ -24,6 +24,7 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
 _IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices."""
+_EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMORY.values() for part in parts)
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
 
@@ -84,6 +85,18 @@ class CheckpointNames:
         found = self._layer.match(name)
         index = None if found is None else self._indices.get(int(found[1]))
         return None if found is None or index is None else (index, name[found.end() :])
+
+    def layer_of_expert(self, name: str) -> int | None:
+        """Index of the layer of a matrix of experts, separate or a stack; None for other tensors."""
+        found = self._layer_of(name)
+        if found is None or self._model_config.layers[found[0]].experts is None:
+            return None
+        if self._names.stacked:
+            is_matrix = found[1] in [each.name for each in self._names.stacked]
+        else:
+            patterns = [self._parts.get(each, each) for each in _EXPERT_MATRICES]
+            is_matrix = re.sub(r"\.\d+\.", ".{}.", found[1]) in [f"{each}.weight" for each in patterns]
+        return found[0] if is_matrix else None
 
     def _pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
         """A layer's slice with the checkpoint's names and shapes: several if a fused tensor has one part per head."""

@@ -26,6 +26,7 @@ from spmd_worker.model.weights.quantised_weight import (
 )
 from spmd_worker.model.weights.staging import HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.model_config.weight_format import Quantization, WeightFormat
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,19 @@ class DequantisedCheckpoint:
         """`ScaledWeight.row_scales` of a weight; None if it has none."""
         weight = self.weights.get(name)
         return weight.row_scales(region) if type(weight) is ScaledWeight else None
+
+    def check_stored(self, name: str, stored: StoredFormat) -> None:
+        """Raise CheckpointError unless a weight is stored in this format."""
+        weight = self.weights.get(name)
+        if weight is None or not weight.is_stored_as(stored):
+            raise CheckpointError(
+                f"{self.folder}: {name} is not stored in {stored.words} with the scales that quantization_config of "
+                f"config.json says: set model.dequantize_experts=true"
+            )
+
+    def read_stored(self, name: str, region: Rectangle, stored: StoredFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        """`QuantisedWeight.read_stored` of a weight that `check_stored` has found in this format."""
+        return self.weights[name].read_stored(region, stored)
 
     def is_unused(self, name: str) -> bool:
         """`WeightSource.is_unused`: older writers of GPTQ give layers without a bias one of zeros."""

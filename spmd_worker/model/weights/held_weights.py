@@ -1,6 +1,6 @@
 """This rank's weights by checkpoint name, to read them and to replace them one at a time."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -12,6 +12,8 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.weight_slice import HeldSlice, Rectangle, WeightSlice, extents, joined_ranges
 from spmd_worker.model.weights.region import move_block
+from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.ops.kernels import stored_weights
 
 _MAX_SEPARATE_PIECES: Final = 3
 
@@ -38,6 +40,36 @@ class HeldPiece:
         destination = move_block(piece.oriented(block), piece.oriented(piece.source), piece.destination)
         values = values.transpose(-1, -2) if piece.is_transposed else values
         self.layer.write_region(self.parameter, destination, values.reshape(extents(destination)))
+
+    @property
+    def stored(self) -> StoredFormat | None:
+        """The format in which the layer holds the parameter as files store it; None if it does not."""
+        return self.layer.stored if isinstance(self.layer, PackedLayer) and self.parameter == "weight" else None
+
+    def stored_blocks(self, max_bytes: int) -> Iterator[Rectangle]:
+        """Cut the slice's source by outputs, where scales begin, into blocks of about `max_bytes` as stored."""
+        piece, stored = self.piece, self.stored
+        assert stored is not None, piece
+        *others, (start, stop), inputs = piece.oriented(piece.source)
+        num_rows = max_bytes // max(1, stored.numbers_shape(1, inputs[1] - inputs[0])[1])
+        step = max(1, num_rows // stored.group_rows) * stored.group_rows
+        for first in range(start, stop, step):
+            yield piece.oriented((*others, (first, min(first + step, stop)), inputs))
+
+    def write_stored(self, block: Rectangle, numbers: Tensor, scales: Tensor) -> None:
+        """Replace a block of `stored_blocks` by what the file has of it."""
+        assert isinstance(self.layer, PackedLayer), self.piece
+        first, start = (self.piece.oriented(each)[-2][0] for each in (self.piece.source, block))
+        self.layer.write_stored(self.rows[0] + start - first, numbers, scales)
+
+    def stored_values(self, block: Rectangle, numbers: Tensor, scales: Tensor) -> Tensor:
+        """Float32 values of what a file has of a block of `stored_blocks`, with the checkpoint's dimensions."""
+        stored = self.stored
+        assert stored is not None, self.piece
+        if not stored.is_mxfp4:
+            scales = scales.repeat_interleave(stored.group_rows, dim=0)[: len(numbers)]
+        found = stored_weights.values(stored, numbers, scales)
+        return (found.t() if self.piece.is_transposed else found).reshape(extents(block))
 
     def write_back(self, values: Tensor) -> None:
         """`write` of values that were read, perhaps in a narrower dtype: unchanged ones must not be rounded."""

@@ -18,6 +18,7 @@ from spmd_worker.model.layers.weight_slice import Rectangle, extents
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.dequantise import AWQ_ORDER, apply_scales, mxfp4, unpack
 from spmd_worker.model.weights.region import split_region
+from spmd_worker.model_config.stored_format import MX_GROUP, StoredFormat
 from spmd_worker.model_config.weight_format import WeightFormat
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -65,6 +66,17 @@ class QuantisedWeight(ABC):
             inside = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(block, region, strict=True))
             result[inside] = self._read_block(block)
         return result
+
+    def is_stored_as(self, stored: StoredFormat) -> bool:
+        """Whether `read_stored` reads numbers and scales of this format."""
+        del stored
+        return False
+
+    def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
+        """Bytes of numbers and scales of a region of a matrix, which begins and ends where scales do, as
+        `stored_weights.write_rows` takes them, outputs first. Only if `is_stored_as`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def _check(self) -> tuple[int, ...]:
@@ -189,6 +201,26 @@ class ScaledWeight(LinearWeight):
         columns = (first // width, stop // width) if is_grouped else (0, 1)
         scales = self._scales(row_range, columns)
         return scales.index_select(0, row_groups.to(scales.device))
+
+    def is_stored_as(self, stored: StoredFormat) -> bool:
+        rows, columns = self._block_size
+        is_plain = self.format.number == "e4m3" and not self.format.has_zeros and "order" not in self.parts
+        if stored.is_mxfp4 or type(self) is not ScaledWeight or not is_plain:
+            return False
+        if not stored.group_inputs:
+            return columns >= self.shape[1] and rows in (1, self.shape[0])
+        return (rows, columns) == (stored.group_rows, stored.group_inputs)
+
+    def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
+        rows, columns = region
+        numbers = self._read_part("numbers", rows, columns).view(torch.uint8)
+        of_rows, of_columns = (
+            (start // size, -(-stop // size)) for (start, stop), size in zip(region, self._block_size, strict=True)
+        )
+        scales = self._scales(of_rows, of_columns)
+        # One scale a tensor is one of each row.
+        is_of_tensor = not stored.group_inputs and self._block_size[0] > 1
+        return numbers, scales.expand(len(numbers), 1) if is_of_tensor else scales
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
         return self._read_part("numbers", rows, columns).to(torch.float32)
@@ -320,7 +352,18 @@ class Mxfp4Weight(QuantisedWeight):
             )
         self._expect("numbers", None, torch.uint8)
         self._expect("scales", found[:3], torch.uint8, torch.float8_e8m0fnu)
-        return found[0], found[2] * 32, found[1]
+        return found[0], found[2] * MX_GROUP, found[1]
+
+    def is_stored_as(self, stored: StoredFormat) -> bool:
+        return stored.is_mxfp4
+
+    def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
+        """The region is of one expert."""
+        experts, (start, stop), rows = region
+        groups = start // MX_GROUP, stop // MX_GROUP
+        numbers = self._read_part("numbers", experts, rows, groups, (0, MX_GROUP // 2))
+        exponents = self._read_part("scales", experts, rows, groups).view(torch.uint8)
+        return numbers[0].flatten(1), exponents[0]
 
     def _read_block(self, block: Rectangle) -> Tensor:
         experts, columns, rows = block

@@ -15,6 +15,8 @@ loading after a sleep update packed parameters. The same rules hold for all of t
   on a GPU after all are written; a full tensor is checked completely, so that all ranks come to the same result.
 * Errors. Wrong weights raise CheckpointError, which is a ValueError; anything but a name and a tensor TypeError; calls
   at the wrong time (requests in flight, asleep) RuntimeError. A tensor is written and recorded, or neither.
+* Experts that are held as files store them (`LayerContext.stored_experts`) are replaced by such files alone: `fill` and
+  `reload` copy numbers and scales, and check that they are finite; tensors of a trainer are refused, and changes too.
 * Memory. Fresh parameters are plain: they are written in blocks of at most 16 MB in the order of the files, and packed
   when all are filled. Later a tensor is written in place, and only this rank's slices of it are copied.
 
@@ -35,7 +37,7 @@ from torch import Tensor
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, stored_weight_error
 from spmd_worker.model.layers.weight_slice import ModelTensor, PaddingSlice, Rectangle, WeightSlice, full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
@@ -48,12 +50,15 @@ from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, finite_flag, tied_head_fault
 from spmd_worker.model.weights.weight_source import WeightSource
 from spmd_worker.model.weights.weight_update import WeightUpdate
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.model_config.weight_format import Quantization
 from spmd_worker.native.threads import use_single_threaded_torch
 from spmd_worker.ranks.topology import Stage
 
 # Well under the documented 64 MB: glibc reuses blocks below 32 MB instead of faulting in fresh pages each time.
 _BLOCK_BYTES = 16 * 2**20
+_STORED_BLOCK_BYTES = 2 * 2**20
+"""Bytes as stored: checking that 4 million numbers of MXFP4 are finite takes about 100 MB for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,9 @@ class WeightStore:
         stage_slices: Callable[[Stage], list[WeightSlice]],
         *,
         allows_nonfinite: bool = False,
+        stored_experts: Mapping[int, StoredFormat] | None = None,
     ) -> None:
+        self._stored_experts = stored_experts or {}
         self.names, self._layers, self._dtype, self._stage_slices = names, layers, dtype, stage_slices
         self._allows_nonfinite = allows_nonfinite
         self.update = WeightUpdate(names.tied)
@@ -145,14 +152,16 @@ class WeightStore:
         """
         start_s, num_bytes_before = time.perf_counter(), source.num_bytes_read
         parameters = _parameters(self._layers)
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        self._check_covered(source, parameter_problems(self.slices, self.paddings, shapes))
+        self._check_covered(source, parameter_problems(self.slices, self.paddings, _shapes(self._layers)))
         pieces = [(name, each) for name, weight in self.held.items() for each in (*weight.pieces, *weight.copies)]
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
         pieces.sort(key=lambda pair: (source.position(pair[0]), pair[1].piece.source))
         jobs: list[tuple[HeldPiece, Rectangle]] = []
         for name, held in pieces:
             _check_tied(source, self.names.tied, name, held.piece.source)
+            if held.stored is not None:
+                jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
+                continue
             jobs += [(held, block) for block in source.blocks(name, held.piece.source, _BLOCK_BYTES)]
         # Threads do not take over a caller's inference mode, in which the parameters may have been made.
         write = partial(self._write_block, source, torch.is_inference_mode_enabled())
@@ -192,7 +201,7 @@ class WeightStore:
         self.update.forget_tied_head()
         for name in sorted(self.tensors, key=source.position):
             tensor = source.read(name, full_rectangle(self.shapes[name]))
-            self._write(name, tensor, _in_file(source, name))
+            self._write(name, tensor, _in_file(source, name), source)
             for held in self.held[name].pieces if name in self.held else ():
                 if (found := _stored_scales(source, held)) is not None:
                     layer, scales = found
@@ -242,9 +251,11 @@ class WeightStore:
                 self.update.rejected_calls.append(self.update.num_calls)
                 raise
 
-    def _write(self, name: str, tensor: Tensor, subject: str) -> bool:
-        """Write and record one full tensor; whether this rank has a part of it. Errors begin with `subject`."""
-        self._check_tensor(name, tensor)
+    def _write(self, name: str, tensor: Tensor, subject: str, source: WeightSource | None = None) -> bool:
+        """Write and record one full tensor; whether this rank has a part of it. Errors begin with `subject`. `source`
+        has the tensor; None: it is a trainer's.
+        """
+        self._check_tensor(name, tensor, is_from_trainer=source is None)
         is_head = self._is_tied_head(name)
         # A tied head is compared with the embedding, which is checked.
         if not is_head and not self._allows_nonfinite:
@@ -255,7 +266,11 @@ class WeightStore:
             if is_head:
                 self.update.add_tied_head(tensor)
                 return False
-            if name in self.held:
+            if name in self.held and source is not None and self._stored_format(name) is not None:
+                for held in self.held[name].pieces:
+                    for block in held.stored_blocks(_STORED_BLOCK_BYTES):
+                        held.write_stored(block, *_read_stored(source, held, block))
+            elif name in self.held:
                 self.held[name].load(tensor)
             self.update.add(name, tensor)
         return name in self.held
@@ -269,15 +284,24 @@ class WeightStore:
                 if self.names.is_derived(name) and not is_head:
                     continue
                 if name not in self.tensors and not is_head:
+                    hint = "; parts of experts as stored are replaced by reload_weights" if self._stored_experts else ""
                     raise CheckpointError(
-                        f"{given_name}: the model has no such weight: use the names of its checkpoint"
+                        f"{given_name}: the model has no such weight: use the names of its checkpoint{hint}"
                     )
                 if view is not None:
                     check_data(given_name, tensor)
                 yield name, tensor if view is None else view.of(tensor)
 
-    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+    def _stored_format(self, name: str) -> StoredFormat | None:
+        """Format in which a weight of any rank is held as files store it; None if it is not."""
+        layer = self.names.layer_of_expert(name) if self._stored_experts else None
+        return None if layer is None else self._stored_experts.get(layer)
+
+    def _check_tensor(self, name: str, tensor: Tensor, *, is_from_trainer: bool = True) -> None:
         """Raise CheckpointError for a shape or dtype the weight cannot have; a tied head is checked at the commit."""
+        stored = self._stored_format(name) if is_from_trainer else None
+        if stored is not None:
+            raise CheckpointError(f"{name}: {stored_weight_error(stored)}")
         if not self._is_tied_head(name) and tuple(tensor.shape) != self.shapes[name]:
             raise CheckpointError(
                 f"{name}: has the shape {list(tensor.shape)}, but the model's has {list(self.shapes[name])}"
@@ -305,6 +329,8 @@ class WeightStore:
         raise_problems([*problems, *other_problems])
         for name in self.tensors:
             source.dtype(name)
+            if (stored := self._stored_format(name)) is not None:
+                _dequantised(source).check_stored(name, stored)
 
     @torch.no_grad()
     def _write_block(self, source: WeightSource, is_inference: bool, job: tuple[HeldPiece, Rectangle]) -> Tensor | None:
@@ -314,13 +340,17 @@ class WeightStore:
         held, block = job
         name, flag = held.piece.checkpoint_name, None
         with torch.inference_mode(is_inference), source.staging.thread():
-            values = source.read(name, block)
+            parts = None if held.stored is None else _read_stored(source, held, block)
+            values = source.read(name, block) if parts is None else held.stored_values(block, *parts)
             if not self._allows_nonfinite:
                 if source.staging.device.type == "cpu":
                     self._check_block(source, name, block, values)
                 else:
                     flag = finite_flag(values, self._dtype_of(name))
-            held.write_block(block, values)
+            if parts is None:
+                held.write_block(block, values)
+            else:
+                held.write_stored(block, *parts)
         return flag
 
     def _check_block(self, source: WeightSource, name: str, block: Rectangle, values: Tensor) -> None:
@@ -337,7 +367,11 @@ class WeightStore:
         for ((held, block), _), is_finite in zip(found, are_finite, strict=True):
             if not is_finite:
                 name = held.piece.checkpoint_name
-                self._check_block(source, name, block, source.read(name, block))
+                if held.stored is None:
+                    values = source.read(name, block)
+                else:
+                    values = held.stored_values(block, *_read_stored(source, held, block))
+                self._check_block(source, name, block, values)
 
     def _is_tied_head(self, name: str) -> bool:
         return self.names.tied is not None and name == self.names.tied[1]
@@ -355,6 +389,31 @@ def _parameters(layers: Mapping[str, CheckpointLayer]) -> dict[str, Tensor]:
     on_meta = [name for name, parameter in found.values() if parameter.is_meta]
     assert not on_meta, ("parameters without storage", on_meta[:3])
     return dict(found.values())
+
+
+def _shapes(layers: Mapping[str, CheckpointLayer]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of `_parameters` as regions index them."""
+    found: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for name, layer in layers.items():
+        for own, parameter in layer.named_parameters(recurse=False):
+            found.setdefault(id(parameter), (f"{name}.{own}".removeprefix("."), layer.shape_of(own)))
+    return dict(found.values())
+
+
+def _dequantised(source: WeightSource) -> DequantisedCheckpoint:
+    """A source of weights as they are stored. Raises CheckpointError."""
+    if not isinstance(source, DequantisedCheckpoint):
+        raise CheckpointError(
+            f"{source.folder}: has no quantised weights, and experts are held as files store them: set "
+            f"model.dequantize_experts=true"
+        )
+    return source
+
+
+def _read_stored(source: WeightSource, held: HeldPiece, block: Rectangle) -> tuple[Tensor, Tensor]:
+    """Numbers and scales of a block of `HeldPiece.stored_blocks`."""
+    assert held.stored is not None, held.piece
+    return _dequantised(source).read_stored(held.piece.checkpoint_name, block, held.stored)
 
 
 def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, region: Rectangle) -> None:

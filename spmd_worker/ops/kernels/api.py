@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.sample_row import SampleRow
 
 MAX_LOGIT: Final = 1e30
@@ -91,7 +92,8 @@ class ExpertStack:
 
     `ids` int32 [N]; `gate_up` [N, 2 I, H], gates before ups, or in turns if `limit` is above 0 (`ExpertsConfig.limit`);
     `down` [N, H, I]; biases [N, 2 I] and [N, H], None if this rank adds none. `activation` is of the gates without a
-    limit.
+    limit. With `stored` both weights are bytes of numbers in that format, which have `gate_up_scales` and
+    `down_scales`, [N, ...] of `StoredFormat.scales_shape`.
     """
 
     ids: Tensor
@@ -101,6 +103,9 @@ class ExpertStack:
     down_bias: Tensor | None
     activation: str
     limit: float
+    stored: StoredFormat | None = None
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
 
 
 class ExpertKernels(Protocol):
@@ -311,6 +316,10 @@ class QuantisedKernels(Kernels, Protocol):
     @property
     def stored(self) -> "StoredScaleKernels | None":
         """These kernels, if they compute with FP8 numbers of a checkpoint as they are."""
+
+    @property
+    def head(self) -> Kernels | None:
+        """Kernels of the token head, if it keeps the model's dtype; None: it is quantised too."""
 
     def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
         """`repack_` for some inputs of rows [n, in] whose maximum magnitudes are `maxima`, float32 [n]: quantises all

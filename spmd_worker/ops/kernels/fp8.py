@@ -7,6 +7,9 @@ then to the sum in float32, ascending; a result is (sum x scale of the row) x sc
 part x (scale of the row's group x scale of the output's), + bias, in float32, rounded once. A rank's share of a row is
 a row of its own: results of several ranks are added like those of plain weights, and bits depend on their number.
 
+The token head keeps the model's dtype, as in most FP8 checkpoints: its share of the difference in perplexity was more
+than half (docs/lab/kernels.md).
+
 T: tokens; O: outputs; I: inputs; G: scales of a row, 1 or I / 128.
 """
 
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.model_config.byte_rows import GROUP, fits_bytes
+from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ops.kernels.byte_rows import ByteRowPacking, ByteRows, is_packed
 from spmd_worker.ops.kernels.int8 import row_maxima
 from spmd_worker.ops.kernels.reference import ReferenceKernels
@@ -117,6 +121,7 @@ class Fp8Packing(ByteRowPacking):
 
     dtype: torch.dtype
     weights: Fp8Weights
+    head: Kernels
     integer: Final = None
 
     @property
@@ -140,7 +145,7 @@ class ReferenceFp8Kernels(Fp8Packing, ReferenceKernels):
     """Implements `kernels.api.QuantisedKernels` on any device, slowly: for tests."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.weights = dtype, Fp8Weights(dtype)
+        self.dtype, self.weights, self.head = dtype, Fp8Weights(dtype), ReferenceKernels()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Weights that are not packed are multiplied too."""

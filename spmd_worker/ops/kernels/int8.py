@@ -134,6 +134,7 @@ class Int8Packing:
 
     weights: Int8Weights
     stored: Final = None
+    head: Final = None
 
     def pack(self, weight: Tensor) -> Tensor:
         return self.weights.pack(weight, row_maxima(weight))

@@ -28,13 +28,15 @@ _GPU_LIBRARIES: Final = ("triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidi
 @dataclass(frozen=True, slots=True)
 class Operations:
     """Kernels and attention of one model. `quantised` are the same kernels if weights are quantised. `is_native`: GEMMs
-    and attention use the compiled kernels, so torch's own threads have little to do in a step.
+    and attention use the compiled kernels, so torch's own threads have little to do in a step. `decodes_experts`: the
+    kernels compute MXFP4 and FP8 experts as they are stored.
     """
 
     kernels: Kernels
     attention: AttentionBackend
     quantised: QuantisedKernels | None = None
     is_native: bool = False
+    decodes_experts: bool = False
 
 
 class DeviceBackend(ABC):

@@ -68,7 +68,7 @@ class TritonDevice(DeviceBackend):
         if reason is not None:
             raise ConfigError(f"{_KEY} {reason}: {_WAY_OUT}")
         quantised = self._quantised_kernels()
-        return Operations(quantised or TritonKernels(), TritonBackend(), quantised)
+        return Operations(quantised or TritonKernels(), TritonBackend(), quantised, decodes_experts=quantised is None)
 
     def unsupported(self) -> str | None:
         model_config = self.resolved.model_config

@@ -5,6 +5,7 @@ runtime's forward pass, rounded up.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,6 +14,7 @@ from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
 from spmd_worker.model_config.layer_config import float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ranks.topology import RankLayout, Stage, expert_share, shard_range, stage_of, vocabulary_rows
 
@@ -20,6 +22,9 @@ OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Prefill operations of a device per byte moved between it and the host: about 1 TFLOP/s to 7 GB/s in host memory, 400
 TFLOP/s to 50 GB/s of PCIe 5. Only the order of magnitude matters (docs/internals/cache.md).
 """
+
+StoredFormats = Mapping[int, StoredFormat]
+NOT_STORED: Final[StoredFormats] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,16 @@ def rank_sizes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Rank
 
 
 def weights_bytes(
-    model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str, quantization: str | None = None
+    model_config: ModelConfig,
+    layout: RankLayout,
+    rank: int,
+    dtype: str,
+    device: str,
+    quantization: str | None = None,
+    stored: StoredFormats = NOT_STORED,
 ) -> int:
-    """Bytes of one rank's weights, quantised weights as packed; `device` is `cpu` or `cuda`.
+    """Bytes of one rank's weights, quantised weights as packed; `device` is `cpu` or `cuda`. `stored` are formats of
+    layers, by index, whose experts stay as they are stored.
 
     On the CPU weights are packed for its GEMMs, a tied head as a copy of the embedding, which is looked up by row.
     oneDNN's packing (without AMX) pads incomplete tiles beyond this. If nothing packs (no compiler, and a CPU on which
@@ -62,7 +74,7 @@ def weights_bytes(
     )
     float32_bytes = float32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
     # A tied head shares the embedding's rows only if one stage has both and nothing packs.
-    packs = device == "cpu" or quantization is not None
+    packs = device == "cpu" or quantization == "int8"
     shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and not packs
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
@@ -78,8 +90,9 @@ def weights_bytes(
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
     head_bias = sizes.num_vocabulary_rows * (model_config.has_head_bias and has_head) * stage.is_last
     num_bytes = (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
+    num_bytes -= _bytes_saved(model_config, layout, rank, dtype, stored)
     if quantization is not None:
-        shapes = int8_shapes(model_config, layout, rank)
+        shapes = quantised_shapes(model_config, layout, rank, has_head=quantization == "int8")
         plain = sum(count * outputs * inputs for (outputs, inputs, _), count in shapes.items())
         num_bytes -= plain * DTYPE_BYTES[dtype]
         num_bytes += sum(
@@ -106,9 +119,11 @@ def head_argmax_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, 
     return argmax_bytes(num_rows, model_config.embedding_size, dtype, device)
 
 
-def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Counter[tuple[int, int, bool]]:
+def quantised_shapes(
+    model_config: ModelConfig, layout: RankLayout, rank: int, *, has_head: bool
+) -> Counter[tuple[int, int, bool]]:
     """Counts of a rank's quantised weights by (outputs, inputs, whether the rows are gate and up projections). The
-    embedding is not quantised; a tied head is a copy of it.
+    embedding is not quantised; a tied head that is, if it `has_head`, is a copy of it.
     """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
     stage = stage_of(layout, model_config, rank)
@@ -120,7 +135,7 @@ def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Cou
         shapes[hidden, query, False] += 1
         shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
         shapes[hidden, sizes.num_columns, False] += 1
-    if stage.is_last:
+    if stage.is_last and has_head:
         shapes[sizes.num_vocabulary_rows, model_config.embedding_size, False] += 1
     if model_config.own_embedding_size and stage.is_first:
         shapes[hidden, model_config.own_embedding_size, False] += 1
@@ -143,7 +158,23 @@ def _layers_elements(model_config: ModelConfig, layout: RankLayout, rank: int, s
     )
 
 
-def expert_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> int:
+def _bytes_saved(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, stored: StoredFormats) -> int:
+    """Bytes that a rank's experts of layers that stay as they are stored take less than in this dtype."""
+    stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
+    for index in range(stage.start, stage.stop):
+        share = expert_share(layout, model_config.layers[index], index, layout.tensor_rank(rank))
+        if share is None or index not in stored:
+            continue
+        shapes = (2 * share.num_columns, hidden), (hidden, share.num_columns)
+        for outputs, inputs in shapes:
+            saved = outputs * inputs * DTYPE_BYTES[dtype] - stored[index].num_bytes(outputs, inputs)
+            total += share.num_experts * saved
+    return total
+
+
+def expert_bytes(
+    model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, stored: StoredFormats = NOT_STORED
+) -> int:
     """Bytes of a rank's routed experts."""
     stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
     for index in range(stage.start, stage.stop):
@@ -152,7 +183,7 @@ def expert_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype
         if layer.experts is not None and share is not None:
             routed = replace(share, num_shared_columns=0)
             total += layer.experts.elements(hidden, routed) - layer.experts.router_elements(hidden)
-    return total * DTYPE_BYTES[dtype]
+    return total * DTYPE_BYTES[dtype] - _bytes_saved(model_config, layout, rank, dtype, stored)
 
 
 def activation_bytes(

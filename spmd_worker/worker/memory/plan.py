@@ -14,7 +14,7 @@ from kv_cache.cache_sizing import (
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.worker.memory.estimate import cache_spec, weights_bytes
+from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, cache_spec, weights_bytes
 
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
 """Per rank."""
@@ -45,12 +45,15 @@ def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_b
         raise ConfigError(str(error)) from None
 
 
-def check_memory(resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int) -> None:
+def check_memory(
+    resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int, stored: StoredFormats = NOT_STORED
+) -> None:
     """Raise ConfigError, before anything is allocated, if `total_bytes` of memory are too few for the weights, or for
-    the cache of `cache.num_blocks`, of the ranks that share it, all about as large as this one.
+    the cache of `cache.num_blocks`, of the ranks that share it, all about as large as this one. `stored`: see
+    `weights_bytes`.
     """
     needed = num_local_ranks * weights_bytes(
-        resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type
+        resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type, stored=stored
     )
     ranks = "this rank" if num_local_ranks == 1 else f"the {num_local_ranks} ranks here"
     if needed > total_bytes:

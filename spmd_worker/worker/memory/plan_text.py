@@ -12,7 +12,7 @@ from kv_cache.block import num_blocks_for
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, format_bytes, num_swap_blocks
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.model_config import DTYPE_BYTES
-from spmd_worker.ranks.topology import stage_of
+from spmd_worker.ranks.topology import RankLayout, stage_of
 from spmd_worker.replica.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory import host
@@ -33,6 +33,7 @@ from spmd_worker.worker.memory.plan import (
     resolve_swap_space_bytes,
     size_rank,
 )
+from spmd_worker.worker.stored_experts import planned_stored_experts
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
 """Approximate memory of a process apart from its tensors: torch, and on a GPU CUDA's context and libraries."""
@@ -90,12 +91,13 @@ class MemoryPlan:
         """
         resolved, num_blocks = self.resolved, self.num_blocks
         num_ranks, given = resolved.layout.world_size, _given_bytes(resolved)
+        stored = planned_stored_experts(resolved).formats
         try:
             if resolved.device_type == "cpu":
-                check_memory(resolved, 0, num_ranks, host.total_bytes() if given is None else given)
+                check_memory(resolved, 0, num_ranks, host.total_bytes() if given is None else given, stored)
             elif given is not None:
                 for rank in range(num_ranks):
-                    check_memory(resolved, rank, 1, given)
+                    check_memory(resolved, rank, 1, given, stored)
             if num_blocks is not None and not resolved.model_config.is_encoder:
                 check_cache_blocks(resolved, num_blocks, self.num_swap_blocks)
         except ConfigError as error:
@@ -165,7 +167,8 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     model_config, layout, scheduler = resolved.model_config, resolved.layout, resolved.config.scheduler
     num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     quantization = resolved.config.model.quantization
-    weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization)
+    stored = planned_stored_experts(resolved).formats
+    weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization, stored)
     weights += _argmax_bytes(resolved, rank)
     return RankShare(
         rank_sizes(model_config, layout, rank),
@@ -203,6 +206,13 @@ def _quantised(plan: MemoryPlan) -> list[str]:
             f"files      quantised, {model_config.quantization.words}: FP8 numbers that have a scale a tensor, a row "
             "or 128 inputs are computed with as they are, others are dequantised when they are loaded"
         ]
+    stored = planned_stored_experts(plan.resolved)
+    if stored.formats:
+        kinds = " and ".join(dict.fromkeys(each.words for each in stored.formats.values()))
+        return [
+            f"files      quantised, {model_config.quantization.words}: experts stay in {kinds} in "
+            f"{len(stored.formats)} layers, other weights are dequantised to {dtype} when they are loaded"
+        ]
     num_bytes = format_bytes(model_config.num_parameters * DTYPE_BYTES[dtype])
     return [
         f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded, the "
@@ -221,8 +231,9 @@ def _int8(plan: MemoryPlan) -> list[str]:
         for rank in range(layout.world_size)
     )
     kind, quantised = resolved.config.model.quantization, max(share.weights_bytes for share in plan.shares)
+    others = "the embedding and norms" if kind == "int8" else "the embedding, the head and norms"
     return [
-        f"quantised  to {kind}, a scale an output, all but the embedding and norms: {format_bytes(quantised)} on a "
+        f"quantised  to {kind}, a scale an output, all but {others}: {format_bytes(quantised)} on a "
         f"rank, scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
     ]
 
@@ -247,11 +258,15 @@ def _experts(plan: MemoryPlan) -> list[str]:
         return []
     size = DTYPE_BYTES[resolved.dtype]
     ranks = range(layout.tensor_parallel_size * layout.pipeline_parallel_size)
-    max_bytes = max(expert_bytes(model_config, layout, rank, resolved.dtype) for rank in ranks)
+    stored = planned_stored_experts(resolved).formats
+    max_bytes = max(expert_bytes(model_config, layout, rank, resolved.dtype, stored) for rank in ranks)
+    whole = RankLayout(1)
+    saved = expert_bytes(model_config, whole, 0, resolved.dtype)
+    saved -= expert_bytes(model_config, whole, 0, resolved.dtype, stored)
     part = "complete ones" if layout.experts is not None else "columns of each"
     return [
-        f"experts    {format_bytes(model_config.num_expert_parameters * size)} of "
-        f"{format_bytes(model_config.num_parameters * size)} of weights: {sparse[0].num_experts} in each of "
+        f"experts    {format_bytes(model_config.num_expert_parameters * size - saved)} of "
+        f"{format_bytes(model_config.num_parameters * size - saved)} of weights: {sparse[0].num_experts} in each of "
         f"{len(sparse)} layers, {sparse[0].num_chosen} per token; a rank has {part}, at most {format_bytes(max_bytes)}"
     ]
 

@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from spmd_worker.model_config.layer_config import ExpertsConfig
+from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
 from spmd_worker.ops.kernels.triton import (
     attention,
     attention_kernels,
@@ -352,6 +353,50 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
             pair = experts.tiles_for(num_slots, 128, torch.bfloat16, divmod(chip, 10), SHARED_BYTES[chip])
             if not is_short or pair[0].rows == 16:
                 yield from _grouped_variants(pair, chip, element, is_short=is_short)
+            yield from _stored_variants(num_slots, chip, element, is_short=is_short)
+
+
+STORED = {
+    "mxfp4": MXFP4,
+    "fp8 blocks": StoredFormat("e4m3", 128, 128),
+    "fp8 rows": StoredFormat("e4m3", 1, 0),
+}
+
+
+def _stored_variants(num_slots: int, chip: int, element: str, *, is_short: bool) -> Iterator[Variant]:
+    """Like `_grouped_variants`: gates of MXFP4 are clamped, those of FP8 plain; the gate compiles gates of few rows."""
+    for word, stored in STORED.items():
+        pair = experts.tiles_for(*(num_slots, 128, torch.bfloat16, divmod(chip, 10), SHARED_BYTES[chip]), stored)
+        if is_short and (pair[0].rows != 16 or word == "fp8 rows"):
+            continue
+        for by_tma in (True,) if is_short else (True, False) if chip >= 90 else (False,):
+            for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
+                is_gated = kernel is expert_kernels.gate_up
+                is_clamped = is_gated and stored.is_mxfp4
+                if (is_short and is_gated != stored.is_mxfp4) or (
+                    by_tma and not experts.gates_by_tma(is_clamped, divmod(chip, 10))
+                ):
+                    continue
+                shape = f"{tile.rows}x{tile.columns}x{tile.inputs} stages {tile.num_stages}"
+                types = _of_experts(kernel, element) | {"weight": "*u8"}
+                types["scales"] = "*u8" if stored.is_mxfp4 else "*fp32"
+                if by_tma:
+                    num_bytes = tile.inputs // 2 if stored.is_mxfp4 else tile.inputs
+                    types["weight"] = f"tensordesc<u8[{tile.columns}, {num_bytes}]>"
+                    if not is_gated:
+                        types["x"] = f"tensordesc<{element}[{tile.rows}, {tile.inputs}]>"
+                if not is_clamped:
+                    del types["bias"]
+                constants = experts.constants(8, tl.bfloat16, tile, stored) | {"BIAS": is_clamped, "BY_TMA": by_tma}
+                constants |= {"CLAMPED": is_clamped} if is_gated else {"GATHERS": False}
+                options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
+                yield Variant(
+                    f"{kernel.__name__} {word} {shape}{' tma' if by_tma else ''}",
+                    *(kernel, types, constants, options, ("N", "K"), True),
+                    instruction="mma.sync" if tile.rows < 64 else "",
+                    stack_bytes=_OUTER_LOOP_BYTES,
+                    chips=(chip,),
+                )
 
 
 def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short: bool) -> Iterator[Variant]:
@@ -364,6 +409,7 @@ def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short:
                 word = "" if not flag else "clamped " if is_gated else "gathers "
                 shape = f"{tile.rows}x{tile.columns}x{tile.inputs} stages {tile.num_stages}"
                 types = _of_experts(kernel, element)
+                del types["scales"]
                 if by_tma:
                     types["weight"] = f"tensordesc<{element}[{tile.columns}, {tile.inputs}]>"
                     if not is_gated and not flag:

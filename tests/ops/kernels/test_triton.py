@@ -73,7 +73,7 @@ def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["experts"])
+@pytest.mark.parametrize("part", ["experts", "stored_experts"])
 def test_interpreted_kernels_of_parts_have_row_independent_bits(tmp_path: Path, part: str):
     found = run_alone(f"triton_{part}_cases.py", "gate", cache=tmp_path, interpret=True)
     assert len(found) >= 4
@@ -82,7 +82,7 @@ def test_interpreted_kernels_of_parts_have_row_independent_bits(tmp_path: Path, 
 
 @pytest.mark.stress
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["experts"])
+@pytest.mark.parametrize("part", ["experts", "stored_experts"])
 def test_all_interpreted_cases_of_parts(tmp_path: Path, part: str):
     found = run_alone(f"triton_{part}_cases.py", cache=tmp_path, interpret=True)
     assert len(found) >= 8
@@ -93,6 +93,14 @@ def test_all_interpreted_cases_of_parts(tmp_path: Path, part: str):
 @pytest.mark.timeout(1200)
 def test_interpreted_experts_generate_the_tokens_of_the_cpu(tmp_path: Path):
     found = run_alone("triton_experts_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)
+    assert len(found) >= 18
+    assert [name for name, is_so in found.items() if not is_so] == []
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1200)
+def test_stored_experts_generate_the_tokens_of_dequantised_ones(tmp_path: Path):
+    found = run_alone("triton_stored_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)
     assert len(found) >= 18
     assert [name for name, is_so in found.items() if not is_so] == []
 
@@ -128,7 +136,9 @@ def test_interpreted_attention_takes_wide_heads(tmp_path: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", [*LEAST_CASES, "triton_experts_cases.py", "triton_quantised_cases.py"])
+@pytest.mark.parametrize(
+    "script", [*LEAST_CASES, *(f"triton_{part}_cases.py" for part in ("experts", "stored_experts", "quantised"))]
+)
 def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str):
     found = run_alone(script, "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}

@@ -150,8 +150,8 @@ def test_plan_text_of_fp8_files_computed_as_stored(model_config: ModelConfig, tm
         "inputs are computed with as they are, others are dequantised when they are loaded"
     )
     assert lines[2] == (
-        "quantised  to fp8, a scale an output, all but the embedding and norms: 4.1 GiB on a rank, scales included; "
-        "while they are loaded 7.5 GiB, in bfloat16"
+        "quantised  to fp8, a scale an output, all but the embedding, the head and norms: 4.3 GiB on a rank, scales "
+        "included; while they are loaded 7.5 GiB, in bfloat16"
     )
 
 

@@ -15,6 +15,8 @@ inputs of a GEMM.
 x [T, H]; ids [T, C] of any integer type, ascending in each row; `slots` int32 [T]: a token's cache slot, negative for
 padding, which no expert computes; gate_up weight [own, 2 I, H], gates before ups, or in turns if CLAMPED; down weight
 [own, H, I];
+Weights may be stored in MXFP4 or FP8 (STORED): numbers, and scales apart, `model_config/stored_format.py`, which
+stored_kernels.py decodes into the tile that would be loaded of the dequantised weight.
 `order` int32 [S]: slots by place; `tiles` int32 [most tiles, 3]: index of an own expert, first place, number of places.
 One dtype: float16, bfloat16 or float32.
 """
@@ -22,6 +24,14 @@ One dtype: float16, bfloat16 or float32.
 import triton
 import triton.language as tl
 
+from spmd_worker.ops.kernels.triton.stored_kernels import (
+    MXFP4,
+    PLAIN,
+    fp8_factors,
+    fp8_values,
+    mxfp4_factors,
+    mxfp4_values,
+)
 from spmd_worker.ops.kernels.triton.tile_kernels import silu_times
 
 LAUNCH = {"enable_fp_fusion": False}
@@ -98,7 +108,7 @@ def _tile(work, tiles, num_m, num_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _weights(
+def _numbers(
     weight, expert, row, rows, column, columns, k, K,
     BN: tl.constexpr, BK: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +120,37 @@ def _weights(
     else:
         n, c = row + tl.arange(0, BN), k + tl.arange(0, BK)
         at = ((expert.to(tl.int64) * rows + tl.where(n < rows, n, 0)) * columns)[:, None] + (column + c)[None, :]
-        return tl.load(weight + at, mask=(c < K)[None, :], other=0.0)
+        return tl.load(weight + at, mask=(c < K)[None, :], other=0)
+
+
+@triton.jit
+def _weights(
+    weight, scales, expert, row, rows, part, k, K, ELEMENT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BY_TMA: tl.constexpr, PARTS: tl.constexpr, IN_TURNS: tl.constexpr,
+    STORED: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """[BN, BK] of an expert's matrix of PARTS * rows outputs: outputs of `part` from `row` on, inputs from k on. Parts
+    are one behind the other, or IN_TURNS, when a row of `weight` is an output of each.
+    """
+    per_byte: tl.constexpr = 2 if STORED == MXFP4 else 1
+    bytes_of_step: tl.constexpr = BK // per_byte
+    width, at = K // per_byte, k // per_byte
+    first = part if IN_TURNS else part * rows
+    stride: tl.constexpr = PARTS if IN_TURNS else 1
+    if IN_TURNS:
+        numbers = _numbers(weight, expert, row, rows, part * width, PARTS * width, at, width, BN, bytes_of_step, BY_TMA)
+    else:
+        numbers = _numbers(weight, expert, first + row, PARTS * rows, 0, width, at, width, BN, bytes_of_step, BY_TMA)
+    if STORED == PLAIN:
+        return numbers
+    elif STORED == MXFP4:
+        factors = mxfp4_factors(scales, expert, first, stride, row, rows, PARTS * rows, k, K, BN, BK)
+        return mxfp4_values(numbers, factors, ELEMENT, BN, BK)
+    else:
+        factors = fp8_factors(
+            scales, expert, first, stride, row, rows, PARTS * rows, k, K, BN, GROUP_ROWS, GROUP_INPUTS
+        )
+        return fp8_values(numbers, factors, ELEMENT)
 
 
 @triton.jit
@@ -121,9 +161,10 @@ def _bias(bias, expert, first, step, n, size, width):
 
 @triton.jit
 def gate_up(
-    x, weight, bias, out, order, tiles, num_tiles, N, K, limit,
+    x, weight, scales, bias, out, order, tiles, num_tiles, N, K, limit,
     CHOSEN: tl.constexpr, ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, BY_TMA: tl.constexpr,
+    STORED: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_INPUTS: tl.constexpr,
 ):  # fmt: skip
     """x [T, K] -> out [S, N] by place: silu(gate) * up, rounded as in `ReferenceKernels.gated_linear`. If CLAMPED, as
     in `_ClampedGates`, except for exp and divisions: rows 2 i and 2 i + 1 of [2 N, K] are row i of [N, 2 K].
@@ -132,7 +173,6 @@ def gate_up(
     """
     num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
     step: tl.constexpr = 2 if CLAMPED else 1
-    width = step * K
     for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         expert, first, places, tile_n = _tile(work, tiles, num_m, num_n, GROUP)
         r = tl.arange(0, BM)
@@ -144,12 +184,14 @@ def gate_up(
         for k in tl.range(0, K, BK):
             c = k + tl.arange(0, BK)
             a = tl.load(source + c[None, :], mask=(c < K)[None, :], other=0.0)
-            if CLAMPED:
-                gates = _weights(weight, expert, row, N, 0, width, k, K, BN, BK, BY_TMA)
-                ups = _weights(weight, expert, row, N, K, width, k, K, BN, BK, BY_TMA)
-            else:
-                gates = _weights(weight, expert, row, 2 * N, 0, width, k, K, BN, BK, BY_TMA)
-                ups = _weights(weight, expert, N + row, 2 * N, 0, width, k, K, BN, BK, BY_TMA)
+            gates = _weights(
+                weight, scales, expert, row, N, 0, k, K, ELEMENT, BN, BK, BY_TMA, 2, CLAMPED,
+                STORED, GROUP_ROWS, GROUP_INPUTS,
+            )  # fmt: skip
+            ups = _weights(
+                weight, scales, expert, row, N, 1, k, K, ELEMENT, BN, BK, BY_TMA, 2, CLAMPED,
+                STORED, GROUP_ROWS, GROUP_INPUTS,
+            )  # fmt: skip
             gate = tl.dot(a, tl.trans(gates), gate, input_precision="ieee")
             up = tl.dot(a, tl.trans(ups), up, input_precision="ieee")
         if BIAS:
@@ -174,9 +216,10 @@ def _clamped(gate, up, limit):
 
 @triton.jit
 def expert_linear(
-    x, weight, bias, out, order, tiles, num_tiles, N, K,
+    x, weight, scales, bias, out, order, tiles, num_tiles, N, K,
     CHOSEN: tl.constexpr, ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, GATHERS: tl.constexpr, BY_TMA: tl.constexpr,
+    STORED: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_INPUTS: tl.constexpr,
 ):  # fmt: skip
     """`weight` [own, N, K]. If GATHERS, x [T, K] -> out [S, N] by place; else x [S, K] by place -> out [S, N] by slot,
     whose rows of other ranks' experts and of padding stay as they are.
@@ -199,7 +242,10 @@ def expert_linear(
             else:
                 c = k + tl.arange(0, BK)
                 a = tl.load(source + c[None, :], mask=(c < K)[None, :], other=0.0)
-            columns = _weights(weight, expert, row, N, 0, K, k, K, BN, BK, BY_TMA)
+            columns = _weights(
+                weight, scales, expert, row, N, 0, k, K, ELEMENT, BN, BK, BY_TMA, 1, False,
+                STORED, GROUP_ROWS, GROUP_INPUTS,
+            )  # fmt: skip
             sums = tl.dot(a, tl.trans(columns), sums, input_precision="ieee")
         if BIAS:
             sums += _bias(bias, expert, 0, 1, n, N, N)[None, :]

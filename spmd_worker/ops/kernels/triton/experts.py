@@ -1,6 +1,11 @@
 """Launches of router_kernels.py and expert_kernels.py: tiles by the mean number of an expert's rows.
 
 Shapes and launches follow from the number of tokens alone, so a CUDA graph replays them for any routing.
+
+Weights in MXFP4 and FP8 with scales stay as their file has them, and activations are not quantised: a tile is decoded
+while it is loaded, and the rest is what is computed with dequantised weights, whose bits results have. Quantising
+activations as fp8_kernels.py does would be faster on Hopper with many rows, has other bits, and is what
+`model.quantization=fp8` asks for, which refuses models with experts. `ranks/stored_experts.py` has the rule.
 """
 
 from collections.abc import Callable
@@ -13,8 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spmd_worker.model_config.layer_config import ExpertsConfig
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.api import ExpertStack
-from spmd_worker.ops.kernels.triton import expert_kernels, router_kernels
+from spmd_worker.ops.kernels.triton import expert_kernels, router_kernels, stored_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two, shared_bytes
 from spmd_worker.ops.kernels.triton.tiles import Tile
@@ -28,6 +34,11 @@ MANY_ROWS: Tiles = Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4)
 MANY_ROWS_SM_80: Tiles = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 4)
 FLOAT32: Tiles = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
 """Plain FMA: see `matmul.FLOAT32`."""
+STORED_FEW_ROWS: Tiles = Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 5)
+STORED_SOME_ROWS: Tiles = Tile(64, 64, 128, 4, 3), Tile(64, 64, 128, 4, 4)
+STORED_SOME_ROWS_OTHER_CHIPS: Tiles = Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 4)
+STORED_MANY_ROWS: Tiles = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
+"""Decoded weights need registers and memory for a decoded tile: not measured yet."""
 ROUTER, ROUTER_MANY_ROWS = Tile(32, 64, 32, 4, 3), Tile(32, 128, 32, 4, 3)
 """Plain FMA, with fewer columns if the router has fewer."""
 ROUTER_FEW_TOKENS = 512
@@ -44,12 +55,21 @@ _SUM_COLUMNS = 1024
 _GROUP_ROWS = 256
 
 
-def tiles_for(num_slots: int, num_experts: int, dtype: torch.dtype, chip: tuple[int, int], room_bytes: int) -> Tiles:
+def tiles_for(
+    num_slots: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    chip: tuple[int, int],
+    room_bytes: int,
+    stored: StoredFormat | None = None,
+) -> Tiles:
     """The tiles for `num_slots` chosen experts out of `num_experts`, with as many stages as fit into `room_bytes` of
     shared memory; bits do not depend on them.
     """
     if dtype == torch.float32:
         return FLOAT32
+    if stored is not None:
+        return _stored_tiles(num_slots, num_experts, dtype, chip, room_bytes, stored)
     pair = MANY_ROWS if chip[0] in _WITH_WGMMA else MANY_ROWS_SM_80
     if num_slots <= MAX_FEW_ROWS * num_experts:
         pair = FEW_ROWS
@@ -57,6 +77,27 @@ def tiles_for(num_slots: int, num_experts: int, dtype: torch.dtype, chip: tuple[
         pair = SOME_ROWS
     gate_tile, tile = pair
     return _fitted(gate_tile, 2, dtype.itemsize, room_bytes), _fitted(tile, 1, dtype.itemsize, room_bytes)
+
+
+def _stored_tiles(
+    num_slots: int, num_experts: int, dtype: torch.dtype, chip: tuple[int, int], room_bytes: int, stored: StoredFormat
+) -> Tiles:
+    pair = STORED_MANY_ROWS
+    if num_slots <= MAX_FEW_ROWS * num_experts:
+        pair = STORED_FEW_ROWS
+    elif num_slots <= MAX_SOME_ROWS * num_experts:
+        pair = STORED_SOME_ROWS if chip[0] in _WITH_WGMMA else STORED_SOME_ROWS_OTHER_CHIPS
+    gate_tile, tile = pair
+    return _fitted_stored(gate_tile, 2, dtype, room_bytes, stored), _fitted_stored(tile, 1, dtype, room_bytes, stored)
+
+
+def _fitted_stored(tile: Tile, halves: int, dtype: torch.dtype, room_bytes: int, stored: StoredFormat) -> Tile:
+    """`_fitted` of weights that are decoded: a stage has their bytes, and one decoded tile of each is in memory too."""
+    num_weights = halves * tile.inputs * tile.columns
+    decoded_bytes = dtype.itemsize * num_weights
+    stage_bytes = dtype.itemsize * tile.inputs * tile.rows + num_weights // (2 if stored.is_mxfp4 else 1)
+    num_stages = min(tile.num_stages, (room_bytes - decoded_bytes) // stage_bytes)
+    return replace(tile, num_stages=max(1, num_stages))
 
 
 def gates_by_tma(is_clamped: bool, chip: tuple[int, int]) -> bool:
@@ -121,7 +162,8 @@ class TritonExperts:
         results = (x.new_zeros if others_are_zero else x.new_empty)((ids.numel(), x.shape[1]))
         if not ids.numel():
             return results
-        gate_tile, tile = tiles_for(ids.numel(), len(totals), x.dtype, capability(x.device), shared_bytes(x.device))
+        chip, room_bytes = capability(x.device), shared_bytes(x.device)
+        gate_tile, tile = tiles_for(ids.numel(), len(totals), x.dtype, chip, room_bytes, stack.stored)
         assert gate_tile.rows == tile.rows, "row tiles are placed once"
         counts = _count(ids, slots, totals)
         num_own, width, _ = stack.gate_up.shape
@@ -133,9 +175,11 @@ class TritonExperts:
             _gate_up(x, stack, placed, gated, gate_tile)
         else:
             columns = x.new_empty((ids.numel(), width))
-            _linear(x, stack.gate_up, stack.gate_up_bias, placed, columns, tile, gathers=True)
+            weights = stack.gate_up, stack.gate_up_scales, stack.gate_up_bias
+            _linear(x, *weights, stack.stored, placed, columns, tile, gathers=True)
             gated = self._activate_and_mul(columns, stack.activation).contiguous()
-        _linear(gated, stack.down, stack.down_bias, placed, results, tile, gathers=False)
+        weights = stack.down, stack.down_scales, stack.down_bias
+        _linear(gated, *weights, stack.stored, placed, results, tile, gathers=False)
         return results
 
     def weighted_sum(
@@ -193,39 +237,49 @@ def _place(ids: Tensor, slots: Tensor | None, counts: Tensor, own: Tensor, num_r
 def _gate_up(x: Tensor, stack: ExpertStack, placed: _Placed, out: Tensor, tile: Tile) -> None:
     """x [T, H] -> `out` [S, I]: see `expert_kernels.gate_up`."""
     is_clamped = stack.limit > 0
-    num_own, width, hidden_size = stack.gate_up.shape
+    num_own, width, row_bytes = stack.gate_up.shape
     # A clamped expert's gate and up of one output are one row.
-    rows = stack.gate_up.view(num_own * width // 2, 2 * hidden_size) if is_clamped else stack.gate_up.flatten(0, 1)
+    rows = stack.gate_up.view(num_own * width // 2, 2 * row_bytes) if is_clamped else stack.gate_up.flatten(0, 1)
     by_tma = can_describe(rows) and gates_by_tma(is_clamped, capability(x.device))
     expert_kernels.gate_up[_grid(placed, num_own, out, tile)](
-        *(x, _source(rows, tile, by_tma), stack.gate_up_bias, out),
-        *(placed.order, placed.tiles, placed.num_tiles, width // 2, hidden_size, float(stack.limit)),
+        *(x, _source(rows, tile, by_tma, stack.stored), stack.gate_up_scales, stack.gate_up_bias, out),
+        *(placed.order, placed.tiles, placed.num_tiles, width // 2, x.shape[1], float(stack.limit)),
         CLAMPED=is_clamped,
         BIAS=stack.gate_up_bias is not None,
         BY_TMA=by_tma,
-        **constants(placed.num_chosen, ELEMENTS[x.dtype], tile),
+        **constants(placed.num_chosen, ELEMENTS[x.dtype], tile, stack.stored),
     )
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, placed: _Placed, out: Tensor, tile: Tile, *, gathers: bool
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    stored: StoredFormat | None,
+    placed: _Placed,
+    out: Tensor,
+    tile: Tile,
+    *,
+    gathers: bool,
 ) -> None:
-    """One launch of `expert_kernels.expert_linear`; `weight` [own, N, K]."""
+    """One launch of `expert_kernels.expert_linear`; `weight` [own, N, K], or its bytes if it is stored."""
     rows = weight.flatten(0, 1)
     by_tma = can_describe(rows) and (gathers or can_describe(x))
     source = describe(x, tile.rows, tile.inputs) if by_tma and not gathers else x
     expert_kernels.expert_linear[_grid(placed, len(weight), out, tile)](
-        *(source, _source(rows, tile, by_tma), bias, out),
-        *(placed.order, placed.tiles, placed.num_tiles, weight.shape[1], weight.shape[2]),
+        *(source, _source(rows, tile, by_tma, stored), scales, bias, out),
+        *(placed.order, placed.tiles, placed.num_tiles, weight.shape[1], x.shape[1]),
         GATHERS=gathers,
         BIAS=bias is not None,
         BY_TMA=by_tma,
-        **constants(placed.num_chosen, ELEMENTS[x.dtype], tile),
+        **constants(placed.num_chosen, ELEMENTS[x.dtype], tile, stored),
     )
 
 
-def _source(rows: Tensor, tile: Tile, by_tma: bool) -> Tensor | TensorDescriptor:
-    return describe(rows, tile.columns, tile.inputs) if by_tma else rows
+def _source(rows: Tensor, tile: Tile, by_tma: bool, stored: StoredFormat | None) -> Tensor | TensorDescriptor:
+    num_columns = tile.inputs // 2 if stored is not None and stored.is_mxfp4 else tile.inputs
+    return describe(rows, tile.columns, num_columns) if by_tma else rows
 
 
 def _grid(placed: _Placed, num_own: int, out: Tensor, tile: Tile) -> tuple[int]:
@@ -272,9 +326,15 @@ def choice_constants(experts: ExpertsConfig, num_rows: int, num_pieces: int) -> 
     }
 
 
-def constants(num_chosen: int, element: tl.dtype, tile: Tile) -> dict[str, Any]:
+def constants(num_chosen: int, element: tl.dtype, tile: Tile, stored: StoredFormat | None = None) -> dict[str, Any]:
     """Constexprs and launch options of the grouped GEMMs."""
+    kind = stored_kernels.PLAIN
+    if stored is not None:
+        kind = stored_kernels.MXFP4 if stored.is_mxfp4 else stored_kernels.FP8
     return {
+        "STORED": kind.value,
+        "GROUP_ROWS": 1 if stored is None else stored.group_rows,
+        "GROUP_INPUTS": 0 if stored is None else stored.group_inputs,
         "CHOSEN": num_chosen,
         "ELEMENT": element,
         "BM": tile.rows,

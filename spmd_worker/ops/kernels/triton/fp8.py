@@ -10,7 +10,7 @@ from spmd_worker.model_config.byte_rows import GROUP
 from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights
 from spmd_worker.ops.kernels.triton import fp8_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
-from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels
+from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels, TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 
 FIRST_CAPABILITY: Final = (8, 9)
@@ -169,7 +169,7 @@ class Fp8TritonKernels(Fp8Packing, PackedTritonKernels):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, self.weights = dtype, Fp8Weights(dtype)
+        self.dtype, self.weights, self.head = dtype, Fp8Weights(dtype), TritonKernels()
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

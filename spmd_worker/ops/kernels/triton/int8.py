@@ -132,6 +132,7 @@ class Int8TritonKernels(ByteRowPacking, PackedTritonKernels):
         return self
 
     stored: Final = None
+    head: Final = None
 
     def row_maxima(self, x: Tensor) -> Tensor:
         return int8.row_maxima(x)

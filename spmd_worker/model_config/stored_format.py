@@ -1,0 +1,59 @@
+"""Matrices of experts that stay in memory as their checkpoint has them: shapes and bytes. Needs no torch.
+
+O: outputs; I: inputs of a matrix; G: its groups of inputs. Numbers and scales are two tensors:
+
+e2m1 (MXFP4)  uint8 [O, I / 2], two numbers a byte, the first in the low bits; scales uint8 [ceil(I / 128), O, 4],
+              exponents of 32 inputs each, those of 128 inputs of all outputs side by side, as kernels read them
+e4m3 (FP8)    uint8 [O, I]; scales float32 [O / `group_rows`, G], rounded up, as in the file
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+MX_GROUP: Final = 32
+"""Inputs of an exponent of MXFP4."""
+STEP: Final = 128
+"""Inputs that kernels multiply in one step, at most: a scale of several inputs covers a multiple of it."""
+_MX_IN_STEP: Final = STEP // MX_GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFormat:
+    """`number` is "e2m1" or "e4m3". A scale covers `group_rows` outputs and `group_inputs` inputs, 0 for all inputs."""
+
+    number: str
+    group_rows: int
+    group_inputs: int
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.number == "e2m1"
+
+    @property
+    def words(self) -> str:
+        """The format as messages call it."""
+        return "MXFP4" if self.is_mxfp4 else "FP8"
+
+    def numbers_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
+        """Shape of the bytes of a matrix's numbers."""
+        return num_outputs, num_inputs // 2 if self.is_mxfp4 else num_inputs
+
+    def scales_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
+        """Shape of a matrix's scales."""
+        if self.is_mxfp4:
+            return -(-num_inputs // STEP), num_outputs, _MX_IN_STEP
+        return -(-num_outputs // self.group_rows), self.num_groups(num_inputs)
+
+    def num_groups(self, num_inputs: int) -> int:
+        """Scales of a row of this many inputs."""
+        return -(-num_inputs // self.group_inputs) if self.group_inputs else 1
+
+    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """Bytes of a matrix."""
+        scale_bytes = 1 if self.is_mxfp4 else 4
+        shapes = self.numbers_shape(num_outputs, num_inputs), self.scales_shape(num_outputs, num_inputs)
+        return prod(shapes[0]) + scale_bytes * prod(shapes[1])
+
+
+MXFP4: Final = StoredFormat("e2m1", 1, MX_GROUP)

@@ -1,0 +1,85 @@
+"""Matrices of experts as their checkpoint stores them, in plain torch: memory, what a file's parts become, values.
+
+`values` is the definition of what kernels decode: number times scale in float32, with powers of two taken from the one
+to the other, exactly. It equals dequantising wherever it is finite. Layouts:
+`model_config/stored_format.py`.
+
+O: outputs, I: inputs of a matrix; n: some of its rows; G: groups of inputs.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_config.stored_format import MX_GROUP, StoredFormat
+
+_MX_SHIFT: Final = 14
+_FP8_FACTOR: Final = 256.0
+_MANTISSA_BITS: Final = 23
+_MAX_EXPONENT: Final = 254
+"""Largest biased exponent of a finite float32."""
+
+
+def empty_tensors(stored: StoredFormat, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Uninitialised numbers and scales of a matrix [O, I]."""
+    dtype = torch.uint8 if stored.is_mxfp4 else torch.float32
+    numbers = torch.empty(stored.numbers_shape(*shape), dtype=torch.uint8, device=device)
+    return numbers, torch.empty(stored.scales_shape(*shape), dtype=dtype, device=device)
+
+
+def write_rows(
+    stored: StoredFormat, numbers: Tensor, scales: Tensor, start: int, new_numbers: Tensor, new_scales: Tensor
+) -> None:
+    """Replace rows from `start` on, where a scale begins, by a file's: uint8 [n, I / 2] and exponents uint8 [n, I / 32]
+    of MXFP4; bytes [n, I] and float32 [n / `group_rows`, G] of FP8.
+    """
+    numbers[start : start + len(new_numbers)].copy_(new_numbers)
+    if stored.is_mxfp4:
+        scales[:, start : start + len(new_scales)].copy_(_in_steps(new_scales, len(scales)))
+        return
+    assert start % stored.group_rows == 0, (start, stored)
+    first = start // stored.group_rows
+    scales[first : first + len(new_scales)].copy_(new_scales)
+
+
+def read_values(stored: StoredFormat, numbers: Tensor, scales: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Values of some rows of a matrix, float32 [n, I]."""
+    start, stop = rows
+    if stored.is_mxfp4:
+        num_groups = numbers.shape[1] * 2 // MX_GROUP
+        exponents = scales[:, start:stop].permute(1, 0, 2).reshape(stop - start, -1)[:, :num_groups]
+        return values(stored, numbers[start:stop], exponents)
+    of_rows = torch.arange(start, stop, device=scales.device) // stored.group_rows
+    return values(stored, numbers[start:stop], scales.index_select(0, of_rows))
+
+
+def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
+    """Bytes and scales of each row, exponents [n, I / 32] or float32 [n, G] -> float32 [n, I]. Not finite where a
+    kernel's factor would not be.
+    """
+    wide = numbers.to(torch.int32)
+    if stored.is_mxfp4:
+        low, high = ((wide & 0x7) << 9) | ((wide & 0x8) << 12), ((wide & 0x70) << 5) | ((wide & 0x80) << 8)
+        halves = _halves(torch.stack((low, high), dim=-1).flatten(1)).view(len(numbers), -1, MX_GROUP)
+        exponents = scales.to(torch.int32) + _MX_SHIFT
+        factors = (exponents << _MANTISSA_BITS).view(torch.float32).masked_fill(exponents > _MAX_EXPONENT, torch.nan)
+        return halves.mul_(factors.unsqueeze(2)).flatten(1)
+    halves = _halves(((wide & 0x7F) << 7) | ((wide & 0x80) << 8))
+    halves = halves.masked_fill_((wide & 0x7F) == 0x7F, torch.nan)
+    factors = scales * _FP8_FACTOR
+    num_inputs = numbers.shape[1]
+    size = stored.group_inputs or num_inputs
+    return halves.mul_(factors.repeat_interleave(size, dim=1)[:, :num_inputs])
+
+
+def _halves(bits: Tensor) -> Tensor:
+    """Float32 of the bits of float16, int32."""
+    return bits.to(torch.int16).view(torch.float16).to(torch.float32)
+
+
+def _in_steps(exponents: Tensor, num_steps: int) -> Tensor:
+    """[n, I / 32] -> [steps, n, 4]: those of 128 inputs together, zero past the last."""
+    padded = exponents.new_zeros((len(exponents), 4 * num_steps))
+    padded[:, : exponents.shape[1]] = exponents
+    return padded.view(len(exponents), num_steps, 4).permute(1, 0, 2)

@@ -1,0 +1,70 @@
+"""Tiny checkpoints with experts in MXFP4, as GPT-OSS's, and in FP8, as Qwen3's with blocks of 128 x 128 and those of
+compressed-tensors with a scale a row. Needs no transformers.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import quantised_files
+import torch
+from quantised_files import FORMATS, Format, fp8_block, fp8_row, fp8_tensor
+from safetensors.torch import save_file
+
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.weight_slice import full_rectangle
+from spmd_worker.model.registry import build_model
+from spmd_worker.model_config.model_config import model_config_of
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.topology import complete_model
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
+SIZES |= {"max_position_embeddings": 128, "eos_token_id": 2, "num_experts_per_tok": 2}
+_GPT_OSS = {"architectures": ["GptOssForCausalLM"], "hidden_size": 96, "intermediate_size": 64, "num_local_experts": 4}
+_QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 192, "moe_intermediate_size": 256}
+_QWEN3 |= {"num_experts": 4, "intermediate_size": 48, "norm_topk_prob": True}
+_BLOCKS = Format({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}, fp8_block)
+_MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+KINDS: dict[str, tuple[Mapping[str, Any], Format]] = {
+    "mxfp4": (_GPT_OSS, Format(_MXFP4, lambda weight: ({}, weight))),
+    "fp8_block": (_QWEN3, _BLOCKS),
+    "fp8_row": (_QWEN3, Format(FORMATS["float_row"].config, fp8_row)),
+    "fp8_tensor": (_QWEN3, Format(FORMATS["fp8_tensor"].config, fp8_tensor)),
+}
+
+
+@torch.no_grad()
+def write_stored(folder: Path, kind: str, seed: int = 0, **keys: Any) -> Path:
+    """The folder. `keys` replace those of config.json."""
+    config, format_ = KINDS[kind]
+    config = {**SIZES, **config, **keys}
+    folder.mkdir(parents=True)
+    model_config = model_config_of(config, folder / "config.json")
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    weights = build_model(context, model_config, complete_model(model_config)).weights
+    source, tensors = weights.dummy(seed), {}
+    for name, shape in weights.shapes.items():
+        weight = source.read(name, full_rectangle(shape)).contiguous()
+        if kind == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors |= _mxfp4(name, shape, seed)
+        elif kind != "mxfp4" and ".layers." in name and weight.dim() == 2 and not name.endswith("gate.weight"):
+            with mock.patch.object(quantised_files, "BLOCK", (128, 128)):
+                parts, _ = format_.pack(weight)
+            tensors |= {name.removesuffix(".weight") + ending: part.contiguous() for ending, part in parts.items()}
+        else:
+            tensors[name] = weight
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(format_.config)}))
+    return folder
+
+
+def _mxfp4(name: str, shape: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
+    num_experts, inputs, outputs = shape
+    generator = torch.Generator().manual_seed(seed + len(name))
+    blocks = torch.randint(0, 256, (num_experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(122, 126, blocks.shape[:3], dtype=torch.uint8, generator=generator)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
