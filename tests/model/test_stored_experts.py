@@ -183,6 +183,17 @@ def test_other_formats_are_dequantised_with_a_reason():
 
 
 @torch.no_grad()
+def test_stacks_that_methods_leave_plain_stay_plain(tmp_path: Path):
+    folder = write_stored(tmp_path / "linear", "fp8_linear")
+    stacks = [name for name in load_file(folder / "model.safetensors") if "_linear" in name]
+    assert len(stacks) == 4
+    assert [name for name in stacks if name.endswith("_scale")] == []
+    found = find_stored_experts(config_of(folder), ONE)
+    assert (found.formats, found.reason) == ({}, "")
+    assert_equal(experts_of(loaded(folder)), experts_of(loaded(folder, is_stored=False)))
+
+
+@torch.no_grad()
 def test_only_files_replace_stored_experts(tmp_path: Path):
     for kind in ("mxfp4", "fp8_block"):
         first, second = (write_stored(tmp_path / f"{kind}{seed}", kind, seed) for seed in (0, 1))
