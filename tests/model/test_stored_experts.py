@@ -241,10 +241,21 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path):
     folder = write_stored(tmp_path / "mxfp4", "mxfp4")
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    tensors["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 1] = 255
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj' has .* at \[3, 32, 5\]"):
-        loaded(folder)
+    model, before = loaded(folder), experts_of(loaded(folder))
+    # 242: finite in float32, and not as a factor of kernels.
+    for exponent in (255, 242):
+        tensors["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 1] = exponent
+        tensors["model.layers.1.mlp.experts.down_proj_blocks"][3, 5, 1] = 0x11
+        save_file(tensors, file, metadata={"format": "pt"})
+        words = r"layers\.1\.mlp\.experts\.down_proj' has .* at \[3, 32, 5\]"
+        with pytest.raises(CheckpointError, match=words):
+            loaded(folder)
+        with (
+            model.weights.open(folder, config_of(folder).quantization) as source,
+            pytest.raises(CheckpointError, match=words),
+        ):
+            model.weights.reload(source)
+        assert_equal(experts_of(model), before)
 
 
 @torch.no_grad()
