@@ -73,6 +73,9 @@ def _format_in_files(model_config: ModelConfig, index: int) -> StoredFormat | No
     found = {model_config.quantization.format_of(module) for module in expert_modules(model_config, index)}
     if found == {None}:
         return None
+    # Stacks are no linear layers: other methods leave them plain, whatever they say of all linear layers.
+    if model_config.names.stacked and not any(each is not None and each.layout == "mxfp4" for each in found):
+        return None
     (first, *others) = found
     if others or first is None:
         raise UnfitError("the matrices of an expert are stored in several formats")

@@ -183,6 +183,17 @@ def test_other_formats_are_dequantised_with_a_reason():
 
 
 @torch.no_grad()
+def test_stacks_that_methods_leave_plain_stay_plain(tmp_path: Path):
+    folder = write_stored(tmp_path / "linear", "fp8_linear")
+    stacks = [name for name in load_file(folder / "model.safetensors") if "_linear" in name]
+    assert len(stacks) == 4
+    assert [name for name in stacks if name.endswith("_scale")] == []
+    found = find_stored_experts(config_of(folder), ONE)
+    assert (found.formats, found.reason) == ({}, "")
+    assert_equal(experts_of(loaded(folder)), experts_of(loaded(folder, is_stored=False)))
+
+
+@torch.no_grad()
 def test_only_files_replace_stored_experts(tmp_path: Path):
     for kind in ("mxfp4", "fp8_block"):
         first, second = (write_stored(tmp_path / f"{kind}{seed}", kind, seed) for seed in (0, 1))
@@ -230,10 +241,21 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path):
     folder = write_stored(tmp_path / "mxfp4", "mxfp4")
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    tensors["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 1] = 255
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj' has .* at \[3, 32, 5\]"):
-        loaded(folder)
+    model, before = loaded(folder), experts_of(loaded(folder))
+    # 242: finite in float32, and not as a factor of kernels.
+    for exponent in (255, 242):
+        tensors["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 1] = exponent
+        tensors["model.layers.1.mlp.experts.down_proj_blocks"][3, 5, 1] = 0x11
+        save_file(tensors, file, metadata={"format": "pt"})
+        words = r"layers\.1\.mlp\.experts\.down_proj' has .* at \[3, 32, 5\]"
+        with pytest.raises(CheckpointError, match=words):
+            loaded(folder)
+        with (
+            model.weights.open(folder, config_of(folder).quantization) as source,
+            pytest.raises(CheckpointError, match=words),
+        ):
+            model.weights.reload(source)
+        assert_equal(experts_of(model), before)
 
 
 @torch.no_grad()

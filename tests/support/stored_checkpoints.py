@@ -1,5 +1,6 @@
 """Tiny checkpoints with experts in MXFP4, as GPT-OSS's, and in FP8, as Qwen3's with blocks of 128 x 128 and those of
-compressed-tensors with a scale a row. Needs no transformers.
+compressed-tensors with a scale a row; and with FP8 linear layers beside plain stacks of experts, which are no linear
+layers (`fp8_linear`). Needs no transformers.
 """
 
 import json
@@ -27,12 +28,15 @@ SIZES |= {"max_position_embeddings": 128, "eos_token_id": 2, "num_experts_per_to
 _GPT_OSS = {"architectures": ["GptOssForCausalLM"], "hidden_size": 96, "intermediate_size": 64, "num_local_experts": 4}
 _QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 192, "moe_intermediate_size": 256}
 _QWEN3 |= {"num_experts": 4, "intermediate_size": 48, "norm_topk_prob": True}
+_GRANITE = {"architectures": ["GraniteMoeForCausalLM"], "hidden_size": 64, "intermediate_size": 128}
+_GRANITE |= {"num_local_experts": 4, "tie_word_embeddings": False}
 _BLOCKS = Format({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}, fp8_block)
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
 KINDS: dict[str, tuple[Mapping[str, Any], Format]] = {
     "mxfp4": (_GPT_OSS, Format(_MXFP4, lambda weight: ({}, weight))),
     "fp8_block": (_QWEN3, _BLOCKS),
     "fp8_row": (_QWEN3, Format(FORMATS["float_row"].config, fp8_row)),
+    "fp8_linear": (_GRANITE, Format(FORMATS["float_row"].config, fp8_row)),
     "fp8_tensor": (_QWEN3, Format(FORMATS["fp8_tensor"].config, fp8_tensor)),
 }
 

@@ -260,17 +260,26 @@ class WeightStore:
         # A tied head is compared with the embedding, which is checked.
         if not is_head and not self._allows_nonfinite:
             check_finite(subject, tensor.detach(), self._dtype_of(name))
+        is_stored = name in self.held and source is not None and self._stored_format(name) is not None
+        jobs = [
+            (held, block)
+            for held in (self.held[name].pieces if is_stored else ())
+            for block in held.stored_blocks(_STORED_BLOCK_BYTES)
+        ]
+        for held, block in jobs:
+            # Factors of kernels may be infinite where the values are not.
+            assert source is not None, name
+            self._check_block(source, name, block, held.stored_values(block, *_read_stored(source, held, block)))
         # A signal must not come between writing and recording.
         with deferred_signals():
             self.update.begin()
             if is_head:
                 self.update.add_tied_head(tensor)
                 return False
-            if name in self.held and source is not None and self._stored_format(name) is not None:
-                for held in self.held[name].pieces:
-                    for block in held.stored_blocks(_STORED_BLOCK_BYTES):
-                        held.write_stored(block, *_read_stored(source, held, block))
-            elif name in self.held:
+            for held, block in jobs:
+                assert source is not None, name
+                held.write_stored(block, *_read_stored(source, held, block))
+            if name in self.held and not is_stored:
                 self.held[name].load(tensor)
             self.update.add(name, tensor)
         return name in self.held

@@ -157,9 +157,12 @@ def fp8_experts_of_other_scales_have_these_bits() -> None:
 
 
 def widths_need_not_be_multiples_of_steps() -> None:
-    """Groups past the last of a step of 128, tiles past the last output, and a last block of half the inputs."""
+    """Groups past the last of a step of 128, tiles past the last output, a last block of half the inputs, and ups that
+    begin at no multiple of 16 bytes.
+    """
     narrow, odd = replace(PLAIN, intermediate_size=96), replace(CLAMPED, intermediate_size=160)
-    for stored, config, hidden in ((MXFP4, narrow, 160), (MXFP4, odd, 96), (ROWS, narrow, 48), (BLOCKS, PLAIN, 192)):
+    sizes = (MXFP4, narrow, 160), (MXFP4, odd, 96), (ROWS, narrow, 48), (BLOCKS, PLAIN, 192), (ROWS, odd, 40)
+    for stored, config, hidden in sizes:
         pair = new_pair(stored, config, hidden=hidden)
         check(pair, torch.float32, (stored, hidden))
         with mock.patch.object(experts, "tiles_for", return_value=OTHER_TILES):

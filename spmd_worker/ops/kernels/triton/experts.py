@@ -238,9 +238,11 @@ def _gate_up(x: Tensor, stack: ExpertStack, placed: _Placed, out: Tensor, tile: 
     """x [T, H] -> `out` [S, I]: see `expert_kernels.gate_up`."""
     is_clamped = stack.limit > 0
     num_own, width, row_bytes = stack.gate_up.shape
-    # A clamped expert's gate and up of one output are one row.
-    rows = stack.gate_up.view(num_own * width // 2, 2 * row_bytes) if is_clamped else stack.gate_up.flatten(0, 1)
+    rows = stack.gate_up.flatten(0, 1)
+    # Before joining: an up in the middle of a row begins at a multiple of 16 bytes too.
     by_tma = can_describe(rows) and gates_by_tma(is_clamped, capability(x.device))
+    # A clamped expert's gate and up of one output are one row.
+    rows = rows.view(num_own * width // 2, 2 * row_bytes) if is_clamped else rows
     expert_kernels.gate_up[_grid(placed, num_own, out, tile)](
         *(x, _source(rows, tile, by_tma, stack.stored), stack.gate_up_scales, stack.gate_up_bias, out),
         *(placed.order, placed.tiles, placed.num_tiles, width // 2, x.shape[1], float(stack.limit)),
