@@ -64,8 +64,8 @@ class ModelOptions:
         None,
         "`int8` and `fp8` are W8A8: static per-output-channel weight scales, dynamic per-token activation scales; "
         "half the memory of bfloat16; no experts, no pooled rows. `int8` (CPU, GPU) has the same bits for every "
-        "tensor-parallel size; `fp8` (GPUs from 8.9 on) leaves the token head in the run's dtype and computes FP8 "
-        "checkpoints with their own scales. null: all checkpoints have the bits of dequantised ones",
+        "tensor-parallel size; `fp8` (GPUs from 8.9 on, all but the token head) computes FP8 checkpoints with their "
+        "own scales. null: the bits of dequantised checkpoints",
         choices=("int8", "fp8"),
         is_common=True,
     )
