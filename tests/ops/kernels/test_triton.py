@@ -12,13 +12,27 @@ import pytest
 from ranks import IMPORT_PATH
 
 HERE = Path(__file__).parent
-LEAST_CASES = {
-    "triton_cases.py": 10,
-    "triton_matmul_cases.py": 8,
-    "triton_attention_cases.py": 12,
-    "triton_sampling_cases.py": 4,
+GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
+    "triton_cases.py": ((), 10),
+    "triton_matmul_cases.py": ((), 8),
+    "triton_attention_cases.py": ((), 12),
+    "triton_sampling_cases.py": ((), 4),
+    "triton_experts_cases.py": (("gate",), 4),
+    "triton_stored_experts_cases.py": (("gate",), 4),
+    "triton_quantised_cases.py": (("gate",), 4),
 }
+"""Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
+ALL_CASES = {
+    "triton_experts_cases.py": ((), 8),
+    "triton_stored_experts_cases.py": ((), 8),
+    "triton_quantised_cases.py": ((), 8),
+    "triton_sampling_cases.py": (("long",), 17),
+    "triton_attention_cases.py": (("wide",), 12),
+}
+ENGINES = {"triton_engine.py": 9, "triton_graphs.py": 14, "triton_experts_engine.py": 18, "triton_stored_engine.py": 18}
+"""Scripts, and how many comparisons of an engine they make at least."""
 LONGEST_S = 500.0
+LONGEST_OF_STRESS_S = 1150.0
 
 
 def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False, timeout_s: float = LONGEST_S) -> dict:
@@ -35,28 +49,32 @@ def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def check_cases(script: str, arguments: tuple[str, ...], num_least: int, cache: Path, timeout_s: float) -> None:
+    found = run_alone(script, *arguments, cache=cache, interpret=True, timeout_s=timeout_s)
+    assert len(found) >= num_least
+    assert {name: error for name, error in found.items() if error} == {}
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", LEAST_CASES)
+@pytest.mark.parametrize("script", GATE_CASES)
 def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: str):
-    found = run_alone(script, cache=tmp_path, interpret=True)
-    assert len(found) >= LEAST_CASES[script]
-    assert {name: error for name, error in found.items() if error} == {}
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(600)
-def test_interpreted_quantised_kernels_are_their_definitions(tmp_path: Path):
-    found = run_alone("triton_quantised_cases.py", "gate", cache=tmp_path, interpret=True)
-    assert len(found) >= 4
-    assert {name: error for name, error in found.items() if error} == {}
+    check_cases(script, *GATE_CASES[script], tmp_path, LONGEST_S)
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(600)
-def test_interpreted_quantised_tiles_have_equal_bits(tmp_path: Path):
-    found = run_alone("triton_quantised_cases.py", cache=tmp_path, interpret=True)
-    assert {name: error for name, error in found.items() if error} == {}
+@pytest.mark.parametrize("script", ALL_CASES)
+def test_all_interpreted_cases_are_right(tmp_path: Path, script: str):
+    check_cases(script, *ALL_CASES[script], tmp_path, LONGEST_OF_STRESS_S)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("script", ENGINES)
+def test_interpreted_engines_agree_with_what_they_imitate(tmp_path: Path, script: str):
+    """The CPU, launches without graphs, dequantised experts."""
+    found = run_alone(script, cache=tmp_path, interpret=True, timeout_s=LONGEST_OF_STRESS_S)
+    assert len(found) >= ENGINES[script]
+    assert [name for name, is_so in found.items() if not is_so] == []
 
 
 @pytest.mark.matrix
@@ -71,74 +89,8 @@ def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
         assert any(word in each for each in wrong), (word, wrong)
 
 
-@pytest.mark.matrix
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["experts", "stored_experts"])
-def test_interpreted_kernels_of_parts_have_row_independent_bits(tmp_path: Path, part: str):
-    found = run_alone(f"triton_{part}_cases.py", "gate", cache=tmp_path, interpret=True)
-    assert len(found) >= 4
-    assert {name: error for name, error in found.items() if error} == {}
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["experts", "stored_experts"])
-def test_all_interpreted_cases_of_parts(tmp_path: Path, part: str):
-    found = run_alone(f"triton_{part}_cases.py", cache=tmp_path, interpret=True)
-    assert len(found) >= 8
-    assert {name: error for name, error in found.items() if error} == {}
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(1200)
-def test_interpreted_experts_generate_the_tokens_of_the_cpu(tmp_path: Path):
-    found = run_alone("triton_experts_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)
-    assert len(found) >= 18
-    assert [name for name, is_so in found.items() if not is_so] == []
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(1200)
-def test_stored_experts_generate_the_tokens_of_dequantised_ones(tmp_path: Path):
-    found = run_alone("triton_stored_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)
-    assert len(found) >= 18
-    assert [name for name, is_so in found.items() if not is_so] == []
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(600)
-def test_replayed_steps_have_the_bits_of_launched_steps(tmp_path: Path):
-    found = run_alone("triton_graphs.py", cache=tmp_path, interpret=True)
-    assert len(found) == 14
-    assert [name for name, is_so in found.items() if not is_so] == []
-
-
-@pytest.mark.stress
-def test_interpreted_engine_generates_the_tokens_of_the_cpu(tmp_path: Path):
-    found = run_alone("triton_engine.py", cache=tmp_path, interpret=True, timeout_s=1150)
-    assert len(found) == 9
-    assert [name for name, is_so in found.items() if not is_so] == []
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(1200)
-def test_interpreted_sampling_is_right_over_many_steps(tmp_path: Path):
-    found = run_alone("triton_sampling_cases.py", "long", cache=tmp_path, interpret=True, timeout_s=1150)
-    assert len(found) == 17
-    assert {name: error for name, error in found.items() if error} == {}
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(600)
-def test_interpreted_attention_takes_wide_heads(tmp_path: Path):
-    found = run_alone("triton_attention_cases.py", "wide", cache=tmp_path, interpret=True)
-    assert {name: error for name, error in found.items() if error} == {}
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "script", [*LEAST_CASES, *(f"triton_{part}_cases.py" for part in ("experts", "stored_experts", "quantised"))]
-)
+@pytest.mark.parametrize("script", GATE_CASES)
 def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str):
     found = run_alone(script, "cuda", cache=tmp_path)
     assert {name: error for name, error in found.items() if error} == {}
@@ -147,5 +99,5 @@ def test_kernels_on_a_gpu_have_row_independent_bits(tmp_path: Path, script: str)
 @pytest.mark.stress
 @pytest.mark.parametrize("capability", ["80", "90", "100", "120"])
 def test_kernels_compile_for_every_chip_and_model(tmp_path: Path, capability: str):
-    found = run_alone("compile_gate.py", "--all", capability, cache=tmp_path, timeout_s=1150)
+    found = run_alone("compile_gate.py", "--all", capability, cache=tmp_path, timeout_s=LONGEST_OF_STRESS_S)
     assert found["wrong"] == {}

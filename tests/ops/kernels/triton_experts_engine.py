@@ -9,19 +9,15 @@ no expert may count; updates in place, sleep, and weights that code has moved.
 """
 
 import json
-import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from recorded_graphs import RecordedGraph
+from small_steps import use_small_steps
 from triton_graphs import GRAPHS, SETTINGS, answers, counted, move_weights, scale_weights
 
 from spmd_worker import LLM
-from spmd_worker.ops.kernels.triton import attention_kernels, experts, matmul, tiles
-from spmd_worker.worker.backends import triton as triton_backend
-from spmd_worker.worker.runner import step_graphs
 from spmd_worker.worker.worker import Worker
 
 SIZES = {
@@ -105,15 +101,7 @@ def check_graphs(folder: Path, found: dict[str, bool]) -> None:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
-    matmul.FLOAT32 = tiles.Tile(64, 64, 64, 4, 2, False, False, False)
-    experts.FLOAT32 = tiles.Tile(16, 32, 32, 4, 2), tiles.Tile(16, 32, 32, 4, 2)
-    step_graphs._SMALL_SIZES = (3, 8)
-    # Nothing is compiled here.
-    triton_backend.TritonDevice.warm_up_masks = lambda self, runner: None
-    triton_backend.warm_up_steps = lambda *arguments: ()
+    use_small_steps()
     found: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

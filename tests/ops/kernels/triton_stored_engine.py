@@ -9,19 +9,16 @@ Checkpoints in the formats of GPT-OSS and Qwen3-MoE-FP8, in float32; steps launc
 """
 
 import json
-import logging
 import tempfile
 from pathlib import Path
 
 import torch
 from recorded_graphs import RecordedGraph
+from small_steps import use_small_steps
 from stored_checkpoints import write_stored
 from triton_graphs import GRAPHS, SETTINGS, answers, counted
 
 from spmd_worker import LLM
-from spmd_worker.ops.kernels.triton import attention_kernels, experts, matmul, tiles
-from spmd_worker.worker.backends import triton as triton_backend
-from spmd_worker.worker.runner import step_graphs
 from spmd_worker.worker.worker import Worker
 
 MATRIX = "model.layers.0.mlp.experts.down_proj"
@@ -84,15 +81,7 @@ def check_changes(folder: Path, other: Path, found: dict[str, bool]) -> None:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
-    matmul.FLOAT32 = tiles.Tile(64, 64, 64, 4, 2, False, False, False)
-    experts.FLOAT32 = tiles.Tile(16, 32, 32, 4, 2), tiles.Tile(16, 32, 32, 4, 2)
-    step_graphs._SMALL_SIZES = (3, 8)
-    # Nothing is compiled here.
-    triton_backend.TritonDevice.warm_up_masks = lambda self, runner: None
-    triton_backend.warm_up_steps = lambda *arguments: ()
+    use_small_steps()
     found: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as name:
         for kind in ("mxfp4", "fp8_block", "fp8_row"):
