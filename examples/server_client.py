@@ -18,8 +18,14 @@ command = [sys.executable, "-m", "spmd_worker.serve", f"model.path={model}", "se
 variables = {**os.environ, "SPMD_WORKER_API_KEY": "my-key"}
 server = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
 try:
-    url = next(line.split()[-1] for line in server.stderr if " serving " in line)
-    client = OpenAI(base_url=url, api_key="my-key")
+    # A client that lives long reads on: the server waits when the pipe is full.
+    for line in server.stderr:
+        print(line, end="", file=sys.stderr)
+        if " serving " in line:
+            break
+    else:
+        sys.exit("the server has ended")
+    client = OpenAI(base_url=line.split()[-1], api_key="my-key")
     completion = client.completions.create(model=model, prompt="add 123 + 456 =", max_tokens=16, temperature=0)
     print(f"completion:{completion.choices[0].text}")
 

@@ -102,8 +102,9 @@ assert engine.device_cache[3, 2047].sum() == 1.0
 
 @pytest.mark.parametrize("is_control", [False, True])
 def test_large_cache_commits_no_memory_until_written(is_control: bool):
-    """In a process of its own, in which nothing else takes memory meanwhile. The control is written as it is made; some
-    pages of libraries may be taken from the process while it is, and the system's count is behind by some a core.
+    """Measured in a process of its own, in which nothing else takes memory meanwhile. The control is written as it is
+    made; some pages of libraries may be taken from the process while it is, and the system's count is behind by some a
+    core.
     """
     done = ranks.run_ranks(COMMITTED, 1, timeout_s=240, arguments=["control" if is_control else "ours"])
     assert done.returncode == 0, done.output

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stored_checkpoints import KINDS, SIZES, write_stored
+from stored_checkpoints import KINDS, SIZES, StackingKernels, write_stored
 from torch import Tensor
 
 from spmd_worker.base.errors import CheckpointError
@@ -22,8 +22,6 @@ from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.api import ExpertKernels
-from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.stored_experts import find_stored_experts
@@ -41,13 +39,6 @@ ONE, TWO = RankLayout(1), RankLayout(2)
 APART = RankLayout(2, experts=ExpertLayout(((0, 1, 1, 0),)))
 
 
-class Kernels(ReferenceKernels):
-    """Experts are stacked, and never multiplied."""
-
-    def expert_kernels(self) -> ExpertKernels:
-        return object()  # type: ignore[return-value]
-
-
 def config_of(folder: Path) -> ModelConfig:
     return read_model_files(folder).model_config
 
@@ -59,7 +50,7 @@ def loaded(
     group = GroupHandle(tuple(range(layout.tensor_parallel_size)), rank, None)
     formats = find_stored_experts(config, layout).formats if is_stored else {}
     context = LayerContext(
-        *(group, Kernels(), SdpaBackend(), dtype, torch.device("cpu"), layout.experts), stored_experts=formats
+        *(group, StackingKernels(), SdpaBackend(), dtype, torch.device("cpu"), layout.experts), stored_experts=formats
     )
     model = build_model(context, config, complete_model(config))
     with model.weights.open(folder, config.quantization) as source:
@@ -266,7 +257,7 @@ def test_stored_experts_sleep_and_wake(tmp_path: Path, keeps: bool):
     before, layer = experts_of(model), model.sparse_layers[0]
     assert layer._stacked is not None
     layer._stacked.get()
-    memory = WeightMemory(model, Kernels())
+    memory = WeightMemory(model, StackingKernels())
     held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     assert memory.num_bytes == held
     memory.release(memory.copy_to_host() if keeps else None)

@@ -218,7 +218,7 @@ def fork_server(hash_seed: int = 0) -> ForkServer:
 
 @functools.cache
 def _started(hash_seed: int) -> ForkServer:
-    """Of its own, because `functools.cache` tells an argument that is left out from one that is its default."""
+    """A function of its own: `functools.cache` tells an argument that is left out from one that is its default."""
     return ForkServer(hash_seed)
 
 

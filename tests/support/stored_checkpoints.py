@@ -6,7 +6,7 @@ layers (`fp8_linear`). Needs no transformers.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import quantised_files
@@ -19,6 +19,7 @@ from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.api import ExpertKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import complete_model
@@ -64,6 +65,13 @@ def write_stored(folder: Path, kind: str, seed: int = 0, **keys: Any) -> Path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(format_.config)}))
     return folder
+
+
+class StackingKernels(ReferenceKernels):
+    """Experts are stacked, and never multiplied."""
+
+    def expert_kernels(self) -> ExpertKernels:
+        return cast("ExpertKernels", object())
 
 
 def _mxfp4(name: str, shape: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:

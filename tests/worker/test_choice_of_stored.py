@@ -5,14 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stored_checkpoints import write_stored
+from stored_checkpoints import StackingKernels, write_stored
 
 from spmd_worker import LLM
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.model_config.stored_format import MXFP4
 from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.api import ExpertKernels
-from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
@@ -59,18 +57,13 @@ def test_plan_counts_stored_experts_on_gpus_alone(folder: Path):
     assert "dequantised to" in describe_plan(dequantised)
 
 
-class Kernels(ReferenceKernels):
-    def expert_kernels(self) -> ExpertKernels:
-        return object()  # type: ignore[return-value]
-
-
 class Device(DeviceBackend):
     """Decodes experts, or says so: nothing is computed here."""
 
     decodes = True
 
     def operations(self) -> Operations:
-        return Operations(Kernels(), SdpaBackend(), decodes_experts=self.decodes)
+        return Operations(StackingKernels(), SdpaBackend(), decodes_experts=self.decodes)
 
 
 class OtherDevice(Device):

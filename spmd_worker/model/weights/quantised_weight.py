@@ -67,17 +67,6 @@ class QuantisedWeight(ABC):
             result[inside] = self._read_block(block)
         return result
 
-    def is_stored_as(self, stored: StoredFormat) -> bool:
-        """Whether `read_stored` reads numbers and scales of this format."""
-        del stored
-        return False
-
-    def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
-        """Bytes of numbers and scales of a region of a matrix, which begins and ends where scales do, as
-        `stored_weights.write_rows` takes them, outputs first. Only if `is_stored_as`.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def _check(self) -> tuple[int, ...]:
         """The weight's shape. Raises MisfitError if the parts do not match."""
@@ -203,6 +192,7 @@ class ScaledWeight(LinearWeight):
         return scales.index_select(0, row_groups.to(scales.device))
 
     def is_stored_as(self, stored: StoredFormat) -> bool:
+        """Whether `read_stored` reads numbers and scales of this format."""
         rows, columns = self._block_size
         is_plain = self.format.number == "e4m3" and not self.format.has_zeros and "order" not in self.parts
         if stored.is_mxfp4 or type(self) is not ScaledWeight or not is_plain:
@@ -212,6 +202,9 @@ class ScaledWeight(LinearWeight):
         return (rows, columns) == (stored.group_rows, stored.group_inputs)
 
     def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
+        """Bytes of numbers and scales of a region of a matrix, which begins and ends where scales do, as
+        `stored_weights.write_rows` takes them, outputs first. Only if `is_stored_as`.
+        """
         rows, columns = region
         numbers = self._read_part("numbers", rows, columns).view(torch.uint8)
         of_rows, of_columns = (
@@ -355,10 +348,11 @@ class Mxfp4Weight(QuantisedWeight):
         return found[0], found[2] * MX_GROUP, found[1]
 
     def is_stored_as(self, stored: StoredFormat) -> bool:
+        """`ScaledWeight.is_stored_as`."""
         return stored.is_mxfp4
 
     def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
-        """The region is of one expert."""
+        """`ScaledWeight.read_stored` of one expert."""
         experts, (start, stop), rows = region
         groups = start // MX_GROUP, stop // MX_GROUP
         numbers = self._read_part("numbers", experts, rows, groups, (0, MX_GROUP // 2))

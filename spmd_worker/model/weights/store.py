@@ -260,12 +260,9 @@ class WeightStore:
         # A tied head is compared with the embedding, which is checked.
         if not is_head and not self._allows_nonfinite:
             check_finite(subject, tensor.detach(), self._dtype_of(name))
-        is_stored = name in self.held and source is not None and self._stored_format(name) is not None
-        jobs = [
-            (held, block)
-            for held in (self.held[name].pieces if is_stored else ())
-            for block in held.stored_blocks(_STORED_BLOCK_BYTES)
-        ]
+        own = self.held.get(name)
+        stored_pieces = [] if source is None or own is None or self._stored_format(name) is None else own.pieces
+        jobs = [(held, block) for held in stored_pieces for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
         for held, block in jobs:
             # Factors of kernels may be infinite where the values are not.
             assert source is not None, name
@@ -279,10 +276,10 @@ class WeightStore:
             for held, block in jobs:
                 assert source is not None, name
                 held.write_stored(block, *_read_stored(source, held, block))
-            if name in self.held and not is_stored:
-                self.held[name].load(tensor)
+            if own is not None and not stored_pieces:
+                own.load(tensor)
             self.update.add(name, tensor)
-        return name in self.held
+        return own is not None
 
     def _normalised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors by checkpoint name, stacked experts separated, without derived ones except a tied head."""

@@ -33,7 +33,7 @@ def death_signal():
 
 
 def variables(num_ranks: int, port: int) -> dict[str, str]:
-    """Of rank 0, whose other rank never comes."""
+    """Environment of rank 0, whose other rank never comes."""
     place = ranks.rank_variables({ranks.TOKEN_VARIABLE: "none"}, 0, num_ranks, port, has_agent_store=True)
     inherited = {name: value for name, value in os.environ.items() if name not in ranks.LAUNCHER_VARIABLES}
     return {**inherited, **place, "PYTHONPATH": str(ranks.REPOSITORY)}
