@@ -26,6 +26,7 @@ from spmd_worker.base.metrics.log import leave_to_rank_0
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.engine.engine import Engine
 from spmd_worker.executor.executor import Executor
+from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
@@ -254,7 +255,7 @@ def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: Resol
     # The memory budget may differ: the ranks agree on the minimum number of blocks.
     del settings["cache"]["gpu_memory_utilization"]
     # So may folders: the contents of files are compared.
-    settings["model"]["path"] = settings["parallel"]["expert_placement"] = None
+    settings["model"]["path"] = settings["model"]["lora_merge"] = settings["parallel"]["expert_placement"] = None
     value = {
         "config": settings,
         "code": code_fingerprint(),
@@ -265,6 +266,10 @@ def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: Resol
         "tokenizer": resolved.tokenizer.fingerprint() if resolved.tokenizer is not None else None,
     }
     check_equal("settings", channel.gather(canonical(value)))
+    merged = resolved.config.model.merged_adapter
+    if merged is not None:
+        read = _together(channel, watchdog, "reading the adapter", partial(read_adapter, merged))
+        check_equal("adapters", channel.gather(canonical({"model.lora_merge": read.digest})))
     if resolved.config.model.load_format != "dummy":
         pooling = resolved.model_config.pooling
         inside = () if pooling is None else pooling.weight_folders

@@ -148,6 +148,11 @@ class ModelOptions:
             )
 
     @property
+    def merged_adapter(self) -> str | None:
+        """Folder of the adapter that `lora_merge` merges into the weights."""
+        return None if self.lora_merge is None else (self.adapters or {}).get(self.lora_merge, self.lora_merge)
+
+    @property
     def adapter_limits(self) -> AdapterLimits | None:
         """Limits of adapters; None where there are none."""
         num_named = len(self.adapters or ())

@@ -123,6 +123,7 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             runner=header.runner,
             pooling_type=header.pooling_type,
             classifier_from_token=None if header.classifier_from_token is None else list(header.classifier_from_token),
+            lora_merge=header.lora_merge,
         ),
         executor=ExecutorConfig(backend="uniproc"),
         cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks or None),

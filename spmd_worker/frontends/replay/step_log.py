@@ -45,7 +45,7 @@ class StepLogHeader:
     and `tokenizer` are fingerprints, to report changes since the run; `tokenizer` is None for a folder without one.
     `runner`, `pooling_type` and `classifier_from_token` decide whether rows generate or are pooled, and how. With
     `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read; `keeps_histories`: see
-    `SchedulerLimits`.
+    `SchedulerLimits`. `lora_merge` is the folder of the adapter that was merged into the weights, absolute.
     """
 
     code: str
@@ -78,6 +78,7 @@ class StepLogHeader:
     classifier_from_token: tuple[str, str] | None = None
     num_steps_ahead: int = 0
     keeps_histories: bool = False
+    lora_merge: str | None = None
     format_version: int = FORMAT_VERSION
 
     @property

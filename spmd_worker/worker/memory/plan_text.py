@@ -137,6 +137,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"model      {model_config.architecture}, {model_config.num_parameters:,} parameters, "
         f"{model_config.num_layers} layers, hidden size {model_config.hidden_size:,}, {model_config.num_heads} heads, "
         f"{model_config.num_kv_heads} KV heads",
+        *_merged(plan),
         *_quantised(plan),
         *_int8(plan),
         *_head_argmax(plan),
@@ -195,6 +196,16 @@ def _where(plan: MemoryPlan) -> str:
     if plan.resolved.config.device == "auto":
         return f"in {dtype} on the CPU (device=auto takes a GPU if there is one: device=cuda plans for it)"
     return f"in {dtype} on {'the CPU' if plan.resolved.device_type == 'cpu' else 'one GPU a rank'}"
+
+
+def _merged(plan: MemoryPlan) -> list[str]:
+    folder = plan.resolved.config.model.merged_adapter
+    if folder is None:
+        return []
+    return [
+        f"adapter    {folder} is merged into the weights for all rows: answers have other bits than those of rows "
+        f"that name the adapter"
+    ]
 
 
 def _quantised(plan: MemoryPlan) -> list[str]:
