@@ -66,6 +66,7 @@ from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
 from spmd_worker.frontends.openai.row import RowError
 from spmd_worker.frontends.openai.row_writer import error_result
+from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import check_world_size
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
@@ -179,7 +180,9 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes, is_own)
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
-    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
+    merged = config.model.merged_adapter
+    digest = None if merged is None else read_adapter(merged).digest
+    manifest = make_manifest(resolved, package_versions(), fingerprint, reader.paths, digest)
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
     is_resumed = check_manifest(run_dir, manifest, config.job.resume)

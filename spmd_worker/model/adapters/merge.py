@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
+from spmd_worker.model.adapters.targets import scaled
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.merged_weights import LowRankUpdate
 
@@ -16,11 +16,14 @@ def weight_updates(
 
     Raises AdapterError that lists all modules that are not matrices of the model, or of other sizes, and saved modules.
     """
-    updates, problems = {}, []
+    updates: dict[str, LowRankUpdate] = {}
+    problems: list[str] = []
+    if adapter.config.is_transposed and not names.are_transposed:
+        problems.append(f"{adapter.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
     for name in adapter.saved:
         problems.append(f"{name}: a saved module is no update of low rank: merge the adapter with merge_and_unload")
     for module, matrices in adapter.modules.items():
-        update = LowRankUpdate(matrices.a.float(), matrices.b.float() * matrices.scaling)
+        update = LowRankUpdate(matrices.a.float(), scaled(matrices))
         try:
             name, *others = names.parts(f"{module}.weight", update.shape)
         except CheckpointError as error:

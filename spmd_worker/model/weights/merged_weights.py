@@ -42,7 +42,7 @@ class LowRankUpdate:
         a, b = self.a[:, columns].to(values.device), self.b[rows].to(values.device)
         merged = values.to(torch.float32, copy=True)
         num_rows = max(1, _TILE_ELEMENTS // max(1, a.shape[1]))
-        for factors, tile in zip(b.split(num_rows), merged.split(num_rows), strict=True):
+        for factors, tile in zip(torch.split(b, num_rows), torch.split(merged, num_rows), strict=True):
             total, product = torch.zeros_like(tile), torch.empty_like(tile)
             for inputs, outputs in zip(a, factors.t(), strict=True):
                 total += torch.mul(outputs[:, None], inputs, out=product)

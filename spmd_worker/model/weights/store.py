@@ -46,7 +46,7 @@ from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_pr
 from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.model.weights.dummy import DummyWeights
 from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_weights
-from spmd_worker.model.weights.merged_weights import LowRankUpdate, MergedWeights, source_of
+from spmd_worker.model.weights.merged_weights import source_of
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, finite_flag, tied_head_fault
 from spmd_worker.model.weights.weight_source import WeightSource

@@ -17,7 +17,6 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.version import code_fingerprint, version
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
-from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.safetensors_header import read_header
 from spmd_worker.model_config.tensor_names import INDEX_FILE
 from spmd_worker.resolved import ResolvedRun
@@ -48,11 +47,13 @@ def make_manifest(
     packages: Mapping[str, str],
     tokenizer: str | None,
     inputs: Sequence[Path] | None,
+    merged_digest: int | None = None,
 ) -> dict[str, Any]:
-    """A manifest: a resumed run must have equal `answers`; the rest describes the run. Raises OSError, AdapterError.
+    """A manifest: a resumed run must have equal `answers`; the rest describes the run. Raises OSError.
 
     `tokenizer` is the tokenizer's fingerprint, `inputs` the files to read (None: a stream). Their digest and number of
-    rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`).
+    rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`). `merged_digest` is
+    that of the adapter of `model.lora_merge`.
     """
     config = resolved.config
     settings = asdict(config)
@@ -63,9 +64,8 @@ def make_manifest(
     answers[_INPUT_KEY] = None if inputs is None else NOT_READ
     answers[_MODEL_KEY] = model_digest(resolved)
     answers["tokenizer"] = tokenizer
-    merged = config.model.merged_adapter
     # Content, not the folder, which may move.
-    answers["model.lora_merge"] = None if merged is None else f"{read_adapter(merged).digest:016x}, merged"
+    answers["model.lora_merge"] = None if merged_digest is None else f"{merged_digest:016x}, merged"
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
     answers[_ARITHMETIC_KEY] = NOT_READ
