@@ -12,6 +12,7 @@ merged, as by TRL itself, and the log says why.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any, Final
@@ -38,7 +39,7 @@ class PolicyLLM(LLM):
         """
         request = LoRARequest(POLICY_NAME, POLICY_ID, lora_tensors=tensors, peft_config=peft_config, load_inplace=True)
         self.llm_engine.add_lora(request)
-        self.policy = request
+        self.policy = replace(request, load_inplace=False)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`LLM.generate` with the policy."""
@@ -137,7 +138,8 @@ def _tensors(model: Any, name: str) -> dict[str, Any]:
     """The adapter's tensors, by the names of PEFT's files."""
     peft: Any = import_module("peft")
     found = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    return {key: tensor.detach() for key, tensor in found.items()}
+    # Copies: the trainer changes its own, and calls name what was pushed.
+    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in found.items()}
 
 
 @contextmanager
