@@ -10,8 +10,10 @@ import pytest
 import torch
 from family_checkpoints import family_folder
 from our_model import load_model
-from peft_adapters import adapter_folder, peft_model
-from reference_models import checkpoint_folder
+from peft import LoraConfig, PeftModel
+from peft_adapters import write_adapter
+from reference_models import checkpoint_folder, open_reference
+from run_folder import made_once
 from safetensors.torch import load_file, save_file
 
 from spmd_worker.base.errors import AdapterError
@@ -20,11 +22,17 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 
 PATTERNS = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"layers.1.mlp.up_proj": 5}}
 SOME = {"target_modules": ["q_proj", "o_proj", "up_proj", "down_proj", "lm_head"]}
+TIED = {"target_modules": ["lm_head"]}
 CASES: dict[str, tuple[Callable[[], Path], dict[str, Any]]] = {
     "llama, patterns, head": (lambda: checkpoint_folder("llama3"), {"lora_alpha": 16, **PATTERNS, **SOME}),
     "gpt2, transposed and fused": (lambda: family_folder("gpt2"), {"use_rslora": True, "fan_in_fan_out": True}),
     "phi3, fused": (lambda: family_folder("phi3"), {"r": 20, "target_modules": ["qkv_proj", "gate_up_proj"]}),
 }
+
+
+def adapter_of(model: Path, case: str, config: dict[str, Any]) -> Path:
+    """The adapter of a case, written once a run."""
+    return made_once(f"merged {case}", lambda folder: write_adapter(model, folder, tuple(config.items())))
 
 
 def weights_of(model: DecoderForCausalLM) -> dict[str, torch.Tensor]:
@@ -37,8 +45,8 @@ def weights_of(model: DecoderForCausalLM) -> dict[str, torch.Tensor]:
 def test_merged_weights_are_those_of_peft(case: str, monkeypatch: pytest.MonkeyPatch):
     folder_of, config = CASES[case]
     folder = folder_of()
-    adapter = adapter_folder(folder, case, **config)
-    expected = peft_model(folder, **config).merge_and_unload().state_dict()
+    adapter = adapter_of(folder, case, config)
+    expected = PeftModel.from_pretrained(open_reference(folder), adapter).merge_and_unload().state_dict()
     plain, ours = weights_of(load_model(folder)), weights_of(load_model(folder, lora_merge=adapter))
     assert {name for name in ours if not torch.equal(ours[name], plain[name])} == {
         name for name in expected if name in plain and (expected[name] - plain[name]).abs().max() > 1e-3
@@ -85,7 +93,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] = 
 def test_unfit_adapter_is_refused_with_its_module(fault: str, tmp_path: Path):
     config, tensors, words = FAULTS[fault]
     folder, case = checkpoint_folder("llama3"), "llama, patterns, head"
-    adapter = rewritten(adapter_folder(folder, case, **CASES[case][1]), tmp_path / "adapter", config, **tensors)
+    adapter = rewritten(adapter_of(folder, case, CASES[case][1]), tmp_path / "adapter", config, **tensors)
     with pytest.raises(AdapterError, match=words) as raised:
         load_model(folder, lora_merge=adapter)
     assert str(adapter) in str(raised.value)
@@ -93,6 +101,6 @@ def test_unfit_adapter_is_refused_with_its_module(fault: str, tmp_path: Path):
 
 def test_adapter_of_tied_head_is_refused():
     folder = checkpoint_folder("qwen2_tied")
-    adapter = adapter_folder(folder, "head", target_modules=["lm_head"])
+    adapter = adapter_of(folder, "tied head", TIED)
     with pytest.raises(AdapterError, match="lm_head: is tied to the embedding"):
         load_model(folder, lora_merge=adapter)

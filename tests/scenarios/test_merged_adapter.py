@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
+from adapter_folders import write_adapter
 from cut_jobs import Ended, end_after
 from jobs_of_rows import answers_of_job
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 PROMPTS = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (1, 9, 40)]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tensor": {"tensor_parallel_size": 2},
@@ -36,13 +38,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folders() -> tuple[Path, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model, and an adapter for it."""
-    from peft_adapters import adapter_folder  # slow to import, so not on ranks
-    from reference_models import checkpoint_folder
+    from reference_models import checkpoint_folder  # slow to import, so not on ranks
 
     model = checkpoint_folder("llama3")
-    return model, adapter_folder(model, "all")
+    return model, write_adapter(tmp_path_factory.mktemp("merged") / "adapter", model, 0, TARGETS)
 
 
 def answers(llm: LLM) -> list[Any]:

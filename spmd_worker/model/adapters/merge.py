@@ -14,16 +14,21 @@ def weight_updates(
 ) -> dict[str, LowRankUpdate]:
     """B A of each module, with the scaling, in float32. `shapes` are those of the model's weights, of every stage.
 
-    Raises AdapterError that lists all modules that are not matrices of the model, or of other sizes, and saved modules.
+    Raises AdapterError that lists all modules that are not matrices of the model, or of other sizes, and saved modules,
+    which replace weights.
     """
     updates: dict[str, LowRankUpdate] = {}
     problems: list[str] = []
     if adapter.config.is_transposed and not names.are_transposed:
         problems.append(f"{adapter.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
+    # PEFT saves an adapted head's own weight beside the adapter.
+    bases = {f"{module}.base_layer.weight": module for module in adapter.modules}
     for name in adapter.saved:
-        problems.append(f"{name}: a saved module is no update of low rank: merge the adapter with merge_and_unload")
+        if name not in bases:
+            problems.append(f"{name}: a saved module is no update of low rank: merge the adapter with merge_and_unload")
     for module, matrices in adapter.modules.items():
-        update = LowRankUpdate(matrices.a.float(), scaled(matrices))
+        base = adapter.saved.get(f"{module}.base_layer.weight")
+        update = LowRankUpdate(matrices.a.float(), scaled(matrices), base)
         try:
             name, *others = names.parts(f"{module}.weight", update.shape)
         except CheckpointError as error:
@@ -36,7 +41,7 @@ def weight_updates(
             problems.append(f"{module}: is tied to the embedding, which the adapter would change too")
         elif name not in shapes or others:
             problems.append(f"{module}: the model has no such matrix")
-        elif shape != update.shape:
+        elif shape != update.shape or (base is not None and shape != tuple(base.shape)):
             problems.append(f"{module}: is {list(update.shape)} [outputs, inputs], but {name} has {list(shape)}")
         else:
             updates[name] = update

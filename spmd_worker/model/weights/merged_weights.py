@@ -23,10 +23,13 @@ _TILE_ELEMENTS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """B A for one weight [outputs, inputs]: `a` [r, inputs] and `b` [outputs, r], scaled, float32 on the CPU."""
+    """B A for one weight [outputs, inputs]: `a` [r, inputs] and `b` [outputs, r], scaled, float32 on the CPU. `base`,
+    with the weight's dimensions, replaces the weight that B A is added to.
+    """
 
     a: Tensor
     b: Tensor
+    base: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -34,11 +37,13 @@ class LowRankUpdate:
 
     def transposed(self) -> "LowRankUpdate":
         """The update of the transposed weight."""
-        return LowRankUpdate(self.b.t(), self.a.t())
+        return LowRankUpdate(self.b.t(), self.a.t(), self.base)
 
     def added(self, values: Tensor, region: Rectangle) -> Tensor:
         """A new float32 tensor of `values`, the elements of `region` of the weight, with those of B A added."""
         rows, columns = (slice(*bounds) for bounds in region)
+        if self.base is not None:
+            values = self.base[rows, columns].to(values.device)
         a, b = self.a[:, columns].to(values.device), self.b[rows].to(values.device)
         merged = values.to(torch.float32, copy=True)
         num_rows = max(1, _TILE_ELEMENTS // max(1, a.shape[1]))
