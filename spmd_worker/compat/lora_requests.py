@@ -8,7 +8,6 @@ from spmd_worker.compat.prompts import Encoded
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import RequestOutput
 
-
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """The adapter of all prompts, or one, or None, for each."""
 

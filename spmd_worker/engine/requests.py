@@ -93,6 +93,7 @@ class Requests:
         prompt: str | None = None,
         custom_id: str | None = None,
         index: int | None = None,
+        adapter: int = 0,
     ) -> RequestId:
         """Check a request, with the errors of `check`, and queue it (`admit`)."""
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
@@ -101,7 +102,7 @@ class Requests:
         prompt, custom_id = plain_text(prompt), plain_text(custom_id)
         prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling)
         self.check(prompt_token_ids, sampling)
-        return self.admit(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index)
+        return self.admit(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index, adapter=adapter)
 
     def admit(
         self,
@@ -114,11 +115,12 @@ class Requests:
         call: int = 0,
         rope_regime: int | None = None,
         pooling: PoolingParams | None = None,
+        adapter: int = 0,
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
         `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
         from its length and parameters. `pooling` is normalised (`resolve_pooling`), with the `sampling` of
-        `pooled_sampling`.
+        `pooled_sampling`. `adapter` is the digest of a loaded adapter, 0 for none.
         """
         with self._calls.queueing("add_request"):
             self._life.check_not_closed()
@@ -131,7 +133,8 @@ class Requests:
                 row = 0 if index is None else whole_number("index", index)
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
             regime = self.rope_regime(len(prompt_token_ids), sampling) if rope_regime is None else rope_regime
-            request = Request(request_id, tuple(prompt_token_ids), self._normalised(sampling), stream, regime, pooling)
+            token_ids = tuple(prompt_token_ids)
+            request = Request(request_id, token_ids, self._normalised(sampling), stream, regime, pooling, adapter)
             self.num_requests += 1
             self._prompts[request_id] = prompt
             self.times.add(request_id)

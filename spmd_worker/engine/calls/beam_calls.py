@@ -36,8 +36,8 @@ class BeamCalls:
         """Beam search: the `beam_width` best continuations of each prompt, best first.
 
         Each token is a call of `generate` for all beams of all prompts, which share their prefixes in the prefix cache.
-        `lora_request` is as in `generate`. `concurrency_limit` is accepted for vLLM and has no effect. Raises ValueError for a prompt that cannot be
-        answered, and the errors of `generate`.
+        `lora_request` is as in `generate`. `concurrency_limit` is accepted for vLLM and has no effect. Raises
+        ValueError for a prompt that cannot be answered, and the errors of `generate`.
         """
         with self._engine.calls.inside("beam_search", is_alone=True):
             engine = self._engine

@@ -64,8 +64,8 @@ class PoolingCalls:
         or the cache.
 
         Needs a pooling model, or `runner="pooling"`. `truncate_prompt_tokens` is as in `PoolingParams`; `gather`,
-        `lora_request`, ranks and rejected prompts are as in `generate`. Raises ValueError for a run of another task, naming it, and for a
-        non-finite vector.
+        `lora_request`, ranks and rejected prompts are as in `generate`. Raises ValueError for a run of another task,
+        naming it, and for a non-finite vector.
         """
         given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, gather, use_tqdm)
         return self._pool("embed", "embed", prompts, given, EmbeddingOutput, EmbeddingRequestOutput)

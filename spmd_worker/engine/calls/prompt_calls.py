@@ -56,8 +56,8 @@ class PromptCalls:
         rejected prompts are an error of that rank, and no progress bar is shown. In `turns()` every call is such a
         call, and ranks may differ in their number of calls.
 
-        `lora_request` is the adapter of all prompts, or a list with one, or None, for each; adapters that are not loaded
-        are loaded first (`add_lora`), and raise its errors. With `gather` and in `turns()` they must be loaded.
+        `lora_request` is the adapter of all prompts, or a list with one, or None, for each; those that are not loaded
+        are loaded first (`add_lora`), with its errors. With `gather` and in `turns()` they must be loaded before.
 
         `use_tqdm` may be a function that makes the progress bar, such as `partial(tqdm, leave=False)`, which is called
         on the first rank; its errors are logged. Rows are served first come, first served: a non-zero `priority`,

@@ -46,7 +46,7 @@ class ServedModels:
                     MODEL_NOT_FOUND,
                 )
             return self.adapters[row.adapter]
-        if not self.adapters or row.model in (None, self.base, *self.aliases):
+        if not self.adapters or row.model is None or row.model in (self.base, *self.aliases):
             return 0
         if row.model not in self.adapters:
             raise InvalidRequestError(
