@@ -117,11 +117,12 @@ class CallRunner:
         """Set the digest of each prompt's adapter, which is loaded on all ranks if it is not yet. Per-rank prompts are
         known to this rank alone: ValueError for an adapter that is not loaded.
         """
-        adapters, digests = self._engine.adapters, dict[int, int]()
+        digests: dict[int, int] = {}
         for index, (each, _) in enumerate(given):
             request = each.lora_request
             if request is None or index in rejected:
                 continue
+            adapters = self._engine.adapters
             if is_per_rank and (request.load_inplace or request.lora_int_id not in adapters.list()):
                 raise ValueError(
                     f"lora_request={request} would be loaded, which all ranks do together, for prompts of this rank "

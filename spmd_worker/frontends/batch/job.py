@@ -42,7 +42,7 @@ from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import OutputFile, VectorColumn
 from spmd_worker.frontends.batch.progress import Progress, format_summary
 from spmd_worker.frontends.batch.row_runner import RowRunner
-from spmd_worker.frontends.batch.run_dir.adapter_digests import hex_digest
+from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
     PROVENANCE_NAME,
@@ -180,7 +180,8 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes, is_own)
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
-    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
+    adapters = adapter_digests(config.model)
+    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths, adapters=adapters)
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
     is_resumed = check_manifest(run_dir, manifest, config.job.resume)

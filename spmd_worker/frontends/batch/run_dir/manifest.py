@@ -16,7 +16,6 @@ from typing import Any, Final
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.version import code_fingerprint, version
-from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.model.weights.safetensors_header import read_header
 from spmd_worker.model_config.tensor_names import INDEX_FILE
@@ -48,12 +47,13 @@ def make_manifest(
     packages: Mapping[str, str],
     tokenizer: str | None,
     inputs: Sequence[Path] | None,
+    adapters: Mapping[str, str],
 ) -> dict[str, Any]:
     """A manifest: a resumed run must have equal `answers`; the rest describes the run. Raises OSError.
 
     `tokenizer` is the tokenizer's fingerprint, `inputs` the files to read (None: a stream). Their digest and number of
-    rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`). Raises ConfigError for
-    a folder of `model.adapters` that is no adapter.
+    rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`). `adapters` are digests
+    of the adapters' contents, by key.
     """
     config = resolved.config
     settings = asdict(config)
@@ -63,7 +63,7 @@ def make_manifest(
     answers["job.max_rows"] = config.job.max_rows
     answers[_INPUT_KEY] = None if inputs is None else NOT_READ
     answers[_MODEL_KEY] = model_digest(resolved)
-    answers |= adapter_digests(config.model)
+    answers |= adapters
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
