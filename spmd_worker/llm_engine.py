@@ -295,6 +295,22 @@ class LLMEngine(Engine):
         """Same as `Changes.worker_event`."""
         return self.changes.worker_event(name, payload, then, self.run_step)
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Same as `LLM.add_lora`; ranks in `follow` read the folder that rank 0 names."""
+        return self.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Same as `LLM.remove_lora`."""
+        return self.adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Same as `LLM.pin_lora`."""
+        return self.adapters.pin(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Same as `LLM.list_loras`."""
+        return self.adapters.list()
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Same as `LLM.sleep`."""
         self.changes.sleep(level, mode, self.run_step)

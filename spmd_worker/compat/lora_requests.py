@@ -14,7 +14,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 def set_lora_requests(encoded: Sequence[Encoded], given: Any) -> None:
     """Set the adapter of each prompt: `given` is one for all, or a list with one, or None, for each. Raises TypeError
-    for other types, ValueError for a list of another length and for two adapters with one id.
+    for other types, ValueError for a list of another length.
     """
     listed = list(given) if isinstance(given, list | tuple) else [given] * len(encoded)
     for each in listed:
@@ -23,14 +23,8 @@ def set_lora_requests(encoded: Sequence[Encoded], given: Any) -> None:
         raise ValueError(
             f"{len(listed)} lora requests for {len(encoded)} prompts: give one, or one, or None, for each prompt"
         )
-    by_id: dict[int, LoRARequest] = {}
     for prompt, each in zip(encoded, listed, strict=True):
         prompt.lora_request = each
-        if each is not None and by_id.setdefault(each.lora_int_id, each) != each:
-            raise ValueError(
-                f"lora_request has two adapters with lora_int_id={each.lora_int_id}: {by_id[each.lora_int_id]} and "
-                f"{each}; give each its own id"
-            )
 
 
 def check_lora_request(given: Any) -> None:

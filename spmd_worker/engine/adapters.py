@@ -1,11 +1,12 @@
 """LoRA adapters of one engine: loaded, removed and pinned on all ranks together, between two steps.
 
-An adapter is loaded by a worker event: every rank reads its own file, or has its own tensors, and compares the digest of
-the content with rank 0's before any rank computes with it. Rank 0 alone decides what is evicted and what is refused,
-because it alone knows the requests that wait; the others hear it with the event. Requests name an adapter by its digest,
-so nothing is ever found under an id or a name that has other weights by now.
+An adapter is loaded by a worker event: every rank reads its own file, or has its own tensors, and compares the digest
+of the content with rank 0's before any rank computes with it. Rank 0 alone decides what is evicted and what is refused,
+because it alone knows the requests that wait; the others hear it with the event. Requests name an adapter by its
+digest, so nothing is ever found under an id or a name that has other weights by now.
 """
 
+import builtins
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,9 +24,9 @@ from spmd_worker.engine.requests import Requests
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.ranks.transport.channel import ControlChannel
-from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
+from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition, plan_removal, taken, unanswered
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA, AdapterChange
-from spmd_worker.replica.sequence.events import AddAdapter, Event, PinAdapter, RemoveAdapter
+from spmd_worker.replica.sequence.events import Event, PinAdapter, RemoveAdapter
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 
@@ -68,12 +69,10 @@ class Adapters:
         with self._calls.inside("add_lora"):
             self._check_call()
             self._check_request(request)
-            staged = self._executor.stage_adapter(request)
-            with self._change(partial(self._plan_addition, request, *staged)) as change:
-                event = AddAdapter(
-                    request.lora_int_id, request.lora_name, request.lora_path, change.digest, change.evicted
-                )
-                self._run_event(ADD_LORA, change, event)
+            staged, num_with = self._executor.stage_adapter(request), self._requests.num_with_adapter
+            plan = partial(plan_addition, self._registry, request, staged, num_with, self._wanted.__contains__)
+            with self._change(plan) as change:
+                self._run_event(ADD_LORA, change, addition_of(change))
             self._own_paths[request.lora_int_id] = request.lora_path
             return True
 
@@ -88,7 +87,7 @@ class Adapters:
             number = _checked_id(int_id)
             if number not in self._registry.entries:
                 return False
-            with self._change(partial(self._plan_removal, number)) as change:
+            with self._change(partial(plan_removal, self._registry, number, self._requests.num_with_adapter)) as change:
                 self._run_event(REMOVE_LORA, change, RemoveAdapter(number))
             self._own_paths.pop(number, None)
             return True
@@ -116,13 +115,13 @@ class Adapters:
         """
         return self.digests_of([request])[0]
 
-    def digests_of(self, requests: Iterable[LoRARequest | None]) -> list[int]:
+    def digests_of(self, requests: Iterable[LoRARequest | None]) -> tuple[int, ...]:
         """`digest_of` for the requests of one call: what one of them needs does not give way to another. Raises
         AdapterError, before anything is loaded, if they name more adapters than `max_cpu_loras`, or two by one id.
         """
         listed = list(requests)
         if not any(each is not None for each in listed):
-            return [0] * len(listed)
+            return (0,) * len(listed)
         self._check_call()
         by_id: dict[int, LoRARequest] = {}
         for each in listed:
@@ -130,7 +129,9 @@ class Adapters:
                 self._check_request(each)
                 known = by_id.setdefault(each.lora_int_id, each)
                 if known is not each and (known != each or known.lora_tensors is not each.lora_tensors):
-                    raise AdapterError(f"lora_int_id={each.lora_int_id} is that of {known} and of {each}: give each its own")
+                    raise AdapterError(
+                        f"lora_int_id={each.lora_int_id} is that of {known} and of {each}: give each its own"
+                    )
         if len(by_id) > self._registry.max_adapters:
             raise AdapterError(
                 f"{len(by_id)} different adapters are requested at once, and model.max_cpu_loras="
@@ -147,7 +148,7 @@ class Adapters:
                 self._wanted = (*self._wanted, digests[int_id])
         finally:
             self._wanted = ()
-        return [digests[0 if each is None else each.lora_int_id] for each in listed]
+        return tuple([digests[0 if each is None else each.lora_int_id] for each in listed])
 
     def digest_of_name(self, name: str) -> int:
         """The number of a loaded adapter; of several with one name, of the one loaded last. Raises AdapterError."""
@@ -168,37 +169,8 @@ class Adapters:
             is_same = self._executor.stage_adapter(request)[0] == entry.digest
             self._executor.unstage_adapter()
         if not is_same:
-            raise AdapterError(self._taken(request, entry))
+            raise AdapterError(taken(request, entry))
         return entry.digest
-
-    def _plan_addition(self, request: LoRARequest, digest: int, problem: str) -> AdapterChange:
-        """Rank 0's decision, with `lock` held; other ranks make one too, of which nothing is used."""
-        int_id, registry = request.lora_int_id, self._registry
-        change = AdapterChange(int_id, request.lora_name, request.lora_path, digest, problem=problem)
-        entry = registry.entries.get(int_id)
-        if problem:
-            return change
-        if entry is not None and not request.load_inplace and (entry.name, entry.digest) != (request.lora_name, digest):
-            return replace(change, problem=self._taken(request, entry))
-        replaced = (int_id,) if entry is not None else ()
-        num_waiting = sum(map(self._requests.num_with_adapter, registry.unneeded(replaced, digest)))
-        if num_waiting:
-            return replace(change, problem=_unanswered(f"adapter {int_id} cannot be replaced", num_waiting))
-        try:
-            evicted = registry.victims(int_id, digest, self._is_used)
-        except AdapterError as error:
-            return replace(change, problem=str(error))
-        return replace(change, evicted=evicted, dropped=registry.unneeded((*replaced, *evicted), digest))
-
-    def _plan_removal(self, int_id: int) -> AdapterChange:
-        entry = self._registry.entries[int_id]
-        dropped = self._registry.unneeded((int_id,))
-        num_waiting = sum(map(self._requests.num_with_adapter, dropped))
-        problem = _unanswered(f"adapter {int_id} ({entry.name!r}) cannot be removed", num_waiting) if num_waiting else ""
-        return AdapterChange(int_id, entry.name, entry.path, entry.digest, (), dropped, problem)
-
-    def _is_used(self, digest: int) -> bool:
-        return digest in self._wanted or self._requests.num_with_adapter(digest) > 0
 
     @contextmanager
     def _change(self, plan: Callable[[], AdapterChange]) -> Iterator[AdapterChange]:
@@ -220,12 +192,12 @@ class Adapters:
         is_first = self._engine_channel.rank == 0
         with self._life.exchanging():
             payload = self._engine_channel.broadcast(encode_value(own) if is_first else None)
-        change = decode_value(payload)
+        change: AdapterChange = decode_value(payload)
         with self._calls.lock:
             num_waiting = sum(map(self._requests.num_with_adapter, change.dropped))
             self._requests.leaving_adapters = () if num_waiting else change.dropped
         if num_waiting and not change.problem:
-            change = replace(change, problem=_unanswered("adapters cannot be dropped", num_waiting))
+            change = replace(change, problem=unanswered("adapters cannot be dropped", num_waiting))
         return change
 
     def _run_event(self, name: str, change: AdapterChange, event: Event) -> None:
@@ -233,7 +205,7 @@ class Adapters:
             self._changes.commit_weights()
         self._changes.run_worker_event(name, change, [event], self._run_step)
 
-    def _run_step(self) -> list[SequenceGroup]:
+    def _run_step(self) -> builtins.list[SequenceGroup]:
         run_step = self._weak_run_step()
         assert run_step is not None, "its engine runs this call"
         return run_step()
@@ -252,22 +224,11 @@ class Adapters:
         loaded = ", ".join([f"{each.int_id} ({each.name!r})" for each in self._registry.entries.values()])
         return f"loaded are {loaded}" if loaded else "none is loaded"
 
-    def _taken(self, request: LoRARequest, entry: RegisteredAdapter) -> str:
-        return (
-            f"lora_int_id={entry.int_id} is loaded as {entry.name!r} from {entry.path or 'tensors'}, and this request "
-            f"has {request.lora_name!r} from {request.lora_path or 'tensors'} with another name, folder or content: give "
-            f"another id, or load_inplace=True, or call remove_lora({entry.int_id}) first"
-        )
-
 
 def _reason(problem: str) -> str:
     """The text of a rank that could not prepare, or of what rank 0 has refused."""
     refused = re.fullmatch(r"rank \d+: AdapterRefusal: (.*)", problem, re.DOTALL)
     return refused[1] if refused else re.sub(r"^(rank \d+): AdapterError: ", r"\1: ", problem)
-
-
-def _unanswered(what: str, num_requests: int) -> str:
-    return f"{what}: {num_requests} requests with it are unanswered; try again once they are, or abort them"
 
 
 def _checked_id(int_id: Any) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
@@ -103,6 +103,7 @@ class Engine:
             # Weak: an engine without references is freed at once.
             WeakMethod(self.run_step),
         )
+        executor.watch_adapters(ref(self.adapters))
         parallel = resolved.config.parallel
         stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._in_flight = StepPipeline(executor, channel, *stages)

@@ -109,9 +109,7 @@ class Requests:
         prompt, custom_id = plain_text(prompt), plain_text(custom_id)
         prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling)
         self.check(prompt_token_ids, sampling)
-        return self.admit(
-            prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index, adapter=adapter
-        )
+        return self.admit(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index, adapter=adapter)
 
     def admit(
         self,

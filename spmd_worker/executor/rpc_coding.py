@@ -1,8 +1,8 @@
 """JSON encoding of arguments and results of calls between processes.
 
 Numbers, strings, lists and null are encoded as such; an object has one key, its type: `tuple`, `set`, `bytes` (base64),
-`dict` (pairs, so keys keep their types), or the name of one of our own records. The sender rejects any other type, and nothing
-in the encoding names code.
+`dict` (pairs, so keys keep their types), or the name of one of our own records. The sender rejects any other type, and
+nothing in the encoding names code.
 """
 
 import base64

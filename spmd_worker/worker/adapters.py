@@ -32,7 +32,7 @@ class StagedAddition:
     adapter: StagedAdapter | None
 
 
-class AdapterRefusal(AdapterError):  # noqa: N818  # the decision of rank 0, not a fault of this rank
+class AdapterRefusal(AdapterError):
     """Rank 0 has refused a change, for reasons that it alone knows: requests that wait, adapters that are pinned."""
 
 

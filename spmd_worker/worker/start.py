@@ -22,6 +22,7 @@ from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.native.library import thread_waits
 from spmd_worker.replica.mirror.mirror import Mirror
+from spmd_worker.replica.mirror.plan_check import AdapterRules
 from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
@@ -145,12 +146,13 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
     sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, graphs)
     limits = resolved.config.model.adapter_limits
     adapters = WorkerAdapters(loaded.adapters, 0 if limits is None else limits.max_cpu_loras)
+    rules = None if limits is None else AdapterRules(adapters.has, limits.max_loras)
     event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     return RunningWorker(
         loaded,
         caches,
-        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, adapters.has, 0 if limits is None else limits.max_loras),
+        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules),
         runner,
         clock,
         sleep,

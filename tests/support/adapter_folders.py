@@ -5,13 +5,17 @@ Knows the names and shapes of a folder's tensors. Knows nothing of the runtime u
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import REPOSITORY
+from run_folder import made_once
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+DEMO = REPOSITORY / "scripts" / "demo" / "model"
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
@@ -24,6 +28,15 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def demo_adapters(*names: str) -> dict[str, str]:
+    """Folders of adapters of the demo model, by name, each written once a run. Names decide on their matrices."""
+    return {name: str(made_once(f"adapter-{name}", partial(_write_demo, name))) for name in names}
+
+
+def _write_demo(name: str, folder: Path) -> None:
+    write_adapter(folder, DEMO, sum(name.encode()))
 
 
 def adapter_tensors(

@@ -117,20 +117,20 @@ class CallRunner:
         """Set the digest of each prompt's adapter, which is loaded on all ranks if it is not yet. Per-rank prompts are
         known to this rank alone: ValueError for an adapter that is not loaded.
         """
-        digests: dict[int, int] = {}
-        for index, (each, _) in enumerate(given):
-            request = each.lora_request
-            if request is None or index in rejected:
-                continue
-            adapters = self._engine.adapters
-            if is_per_rank and (request.load_inplace or request.lora_int_id not in adapters.list()):
+        adapted = [each for index, (each, _) in enumerate(given) if each.lora_request and index not in rejected]
+        if not adapted:
+            return
+        requests = [each.lora_request for each in adapted]
+        adapters = self._engine.adapters
+        for request in requests if is_per_rank else ():
+            assert request is not None, "filtered above"
+            if request.load_inplace or request.lora_int_id not in adapters.list():
                 raise ValueError(
                     f"lora_request={request} would be loaded, which all ranks do together, for prompts of this rank "
                     f"alone: call add_lora before, on every rank, and leave out load_inplace here"
                 )
-            if request.lora_int_id not in digests:
-                digests[request.lora_int_id] = adapters.digest_of(request)
-            each.adapter = digests[request.lora_int_id]
+        for each, digest in zip(adapted, adapters.digests_of(requests), strict=True):
+            each.adapter = digest
 
     def _rejected(self, call: str, given: _Given, on_error: OnError | None) -> dict[int, RequestOutput]:
         """Error outputs, by index, of invalid prompts. Raises PromptsRefusedError unless `on_error` is "row"."""

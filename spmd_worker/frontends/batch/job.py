@@ -300,9 +300,8 @@ def _lead(
         "load_s": loaded_s - started_s,
         "generate_s": generated_s - loaded_s,
         "wall_s": time.perf_counter() - started_s,
+        "adapters": rows.num_rows_by_adapter,
     }
-    if adapters:
-        metrics["adapters"] = rows.num_rows_by_adapter
     write_json(run_dir / METRICS_NAME, metrics)
     write_provenance(run_dir, run.manifest, {"path": job.output or "", **digests}, chain_heads(reports))
     if "stages" in metrics:

@@ -8,9 +8,6 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.openai.row import Row
 from spmd_worker.tokenizer.messages import InvalidRequestError
 
-MODEL_NOT_FOUND = "model_not_found"
-"""Code of a row that names an unknown model or adapter; OpenAI's."""
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
@@ -43,15 +40,14 @@ class ServedModels:
                 known = f"the run has {', '.join(self.adapters)}" if self.adapters else "the run has none"
                 raise InvalidRequestError(
                     f"adapter={shown(row.adapter)} is not loaded: {known} (model.adapters={{NAME: FOLDER}})",
-                    MODEL_NOT_FOUND,
+                    "model_not_found",
                 )
             return self.adapters[row.adapter]
         if not self.adapters or row.model is None or row.model in (self.base, *self.aliases):
             return 0
         if row.model not in self.adapters:
-            raise InvalidRequestError(
-                f"model {shown(row.model)} is not served; served are {', '.join(self.names)}", MODEL_NOT_FOUND
-            )
+            message = f"model {shown(row.model)} is not served; served are {', '.join(self.names)}"
+            raise InvalidRequestError(message, "model_not_found")
         return self.adapters[row.model]
 
 
