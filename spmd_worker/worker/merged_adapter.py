@@ -1,8 +1,8 @@
 """`model.lora_merge`: the adapter that is merged into all weights that are read from files."""
 
 import logging
-from typing import Final
 
+from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.merge import weight_updates
@@ -13,8 +13,6 @@ from spmd_worker.model.weights.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 
-OTHER_BITS: Final = "answers have other bits than those of rows that name the adapter"
-
 
 def with_merged_adapter(source: WeightSource, weights: WeightStore, options: ModelOptions) -> WeightSource:
     """`source` with the run's adapter merged into it, if there is one. Raises AdapterError before a weight is read."""
@@ -24,8 +22,8 @@ def with_merged_adapter(source: WeightSource, weights: WeightStore, options: Mod
     adapter = read_adapter(folder)
     updates = weight_updates(adapter, weights.names, weights.shapes)
     logger.info(
-        "the adapter %s, digest %016x, is merged into %d weights for all rows: %s",
-        *(folder, adapter.digest, len(updates), OTHER_BITS),
+        "the adapter %s, digest %016x, of %d weights is %s",
+        *(folder, adapter.digest, len(updates), MERGED),
         extra=SAME_ON_EVERY_RANK,
     )
     return MergedWeights(source, updates)

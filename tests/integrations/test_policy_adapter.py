@@ -139,14 +139,14 @@ def test_after_each_sync_log_probabilities_are_the_policys(name: str, sleeps: bo
     ("config", "reason"),
     [
         ({"use_dora": True}, "use_dora=True"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "token heads"),
         ({"r": 600}, "rank 600 is above 512"),
     ],
 )
 def test_other_policies_are_merged_as_before(config: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture):
-    model = adapted("qwen2_tied", **config)
+    model = adapted("llama3", **config)
     with caplog.at_level(logging.WARNING):
-        generation = Generation(model, str(checkpoint_folder("qwen2_tied")))
+        generation = Generation(model, str(checkpoint_folder("llama3")))
         update(model, 0)
         generation.sync_weights()
     assert reason in "".join(record.getMessage() for record in caplog.records)

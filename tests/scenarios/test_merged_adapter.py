@@ -131,9 +131,11 @@ def test_resumed_job_needs_the_same_adapter(
     moved = shutil.move(tmp_path / "adapter", tmp_path / "moved")
     config = json.loads((moved / "adapter_config.json").read_text())
     (moved / "adapter_config.json").write_text(json.dumps({**config, "use_rslora": True}))
-    with pytest.raises(ConfigError, match=r'^model\.lora_merge is "[0-9a-f]{16}, merged", and "'):
+    with pytest.raises(ConfigError, match=r'^model\.lora_merge is "[0-9a-f]{16}", and "'):
         run(moved)
     (moved / "adapter_config.json").write_text(json.dumps(config))
+    manifest = json.loads((tmp_path / "out.jsonl.run" / "manifest.json").read_text())
+    assert "adapter is merged into the weights for all rows: answers have other bits" in manifest["merged_adapter"]
     assert all(row["error"] is None for row in run(moved))
 
 

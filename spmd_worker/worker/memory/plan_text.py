@@ -10,6 +10,7 @@ from typing import Final
 
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, format_bytes, num_swap_blocks
+from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.ranks.topology import RankLayout, stage_of
@@ -200,12 +201,7 @@ def _where(plan: MemoryPlan) -> str:
 
 def _merged(plan: MemoryPlan) -> list[str]:
     folder = plan.resolved.config.model.merged_adapter
-    if folder is None:
-        return []
-    return [
-        f"adapter    {folder} is merged into the weights for all rows: answers have other bits than those of rows "
-        f"that name the adapter"
-    ]
+    return [] if folder is None else [f"adapter    {folder} is {MERGED}"]
 
 
 def _quantised(plan: MemoryPlan) -> list[str]:
