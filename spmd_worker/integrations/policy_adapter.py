@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.llm import LLM
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 POLICY_NAME: Final = "policy"
 POLICY_ID: Final = 1
 _MAX_RANK: Final = 512
+_MERGED: Final = "the policy is merged into the weights at each sync"
 
 
 class PolicyLLM(LLM):
@@ -49,7 +51,7 @@ class PolicyLLM(LLM):
 
 
 class PolicyPush:
-    """The syncs of one `VLLMGeneration`. `merges`: the policy is merged, for a reason that the log has."""
+    """The syncs of one `VLLMGeneration`."""
 
     def __init__(self, generation: Any) -> None:
         self._generation, self._has_base, self.has_pushed = generation, False, False
@@ -79,7 +81,7 @@ def pushed_at_start(init_vllm: Callable[[Any], None]) -> Callable[[Any], None]:
         rank, reason = _rank_and_reason(generation)
         if rank == 0:
             if reason:
-                logger.warning("the policy is merged into the weights at each sync: %s", reason)
+                logger.warning("%s: %s", _MERGED, reason, extra=SAME_ON_EVERY_RANK)
             init_vllm(generation)
             return
         plain = module["LLM"]
@@ -89,7 +91,8 @@ def pushed_at_start(init_vllm: Callable[[Any], None]) -> Callable[[Any], None]:
         finally:
             module["LLM"] = plain
         generation.policy_push = PolicyPush(generation)
-        logger.info("the policy is pushed as an adapter of rank %d at each sync, not merged into the weights", rank)
+        words = "the policy is pushed as an adapter of rank %d at each sync, not merged into the weights"
+        logger.info(words, rank, extra=SAME_ON_EVERY_RANK)
 
     return init
 
@@ -109,7 +112,7 @@ def pushed_at_sync(sync_weights: Callable[[Any], None]) -> Callable[[Any], None]
             # The same on every rank. Later it can only be that training diverged.
             if push.has_pushed:
                 raise
-            logger.warning("the policy is merged into the weights at each sync: %s", error)
+            logger.warning("%s: %s", _MERGED, error, extra=SAME_ON_EVERY_RANK)
             generation.policy_push = None
             sync_weights(generation)
 
