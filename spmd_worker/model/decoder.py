@@ -231,9 +231,8 @@ class DecoderStack(nn.Module):
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 else None
             layer = self.layers[index]
-            part, residual = layer(
-                part, residual, ropes, cache[index], metadata, leaves_out, adapters, is_fused=is_fused
-            )
+            options = {"adapters": adapters, "is_fused": is_fused}
+            part, residual = layer(part, residual, ropes, cache[index], metadata, leaves_out, **options)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
         hidden = _normed(self.norm, part, residual)

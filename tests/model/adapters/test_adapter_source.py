@@ -60,7 +60,7 @@ def test_refusal_names_key_and_file(tmp_path: Path, key: str):
 
 @pytest.mark.parametrize("start", ["olora", "corda", "loftq", "eva", "lora_ga", "mica"])
 def test_starts_that_change_bases_are_refused(start: str):
-    with pytest.raises(AdapterError, match="init_lora_weights.*path_initial_model_for_weight_conversion"):
+    with pytest.raises(AdapterError, match=r"init_lora_weights.*path_initial_model_for_weight_conversion"):
         parse_config(CONFIG | {"init_lora_weights": start}, "config")
     parse_config(CONFIG | {"init_lora_weights": "gaussian"}, "config")
 
@@ -93,27 +93,27 @@ def test_wrong_tensors_are_named(tmp_path: Path, change: str):
 
 def test_module_beside_target_modules_is_refused(tmp_path: Path):
     for targets in (["q_proj"], r".*\.q_proj"):
-        with pytest.raises(AdapterError, match="v_proj: is not among target_modules"):
+        with pytest.raises(AdapterError, match=r"v_proj: is not among target_modules"):
             read_adapter(write(tmp_path, {"target_modules": targets}))
     for targets in ("all-linear", r".*self_attn\.[qv]_proj", None):
         assert len(read_adapter(write(tmp_path, {"target_modules": targets})).modules) == 2
 
 
 def test_files_that_are_missing_or_cut_are_named(tmp_path: Path):
-    with pytest.raises(AdapterError, match="nowhere: is not a folder"):
+    with pytest.raises(AdapterError, match=r"nowhere: is not a folder"):
         read_adapter(tmp_path / "nowhere")
-    with pytest.raises(AdapterError, match="adapter_config.json: cannot be read"):
+    with pytest.raises(AdapterError, match=r"adapter_config.json: cannot be read"):
         read_adapter(tmp_path)
     write(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(AdapterError, match="adapter_model.safetensors: truncated"):
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors: truncated"):
         read_adapter(tmp_path)
     file.rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(AdapterError, match="has only adapter_model.bin.*pickles are rejected"):
+    with pytest.raises(AdapterError, match=r"has only adapter_model.bin.*pickles are rejected"):
         read_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(AdapterError, match="adapter_config.json: is not JSON"):
+    with pytest.raises(AdapterError, match=r"adapter_config.json: is not JSON"):
         read_adapter(tmp_path)
 
 
@@ -127,14 +127,17 @@ def test_digest_is_of_content_in_any_order(tmp_path: Path):
         assert adapter_from_tensors(CONFIG | {"lora_dropout": 0.1}, same).digest == expected
     changed = tensors()
     changed[f"{V}.lora_A.weight"][1, 7] += 2**-20
-    digests = [adapter_from_tensors(config, weights).digest for config, weights in (
-        (CONFIG, changed),
-        (CONFIG | {"lora_alpha": 5}, tensors()),
-        (CONFIG | {"use_rslora": True}, tensors()),
-        (CONFIG | {"alpha_pattern": {"v_proj": 5}}, tensors()),
-        (CONFIG, {name: each.bfloat16() for name, each in tensors().items()}),
-        (CONFIG, {name.replace("layers.0", "layers.1"): each for name, each in tensors().items()}),
-    )]
+    digests = [
+        adapter_from_tensors(config, weights).digest
+        for config, weights in (
+            (CONFIG, changed),
+            (CONFIG | {"lora_alpha": 5}, tensors()),
+            (CONFIG | {"use_rslora": True}, tensors()),
+            (CONFIG | {"alpha_pattern": {"v_proj": 5}}, tensors()),
+            (CONFIG, {name: each.bfloat16() for name, each in tensors().items()}),
+            (CONFIG, {name.replace("layers.0", "layers.1"): each for name, each in tensors().items()}),
+        )
+    ]
     assert len({expected, *digests}) == len(digests) + 1
 
 
@@ -143,7 +146,9 @@ def test_patterns_match_ends_of_paths():
         CONFIG | {"rank_pattern": {"proj": 5, "q_proj": 3, r"layers\.1\.self_attn\.v_proj": 7}, "use_rslora": True},
         "config",
     )
-    ranks = [config.rank_of(f"model.layers.{layer}.self_attn.{name}") for layer in (0, 1) for name in ("q_proj", "v_proj")]
+    ranks = [
+        config.rank_of(f"model.layers.{layer}.self_attn.{name}") for layer in (0, 1) for name in ("q_proj", "v_proj")
+    ]
     assert ranks == [3, 2, 3, 7]
     assert config.scaling_of("model.layers.0.self_attn.q_proj") == 4 / 3**0.5
 
@@ -155,5 +160,5 @@ def test_tensors_of_a_trainer_are_copied():
     weights[f"{Q}.lora_A.weight"].zero_()
     assert source.modules["model.layers.0.self_attn.q_proj"].a.any()
     assert adapter_from_tensors(CONFIG, weights).digest != expected
-    with pytest.raises(AdapterError, match="q_proj.lora_A.weight: is on the meta device"):
+    with pytest.raises(AdapterError, match=r"q_proj.lora_A.weight: is on the meta device"):
         adapter_from_tensors(CONFIG, weights | {f"{Q}.lora_A.weight": torch.ones(2, 8, device="meta")})
