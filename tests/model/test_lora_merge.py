@@ -32,7 +32,7 @@ CASES: dict[str, tuple[Callable[[], Path], dict[str, Any]]] = {
 
 def adapter_of(model: Path, case: str, config: dict[str, Any]) -> Path:
     """The adapter of a case, written once a run."""
-    return made_once(f"merged {case}", lambda folder: write_adapter(model, folder, tuple(config.items())))
+    return made_once(f"merged {case}", lambda folder: write_adapter(open_reference(model), folder, tuple(config.items())))
 
 
 def weights_of(model: DecoderForCausalLM) -> dict[str, torch.Tensor]:
