@@ -69,7 +69,8 @@ class Adapters:
         with self._calls.inside("add_lora"):
             self._check_call()
             self._check_request(request)
-            staged, num_with = self._executor.stage_adapter(request), self._requests.num_with_adapter
+            digest, problem = self._executor.stage_adapter(request)
+            staged, num_with = (digest, problem and f"rank 0: {problem}"), self._requests.num_with_adapter
             plan = partial(plan_addition, self._registry, request, staged, num_with, self._wanted.__contains__)
             with self._change(plan) as change:
                 self._run_event(ADD_LORA, change, addition_of(change))
