@@ -51,8 +51,14 @@ class SwiftLoRARequest(LoRARequest):
         load_inplace: bool = False,
     ) -> None:
         path = lora_path if lora_tensors is None else ""
-        given = {"lora_tensors": lora_tensors, "peft_config": peft_config, "load_inplace": load_inplace}
-        super().__init__(lora_name, lora_int_id, path, **given)
+        super().__init__(
+            lora_name,
+            lora_int_id,
+            path,
+            lora_tensors=lora_tensors,
+            peft_config=peft_config,
+            load_inplace=load_inplace,
+        )
 
 
 class SwiftEngine(LLMEngine):
@@ -88,11 +94,12 @@ class SwiftEngine(LLMEngine):
         self._pushed[pushed.lora_int_id] = replace(pushed, load_inplace=False)
         return added
 
-    def add_request(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
+    def add_request(self, *args: Any, **kwargs: Any) -> Any:
         """`LLMEngine.add_request`, in which an id that was pushed names what was pushed."""
-        if lora_request is not None:
-            lora_request = self._pushed.get(lora_request.lora_int_id, lora_request)
-        return super().add_request(*args, lora_request=lora_request, **kwargs)
+        given = kwargs.get("lora_request")
+        if given is not None:
+            kwargs["lora_request"] = self._pushed.get(given.lora_int_id, given)
+        return super().add_request(*args, **kwargs)
 
 
 class _LoRAManager:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from family_checkpoints import family_folder
 from our_model import load_model
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from peft_adapters import write_adapter
 from reference_models import checkpoint_folder, open_reference
 from run_folder import made_once
@@ -32,7 +32,9 @@ CASES: dict[str, tuple[Callable[[], Path], dict[str, Any]]] = {
 
 def adapter_of(model: Path, case: str, config: dict[str, Any]) -> Path:
     """The adapter of a case, written once a run."""
-    return made_once(f"merged {case}", lambda folder: write_adapter(open_reference(model), folder, tuple(config.items())))
+    return made_once(
+        f"merged {case}", lambda folder: write_adapter(open_reference(model), folder, tuple(config.items()))
+    )
 
 
 def weights_of(model: DecoderForCausalLM) -> dict[str, torch.Tensor]:
