@@ -43,7 +43,7 @@ CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "generate": {
         **_OF_PARAMS,
         "prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]',
-        "prompt_adapter_request": "adapters are not supported: leave it out",
+        "prompt_adapter_request": "prompt adapters are not supported: give lora_request, or leave it out",
         "guided_options_request": "give structured_outputs of SamplingParams",
     },
     "chat": {
@@ -79,7 +79,7 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
 
 ENGINE_METHODS: Final[Mapping[str, str]] = {
     "from_engine_args": "further arguments have no effect",
-    "add_request": "returns the name; `lora_request`, `priority` and tracing are not supported",
+    "add_request": "returns the name; `priority` and tracing are not supported",
     "step": "partial outputs only if `output_kind` requests them",
     "abort_request": "",
     "has_unfinished_requests": "",
@@ -95,17 +95,19 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "reset_encoder_cache": "no effect",
     "collective_rpc": "as `LLM`'s",
     "apply_model": "as `LLM`'s",
+    "add_lora": "on all ranks together, or on none; other weights under a loaded id need `load_inplace`",
+    "remove_lora": "refused while requests with the adapter are unanswered",
+    "pin_lora": "",
+    "list_loras": "",
 }
 """Supported methods of `LLMEngine`, the class of `llm.llm_engine`."""
 
-_ADAPTERS: Final = "adapters are not supported: merge them into the checkpoint (PEFT's merge_and_unload)"
 _PARTS: Final = "the engine encodes, steps and decodes in this process: use add_request and step"
 _CONFIG: Final = "the configuration is `config`, the model's is `model_config`"
 _PROFILE: Final = "call LLM.start_profile(folder) and LLM.stop_profile(), or worker_event with these names"
 
 ENGINE_ABSENT: Final[Mapping[str, str]] = {
     "from_vllm_config": "give EngineArgs to from_engine_args",
-    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _ADAPTERS),
     **dict.fromkeys(
         ("vllm_config", "cache_config", "parallel_config", "scheduler_config", "get_model_config"), _CONFIG
     ),

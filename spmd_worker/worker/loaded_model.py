@@ -12,6 +12,7 @@ from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
@@ -28,6 +29,7 @@ from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.memory.plan import check_memory
+from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import StepGraphs
@@ -44,12 +46,15 @@ _MAX_GENERATORS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights and operations; makes cache engines and runners."""
+    """A model with its weights and operations; makes cache engines and runners. `adapters`: the LoRA adapters that it
+    has loaded, None if it takes none.
+    """
 
     opened: OpenedDevice
     operations: Operations
     model: DecoderForCausalLM
     report: LoadReport | None = None
+    adapters: LoadedAdapters | None = None
 
     def new_cache_engine(self, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
         """A paged cache in the block layout of this model's attention, not allocated yet."""
@@ -71,9 +76,8 @@ class LoadedModel:
             open_tokenizer = partial(Tokenizer.open_if_present, resolved.model_folder)
             grammars = GrammarMasks(GrammarCompiler(open_tokenizer, vocab_size, eos_ids))
         block_size, keeps_state = resolved.config.cache.block_size, self.opened.backend.keeps_state
-        return ModelRunner(
-            model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs, keeps_state=keeps_state
-        )
+        parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
+        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters)
 
     def expert_loads(self) -> dict[int, list[int]]:
         """`WorkerReport.expert_loads`."""
@@ -136,11 +140,12 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
     num_threads = torch.get_num_threads() if device.type == "cpu" else max(num_cores, _MIN_READERS)
     if is_dummy:
         num_generators = num_threads if device.type == "cpu" else min(num_threads, _MAX_GENERATORS)
-        report = model.weights.fill(model.weights.dummy(staging=staging), num_generators)
+        dummy = with_merged_adapter(model.weights.dummy(staging=staging), model.weights, options)
+        report = model.weights.fill(dummy, num_generators)
     else:
         num_readers = 1 if device.type == "cpu" else min(num_threads, _MAX_READERS)
         with model.weights.open(resolved.model_folder, resolved.model_config.quantization, staging) as checkpoint:
-            report = model.weights.fill(checkpoint, num_readers)
+            report = model.weights.fill(with_merged_adapter(checkpoint, model.weights, options), num_readers)
         logger.info("loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds)
     if model.pooler is not None:
         denses = model.pooler.config.denses
@@ -149,4 +154,6 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
             if is_dummy
             else read_denses(resolved.model_folder, denses, allows_nonfinite=allows_nonfinite)
         )
-    return LoadedModel(opened, operations, model, report)
+    limits = options.adapter_limits
+    adapters = None if limits is None else LoadedAdapters(model, limits)
+    return LoadedModel(opened, operations, model, report, adapters)

@@ -19,11 +19,13 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.groups import ParallelGroups
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.device import gpu_identity
 from spmd_worker.worker.inspection import describe_model, describe_slices
 from spmd_worker.worker.loaded_model import LoadedModel, load_model
 from spmd_worker.worker.memory.device import give_back_freed
 from spmd_worker.worker.memory.plan import cache_spec_of
+from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
@@ -147,6 +149,10 @@ class Worker(WorkerBase):
     def event_handlers(self) -> tuple[object, ...]:
         return (self,) if self._running is None else (self, *self._running.event_handlers)
 
+    @property
+    def adapters(self) -> WorkerAdapters:
+        return self.running.adapters
+
     def get_supported_tasks(self) -> tuple[str, ...]:
         pooling = self.model_config.pooling
         return ("generate",) if pooling is None else pooling.tasks
@@ -198,13 +204,14 @@ class Worker(WorkerBase):
         self._check_graph_addresses()
 
     def reload_weights(self, folder: str | None = None) -> None:
-        """Reload all weights from safetensors files, the model's own or those of `folder`. Raises CheckpointError, with
-        the weights unchanged, if names or shapes in the folder are not the model's.
+        """Reload all weights from safetensors files, the model's own or those of `folder`; the adapter of
+        `model.lora_merge` is read again and merged into them. Raises CheckpointError or AdapterError, with the weights
+        unchanged, if names or shapes in a folder are not the model's.
         """
         weights = self.loaded.model.weights
         path = self.resolved.model_folder if folder is None else Path(folder)
         with weights.open(path, self.model_config.quantization) as checkpoint:
-            weights.reload(checkpoint)
+            weights.reload(with_merged_adapter(checkpoint, weights, self.resolved.config.model))
         self._check_graph_addresses()
 
     def get_model_inspection(self) -> str:

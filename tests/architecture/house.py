@@ -62,6 +62,7 @@ OPTIONAL = {
     "trl": ("spmd_worker.integrations.trl", "spmd_worker.integrations.swift"),
     "inspect_ai": ("spmd_worker.integrations.inspect_ai_model",),
     "mteb": ("spmd_worker.integrations.mteb_model",),
+    "peft": ("spmd_worker.integrations.policy_adapter",),
     "llguidance": ("spmd_worker.replica.grammar.llguidance_input",),
     "triton": ("spmd_worker.ops.kernels.triton",),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),

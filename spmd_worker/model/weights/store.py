@@ -46,6 +46,7 @@ from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_pr
 from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.model.weights.dummy import DummyWeights
 from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_weights
+from spmd_worker.model.weights.merged_weights import source_of
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, finite_flag, tied_head_fault
 from spmd_worker.model.weights.weight_source import WeightSource
@@ -336,7 +337,7 @@ class WeightStore:
         for name in self.tensors:
             source.dtype(name)
             if (stored := self._stored_format(name)) is not None:
-                _dequantised(source).check_stored(name, stored)
+                _dequantised(source, name).check_stored(name, stored)
 
     @torch.no_grad()
     def _write_block(self, source: WeightSource, is_inference: bool, job: tuple[HeldPiece, Rectangle]) -> Tensor | None:
@@ -406,8 +407,9 @@ def _shapes(layers: Mapping[str, CheckpointLayer]) -> dict[str, tuple[int, ...]]
     return dict(found.values())
 
 
-def _dequantised(source: WeightSource) -> DequantisedCheckpoint:
-    """A source of weights as they are stored. Raises CheckpointError."""
+def _dequantised(source: WeightSource, name: str) -> DequantisedCheckpoint:
+    """A source of a weight as it is stored. Raises CheckpointError."""
+    source = source_of(source, name)
     if not isinstance(source, DequantisedCheckpoint):
         raise CheckpointError(
             f"{source.folder}: has no quantised weights, and experts are held as files store them: set "
@@ -419,7 +421,7 @@ def _dequantised(source: WeightSource) -> DequantisedCheckpoint:
 def _read_stored(source: WeightSource, held: HeldPiece, block: Rectangle) -> tuple[Tensor, Tensor]:
     """Numbers and scales of a block of `HeldPiece.stored_blocks`."""
     assert held.stored is not None, held.piece
-    return _dequantised(source).read_stored(held.piece.checkpoint_name, block, held.stored)
+    return _dequantised(source, held.piece.checkpoint_name).read_stored(held.piece.checkpoint_name, block, held.stored)
 
 
 def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, region: Rectangle) -> None:
@@ -441,7 +443,7 @@ def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, r
 
 def _stored_scales(source: WeightSource, held: HeldPiece) -> tuple[PackedLayer, Tensor] | None:
     """The slice's layer, and scales with which its numbers are computed as they are stored; None if they are not."""
-    layer = held.layer
+    layer, source = held.layer, source_of(source, held.piece.checkpoint_name)
     if not isinstance(source, DequantisedCheckpoint) or not isinstance(layer, PackedLayer) or held.piece.is_transposed:
         return None
     if layer.scale_kernels(held.parameter) is None or len(held.piece.source) != 2:
