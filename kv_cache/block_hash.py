@@ -32,7 +32,8 @@ _EMPTY: Final = blake2b(digest_size=NUM_HASH_BYTES, person=_PERSON)
 def root_hash(
     weight_version: int = 0, adapter_id: int = 0, rope_regime: int = 0, cache_salt: str | None = None
 ) -> BlockHash:
-    """Parent hash of the first block. `adapter_id` 0 is the model without an adapter, `rope_regime` is the request's.
+    """Parent hash of the first block. `adapter_id` is a digest of the adapter's content, 0 for the model without one:
+    an id of the user's may name other weights later. `rope_regime` is the request's.
 
     A new weight version gives a new root, so no block computed with old weights is ever found again.
     """

@@ -10,6 +10,7 @@ _MODULES = {
     "compat.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "compat.prompts": ("PromptType", "TextPrompt", "TokensPrompt"),
     "base.errors": ("PromptsRefusedError", "WorkerEventError"),
+    "replica.sequence.lora_request": ("LoRARequest",),
     "replica.sequence.sampling_params": ("SamplingParams", "RequestOutputKind"),
     "replica.sequence.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
     "replica.sequence.pooling_params": ("PoolingParams",),
@@ -31,7 +32,6 @@ ABSENT = {
         "prompts are text or token ids: give TokensPrompt",
     ),
     "FlexibleArgumentParser": "EngineArgs.add_cli_args accepts argparse's ArgumentParser",
-    "LoRARequest": "there are no adapters: merge them into the checkpoint (PEFT's merge_and_unload)",
     "ModelRegistry": "model classes are those of this package: `spmd-worker families` lists them",
     "initialize_ray_cluster": "torchrun starts the ranks, or LLM itself on one node",
 }

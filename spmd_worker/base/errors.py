@@ -64,6 +64,10 @@ class CheckpointError(SpmdError, ValueError):
     """A checkpoint that cannot be used. The message names the file, the tensor and the rule it breaks."""
 
 
+class AdapterError(SpmdError, ValueError):
+    """An adapter that cannot be used. The message names the file, or the adapter, the key or tensor, and the rule."""
+
+
 class PromptsRefusedError(SpmdError, ValueError):
     """Some prompts of a call can never be answered, so none of the call was; every rank raises it. `reasons` maps a
     prompt's index in the call to its reason. `has_on_error`: the call has that argument.

@@ -144,8 +144,8 @@ _WITHOUT_EFFECT: Final = {
         "numa_bind=false numa_bind_nodes numa_bind_cpus renderer_num_workers=1 tokenizer_pool_size=0 "
         "tokenizer_pool_type tokenizer_pool_extra_config"
     ),
-    "an option of adapters (`enable_lora`), which are not supported": (
-        "max_loras=1 max_lora_rank=16 max_cpu_loras lora_dtype=auto max_lora_cls_labels lora_target_modules "
+    "adapters have the model's dtype, go by the tensors in their files, and share nothing": (
+        "lora_dtype=auto max_lora_cls_labels lora_target_modules "
         "lora_extra_vocab_size=256 long_lora_scaling_factors fully_sharded_loras=false enable_lora_bias=false "
         "default_mm_loras enable_tower_connector_lora=false specialize_active_lora=false "
         "enable_mixed_moe_lora_format=false enable_moe_shared_loras=false max_prompt_adapters=1 "
@@ -198,9 +198,8 @@ _REJECTED: Final = {
     "speculative decoding is not supported: leave it out, answers are the same": (
         "speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens"
     ),
-    "adapters are not supported: merge them into the checkpoint (PEFT's merge_and_unload) and leave it out": (
-        "enable_lora=false enable_prompt_adapter=false qlora_adapter_name_or_path"
-    ),
+    "give enable_lora and a LoRARequest, or adapters={name: folder}: leave it out": "qlora_adapter_name_or_path",
+    "prompt adapters are not supported: leave it out": "enable_prompt_adapter=false",
     "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",
     "config.json defines it: edit it and leave this out": "hf_overrides rope_scaling rope_theta hf_config_path",

@@ -126,8 +126,8 @@ def check_options(record: Any, group: str = "") -> None:
 
 
 def checked_value(key: str, value: Any, hint: Any) -> Any:
-    """`value` as the type of a field's annotation `hint`: int, float, bool, str, list[...], a dataclass, or `X | None`
-    of these.
+    """`value` as the type of a field's annotation `hint`: int, float, bool, str, list[...], dict[...], a dataclass, or
+    `X | None` of these.
 
     A whole number is anything that Python accepts as an index (numpy's and torch's integers too), a number any real
     one, and neither is true or false. The result is Python's own int or float: ranks compare configurations as text.
@@ -156,6 +156,8 @@ def command_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return f"[{','.join(map(command_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}: {command_text(each)}' for name, each in value.items())}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -174,6 +176,9 @@ def _as_type(value: Any, kind: Any) -> Any:
         return plain
     if typing.get_origin(kind) is list and isinstance(value, list | tuple):
         return [_as_type(each, *typing.get_args(kind)) for each in value]
+    if typing.get_origin(kind) is dict and isinstance(value, Mapping):
+        key_kind, value_kind = typing.get_args(kind)
+        return {_as_type(name, key_kind): _as_type(each, value_kind) for name, each in value.items()}
     if typing.get_origin(kind) or not isinstance(value, kind):
         raise TypeError
     return value
@@ -187,5 +192,6 @@ _TYPE_WORDS: Final[dict[Any, str]] = {
     str: "text",
     list[int]: "a list of whole numbers, such as [10,8]",
     list[str]: "a list of texts, such as [a,b]",
+    dict[str, str]: "names and texts, such as {a: b}",
     types.NoneType: "null",
 }

@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.config.options import check_options, command_option, option, vllm_option
 from spmd_worker.base.errors import ConfigError
 
@@ -19,6 +20,8 @@ MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 _EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
 _DEVICE_BACKENDS: Final = ("auto", "cpu", "torch", "triton")
 _MAX_MEMORY_GIB: Final = 2**20
+_MOST_LORAS: Final = 8
+"""Adapters of a step where `max_loras` is not given: each more makes its products smaller."""
 _MAX_NESTING: Final = 256
 """Nesting that every reader of JSON accepts: their stacks are limited."""
 
@@ -118,12 +121,54 @@ class ModelOptions:
         "`harmony`, or `none`, which leaves it in the content; auto goes by the chat template",
         choices=("auto", "none", "think", "mistral", "harmony"),
     )
+    enable_lora: bool = vllm_option(False, "accept LoRA adapters; `adapters` sets it")
+    max_loras: int | None = vllm_option(
+        None, f"adapters in a step; null: 1, or the number of `adapters`, at most {_MOST_LORAS}", least=1
+    )
+    max_lora_rank: int = vllm_option(64, "largest rank of an adapter", least=1, most=512)
+    max_cpu_loras: int | None = vllm_option(
+        None,
+        "adapters that are loaded; one more evicts the one that was used longest ago; null: the larger of `max_loras` "
+        "and the number of `adapters`",
+        least=1,
+    )
+    adapters: dict[str, str] | None = option(
+        None, "LoRA adapters to load at the start: name and PEFT folder, such as `{sql: /a/sql}`"
+    )
+    lora_merge: str | None = option(
+        None, "folder of one adapter, or its name in `adapters`, that is merged into the weights for all rows"
+    )
 
     def __post_init__(self) -> None:
         check_options(self, "model")
+        _check_adapters(self)
         if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
             raise ConfigError(
                 f"model.classifier_from_token={self.classifier_from_token} must be two tokens, such as [no,yes]"
+            )
+
+    @property
+    def adapter_limits(self) -> AdapterLimits | None:
+        """Limits of adapters; None where there are none."""
+        num_named = len(self.adapters or ())
+        if not (self.enable_lora or num_named):
+            return None
+        max_loras = self.max_loras or max(1, min(num_named, _MOST_LORAS))
+        return AdapterLimits(max_loras, self.max_lora_rank, self.max_cpu_loras or max(max_loras, num_named))
+
+
+def _check_adapters(model: ModelOptions) -> None:
+    """Check the names of `adapters`, and that as many are loaded as a step has and as are named."""
+    for name, path in (model.adapters or {}).items():
+        if not name or not path:
+            raise ConfigError(f"model.adapters={model.adapters} must map names to folders, and neither may be empty")
+    if model.max_cpu_loras is not None:
+        needed = {"max_loras": model.max_loras or 1, "adapters": len(model.adapters or ())}
+        key = max(needed, key=needed.__getitem__)
+        if model.max_cpu_loras < needed[key]:
+            raise ConfigError(
+                f"model.max_cpu_loras={model.max_cpu_loras} adapters are loaded, and model.{key} needs {needed[key]}: "
+                f"raise model.max_cpu_loras to at least {needed[key]}, or lower model.{key}"
             )
 
 

@@ -11,6 +11,7 @@ from kv_cache.block_hash import hash_blocks, root_hash
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
@@ -198,8 +199,11 @@ class Allocator:
         if hashes is None or not self._enable_prefix_caching:
             return []
         if len(hashes) < num_blocks:
-            regime, salt = sequence.request.rope_regime, sequence.request.sampling.cache_salt
-            parent = hashes[-1] if hashes else root_hash(self._weight_version, rope_regime=regime, cache_salt=salt)
+            parent = hashes[-1] if hashes else self._root_hash(sequence.request)
             token_ids = sequence.token_ids(len(hashes) * block_size, num_blocks * block_size)
             hashes += hash_blocks(parent, token_ids, block_size)
         return hashes[:num_blocks]
+
+    def _root_hash(self, request: Request) -> BlockHash:
+        salt = request.sampling.cache_salt
+        return root_hash(self._weight_version, request.adapter, request.rope_regime, salt)

@@ -20,7 +20,8 @@ class Request:
 
     `rope_regime` is all that its rotary angles depend on besides positions (see `ModelConfig.rope_regime`): fixed here,
     so that its keys are always computed one way, and in the hashes of its blocks. With `pooling`, as `resolve_pooling`
-    returns it, nothing is sampled, and `sampling` is that of `pooled_sampling`.
+    returns it, nothing is sampled, and `sampling` is that of `pooled_sampling`. `adapter` is the digest of its LoRA
+    adapter's content, 0 for none: it is in the hashes of its blocks, and no other number names an adapter on the ranks.
     """
 
     request_id: RequestId
@@ -29,6 +30,7 @@ class Request:
     stream: Integer65
     rope_regime: int = 0
     pooling: PoolingParams | None = None
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         """Check arguments: a wrong type would raise when a step's message is encoded, and end every rank."""
@@ -36,6 +38,8 @@ class Request:
         check_sampling(self.sampling)
         object.__setattr__(self, "sampling", self.sampling.frozen())
         check_fields(self)
+        if self.adapter < 0:
+            raise ValueError(f"Request.adapter={self.adapter} must be 0, for none, or a digest above 0")
         if self.pooling is not None and not self.pooling.is_resolved:
             raise ValueError(f"Request.pooling={self.pooling} has unset fields: call resolve_pooling")
 

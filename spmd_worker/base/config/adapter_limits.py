@@ -1,0 +1,12 @@
+"""Limits of LoRA adapters, as the configuration gives them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """`max_loras` different adapters in a step, `max_cpu_loras` loaded at once, of rank `max_lora_rank` at most."""
+
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
