@@ -1,6 +1,7 @@
 """Launches of adapter_kernels.py: tiles by the number of rows and the rank.
 
 Shapes and launches follow from the number of rows alone, so a CUDA graph replays them for any adapters of its rows.
+Stacks keep their addresses, and are filled in place.
 """
 
 from collections.abc import Sequence
@@ -10,69 +11,71 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, StepAdapters
 from spmd_worker.ops.kernels.triton import adapter_kernels, placing
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 from spmd_worker.ops.kernels.triton.placing import Placed, most_tiles
 
-MAX_PARTS: Final = 3
 MAX_FEW_ROWS: Final = 1024
 """Maximum rows of a step with tiles of few rows."""
-MIN_PIECE: Final = 1024
+MIN_PIECE = 1024
 MAX_PIECES: Final = 8
+_STEP: Final = 128
+"""Inputs that a piece is a multiple of: the most of a step."""
 _WITHOUT_FEW_ROWS: Final = 10
 """Major capability of chips whose tiles have 64 rows at least, for one kind of matrix instruction (`tiles.py`)."""
 _PER_MULTIPROCESSOR: Final = 4
-_MIN_SIDE: Final = 16
-_STEP: Final = 128
-"""Inputs that a piece is a multiple of: the most of a step."""
+_LEAST_RANK_STEP: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTile:
-    """Rows of both kernels' tiles; columns of `shrink`, at most, and its inputs of a step; columns of `expand`, and its
-    rank numbers of a step, at most; warps and stages of both.
+    """Rows of the tiles of both kernels. Of `shrink`: numbers of the rank, at most, inputs of a step, warps and stages.
+    Of `expand`: columns, numbers of the rank in a step, at most, and warps.
     """
 
     rows: int
-    low_columns: int
+    rank: int
     inputs: int
+    num_shrink_warps: int
+    num_stages: int
     columns: int
     rank_step: int
-    num_warps: int
-    num_stages: int
+    num_expand_warps: int
 
-    def shrink_constants(self, num_inputs: int, num_low: int) -> dict[str, Any]:
-        """Constexprs and launch options of `adapter_kernels.shrink` with `num_low` numbers of all parts."""
+    def shrink_constants(self, num_inputs: int, rank: int, num_parts: int) -> dict[str, Any]:
+        """Constexprs and launch options of `adapter_kernels.shrink` for adapters of `rank` at most."""
         return {
+            "PARTS": num_parts,
             "PIECE": piece_of(num_inputs),
             "BM": self.rows,
-            "BN": _side(num_low, self.low_columns),
+            "BR": _rank_step(rank, self.rank),
             "BK": self.inputs,
-            **self._options(),
+            "num_warps": self.num_shrink_warps,
+            "num_stages": self.num_stages,
+            **adapter_kernels.LAUNCH,
         }
 
-    def expand_constants(self, num_inputs: int, rank: int, num_parts: int, *, splits: bool) -> dict[str, Any]:
-        """Constexprs and launch options of `adapter_kernels.expand`."""
+    def expand_constants(self, num_inputs: int, rank: int, num_parts: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Those of `adapter_kernels.expand`."""
         return {
             "PARTS": num_parts,
             "PIECES": -(-num_inputs // piece_of(num_inputs)),
             "BM": self.rows,
             "BN": self.columns,
-            "BR": _side(rank, self.rank_step),
-            "SPLITS": splits,
-            **self._options(),
+            "BR": _rank_step(rank, self.rank_step),
+            # Three numbers of float16 have not float32's range.
+            "SPLITS": dtype == torch.bfloat16,
+            "num_warps": self.num_expand_warps,
+            **adapter_kernels.LAUNCH,
         }
 
-    def _options(self) -> dict[str, Any]:
-        return adapter_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
-
-FEW_ROWS: Final = AdapterTile(16, 64, 128, 128, 64, 4, 4)
-MANY_ROWS: Final = AdapterTile(64, 64, 64, 128, 64, 8, 4)
-FLOAT32 = AdapterTile(16, 32, 32, 32, 16, 4, 2)
+FEW_ROWS = AdapterTile(16, 64, 128, 4, 4, 128, 32, 4)
+MANY_ROWS = AdapterTile(64, 64, 64, 4, 4, 64, 32, 8)
+FLOAT16 = AdapterTile(16, 64, 128, 4, 3, 32, 16, 4)
+FLOAT32 = AdapterTile(16, 32, 32, 4, 2, 32, 16, 4)
 """Plain FMA: see `matmul.FLOAT32`."""
-FLOAT16: Final = AdapterTile(16, 64, 128, 32, 16, 4, 3)
-"""The second product is plain FMA: three numbers of float16 have not float32's range."""
 
 
 def tile_for(num_rows: int, dtype: torch.dtype, chip: tuple[int, int]) -> AdapterTile:
@@ -87,50 +90,90 @@ def piece_of(num_inputs: int) -> int:
     return max(MIN_PIECE, -(-num_inputs // (MAX_PIECES * _STEP)) * _STEP)
 
 
-def _side(number: int, most: int) -> int:
-    return max(_MIN_SIDE, min(most, power_of_two(number)))
+def _rank_step(rank: int, most: int) -> int:
+    return max(_LEAST_RANK_STEP, min(most, power_of_two(rank)))
 
 
-class TritonAdapters:
-    """Adds the low-rank products of a step's rows to outputs of layers."""
+class TritonAdapterStack:
+    """Implements `AdapterStack`: see adapter_kernels.py."""
 
-    def place(self, slots: Tensor, num_adapters: int, dtype: torch.dtype) -> Placed:
-        """Rows by adapter, of `slots` int32 [T], of which -1 has none: once a step, for layers of `dtype`."""
+    def __init__(self, sizes: AdapterSizes) -> None:
+        self.sizes = sizes
+        num_slots, num_parts, num_outputs = sizes.num_slots, len(sizes.parts), sizes.parts[-1][1]
+        options: dict[str, Any] = {"dtype": sizes.dtype, "device": sizes.device}
+        self.a = torch.zeros((num_slots, num_parts, sizes.max_rank, sizes.num_inputs), **options)
+        self.b = torch.zeros((num_slots, num_outputs, sizes.max_rank), **options)
+        self.ranks = torch.zeros((num_slots, num_parts), dtype=torch.int32, device=sizes.device)
+        tiles = (tile_for(num_rows, sizes.dtype, (0, 0)) for num_rows in (1, MAX_FEW_ROWS + 1))
+        self._columns = {tile.columns: self._column_tiles(tile.columns) for tile in tiles}
+
+    def _column_tiles(self, width: int) -> Tensor:
+        """`columns` of `adapter_kernels.expand`, int32 [tiles, 3]: no tile has outputs of two parts."""
+        parts = enumerate(self.sizes.parts)
+        found = [(part, at, stop) for part, (start, stop) in parts for at in range(start, stop, width)]
+        return torch.tensor(found, dtype=torch.int32, device=self.sizes.device)
+
+    def columns(self, tile: AdapterTile) -> Tensor:
+        return self._columns[tile.columns]
+
+    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
+        ranks = [0 if each is None else len(each[0]) for each in parts]
+        for part, ((start, stop), matrices) in enumerate(zip(self.sizes.parts, parts, strict=True)):
+            if matrices is not None:
+                rank = ranks[part]
+                self.a[slot, part, :rank] = matrices[0]
+                self.a[slot, part, rank:] = 0
+                self.b[slot, start:stop, :rank] = matrices[1]
+                self.b[slot, start:stop, rank:] = 0
+        self.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
+
+    def clear(self, slot: int) -> None:
+        self.ranks[slot] = 0
+
+
+class TritonAdapterKernels:
+    """Implements `AdapterKernels`, of stacks of one dtype and number of slots."""
+
+    def __init__(self) -> None:
+        self._num_slots = 0
+        self._dtype = torch.float32
+
+    def new_stack(self, sizes: AdapterSizes) -> TritonAdapterStack:
+        assert self._num_slots in (0, sizes.num_slots), (self._num_slots, sizes)
+        self._num_slots, self._dtype = sizes.num_slots, sizes.dtype
+        return TritonAdapterStack(sizes)
+
+    def step(self, slots: Tensor) -> StepAdapters:
+        """`layout`: the rows by adapter. All `slots` may be negative."""
         ids = slots.view(-1, 1)
-        tile = tile_for(len(ids), dtype, capability(slots.device))
-        return placing.place(ids, None, placing.count(ids, None, num_adapters, None), None, tile.rows)
+        num_rows = tile_for(len(ids), self._dtype, capability(slots.device)).rows
+        counts = placing.count(ids, None, self._num_slots, None)
+        return StepAdapters(slots, placing.place(ids, None, counts, None, num_rows))
 
-    def add_(
-        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, widths: Sequence[int], placed: Placed
-    ) -> None:
-        """Add to `out` [T, N] what adapters make of x [T, K], in place.
-
-        a [adapters, P * R, K], b [adapters, N, R], `scales` float32 [adapters, P]; `widths`: outputs of each of the P
-        parts; `placed`: from `place`.
-        """
-        assert 0 < len(widths) <= MAX_PARTS, widths
-        (num_rows, num_inputs), num_low, rank = x.shape, a.shape[1], b.shape[2]
-        assert num_low == len(widths) * rank, (a.shape, b.shape, widths)
+    def add_(self, outputs: Tensor, x: Tensor, stack: TritonAdapterStack, step: StepAdapters) -> None:
+        placed: Placed = step.layout
+        (num_rows, num_inputs), (_, num_parts, rank, _) = x.shape, stack.a.shape
+        assert len(outputs) == num_rows == placed.num_slots, (outputs.shape, x.shape, placed.num_slots)
         if not num_rows:
             return
+        assert outputs.stride(1) == 1, outputs.stride()
         x = x if x.stride(1) == 1 else x.contiguous()
         tile = tile_for(num_rows, x.dtype, capability(x.device))
-        splits = x.dtype == torch.bfloat16
-        num_pieces = -(-num_inputs // piece_of(num_inputs))
-        partials = x.new_empty((num_pieces, num_rows, num_low), dtype=torch.float32)
-        constants = tile.shrink_constants(num_inputs, num_low)
-        num_tiles = most_tiles(num_rows, placed.num_own, tile.rows)
-        programs = num_programs(x.device, _PER_MULTIPROCESSOR)
-        adapter_kernels.shrink[(min(programs, num_tiles * num_pieces * -(-num_low // constants["BN"])),)](
-            *(x, a, partials, placed.order, placed.tiles, placed.num_tiles),
-            *(num_rows, num_low, num_inputs, x.stride(0)),
-            **constants,
+        columns = stack.columns(tile)
+        places = (placed.order, placed.tiles, placed.num_tiles)
+        row_tiles, programs = (
+            most_tiles(num_rows, self._num_slots, tile.rows),
+            num_programs(x.device, _PER_MULTIPROCESSOR),
         )
-        constants = tile.expand_constants(num_inputs, rank, len(widths), splits=splits)
-        num_columns = sum(-(-width // tile.columns) for width in widths)
-        first, second, *_ = (*widths, 0)
-        adapter_kernels.expand[(min(programs, num_tiles * num_columns),)](
-            *(partials, b, scales, out, placed.order, placed.tiles, placed.num_tiles),
-            *(num_rows, b.shape[1], rank, first, second, out.stride(0)),
-            **constants,
+        shrink = tile.shrink_constants(num_inputs, rank, num_parts)
+        num_pieces = -(-num_inputs // shrink["PIECE"])
+        partials = x.new_empty((num_pieces, num_rows, num_parts, rank), dtype=torch.float32)
+        num_tiles = row_tiles * num_pieces * num_parts * -(-rank // shrink["BR"])
+        adapter_kernels.shrink[(min(programs, num_tiles),)](
+            *(x, stack.a, stack.ranks, partials, *places, num_rows, rank, num_inputs, x.stride(0)), **shrink
+        )
+        adapter_kernels.expand[(min(programs, row_tiles * len(columns)),)](
+            *(partials, stack.b, stack.ranks, outputs, columns, *places),
+            *(num_rows, rank, stack.b.shape[1], len(columns), outputs.stride(0)),
+            **tile.expand_constants(num_inputs, rank, num_parts, x.dtype),
         )
