@@ -1,9 +1,9 @@
 """Kernels of low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): protocol, and the reference in plain torch.
 
-A linear layer's outputs y of a row with an adapter become y + B (A x): A and B are the adapter's matrices for the layer,
-B with the scaling in it. A x stays in float32; B (A x) is a float32 sum that is added to the layer's rounded output and
-rounded once more. Each row is computed by itself, in an order that depends on the layer and on its adapter alone. Rows
-without an adapter, and outputs that an adapter has no matrices for, are not touched.
+A linear layer's outputs y of a row with an adapter become y + B (A x): A and B are the adapter's matrices for the
+layer, B with the scaling in it. A x stays in float32; B (A x) is a float32 sum that is added to the layer's rounded
+output and rounded once more. Each row is computed by itself, in an order that depends on the layer and on its adapter
+alone. Rows without an adapter, and outputs that an adapter has no matrices for, are not touched.
 
 All adapters of a layer are in one stack, each in a slot. A merged layer has several parts, ranges of its outputs, each
 with matrices of its own.
@@ -42,18 +42,6 @@ class AdapterSizes:
     device: torch.device
 
 
-class AdapterStack(Protocol):
-    """The matrices of all adapters for one layer."""
-
-    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
-        """Fill a slot, which was never filled or cleared, with an adapter: one entry for each part of the layer, None
-        for a part without matrices. Tensors may be in host memory. At least one entry is not None.
-        """
-
-    def clear(self, slot: int) -> None:
-        """Empty a slot, so that its matrices add nothing."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
     """Adapters of a step's tokens: `slots` int32 [T] on the device, -1 for a token without an adapter. `layout` is for
@@ -64,19 +52,37 @@ class StepAdapters:
     layout: Any = None
 
 
+class AdapterStack(Protocol):
+    """The matrices of all adapters for one layer."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot is filled, so that the layer may skip `add_`. Kernels whose launches are recorded always say
+        False.
+        """
+
+    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
+        """Fill a slot, which was never filled or cleared, with an adapter: one entry for each part of the layer, None
+        for a part without matrices. Tensors may be in host memory. At least one entry is not None.
+        """
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot, so that its matrices add nothing."""
+
+    def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
+        """Add to the layer's outputs [T, outputs of this rank], in place, what the adapters make of its inputs x [T,
+        inputs of this rank].
+        """
+
+
 class AdapterKernels(Protocol):
-    """Adds adapters to the outputs of linear layers."""
+    """Makes the stacks of layers and the adapters of steps."""
 
     def new_stack(self, sizes: AdapterSizes) -> AdapterStack:
         """An empty stack for one layer."""
 
     def step(self, slots: Tensor) -> StepAdapters:
-        """The adapters of a step, int32 [T] on the device, at least one of them not negative."""
-
-    def add_(self, outputs: Tensor, x: Tensor, stack: Any, step: StepAdapters) -> None:
-        """Add to a layer's outputs [T, outputs of this rank], in place, what the adapters make of its inputs x [T,
-        inputs of this rank]. `stack` is from `new_stack`, `step` from `step`.
-        """
+        """The adapters of a step by slot, int32 [T] on the device, negative for tokens without one."""
 
 
 class ReferenceStack:
@@ -92,6 +98,19 @@ class ReferenceStack:
     def clear(self, slot: int) -> None:
         self.slots[slot] = []
 
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.slots)
+
+    def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
+        for slot, rows in step.layout.items():
+            parts = zip(self.sizes.parts, self.slots[slot])
+            found = [(start, stop, *matrices) for (start, stop), matrices in parts if matrices is not None]
+            inputs = x[rows].float() if found else x
+            for start, stop, a, b in found:
+                delta = _row_by_row(_row_by_row(inputs, a.float()), b.float())
+                outputs[rows, start:stop] = (outputs[rows, start:stop].float() + delta).to(outputs.dtype)
+
     def _padded(self, a: Tensor, b: Tensor) -> Matrices:
         num_missing = -len(a) % RANK_STEP
         device = self.sizes.device
@@ -106,21 +125,11 @@ class ReferenceAdapterKernels:
 
     def step(self, slots: Tensor) -> StepAdapters:
         """`layout`: the rows of each adapter, int64, by slot."""
-        used = [slot for slot in slots.unique().tolist() if slot >= 0]
+        used = [slot for slot in sorted(dict.fromkeys(slots.tolist())) if slot >= 0]
         return StepAdapters(slots, {slot: (slots == slot).nonzero().squeeze(1) for slot in used})
-
-    def add_(self, outputs: Tensor, x: Tensor, stack: ReferenceStack, step: StepAdapters) -> None:
-        for slot, rows in step.layout.items():
-            parts = zip(stack.sizes.parts, stack.slots[slot])
-            found = [(bounds, matrices) for bounds, matrices in parts if matrices is not None]
-            inputs = x[rows].float() if found else None
-            for (start, stop), (a, b) in found:
-                assert inputs is not None, "there are matrices"
-                delta = _row_by_row(_row_by_row(inputs, a.float()), b.float())
-                outputs[rows, start:stop] = (outputs[rows, start:stop].float() + delta).to(outputs.dtype)
 
 
 def _row_by_row(x: Tensor, matrix: Tensor) -> Tensor:
     """[n, in] x [out, in] -> float32 [n, out], each a sum of its own."""
     size = max(1, _MAX_PRODUCTS // matrix.numel())
-    return torch.cat([(block.unsqueeze(1) * matrix).sum(dim=-1) for block in x.split(size)])
+    return torch.cat([(block.unsqueeze(1) * matrix).sum(dim=-1) for block in torch.split(x, size)])
