@@ -104,6 +104,7 @@ class TritonAdapterStack:
         self.a = torch.zeros((num_slots, num_parts, sizes.max_rank, sizes.num_inputs), **options)
         self.b = torch.zeros((num_slots, num_outputs, sizes.max_rank), **options)
         self.ranks = torch.zeros((num_slots, num_parts), dtype=torch.int32, device=sizes.device)
+        self._filled: set[int] = set()
         tiles = (tile_for(num_rows, sizes.dtype, (0, 0)) for num_rows in (1, MAX_FEW_ROWS + 1))
         self._columns = {tile.columns: self._column_tiles(tile.columns) for tile in tiles}
 
@@ -113,8 +114,9 @@ class TritonAdapterStack:
         found = [(part, at, stop) for part, (start, stop) in parts for at in range(start, stop, width)]
         return torch.tensor(found, dtype=torch.int32, device=self.sizes.device)
 
-    def columns(self, tile: AdapterTile) -> Tensor:
-        return self._columns[tile.columns]
+    @property
+    def is_empty(self) -> bool:
+        return not self._filled
 
     def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
         ranks = [0 if each is None else len(each[0]) for each in parts]
@@ -126,9 +128,36 @@ class TritonAdapterStack:
                 self.b[slot, start:stop, :rank] = matrices[1]
                 self.b[slot, start:stop, rank:] = 0
         self.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
+        self._filled.add(slot)
 
     def clear(self, slot: int) -> None:
         self.ranks[slot] = 0
+        self._filled.discard(slot)
+
+    def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
+        (num_rows, num_inputs), (num_slots, num_parts, rank, _) = x.shape, self.a.shape
+        placed: Placed = step.layout
+        assert len(outputs) == num_rows == placed.num_slots, (outputs.shape, x.shape, placed.num_slots)
+        assert outputs.stride(1) == 1, outputs.stride()
+        if not num_rows:
+            return
+        x = x if x.stride(1) == 1 else x.contiguous()
+        tile = tile_for(num_rows, x.dtype, capability(x.device))
+        shrink = tile.shrink_constants(num_inputs, rank, num_parts)
+        expand = tile.expand_constants(num_inputs, rank, num_parts, x.dtype)
+        columns, places = self._columns[tile.columns], (placed.order, placed.tiles, placed.num_tiles)
+        partials = x.new_empty((expand["PIECES"], num_rows, num_parts, rank), dtype=torch.float32)
+        num_tiles = most_tiles(num_rows, num_slots, tile.rows)
+        programs = num_programs(x.device, _PER_MULTIPROCESSOR)
+        num_works = num_tiles * expand["PIECES"] * num_parts * -(-rank // shrink["BR"])
+        adapter_kernels.shrink[(min(programs, num_works),)](
+            *(x, self.a, self.ranks, partials, *places, num_rows, rank, num_inputs, x.stride(0)), **shrink
+        )
+        adapter_kernels.expand[(min(programs, num_tiles * len(columns)),)](
+            *(partials, self.b, self.ranks, outputs, columns, *places),
+            *(num_rows, rank, self.b.shape[1], len(columns), outputs.stride(0)),
+            **expand,
+        )
 
 
 class TritonAdapterKernels:
@@ -144,36 +173,8 @@ class TritonAdapterKernels:
         return TritonAdapterStack(sizes)
 
     def step(self, slots: Tensor) -> StepAdapters:
-        """`layout`: the rows by adapter. All `slots` may be negative."""
+        """`layout`: the rows by adapter. Two launches, which read nothing back."""
         ids = slots.view(-1, 1)
         num_rows = tile_for(len(ids), self._dtype, capability(slots.device)).rows
         counts = placing.count(ids, None, self._num_slots, None)
         return StepAdapters(slots, placing.place(ids, None, counts, None, num_rows))
-
-    def add_(self, outputs: Tensor, x: Tensor, stack: TritonAdapterStack, step: StepAdapters) -> None:
-        placed: Placed = step.layout
-        (num_rows, num_inputs), (_, num_parts, rank, _) = x.shape, stack.a.shape
-        assert len(outputs) == num_rows == placed.num_slots, (outputs.shape, x.shape, placed.num_slots)
-        if not num_rows:
-            return
-        assert outputs.stride(1) == 1, outputs.stride()
-        x = x if x.stride(1) == 1 else x.contiguous()
-        tile = tile_for(num_rows, x.dtype, capability(x.device))
-        columns = stack.columns(tile)
-        places = (placed.order, placed.tiles, placed.num_tiles)
-        row_tiles, programs = (
-            most_tiles(num_rows, self._num_slots, tile.rows),
-            num_programs(x.device, _PER_MULTIPROCESSOR),
-        )
-        shrink = tile.shrink_constants(num_inputs, rank, num_parts)
-        num_pieces = -(-num_inputs // shrink["PIECE"])
-        partials = x.new_empty((num_pieces, num_rows, num_parts, rank), dtype=torch.float32)
-        num_tiles = row_tiles * num_pieces * num_parts * -(-rank // shrink["BR"])
-        adapter_kernels.shrink[(min(programs, num_tiles),)](
-            *(x, stack.a, stack.ranks, partials, *places, num_rows, rank, num_inputs, x.stride(0)), **shrink
-        )
-        adapter_kernels.expand[(min(programs, row_tiles * len(columns)),)](
-            *(partials, stack.b, stack.ranks, outputs, columns, *places),
-            *(num_rows, rank, stack.b.shape[1], len(columns), outputs.stride(0)),
-            **tile.expand_constants(num_inputs, rank, num_parts, x.dtype),
-        )
