@@ -12,6 +12,7 @@ from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
@@ -44,12 +45,15 @@ _MAX_GENERATORS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights and operations; makes cache engines and runners."""
+    """A model with its weights and operations; makes cache engines and runners. `adapters`: the LoRA adapters that it
+    has loaded, None if it takes none.
+    """
 
     opened: OpenedDevice
     operations: Operations
     model: DecoderForCausalLM
     report: LoadReport | None = None
+    adapters: LoadedAdapters | None = None
 
     def new_cache_engine(self, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
         """A paged cache in the block layout of this model's attention, not allocated yet."""
@@ -71,9 +75,8 @@ class LoadedModel:
             open_tokenizer = partial(Tokenizer.open_if_present, resolved.model_folder)
             grammars = GrammarMasks(GrammarCompiler(open_tokenizer, vocab_size, eos_ids))
         block_size, keeps_state = resolved.config.cache.block_size, self.opened.backend.keeps_state
-        return ModelRunner(
-            model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs, keeps_state=keeps_state
-        )
+        parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
+        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters)
 
     def expert_loads(self) -> dict[int, list[int]]:
         """`WorkerReport.expert_loads`."""
@@ -149,4 +152,6 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
             if is_dummy
             else read_denses(resolved.model_folder, denses, allows_nonfinite=allows_nonfinite)
         )
-    return LoadedModel(opened, operations, model, report)
+    limits = options.adapter_limits
+    adapters = None if limits is None else LoadedAdapters(model, limits)
+    return LoadedModel(opened, operations, model, report, adapters)
