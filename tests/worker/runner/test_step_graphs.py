@@ -27,7 +27,14 @@ class Model(nn.Module):
         self.num_tokens: list[int] = []
 
     def forward(
-        self, ids: Tensor, positions: Tensor, regimes: Tensor, cache: Tensor, metadata: object, incoming: Tensor | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        regimes: Tensor,
+        cache: Tensor,
+        metadata: object,
+        incoming: Tensor | None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         self.num_tokens.append(len(ids))
         hidden = ids[:, None] * self.weight + positions[:, None] * torch.arange(WIDTH) + regimes[:, None]
