@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, StepAdapters
+from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.triton import adapter_kernels, placing
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 from spmd_worker.ops.kernels.triton.placing import Placed, most_tiles
@@ -112,12 +113,13 @@ class TritonAdapterStack:
         """`columns` of `adapter_kernels.expand`, int32 [tiles, 3]: no tile has outputs of two parts."""
         parts = enumerate(self.sizes.parts)
         found = [(part, at, stop) for part, (start, stop) in parts for at in range(start, stop, width)]
-        return torch.tensor(found, dtype=torch.int32, device=self.sizes.device)
+        return to_device(torch.tensor(found, dtype=torch.int32), self.sizes.device)
 
     @property
     def is_empty(self) -> bool:
         return not self._filled
 
+    @torch.inference_mode()
     def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
         ranks = [0 if each is None else len(each[0]) for each in parts]
         for part, ((start, stop), matrices) in enumerate(zip(self.sizes.parts, parts, strict=True)):
@@ -127,9 +129,10 @@ class TritonAdapterStack:
                 self.a[slot, part, rank:] = 0
                 self.b[slot, start:stop, :rank] = matrices[1]
                 self.b[slot, start:stop, rank:] = 0
-        self.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
+        self.ranks[slot] = to_device(torch.tensor(ranks, dtype=torch.int32), self.sizes.device)
         self._filled.add(slot)
 
+    @torch.inference_mode()
     def clear(self, slot: int) -> None:
         self.ranks[slot] = 0
         self._filled.discard(slot)
