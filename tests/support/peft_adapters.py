@@ -34,15 +34,15 @@ def write_adapter(base: Path, folder: Path, settings: Settings, seed: int = 0) -
 def adapter_folder(family: str, settings: Settings = (), seed: int = 0) -> Path:
     """The PEFT folder of such an adapter for a case of `family_checkpoints`; written once a run."""
     base = family_folder(family)
-    return made_once(
-        f"adapter {family} {settings} {seed}", lambda folder: write_adapter(base, folder, settings, seed)
-    )
+    return made_once(f"adapter {family} {settings} {seed}", lambda folder: write_adapter(base, folder, settings, seed))
 
 
 @cache
 def peft_model(family: str, settings: Settings = (), seed: int = 0) -> PeftModel:
     """PEFT's model with the adapter."""
-    return PeftModel.from_pretrained(open_reference(family_folder(family)), adapter_folder(family, settings, seed)).eval()
+    return PeftModel.from_pretrained(
+        open_reference(family_folder(family)), adapter_folder(family, settings, seed)
+    ).eval()
 
 
 @torch.no_grad()
