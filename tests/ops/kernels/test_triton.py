@@ -31,7 +31,13 @@ ALL_CASES = {
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 13),
 }
-ENGINES = {"triton_engine.py": 9, "triton_graphs.py": 14, "triton_experts_engine.py": 18, "triton_stored_engine.py": 19}
+ENGINES = {
+    "triton_engine.py": 9,
+    "triton_graphs.py": 14,
+    "triton_experts_engine.py": 18,
+    "triton_stored_engine.py": 19,
+    "triton_adapters_engine.py": 17,
+}
 """Scripts, and how many comparisons of an engine they make."""
 LONGEST_S = 500.0
 LONGEST_OF_STRESS_S = 1150.0
