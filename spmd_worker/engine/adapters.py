@@ -16,7 +16,7 @@ from typing import Any
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.config.plain_values import plain_int, shown
-from spmd_worker.base.errors import AdapterError, WorkerEventError
+from spmd_worker.base.errors import AdapterError, ConfigError, WorkerEventError
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes, RunStep
 from spmd_worker.engine.life import Life
@@ -64,7 +64,7 @@ class Adapters:
 
         Raises TypeError for anything but a LoRARequest; AdapterError, on every rank that calls this, for an adapter
         that a rank cannot load, naming rank, file and reason, for an id that has another adapter, and while unanswered
-        requests need what would give way; RuntimeError in a run without `enable_lora`. Nothing is changed then.
+        requests need what would give way; ConfigError in a run without `enable_lora`. Nothing is changed then.
         """
         with self._calls.inside("add_lora"):
             self._check_call()
@@ -215,7 +215,7 @@ class Adapters:
         self._life.check_open()
         self._changes.weights.check_not_held()
         if self._limits is None:
-            raise RuntimeError("this run has no adapters: set model.enable_lora=true, or name some in model.adapters")
+            raise ConfigError("this run has no adapters: set model.enable_lora=true, or name some in model.adapters")
 
     def _check_request(self, request: Any) -> None:
         if not isinstance(request, LoRARequest):

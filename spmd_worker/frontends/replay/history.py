@@ -60,7 +60,8 @@ class RowHistory:
         request, sampling = self._request, self._request.sampling
         prompt = shorten(request.prompt_token_ids)
         self._write(f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens {prompt}")
-        self._write(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}")
+        adapter = f" adapter={request.adapter:016x}" if request.adapter else ""
+        self._write(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}{adapter}")
 
     def write_step(self, step: ReplayedStep, scheduler: Scheduler) -> None:
         """Write the step's effect on the request; `scheduler` is in its state after the step."""
