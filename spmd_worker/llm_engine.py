@@ -17,6 +17,7 @@ from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
+from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
@@ -29,6 +30,7 @@ from spmd_worker.replica.sequence.request import RequestId, check_sampling
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.worker.adapter_methods import AdapterMethods
 
 
 class NamedRequests:
@@ -89,7 +91,7 @@ class NamedRequests:
 
 @with_keyword_hints()
 @explain_in_keywords
-class LLMEngine(Engine):
+class LLMEngine(AdapterMethods, Engine):
     """Engine with vLLM's methods, started by `from_engine_args` or by an `LLM` (`llm.llm_engine`).
 
     Under torchrun every rank of a replica makes the same calls, in the same order; or one rank makes them, while the
@@ -281,6 +283,11 @@ class LLMEngine(Engine):
     def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
         """Same as `Changes.worker_event`."""
         return self.changes.worker_event(name, payload, then, self.run_step)
+
+    @property
+    def _adapter_calls(self) -> Adapters:
+        """Of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
+        return self.adapters
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Same as `LLM.sleep`."""

@@ -194,9 +194,15 @@ class MissingWeightsError(SpmdError, RuntimeError):
 
 
 class WorkerEventError(SpmdError, RuntimeError):
-    """A rank rejected a worker event, which was undone on every rank; the message is that of the lowest such rank."""
+    """A rank rejected a worker event, which was undone on every rank; the message is that of the lowest such rank.
+    `problem` is its part that the rank has written, "rank 1: ValueError: ...".
+    """
 
     names_rank = True
+
+    def __init__(self, text: str, problem: str = "") -> None:
+        super().__init__(text)
+        self.problem = problem
 
 
 # Jobs and their files.

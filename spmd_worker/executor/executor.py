@@ -8,10 +8,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
+from weakref import proxy
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, ReplicaDivergedError
+from spmd_worker.executor.adapters import ExecutorAdapters
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
@@ -19,6 +21,7 @@ from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.sequence.sleep_tags import tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
 from spmd_worker.worker.worker_base import WorkerReport
 from spmd_worker.worker.worker_wrapper import resolve_class
 
@@ -34,10 +37,13 @@ BACKENDS = {
 }
 
 
-class Executor(ABC):
+class Executor(AdapterMethods, ABC):
     """Call `start`, `load_model`, `determine_num_available_blocks`, `initialize_from_config`, then steps, last
     `shutdown`.
     """
+
+    has_local_workers = True
+    """Whether the workers are in this process, so that tensors can be passed to them."""
 
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         self.resolved, self.environment = resolved, environment
@@ -49,6 +55,8 @@ class Executor(ABC):
         self.sleeping_tags: tuple[str, ...] = ()
         """Tags that sleep on every worker: "weights", "kv_cache"."""
         self._prepared_event: tuple[str, Any] = ("", None)
+        limits = resolved.config.model.adapter_limits
+        self.adapters = ExecutorAdapters(proxy(self), 0 if limits is None else limits.max_cpu_loras)
 
     @property
     def config(self) -> RunConfig:
@@ -151,6 +159,10 @@ class Executor(ABC):
         if is_committed:
             self.sleeping_tags = tags_after(*self._prepared_event, self.sleeping_tags)
         return results
+
+    @property
+    def _adapter_calls(self) -> AdapterCalls:
+        return self.adapters
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """Register the count of requests in flight, during which no weight may change."""

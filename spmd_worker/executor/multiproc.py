@@ -46,6 +46,8 @@ _SETTLE_S: Final = 1.0
 class MultiprocExecutor(Executor):
     """Tensor x pipeline workers. Calls may come from any thread; all workers get them in the same order."""
 
+    has_local_workers = False
+
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         super().__init__(resolved, environment)
         self._pool = WorkerPool(resolved.config.executor.timeout_s, self._fail)

@@ -25,7 +25,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.errors import AdapterError
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
 from spmd_worker.worker.memory import host
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from spmd_worker.model.weights.weight_update import WeightUpdateReport
     from spmd_worker.ranks.groups import ParallelGroups
+    from spmd_worker.worker.adapters import WorkerAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class WorkerReport:
     keeps_histories: bool = False
 
 
-class WorkerBase(ABC):
+class WorkerBase(AdapterMethods, ABC):
     """The worker of one rank.
 
     `groups` are the process groups that `init_device` joined (`join_groups`). Under torchrun, where each rank has its
@@ -105,10 +108,10 @@ class WorkerBase(ABC):
     def initialize_host_tier(self, num_slots: int) -> None:
         """Allocate host memory for `num_slots` evicted prefix blocks, after `initialize_cache`."""
 
-    def compile_or_warm_up_model(self) -> None:  # noqa: B027  # optional
+    def compile_or_warm_up_model(self) -> None:  # optional
         """Run once what later steps run, after the cache is allocated, so that the first step is as fast as others."""
 
-    def expect_step(self, num_tokens: int) -> None:  # noqa: B027  # optional: only speeds up the step
+    def expect_step(self, num_tokens: int) -> None:  # optional: only speeds up the step
         """Announce, on a pipeline stage after the first, that the next unannounced step has `num_tokens` (at least 1)
         tokens. May be called while this rank computes the previous step; steps may also run unannounced.
         """
@@ -151,6 +154,24 @@ class WorkerBase(ABC):
         found = [getattr(handler, f"{phase}_{name}", None) for handler in self.event_handlers]
         return next(filter(callable, found), None)
 
+    @property
+    def adapters(self) -> "WorkerAdapters":
+        """This worker's LoRA adapters, one of its `event_handlers`. `add_lora` and its like change this worker alone:
+        they are for a caller that drives it without an engine.
+        """
+        raise AdapterError(f"{type(self).__name__} takes no LoRA adapters")
+
+    def stage_adapter(self, *given: Any) -> tuple[int, str]:
+        """`WorkerAdapters.stage`: read an adapter for the worker event `add_lora` that follows."""
+        return self.adapters.stage(*given)
+
+    def unstage_adapter(self) -> None:
+        self.adapters.unstage()
+
+    @property
+    def _adapter_calls(self) -> AdapterCalls:
+        return self.adapters
+
     @abstractmethod
     def check_health(self) -> None:
         """Raise if this worker can no longer compute."""
@@ -163,7 +184,7 @@ class WorkerBase(ABC):
         """Call `function`, which must live in this process, with the model under its checkpoint's names."""
         return function(self.get_model())
 
-    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # noqa: B027  # optional: weights may be fixed
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # optional: weights may be fixed
         """Register the count of requests in flight, during which no weight may change. Called only if the worker is in
         the engine's process.
         """
@@ -172,10 +193,10 @@ class WorkerBase(ABC):
         """The loaded weights that are not committed; None if there are none and none was rejected."""
         return None
 
-    def reject_weight_update(self) -> None:  # noqa: B027  # optional: weights may be fixed
+    def reject_weight_update(self) -> None:  # optional: weights may be fixed
         """Reject the loaded weights of a tied head; the update stays open."""
 
-    def end_weight_update(self) -> None:  # noqa: B027  # optional: weights may be fixed
+    def end_weight_update(self) -> None:  # optional: weights may be fixed
         """Commit the loaded weights."""
 
     @abstractmethod
