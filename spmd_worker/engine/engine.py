@@ -103,7 +103,7 @@ class Engine:
             # Weak: an engine without references is freed at once.
             WeakMethod(self.run_step),
         )
-        executor.watch_adapters(ref(self.adapters))
+        executor.adapters.watch(ref(self.adapters))
         parallel = resolved.config.parallel
         stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._in_flight = StepPipeline(executor, channel, *stages)

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.errors import AdapterError
-from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
 from spmd_worker.worker.memory import host
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class WorkerReport:
     keeps_histories: bool = False
 
 
-class WorkerBase(ABC):
+class WorkerBase(AdapterMethods, ABC):
     """The worker of one rank.
 
     `groups` are the process groups that `init_device` joined (`join_groups`). Under torchrun, where each rank has its
@@ -108,10 +108,10 @@ class WorkerBase(ABC):
     def initialize_host_tier(self, num_slots: int) -> None:
         """Allocate host memory for `num_slots` evicted prefix blocks, after `initialize_cache`."""
 
-    def compile_or_warm_up_model(self) -> None:  # noqa: B027  # optional
+    def compile_or_warm_up_model(self) -> None:  # optional
         """Run once what later steps run, after the cache is allocated, so that the first step is as fast as others."""
 
-    def expect_step(self, num_tokens: int) -> None:  # noqa: B027  # optional: only speeds up the step
+    def expect_step(self, num_tokens: int) -> None:  # optional: only speeds up the step
         """Announce, on a pipeline stage after the first, that the next unannounced step has `num_tokens` (at least 1)
         tokens. May be called while this rank computes the previous step; steps may also run unannounced.
         """
@@ -156,7 +156,9 @@ class WorkerBase(ABC):
 
     @property
     def adapters(self) -> "WorkerAdapters":
-        """This worker's LoRA adapters, one of its `event_handlers`."""
+        """This worker's LoRA adapters, one of its `event_handlers`. `add_lora` and its like change this worker alone:
+        they are for a caller that drives it without an engine.
+        """
         raise AdapterError(f"{type(self).__name__} takes no LoRA adapters")
 
     def stage_adapter(self, *given: Any) -> tuple[int, str]:
@@ -166,23 +168,9 @@ class WorkerBase(ABC):
     def unstage_adapter(self) -> None:
         self.adapters.unstage()
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load a LoRA adapter on this worker alone: for a caller that drives it without an engine, whose `add_lora`
-        loads it on every rank. Raises AdapterError.
-        """
-        return self.adapters.add(lora_request)
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter from this worker alone; returns whether it was loaded."""
-        return self.adapters.remove(lora_id)
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Whether the adapter is loaded: a worker never evicts one by itself."""
-        return lora_id in self.adapters.ids
-
-    def list_loras(self) -> set[int]:
-        """Ids of the adapters that this worker has loaded."""
-        return set(self.adapters.ids)
+    @property
+    def _adapter_calls(self) -> AdapterCalls:
+        return self.adapters
 
     @abstractmethod
     def check_health(self) -> None:
@@ -196,7 +184,7 @@ class WorkerBase(ABC):
         """Call `function`, which must live in this process, with the model under its checkpoint's names."""
         return function(self.get_model())
 
-    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # noqa: B027  # optional: weights may be fixed
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # optional: weights may be fixed
         """Register the count of requests in flight, during which no weight may change. Called only if the worker is in
         the engine's process.
         """
@@ -205,10 +193,10 @@ class WorkerBase(ABC):
         """The loaded weights that are not committed; None if there are none and none was rejected."""
         return None
 
-    def reject_weight_update(self) -> None:  # noqa: B027  # optional: weights may be fixed
+    def reject_weight_update(self) -> None:  # optional: weights may be fixed
         """Reject the loaded weights of a tied head; the update stays open."""
 
-    def end_weight_update(self) -> None:  # noqa: B027  # optional: weights may be fixed
+    def end_weight_update(self) -> None:  # optional: weights may be fixed
         """Commit the loaded weights."""
 
     @abstractmethod

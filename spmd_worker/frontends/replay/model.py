@@ -106,7 +106,7 @@ def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
         executor.remove_lora(int_id)
     request = LoRARequest(event.name, event.int_id, event.path, load_inplace=True)
     try:
-        if executor.stage_adapter(request) != (event.digest, ""):
+        if executor.adapters.stage(request) != (event.digest, ""):
             return f"{what}, whose folder {event.path} has another content than in the run"
         executor.add_lora(request)
     except AdapterError as error:
