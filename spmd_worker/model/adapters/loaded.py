@@ -74,9 +74,7 @@ class LoadedAdapters:
         saved = source.config.saved or tuple(source.saved)
         if saved:
             key = "modules_to_save" if source.config.saved else "tensors beside lora_A and lora_B"
-            problems.append(
-                f"{source.config.subject}: {key}: {', '.join(saved)}: full weights are not replaced for rows"
-            )
+            problems.append(f"{source.config.subject}: {key}={list(saved)}: full weights are not replaced for rows")
         raise_problems(source.subject, problems)
         modules = {name: source.modules[module] for module, name in found.items()}
         matrices = {
