@@ -11,7 +11,7 @@ step (`changes.py`).
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -90,6 +90,7 @@ class Engine:
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
         )
+        executor.attach_engine(self)
         parallel = resolved.config.parallel
         stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._in_flight = StepPipeline(executor, channel, *stages)
@@ -262,6 +263,18 @@ class Engine:
             yield self._interruption
         finally:
             self._interruption = None
+
+    def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
+        """Same as `Changes.worker_event`."""
+        return self.changes.worker_event(name, payload, then, self.run_step)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Same as `LLM.sleep`."""
+        self.changes.sleep(level, mode, self.run_step)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Same as `LLM.wake_up`."""
+        self.changes.wake_up(tags, self.run_step)
 
     def follow(self) -> None:
         """Run steps until rank 0 calls `close_followers`: the loop of a rank without requests of its own. Call it again

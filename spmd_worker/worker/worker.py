@@ -55,6 +55,30 @@ class Worker(WorkerBase):
         self._running: RunningWorker | None = None
 
     @property
+    def rank(self) -> int:
+        """Rank in the world, the wrapper's `global_rank`."""
+        return self.environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.environment.local_rank
+
+    @property
+    def is_driver_worker(self) -> bool:
+        """Whether this is the first of the ranks that share its layers."""
+        return self.layout.tensor_rank(self.rank) == 0
+
+    @property
+    def do_metadata_broadcast(self) -> bool:
+        """False: every rank gets the metadata of a step with the agreed plan."""
+        return False
+
+    @property
+    def kv_cache(self) -> list[list[torch.Tensor]]:
+        """One list, because steps in flight share their blocks: this rank's cache [blocks, *block_shape] by layer."""
+        return [list(self.running.caches.engine.device_cache)]
+
+    @property
     def vocab_size(self) -> int:
         return self.model_config.vocab_size
 
@@ -102,6 +126,12 @@ class Worker(WorkerBase):
         logger.info("%s", self.sizing.reason)
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
 
+    def determine_available_memory(self) -> int:
+        # Measured once: later the cache itself takes the memory.
+        sizing = self.sizing
+        num_blocks = self.determine_num_available_blocks()[0] if sizing is None else sizing.num_device_blocks
+        return num_blocks * self.get_cache_block_size_bytes()
+
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         with self.start_times.part("cache"):
             self._running = allocate(self.loaded, self.get_kv_cache_spec(), num_device_blocks, num_host_blocks)
@@ -142,6 +172,9 @@ class Worker(WorkerBase):
         launched, *rest = self._launched
         self._launched = tuple(rest)
         return launched if isinstance(launched, StepResult) else self.running.note(launched.collect())
+
+    def execute_dummy_batch(self) -> None:
+        self.running.execute_dummy_batch()
 
     @property
     def event_handlers(self) -> tuple[object, ...]:

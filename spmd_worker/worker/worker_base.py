@@ -97,6 +97,10 @@ class WorkerBase(ABC):
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """(device blocks, host blocks) that fit in this rank's memory."""
 
+    def determine_available_memory(self) -> int:
+        """Bytes of memory for the cache: those of the device blocks that fit."""
+        return self.determine_num_available_blocks()[0] * self.get_cache_block_size_bytes()
+
     @abstractmethod
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the cache; the numbers are the same on every rank."""
@@ -120,6 +124,25 @@ class WorkerBase(ABC):
     @abstractmethod
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """Sample the tokens of the last `execute_model`."""
+
+    def execute_dummy_batch(self) -> None:
+        """Compute one token that belongs to no request, without a change of the cache; all ranks at once."""
+        raise NotImplementedError(f"{type(self).__name__} has no method execute_dummy_batch")
+
+    def profile(self, is_start: bool = True, folder: str | None = None) -> Any:
+        """Start this rank's profiler, which will write to `folder`, or stop it and return the path of the trace.
+        Raises ValueError for a start without a folder, RuntimeError if it cannot.
+        """
+        if is_start and folder is None:
+            raise ValueError("profile needs the folder to write to: profile(folder=...)")
+        problem = self.prepare_event("start_profile" if is_start else "stop_profile", folder if is_start else None)
+        result = self.end_event(is_committed=not problem)
+        if problem:
+            raise RuntimeError(problem)
+        return result
+
+    def reset_mm_cache(self) -> None:  # noqa: B027  # optional
+        """No effect: text models have no multimodal cache."""
 
     @property
     def event_handlers(self) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from spmd_worker.base.errors import ConfigError, PluginError
 from spmd_worker.base.liveness.failure_diagnosis import is_secondary
@@ -40,6 +40,15 @@ class WorkerWrapper:
         if runner is None:
             raise RuntimeError("this worker has no model: its LLM was closed, or has not started")
         return runner
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Other public attributes are the worker's: `rank`, `device`, `model_config`."""
+            worker = None if name.startswith("_") else vars(self).get("worker")
+            if worker is None:
+                raise AttributeError(f"WorkerWrapper has no attribute {name!r}")
+            return getattr(worker, name)
 
     def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
         """Renumber this worker, once all exist: `rpc_rank` by the mapping, and `global_rank` if it is the same."""
