@@ -25,6 +25,7 @@ from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.interruption import Interruption
+from spmd_worker.engine.kv_connector import OutsideBlocks
 from spmd_worker.engine.life import Life, State
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.requests import Requests
@@ -75,6 +76,7 @@ class Engine:
         lockstep: Lockstep,
         scheduler: Scheduler,
         watchdog: Watchdog | None,
+        outside: OutsideBlocks | None = None,
     ) -> None:
         self.resolved, self.executor, self.watchdog = resolved, executor, watchdog
         self.config, self.tokenizer = resolved.config, resolved.tokenizer
@@ -83,7 +85,9 @@ class Engine:
         self.lockstep, self.scheduler = lockstep, scheduler
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         self.calls = CallGuard()
-        self.life = Life(executor, lockstep, (channel, engine_channel), watchdog, self.times.heartbeat)
+        self.outside = outside
+        channels = (channel, engine_channel) if outside is None else (channel, engine_channel, outside)
+        self.life = Life(executor, lockstep, channels, watchdog, self.times.heartbeat)
         self.requests = Requests(resolved, self.calls, self.life)
         self.limits = self.requests.limits
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
@@ -178,6 +182,8 @@ class Engine:
         finished_transfers = self.lockstep.take_finished_transfers()
         with self.calls.lock:
             events: tuple[Event, ...] = (*self.calls.take(), *self._interrupt_events())
+            if self.outside is not None:
+                events = self.outside.with_found(events, self.scheduler)
         if finished_transfers:
             events = (FinishTransfers(finished_transfers), *events)
         self.times.end("schedule")

@@ -51,9 +51,11 @@ class RunningWorker:
             return StepResult(plan.step)
         self.caches.move(plan.block_ops)
         if not scheduled:
+            self.caches.save(plan.block_ops)
             return StepResult(plan.step, finished_transfers=self.caches.take_finished_transfers())
         with self._threads():
             self.runner.forward(plan.step, scheduled, plan.num_ahead)
+        self.caches.save(plan.block_ops)
         return None
 
     def sample_tokens(self) -> StepResult:

@@ -12,6 +12,7 @@ from torch import nn
 
 from kv_cache.cache_sizing import CacheSizing
 from kv_cache.cache_spec import CacheSpec
+from kv_cache.connectors.interface import ConnectorContext
 from spmd_worker.base.metrics.start_times import StartTimes
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
@@ -29,6 +30,7 @@ from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, compile_ahead, measure
 from spmd_worker.worker.worker_base import WorkerBase, WorkerReport
+from spmd_worker.worker.worker_wrapper import connector_errors, new_connector
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,14 @@ class Worker(WorkerBase):
     def initialize_host_tier(self, num_slots: int) -> None:
         self.running.caches.add_tier(num_slots)
 
+    def initialize_connector(self, factory: str, options: dict[str, str], identity: dict[str, str]) -> None:
+        num_ranks = self.layout.tensor_parallel_size * self.layout.pipeline_parallel_size
+        replica, rank = divmod(self.rank, num_ranks)
+        context = ConnectorContext(options, identity, rank, num_ranks, replica)
+        connector = new_connector(factory, context)
+        with connector_errors(factory):
+            self.running.caches.connect(connector.worker_half)
+
     def compile_or_warm_up_model(self) -> None:
         times, graphs = self.start_times, self.running.runner.graphs
         with times.part("warm-up"):
@@ -248,6 +258,7 @@ class Worker(WorkerBase):
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups are kept."""
         if self._running is not None:
+            self._running.caches.disconnect()
             self._running.caches.release()
         # Attention holds tensors of the last step.
         self.model_runner = self._running = self._loaded = self._opened = None

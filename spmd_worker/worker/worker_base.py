@@ -1,10 +1,10 @@
 """WorkerBase: the interface between an executor and the worker of one rank, whatever its device.
 
 Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
-optionally `initialize_host_tier`, `compile_or_warm_up_model`; then for each step `execute_model` and, if that returned
-None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step` instead. Between two steps
-`prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow vLLM's. Imports no torch at run
-time, so that a worker process can set its environment before torch reads it.
+optionally `initialize_host_tier` or `initialize_connector`, `compile_or_warm_up_model`; then for each step
+`execute_model` and, if that returned None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step`
+instead. Between two steps `prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow
+vLLM's. Imports no torch at run time, so that a worker process can set its environment before torch reads it.
 
 A worker event NAME consists of up to three methods of the worker, of its extension, or of one of its `event_handlers`:
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.memory import host
 
@@ -108,6 +109,12 @@ class WorkerBase(ABC):
     @abstractmethod
     def initialize_host_tier(self, num_slots: int) -> None:
         """Allocate host memory for `num_slots` evicted prefix blocks, after `initialize_cache`."""
+
+    def initialize_connector(self, factory: str, options: dict[str, str], identity: dict[str, str]) -> None:
+        """Make this worker's half of the KV connector whose factory has this name, after `initialize_cache`. `options`
+        and `identity`: see `ConnectorContext`. Raises ConfigError.
+        """
+        raise ConfigError(f"cache.connector={factory}: {type(self).__name__} has no method initialize_connector")
 
     def compile_or_warm_up_model(self) -> None:  # noqa: B027  # optional
         """Run once what later steps run, after the cache is allocated, so that the first step is as fast as others."""

@@ -6,6 +6,7 @@ pages.
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -156,6 +157,8 @@ def command_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return f"[{','.join(map(command_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{command_text(each)}' for name, each in value.items())}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -174,9 +177,22 @@ def _as_type(value: Any, kind: Any) -> Any:
         return plain
     if typing.get_origin(kind) is list and isinstance(value, list | tuple):
         return [_as_type(each, *typing.get_args(kind)) for each in value]
+    if kind == dict[str, str] and isinstance(value, Mapping):
+        return {_as_type(name, str): _as_text(each) for name, each in value.items()}
     if typing.get_origin(kind) or not isinstance(value, kind):
         raise TypeError
     return value
+
+
+def _as_text(value: Any) -> str:
+    """A text, or a number, a path, true or false as text. Raises TypeError for anything else."""
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    for kind in (str, bool, int, float):
+        plain = _PLAIN[kind](value)
+        if plain is not None:
+            return command_text(plain)
+    raise TypeError
 
 
 _PLAIN: Final[dict[Any, Any]] = {int: plain_int, float: plain_float, bool: plain_bool, str: plain_text}
@@ -187,5 +203,6 @@ _TYPE_WORDS: Final[dict[Any, str]] = {
     str: "text",
     list[int]: "a list of whole numbers, such as [10,8]",
     list[str]: "a list of texts, such as [a,b]",
+    dict[str, str]: "texts by name, such as {folder:/data,gib:20}",
     types.NoneType: "null",
 }

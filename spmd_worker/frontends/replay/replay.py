@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
+from kv_cache.outside_transfers import OutsideTransfers
 from spmd_worker.base.errors import ReplayDivergedError, ReplayError
 from spmd_worker.frontends.replay.step_log import StepLog, StepLogHeader, header_to_json
 from spmd_worker.replica.lockstep.difference import Record, first_difference, record_of
@@ -286,4 +287,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.keeps_histories,
     )
     sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
-    return new_scheduler(limits, sizes, header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)
+    saves = header.connector_saves
+    outside = None if saves is None else OutsideTransfers(saves=saves)
+    sequence_limits = (header.eos_token_ids, header.max_model_len)
+    return new_scheduler(limits, sizes, header.block_size, *sequence_limits, tokenizer, outside)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from kv_cache.outside_transfers import OutsideTransfers
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.stop import StopChecker
@@ -27,13 +28,15 @@ def new_scheduler(
     eos_token_ids: tuple[int, ...],
     max_model_len: int,
     tokenizer: Tokenizer | None,
+    outside: OutsideTransfers | None = None,
 ) -> Scheduler:
-    """An empty replica. Without `tokenizer` requests must not have stop strings."""
+    """An empty replica. Without `tokenizer` requests must not have stop strings. `outside`: see `CacheManager`."""
     cache = CacheManager(
         sizes.num_blocks,
         block_size,
         num_host_blocks=sizes.num_host_blocks,
         connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
+        outside=outside,
     )
 
     def new_decoder(sequence: Sequence) -> IncrementalDecoder:

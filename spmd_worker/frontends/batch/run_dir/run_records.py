@@ -72,4 +72,5 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         classifier_from_token=None if tokens is None else (tokens[0], tokens[1]),
         num_steps_ahead=resolved.num_steps_ahead,
         keeps_histories=engine.scheduler.limits.keeps_histories,
+        connector_saves=None if engine.outside is None else engine.outside.saves,
     )
