@@ -311,9 +311,17 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = vllm_option(True, "find full blocks again by what they hold", is_common=True)
     host_tier_gib: float = option(0.0, "GiB per rank to which evicted prefix blocks are offloaded", least=0)
+    connector: str | None = option(
+        None,
+        "where prefix blocks are kept outside the engine: `kv_cache.connectors.files:connect`, "
+        "`kv_cache.connectors.shared_memory:connect`, or a factory of yours, `package.module:factory`",
+    )
+    connector_options: dict[str, str] | None = option(
+        None, "options of the connector, such as `{folder:/data/kv,gib:20}`"
+    )
 
     def __post_init__(self) -> None:
-        """Check each key alone, and that a host tier has prefix blocks to keep."""
+        """Check each key alone, and that a host tier or a connector has prefix blocks to keep."""
         check_options(self, "cache")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"cache.block_size={self.block_size} must be a power of two, such as 16")
@@ -325,6 +333,20 @@ class CacheConfig:
             raise ConfigError(
                 f"cache.host_tier_gib={self.host_tier_gib:g} keeps prefix blocks, and "
                 f"cache.enable_prefix_caching=false makes none: enable it, or leave cache.host_tier_gib at 0"
+            )
+        if self.connector is None:
+            if self.connector_options:
+                raise ConfigError("cache.connector_options are given without cache.connector: name the connector")
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigError(
+                f"cache.connector={self.connector} keeps prefix blocks, and cache.enable_prefix_caching=false makes "
+                f"none: enable it, or leave cache.connector out"
+            )
+        if self.host_tier_gib:
+            raise ConfigError(
+                f"cache.connector={self.connector} and cache.host_tier_gib={self.host_tier_gib:g} both take evicted "
+                f"prefix blocks: leave one of them out"
             )
 
 
@@ -573,6 +595,11 @@ class RunConfig:
             raise ConfigError(
                 f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks "
                 f"report finished transfers with their digests; set executor.digest_every to 1 or more"
+            )
+        if self.cache.connector is not None and not self.executor.digest_every:
+            raise ConfigError(
+                f"cache.connector={self.cache.connector} cannot run with executor.digest_every=0: ranks report "
+                f"finished transfers with their digests; set executor.digest_every to 1 or more"
             )
 
 

@@ -75,6 +75,11 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     f"step {step.plan.step} computes with {change}, which the log does not have: the steps before were "
                     f"recomputed"
                 )
+            if step.plan.block_ops.fetch:
+                raise ReplayError(
+                    f"step {step.plan.step} loads blocks by cache.connector, which the log does not have: the steps "
+                    f"before were recomputed"
+                )
             # Events take effect after the step.
             for event in step.events:
                 if isinstance(event, WorkerEvent):
