@@ -85,6 +85,13 @@ class CpuKernels(PackedKernels):
             return super().pack_gated(weight)
         return torch.stack(panels_of(weight).chunk(2), dim=1).contiguous()
 
+    def empty_packed(self, weight: Tensor, *, is_gated: bool) -> Tensor | None:
+        if not self._packs(weight, is_gated=is_gated):
+            return super().empty_packed(weight, is_gated=is_gated)
+        num_panels, *panel = panels_of(weight).shape
+        shape = (num_panels // 2, 2, *panel) if is_gated else (num_panels, *panel)
+        return torch.zeros(shape, dtype=weight.dtype)
+
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
         if not (are_panels(packed) or are_gated_panels(packed)):
             return super().unpack(packed, start, stop)

@@ -1,0 +1,116 @@
+"""Checkpoints in the hub's names: tensors of a model's files, and the files that this program has written before."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from spmd_worker.base.errors import CheckpointError, SaveError
+from spmd_worker.base.staged_folder import write_durably
+from spmd_worker.model.layers.weight_slice import full_rectangle
+from spmd_worker.model.weights.checkpoint import STORED_DTYPES, Checkpoint
+from spmd_worker.model.weights.safetensors_header import read_header
+from spmd_worker.model.weights.safetensors_writer import TensorToWrite, divided
+from spmd_worker.model.weights.store import WeightStore
+from spmd_worker.model.weights.weight_source import WeightSource
+from spmd_worker.model_config.saved_files import check_own_files
+from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, STATE_FILE
+
+logger = logging.getLogger(__name__)
+
+_WRITER: Final = "written_by"
+_PROGRAM: Final = "spmd-worker"
+_LAYOUT: Final = "layout"
+_STREAMED: Final = "streamed"
+
+
+class UnusedTensors:
+    """Tensors of the source folder that the model does not use: frequencies, masks, layers for images, a head that a
+    pooling run leaves out. They are copied as they are. None if the folder has no plain checkpoint.
+    """
+
+    def __init__(self, folder: Path, store: WeightStore, *, is_read: bool) -> None:
+        """`is_read`: the model was loaded from the folder, dequantised or not."""
+        self._files: Checkpoint | None = None
+        self.to_write: list[TensorToWrite] = []
+        if not is_read:
+            return
+        try:
+            self._files = files = Checkpoint.open(folder)
+        except CheckpointError as error:
+            logger.info("tensors that the model does not use are not saved: %s", error)
+            return
+        for name in sorted(files.names(), key=files.position):
+            if _is_unused(store, name, files.shape(name)) and files.kind(name) in STORED_DTYPES:
+                self.to_write.append(TensorToWrite(name, files.stored_dtype(name), files.shape(name)))
+
+    def read(self, name: str) -> Tensor:
+        """A full tensor."""
+        assert self._files is not None, name
+        return self._files.read_stored(name, full_rectangle(self._files.shape(name)))
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+
+
+def _is_unused(store: WeightStore, stored_name: str, shape: tuple[int, ...]) -> bool:
+    names = store.names
+    tied = names.tied or ()
+    return all(
+        names.is_derived(name) and name not in (*tied, *store.tensors) for name in names.parts(stored_name, shape)
+    )
+
+
+def model_tensors(store: WeightStore) -> list[TensorToWrite]:
+    """All tensors of the model, of every rank; a tied head is its embedding, once."""
+    return [TensorToWrite(name, store.dtype_of(name), tensor.shape) for name, tensor in store.tensors.items()]
+
+
+def metadata_of(*, is_streamed: bool = False) -> dict[str, str]:
+    """Metadata of a file. transformers asks for the format."""
+    return {"format": "pt", _WRITER: _PROGRAM} | ({_LAYOUT: _STREAMED} if is_streamed else {})
+
+
+def is_streamed(source: WeightSource) -> bool:
+    """Whether `save_streamed` has written all files of a checkpoint."""
+    return isinstance(source, Checkpoint) and all(
+        header.metadata.get(_LAYOUT) == _STREAMED for header in source.headers.values()
+    )
+
+
+def files_of(tensors: Sequence[TensorToWrite], max_bytes: int | None) -> dict[str, list[TensorToWrite]]:
+    """Tensors of each file by its name, as the hub has names: one file, or several with an index."""
+    parts = divided(tensors, max_bytes)
+    if len(parts) == 1:
+        return {SINGLE_FILE: parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
+
+
+def write_index(folder: Path, files: dict[str, list[TensorToWrite]]) -> None:
+    """The index of several files. Raises OSError."""
+    if len(files) > 1:
+        total = sum(each.num_bytes for part in files.values() for each in part)
+        weight_map = {each.name: file for file, part in files.items() for each in part}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_durably(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise SaveError unless the folder holds a model that this program saved, and nothing else."""
+    if not (folder / STATE_FILE).is_file():
+        files = [folder / SINGLE_FILE, *sorted(folder.glob("model-*-of-*.safetensors"))]
+        found = [path for path in files if path.is_file()]
+        try:
+            is_ours = bool(found) and all(read_header(each).metadata.get(_WRITER) == _PROGRAM for each in found)
+        except CheckpointError:
+            is_ours = False
+        if not is_ours:
+            raise SaveError(
+                f"{folder} holds files that this program has not saved, and a save replaces the folder: give a new or "
+                f"an empty one"
+            )
+    check_own_files(folder)
