@@ -87,7 +87,7 @@ def stage_folder(target: Path, check_replaceable: Callable[[Path], None]) -> Sta
         if has_entries:
             _check_exchange(path, target)
     except BaseException:
-        os.close(lock)
+        StagedFolder(path, target, lock).abandon()
         raise
     return StagedFolder(path, target, lock)
 

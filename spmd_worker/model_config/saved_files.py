@@ -13,7 +13,7 @@ from spmd_worker.base.errors import SaveError
 from spmd_worker.base.files import parse_json_object, read_regular_file
 from spmd_worker.base.staged_folder import copy_durably, write_durably
 from spmd_worker.model_config.hub import TOKENIZER_FILES
-from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.model_config.sentence_folder import module_folders, pooling_files
 from spmd_worker.model_config.tensor_names import STATE_FILE
 
@@ -33,15 +33,14 @@ def copy_model_files(source: Path, copy: Path, dtype: str, *, is_tied: bool) -> 
         (copy / folder).mkdir(parents=True, exist_ok=True)
     for name in names:
         copy_durably(source / name, copy / name)
-    text = read_regular_file(source / CONFIG_FILE)
-    write_durably(copy / CONFIG_FILE, _saved_config(text, dtype))
-    # The names in the files may have said that the head is tied, or not.
-    if read_model_files(copy).model_config.has_tied_embeddings != is_tied:
-        config = _parsed(read_regular_file(copy / CONFIG_FILE))
+    text = _saved_config(read_regular_file(source / CONFIG_FILE), dtype)
+    # The names in the files, which a sharded state lacks, may say whether the head is tied.
+    config = _parsed(text)
+    if model_config_of(_parsed(text), source / CONFIG_FILE).has_tied_embeddings != is_tied:
         for each in _configs(config):
             each[_TIE] = is_tied
-        (copy / CONFIG_FILE).unlink()
-        write_durably(copy / CONFIG_FILE, _encoded(config))
+        text = _encoded(config)
+    write_durably(copy / CONFIG_FILE, text)
 
 
 def check_own_files(folder: Path) -> None:

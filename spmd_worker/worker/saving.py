@@ -37,7 +37,7 @@ from spmd_worker.model.weights.safetensors_writer import (
     in_file_order,
 )
 from spmd_worker.model.weights.saved_checkpoint import (
-    UnusedTensors,
+    SourceTensors,
     check_replaceable,
     files_of,
     metadata_of,
@@ -193,22 +193,22 @@ class ModelSaver:
         """Write the files, and the tensors of the source that the model does not use."""
         has_files = self._resolved.config.model.load_format in ("auto", "streamed")
         is_plain = has_files and self._resolved.model_config.quantization is None
-        unused = UnusedTensors(self._resolved.model_folder, self._model.weights, is_read=is_plain)
+        source = SourceTensors(self._resolved.model_folder, self._model.weights, is_read=is_plain)
         try:
             alignment = PAGE_BYTES if is_streamed else WORD_BYTES
-            to_write = in_file_order([*(each.to_write for each in plan), *unused.to_write], alignment)
-            files, others = files_of(to_write, max_bytes), {each.name for each in unused.to_write}
+            own = [source.renamed(each.to_write) for each in plan]
+            files, others = files_of(in_file_order([*own, *source.unused], alignment), max_bytes), set(source.unused)
             tensors = self._full_tensors(agreement, plan)
             for name, part in files.items():
                 with SafetensorsWriter(folder / name, part, metadata_of(is_streamed=is_streamed), alignment) as writer:
                     for each in part:
-                        writer.write(unused.read(each.name) if each.name in others else next(tensors))
+                        writer.write(source.read(each.name) if each in others else next(tensors))
             # The agreement of the last round.
             left = next(tensors, None)
             assert left is None, "all tensors are in a file"
             write_index(folder, files)
         finally:
-            unused.close()
+            source.close()
 
     def _full_tensors(self, agreement: SaveAgreement, plan: Sequence[FullTensor]) -> Iterator[Tensor]:
         """The tensors of all ranks, on the first, in rounds. Each round is received before anything of it is written,

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -27,15 +28,17 @@ _LAYOUT: Final = "layout"
 _STREAMED: Final = "streamed"
 
 
-class UnusedTensors:
-    """Tensors of the source folder that the model does not use: frequencies, masks, layers for images, a head that a
-    pooling run leaves out. They are copied as they are. None if the folder has no plain checkpoint.
+class SourceTensors:
+    """Tensors of the folder that a model was loaded from: their names there, which may lack a prefix that the family's
+    table has, and those that the model does not use, which are copied: frequencies, masks, layers for images, a head
+    that a pooling run leaves out. Without a plain checkpoint there, both are empty.
     """
 
     def __init__(self, folder: Path, store: WeightStore, *, is_read: bool) -> None:
-        """`is_read`: the model was loaded from the folder, dequantised or not."""
+        """`is_read`: the model's weights came from the folder, and were not quantised there."""
         self._files: Checkpoint | None = None
-        self.to_write: list[TensorToWrite] = []
+        self._names: dict[str, str] = {}
+        self.unused: list[TensorToWrite] = []
         if not is_read:
             return
         try:
@@ -43,12 +46,19 @@ class UnusedTensors:
         except CheckpointError as error:
             logger.info("tensors that the model does not use are not saved: %s", error)
             return
-        for name in sorted(files.names(), key=files.position):
-            if _is_unused(store, name, files.shape(name)) and files.kind(name) in STORED_DTYPES:
-                self.to_write.append(TensorToWrite(name, files.stored_dtype(name), files.shape(name)))
+        for stored in sorted(files.names(), key=files.position):
+            shape = files.shape(stored)
+            parts = store.names.parts(stored, shape)
+            self._names |= {name: stored for name, view in parts.items() if view is None and name in store.tensors}
+            if all(_is_unused(store, name) for name in parts) and files.kind(stored) in STORED_DTYPES:
+                self.unused.append(TensorToWrite(stored, files.stored_dtype(stored), shape))
+
+    def renamed(self, tensor: TensorToWrite) -> TensorToWrite:
+        """The tensor under its name in the folder."""
+        return replace(tensor, name=self._names.get(tensor.name, tensor.name))
 
     def read(self, name: str) -> Tensor:
-        """A full tensor."""
+        """A full tensor of `unused`."""
         assert self._files is not None, name
         return self._files.read_stored(name, full_rectangle(self._files.shape(name)))
 
@@ -57,12 +67,8 @@ class UnusedTensors:
             self._files.close()
 
 
-def _is_unused(store: WeightStore, stored_name: str, shape: tuple[int, ...]) -> bool:
-    names = store.names
-    tied = names.tied or ()
-    return all(
-        names.is_derived(name) and name not in (*tied, *store.tensors) for name in names.parts(stored_name, shape)
-    )
+def _is_unused(store: WeightStore, name: str) -> bool:
+    return store.names.is_derived(name) and name not in (*(store.names.tied or ()), *store.tensors)
 
 
 def model_tensors(store: WeightStore) -> list[TensorToWrite]:

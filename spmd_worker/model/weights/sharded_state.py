@@ -55,7 +55,7 @@ class StateLayout:
     experts: str = ""
 
     def difference(self, other: "StateLayout") -> str:
-        """How a state of this layout differs from a run of the other one; "" if they are equal."""
+        """Difference between a state of this layout and a run of the other one, in words; "" if there is none."""
         saved, run = (f"TP {each.tensor_parallel_size}, PP {each.pipeline_parallel_size}" for each in (self, other))
         if saved != run:
             return f"was saved for {saved}, and this run has {run}"

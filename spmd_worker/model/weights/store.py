@@ -182,12 +182,12 @@ class WeightStore:
                 layer, scales = found
                 layer.keep_scales(held.rows, scales)
         for padding in self.paddings:
-            padded = self._layers[padding.parameter_name.rpartition(".")[0]]
-            if isinstance(padded, PackedLayer) and padded.is_packed:
-                # `pack_empty` begins with zeros.
-                continue
-            region = tuple(slice(*bounds) for bounds in padding.destination)
-            parameters[padding.parameter_name].data[region].zero_()
+            module, _, own = padding.parameter_name.rpartition(".")
+            padded = self._layers[module]
+            # `pack_empty` begins with zeros.
+            if not (own == "weight" and isinstance(padded, PackedLayer) and padded.is_packed):
+                region = tuple(slice(*bounds) for bounds in padding.destination)
+                parameters[padding.parameter_name].data[region].zero_()
         num_tensors = len({name for name, _ in pieces})
         return LoadReport(num_tensors, source.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
 
