@@ -5,16 +5,17 @@ from typing import Final
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights import sharded_state
+from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.safetensors_writer import CHUNK_BYTES
 from spmd_worker.model.weights.saved_checkpoint import is_streamed
 from spmd_worker.model.weights.sharded_state import StateLayout
-from spmd_worker.model.weights.staging import HostStaging
+from spmd_worker.model.weights.staging import HostStaging, ReusedStaging
 from spmd_worker.model.weights.store import LoadReport
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.resolved import ResolvedRun
 
 _STREAM_READERS: Final = 3
-"""Threads that read and pack on the CPU: each has a block of `CHUNK_BYTES`, and copies of it for a moment."""
+"""Threads that read and pack on the CPU: each has a block of `CHUNK_BYTES`."""
 
 
 def state_layout(resolved: ResolvedRun) -> StateLayout:
@@ -39,13 +40,14 @@ def fill_from_files(
         files = state.files[rank % len(state.files)]
         return sharded_state.fill_from_state(model, folder, files, allows_nonfinite=options.allow_nonfinite)
     with model.weights.open(folder, resolved.model_config.quantization, staging) as source:
-        streamed = is_streamed(source)
-        if options.load_format == "streamed" and not streamed:
+        streamed = source if isinstance(source, Checkpoint) and is_streamed(source) else None
+        if options.load_format == "streamed" and streamed is None:
             raise CheckpointError(
                 f"{folder}: is not a checkpoint of save_streamed, and model.load_format=streamed reads no other: leave "
                 f"model.load_format=auto"
             )
-        if streamed and staging.device.type == "cpu":
+        if streamed is not None and staging.device.type == "cpu":
+            streamed.staging = ReusedStaging()
             model.weights.pack_empty()
-            return model.weights.fill(source, _STREAM_READERS, CHUNK_BYTES)
+            return model.weights.fill(streamed, _STREAM_READERS, CHUNK_BYTES)
         return model.weights.fill(source, num_readers)

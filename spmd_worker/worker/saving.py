@@ -6,7 +6,7 @@ replicas after the first write nothing, as they hold the same weights.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -77,10 +77,11 @@ class ModelSaver:
         """Every rank of the first replica writes its parameters."""
         layout, model_config = state_layout(self._resolved), self._resolved.model_config
         agreement = SaveAgreement(self._engine, path)
-        with agreement.shared():
+        # The outer one: a folder is removed once all ranks know of the error, and none writes any more.
+        with ExitStack() as removals, agreement.shared():
             self._check_saveable()
             sharded_state.file_names(pattern, layout, 0, 0, 1)
-            with self._staged(agreement, path) as folder:
+            with self._staged(agreement, path, removals) as folder:
                 files = self._write_parameters(agreement, folder, pattern, max_bytes) if self._writes else []
                 agreement.wait_until_all()
                 of_ranks = [
@@ -99,12 +100,13 @@ class ModelSaver:
         """The first rank writes the tensors of all ranks; `is_streamed`: into one file."""
         alignment = PAGE_BYTES if is_streamed else WORD_BYTES
         agreement = SaveAgreement(self._engine, path)
-        with agreement.shared():
+        # The outer one: a folder is removed once all ranks know of the error, and none writes any more.
+        with ExitStack() as removals, agreement.shared():
             self._check_saveable()
             own = list(held_ranges(self._model.weights.held).items()) if self._writes else []
             ranges = [{name: ranges_of(found) for name, found in of_rank} for of_rank in agreement(own)]
             plan = plan_gather(in_file_order(model_tensors(self._model.weights), alignment), ranges)
-            with self._staged(agreement, path) as folder:
+            with self._staged(agreement, path, removals) as folder:
                 if self._is_first:
                     self._write_tensors(agreement, folder, plan, None if is_streamed else max_bytes, is_streamed)
                 elif self._writes:
@@ -137,28 +139,25 @@ class ModelSaver:
             )
 
     @contextmanager
-    def _staged(self, agreement: SaveAgreement, path: Path) -> Iterator[Path]:
-        """Block in which the ranks write into a folder; at its end the first adds the other files, and renames it."""
+    def _staged(self, agreement: SaveAgreement, path: Path, removals: ExitStack) -> Iterator[Path]:
+        """Block in which the ranks write into a folder, beside configuration and tokenizer; at its end the first rank
+        renames it. `removals` removes it otherwise.
+        """
         staged: StagedFolder | None = None
-        try:
-            if self._is_first:
-                staged = stage_folder(path, check_replaceable)
-            folder = Path(agreement("" if staged is None else str(staged.path))[0])
-            if self._writes and not folder.is_dir():
-                raise SaveError(
-                    f"{folder}, which rank 0 has made, is not seen here: give a folder that all ranks share"
-                )
-            if staged is not None:
-                source, is_tied = self._resolved.model_folder, self._resolved.model_config.has_tied_embeddings
-                copy_model_files(source, folder, self._resolved.dtype, is_tied=is_tied)
-            agreement()
-            yield folder
-            if staged is not None:
-                staged.commit()
-            agreement()
-        finally:
-            if staged is not None:
-                staged.abandon()
+        if self._is_first:
+            staged = stage_folder(path, check_replaceable)
+            removals.callback(staged.abandon)
+        folder = Path(agreement("" if staged is None else str(staged.path))[0])
+        if self._writes and not folder.is_dir():
+            raise SaveError(f"{folder}, which rank 0 has made, is not seen here: give a folder that all ranks share")
+        if staged is not None:
+            source, is_tied = self._resolved.model_folder, self._resolved.model_config.has_tied_embeddings
+            copy_model_files(source, folder, self._resolved.dtype, is_tied=is_tied)
+        agreement()
+        yield folder
+        if staged is not None:
+            staged.commit()
+        agreement()
 
     def _write_parameters(
         self, agreement: SaveAgreement, folder: Path, pattern: str | None, max_bytes: int | None

@@ -60,8 +60,9 @@ def calls_on_files(calls: FileCalls) -> Iterator[FileCalls]:
 
         return call
 
-    with mock.patch.object(os, "write", write), mock.patch.object(
-        staged_folder, "exchange", wrapped("exchange", staged_folder.exchange)
+    with (
+        mock.patch.object(os, "write", write),
+        mock.patch.object(staged_folder, "exchange", wrapped("exchange", staged_folder.exchange)),
     ):
         patches = [mock.patch.object(os, name, wrapped(name, getattr(os, name))) for name in _NAMES[1:]]
         for patch in patches:

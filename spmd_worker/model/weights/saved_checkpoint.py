@@ -16,7 +16,6 @@ from spmd_worker.model.weights.checkpoint import STORED_DTYPES, Checkpoint
 from spmd_worker.model.weights.safetensors_header import read_header
 from spmd_worker.model.weights.safetensors_writer import TensorToWrite, divided
 from spmd_worker.model.weights.store import WeightStore
-from spmd_worker.model.weights.weight_source import WeightSource
 from spmd_worker.model_config.saved_files import check_own_files
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, STATE_FILE
 
@@ -81,11 +80,9 @@ def metadata_of(*, is_streamed: bool = False) -> dict[str, str]:
     return {"format": "pt", _WRITER: _PROGRAM} | ({_LAYOUT: _STREAMED} if is_streamed else {})
 
 
-def is_streamed(source: WeightSource) -> bool:
+def is_streamed(checkpoint: Checkpoint) -> bool:
     """Whether `save_streamed` has written all files of a checkpoint."""
-    return isinstance(source, Checkpoint) and all(
-        header.metadata.get(_LAYOUT) == _STREAMED for header in source.headers.values()
-    )
+    return all(header.metadata.get(_LAYOUT) == _STREAMED for header in checkpoint.headers.values())
 
 
 def files_of(tensors: Sequence[TensorToWrite], max_bytes: int | None) -> dict[str, list[TensorToWrite]]:

@@ -471,5 +471,6 @@ def _in_file(source: WeightSource, name: str) -> str:
 
 def _is_same(source: WeightSource, name: str, other: str, block: Rectangle) -> bool:
     """Bitwise, so that NaN equals itself."""
-    first, second = source.read(name, block), source.read(other, block)
+    # Both at once: staging may have one buffer.
+    first, second = source.read(name, block).clone(), source.read(other, block)
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

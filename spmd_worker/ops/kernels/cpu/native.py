@@ -31,6 +31,7 @@ from spmd_worker.ops.kernels.cpu.panels import (
     panel_shape,
     panels_of,
     rows_of_panels,
+    write_rows,
 )
 
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
@@ -99,10 +100,9 @@ class CpuKernels(PackedKernels):
         return rows[index].flatten(1)
 
     def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
-        """Makes no copy."""
+        """Makes no copy of complete panels."""
         if are_panels(packed) or are_gated_panels(packed):
-            to, index = rows_of_panels(packed, start, start + len(rows))
-            to[index] = rows.reshape(len(rows), *to.shape[-2:])
+            write_rows(packed, start, rows)
         else:
             super().repack_(packed, start, rows)
 
