@@ -25,6 +25,7 @@ from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_leve
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
+from spmd_worker.worker.save_options import DEFAULT_SIZE
 from spmd_worker.worker.worker_base import WorkerReport
 from spmd_worker.worker.worker_wrapper import resolve_class
 
@@ -260,6 +261,24 @@ class Executor(AdapterMethods, ABC):
 
     def end_weight_update(self) -> None:
         self.collective_rpc("end_weight_update")
+
+    def save_sharded_state(
+        self,
+        path: str | Path,
+        pattern: str | None = None,
+        max_size: int | str | None = None,
+        weight_version: int | None = None,
+    ) -> None:
+        """Save every rank's parameters: `LLM.save_sharded_state`, without its step. Every rank's executor is called."""
+        self.collective_rpc("save_sharded_state", args=(str(path), pattern, max_size, weight_version))
+
+    def save_checkpoint(self, path: str | Path, max_size: int | str | None = DEFAULT_SIZE) -> None:
+        """Save in the hub's names: `LLM.save_checkpoint`, without its step. Every rank's executor is called."""
+        self.collective_rpc("save_checkpoint", args=(str(path), max_size))
+
+    def save_streamed(self, path: str | Path) -> None:
+        """Save the model in one file: `LLM.save_streamed`, without its step. Every rank's executor is called."""
+        self.collective_rpc("save_streamed", args=(str(path),))
 
     def check_health(self) -> None:
         """Raise if a worker can no longer compute."""

@@ -30,6 +30,8 @@ from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
+from spmd_worker.worker.save_options import DEFAULT_SIZE, saved_folder, size_in_bytes, tensorizer_folder
+from spmd_worker.worker.saving import ModelSaver
 from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, compile_ahead, measure
 from spmd_worker.worker.worker_base import WorkerBase, WorkerReport
 from spmd_worker.worker.worker_wrapper import connector_errors, new_connector
@@ -256,6 +258,33 @@ class Worker(WorkerBase):
         with weights.open(path, self.model_config.quantization) as checkpoint:
             weights.reload(with_merged_adapter(checkpoint, weights, self.resolved.config.model))
         self._check_graph_addresses()
+
+    def save_sharded_state(
+        self,
+        path: str,
+        pattern: str | None = None,
+        max_size: int | str | None = None,
+        weight_version: int | None = None,
+    ) -> None:
+        """Save this rank's parameters, together with the other ranks, which call this too: `ModelSaver`."""
+        self._saver.save_sharded_state(saved_folder(path), pattern, size_in_bytes(max_size), weight_version)
+
+    def save_checkpoint(self, path: str, max_size: int | str | None = DEFAULT_SIZE) -> None:
+        """Save the model of all ranks, which call this too, in the hub's names: `ModelSaver`."""
+        self._saver.save_checkpoint(saved_folder(path), size_in_bytes(max_size))
+
+    def save_streamed(self, path: str) -> None:
+        """`save_checkpoint` into one file that is read by several threads."""
+        self._saver.save_checkpoint(saved_folder(path), None, is_streamed=True)
+
+    def save_tensorized_model(self, tensorizer_config: Any) -> None:
+        """`save_streamed` into the folder of vLLM's `TensorizerConfig`, of a dict of its fields, or of their JSON."""
+        self._saver.save_checkpoint(tensorizer_folder(tensorizer_config), None, is_streamed=True)
+
+    @property
+    def _saver(self) -> ModelSaver:
+        groups = _existing(self.groups, "init_device")
+        return ModelSaver(self.loaded.model, self.resolved, self.environment, groups)
 
     def get_model_inspection(self) -> str:
         model = self.get_model()

@@ -19,6 +19,19 @@ LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprob
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 _EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
 _DEVICE_BACKENDS: Final = ("auto", "cpu", "torch", "triton")
+_OTHER_LOAD_FORMATS: Final = {
+    **dict.fromkeys(
+        ("safetensors", "hf", "fastsafetensors", "runai_streamer", "instanttensor"),
+        "safetensors are read in large parts, on GPUs by several threads, without another reader: leave it out",
+    ),
+    "tensorizer": "nothing is read from tensorizer's files: save with save_streamed, and leave it out",
+    "runai_streamer_sharded": "set sharded_state, which reads what save_sharded_state wrote",
+    **dict.fromkeys(("pt", "npcache"), "pickles are never read: convert them to safetensors, and leave it out"),
+    "mistral": "consolidated files are not read: download the files in the hub's names, and leave it out",
+    "gguf": "GGUF is not read: use the safetensors that it was converted from",
+    "bitsandbytes": "its weights are not read: dequantise them with transformers and save_pretrained",
+}
+"""Values of vLLM's on a command line, and what to do instead. `LLM` takes those that have one here."""
 _MAX_MEMORY_GIB: Final = 2**20
 _MOST_LORAS: Final = 8
 """Adapters of a step where `max_loras` is not given: each more makes its products smaller."""
@@ -59,9 +72,14 @@ class ModelOptions:
     )
     load_format: str = vllm_option(
         "auto",
-        "`auto` reads safetensors, `dummy` makes deterministic random weights",
-        vllm_values={"safetensors": "auto", "hf": "auto"},
-        choices=("auto", "dummy"),
+        "`auto` reads safetensors, streamed ones in parallel; `sharded_state` reads what `save_sharded_state` wrote, "
+        "`streamed` only what `save_streamed` did, `dummy` makes deterministic random weights",
+        vllm_values={
+            **dict.fromkeys(("safetensors", "hf", "fastsafetensors", "runai_streamer", "instanttensor"), "auto"),
+            "tensorizer": "streamed",
+            "runai_streamer_sharded": "sharded_state",
+        },
+        choices=("auto", "dummy", "sharded_state", "streamed"),
     )
     quantization: str | None = vllm_option(
         None,
@@ -140,10 +158,17 @@ class ModelOptions:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.load_format, str) and self.load_format in _OTHER_LOAD_FORMATS:
+            raise ConfigError(f"model.load_format={self.load_format}: {_OTHER_LOAD_FORMATS[self.load_format]}")
         check_options(self, "model")
         if not self.adapters:
             object.__setattr__(self, "adapters", None)
         _check_adapters(self)
+        if self.lora_merge is not None and self.load_format == "sharded_state":
+            raise ConfigError(
+                "model.lora_merge is rejected with model.load_format=sharded_state, whose weights are read as they were "
+                "saved: merge the adapter into the original, and save that"
+            )
         if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
             raise ConfigError(
                 f"model.classifier_from_token={self.classifier_from_token} must be two tokens, such as [no,yes]"

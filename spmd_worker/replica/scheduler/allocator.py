@@ -152,6 +152,10 @@ class Allocator:
                 sequence.block_hashes = None if is_held else []
                 sequence.num_hashed_blocks = 0
 
+    @property
+    def weight_version(self) -> int:
+        return self._weight_version
+
     def set_weight_version(self, version: int, groups: Iterable[SequenceGroup]) -> None:
         """Start block hashes from another root; drop what was computed with the old weights from the prefix cache."""
         self._weight_version = version

@@ -99,6 +99,10 @@ class Scheduler:
         """Waiting sequences whose blocks are on the host."""
         return self._allocator.num_swapped
 
+    @property
+    def weight_version(self) -> int:
+        return self._allocator.weight_version
+
     def handle(self, event: Event) -> SequenceGroup | None:
         """Apply an event. Returns the group that an abort ended."""
         if isinstance(event, Admit):
