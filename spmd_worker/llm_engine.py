@@ -17,6 +17,7 @@ from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
+from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
@@ -166,7 +167,8 @@ class LLMEngine(Engine):
         if not isinstance(params, PoolingParams):
             check_sampling(params)
         is_truncated = params.truncate_prompt_tokens is not None
-        encoded = encode_prompt(prompt, self.need_tokenizer, None if is_truncated else self.limits.check_text)
+        check_text, read_rows = None if is_truncated else self.limits.check_text, row_reading(self.limits)
+        encoded = encode_prompt(prompt, self.need_tokenizer, check_text, read_rows)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         # Locked: a request might end before the thread that added it has stored its name.
@@ -177,7 +179,8 @@ class LLMEngine(Engine):
             if isinstance(params, PoolingParams):
                 number = self._add_pooled(encoded, params, text)
             else:
-                number = self.requests.add(encoded.token_ids, encoded.salted(params), prompt=text)
+                sampling = encoded.salted(params)
+                number = self.requests.add(encoded.token_ids, sampling, prompt=text, rows=encoded.rows)
                 self._named.track(number, params, text)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
@@ -203,8 +206,8 @@ class LLMEngine(Engine):
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
         token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
-        self.requests.check(token_ids, sampling, encoded.pooling)
-        return self.requests.admit(token_ids, sampling, prompt=text, pooling=encoded.pooling)
+        self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows)
+        return self.requests.admit(token_ids, sampling, prompt=text, pooling=encoded.pooling, rows=encoded.rows)
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
         """End requests at the next step; their outputs so far are returned with finish reason "abort". Names without an

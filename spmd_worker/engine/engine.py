@@ -84,7 +84,9 @@ class Engine:
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         self.calls = CallGuard()
         self.life = Life(executor, lockstep, (channel, engine_channel), watchdog, self.times.heartbeat)
-        self.requests = Requests(resolved, self.calls, self.life)
+        # Only the leader's rows are computed with, and its worker adds them to the embeddings.
+        hold_rows = (lambda *rows: executor.hold_rows(*rows)) if channel.rank == 0 else (lambda *rows: None)
+        self.requests = Requests(resolved, self.calls, self.life, hold_rows)
         self.limits = self.requests.limits
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(

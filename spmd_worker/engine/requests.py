@@ -1,17 +1,21 @@
 """Requests of an engine on this rank: ids, limits, prompts and times, from admission to output."""
 
+import glob
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
+from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.sequence.events import Abort, Admit
+from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.outputs import RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
@@ -25,10 +29,17 @@ from spmd_worker.resolved import ResolvedRun
 class Requests:
     """Requests added on this rank. Only rank 0's are answered: other ranks count the requests of its events.
 
-    Any thread may call `add`, `admit` and `abort` while another one steps.
+    Any thread may call `add`, `admit` and `abort` while another one steps. `hold_rows` gives the workers the rows of a
+    request that is admitted here.
     """
 
-    def __init__(self, resolved: ResolvedRun, calls: CallGuard, life: Life) -> None:
+    def __init__(
+        self,
+        resolved: ResolvedRun,
+        calls: CallGuard,
+        life: Life,
+        hold_rows: Callable[[int, bytes, bytes], None] = lambda *rows: None,
+    ) -> None:
         model_config, tokenizer = resolved.model_config, resolved.tokenizer
         self.limits = RequestLimits(
             model_config.vocab_size,
@@ -36,7 +47,14 @@ class Requests:
             has_tokenizer=tokenizer is not None,
             grammars=GrammarCompiler(lambda: tokenizer, model_config.vocab_size, model_config.eos_token_ids),
             pooling=model_config.pooling,
+            rows=EmbedsReader(
+                model_config.embedding_size,
+                resolved.dtype,
+                resolved.max_model_len,
+                _folder_of_input(resolved.config.job.input),
+            ),
         )
+        self._hold_rows = hold_rows
         self.num_requests = 0
         self.num_calls = 0
         """Number of calls with a list of prompts: the same on every rank."""
@@ -79,10 +97,14 @@ class Requests:
             )
 
     def check(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, pooling: PoolingParams | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        pooling: PoolingParams | None = None,
+        rows: PromptRows | None = None,
     ) -> None:
         """Raise ValueError for a request that cannot be answered, TypeError for an invalid type. Local to this rank."""
-        self.limits.check(prompt_token_ids, sampling, pooling)
+        self.limits.check(prompt_token_ids, sampling, pooling, rows)
         self._normalised(sampling)
 
     def add(
@@ -93,15 +115,16 @@ class Requests:
         prompt: str | None = None,
         custom_id: str | None = None,
         index: int | None = None,
+        rows: PromptRows | None = None,
     ) -> RequestId:
         """Check a request, with the errors of `check`, and queue it (`admit`)."""
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} is a {type(text).__name__}: give text")
         prompt, custom_id = plain_text(prompt), plain_text(custom_id)
-        prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling)
-        self.check(prompt_token_ids, sampling)
-        return self.admit(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index)
+        prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling, rows)
+        self.check(prompt_token_ids, sampling, rows=rows)
+        return self.admit(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index, rows=rows)
 
     def admit(
         self,
@@ -114,11 +137,12 @@ class Requests:
         call: int = 0,
         rope_regime: int | None = None,
         pooling: PoolingParams | None = None,
+        rows: PromptRows | None = None,
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
         `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
         from its length and parameters. `pooling` is normalised (`resolve_pooling`), with the `sampling` of
-        `pooled_sampling`.
+        `pooled_sampling`. `rows` are computed in place of its first ids.
         """
         with self._calls.queueing("add_request"):
             self._life.check_not_closed()
@@ -131,7 +155,12 @@ class Requests:
                 row = 0 if index is None else whole_number("index", index)
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
             regime = self.rope_regime(len(prompt_token_ids), sampling) if rope_regime is None else rope_regime
-            request = Request(request_id, tuple(prompt_token_ids), self._normalised(sampling), stream, regime, pooling)
+            request = Request(
+                *(request_id, tuple(prompt_token_ids), self._normalised(sampling), stream, regime, pooling),
+                rows=() if rows is None else (rows.at(0),),
+            )
+            if rows is not None:
+                self._hold_rows(request_id, rows.content, rows.data)
             self.num_requests += 1
             self._prompts[request_id] = prompt
             self.times.add(request_id)
@@ -183,6 +212,14 @@ class Requests:
             frozen = sampling.frozen()
             last = self._last_normalised = (frozen, resolve_params(frozen, self._tokenizer, self.limits.vocab_size))
         return last[1]
+
+
+def _folder_of_input(name: str | None) -> Path | None:
+    """Folder under which the rows of a job may name files: that of its input, or that above the first pattern."""
+    if name is None or name == "-":
+        return None
+    folder = Path(name).absolute().parent
+    return next((each for each in (folder, *folder.parents) if not glob.has_magic(str(each)) or each.is_dir()), None)
 
 
 class RequestTimes:

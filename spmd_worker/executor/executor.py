@@ -137,6 +137,10 @@ class Executor(ABC):
         """Result of a future of `execute_model`, in the order of the calls. Raises the step's error."""
         return step.result()
 
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        """Give the workers the rows of a request that this rank admits (`WorkerBase.hold_rows`)."""
+        self.collective_rpc("hold_rows", args=(request_id, content, data))
+
     def prepare_event(self, name: str, payload: Any) -> str:
         """Have every worker prepare a worker event. Returns "" or why the lowest rank that rejects it does so."""
         self._prepared_event = (name, payload)

@@ -125,6 +125,11 @@ class Worker(WorkerBase):
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         return self.running.execute_model(plan)
 
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        rows = self.running.runner.rows
+        if rows is not None:
+            rows.hold(request_id, content, data)
+
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """`grammar_output` must be None: this worker computes its grammars itself."""
         assert grammar_output is None, grammar_output

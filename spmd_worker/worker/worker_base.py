@@ -113,6 +113,12 @@ class WorkerBase(ABC):
         tokens. May be called while this rank computes the previous step; steps may also run unannounced.
         """
 
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        """Take the input embeddings of a request (`PromptRows`), before the first step that computes it; released when
+        a plan lists the request as finished. Workers other than the first of the first stage have no use for them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not support prompts of embeddings")
+
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Cache operations and forward pass; None if `sample_tokens` must finish the step."""

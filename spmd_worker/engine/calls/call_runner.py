@@ -117,8 +117,8 @@ class CallRunner:
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
-                each.token_ids = tuple(self._engine.limits.truncate(each.token_ids, sampling))
-                self._engine.requests.check(each.token_ids, sampling, each.pooling)
+                each.token_ids = tuple(self._engine.limits.truncate(each.token_ids, sampling, each.rows))
+                self._engine.requests.check(each.token_ids, sampling, each.pooling, each.rows)
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
@@ -131,7 +131,7 @@ class CallRunner:
 
 def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedPrompt]:
     return {
-        index: CheckedPrompt(each.token_ids, sampling, each.rope_regime, each.pooling, each.text)
+        index: CheckedPrompt(each.token_ids, sampling, each.rope_regime, each.pooling, each.rows, each.text)
         for index, (each, sampling) in enumerate(given)
         if index not in rejected
     }

@@ -187,7 +187,7 @@ class PromptCalls:
                 lengths.append(len(tokens))
                 error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
-                both.cache_salt = encoded.cache_salt
+                both.cache_salt, both.rows = encoded.cache_salt, encoded.rows
                 both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
                 joined.append(both)
             return joined

@@ -177,5 +177,7 @@ def _digests(prompts: Sequence[tuple[Encoded, SamplingParams]]) -> list[str]:
 
 
 def _compared_fields(prompt: Encoded) -> dict[str, Any]:
-    ids = {"prompt_token_ids": list(prompt.token_ids)}
+    ids: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+    if prompt.rows is not None:
+        ids["prompt_embeds"] = blake2b(prompt.rows.content, digest_size=8).hexdigest()
     return ids if prompt.pooling is None else {**ids, "pooling": asdict(prompt.pooling)}

@@ -14,6 +14,7 @@ from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
+from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
@@ -27,12 +28,15 @@ OnAnswered = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """A prompt that passed `Requests.check`. Its output repeats `text`, on the rank that has it."""
+    """A prompt that passed `Requests.check`. The first of its ids are placeholders of `rows`. Its output repeats
+    `text`, on the rank that has it.
+    """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     rope_regime: int | None = None
     pooling: PoolingParams | None = None
+    rows: PromptRows | None = None
     text: str | None = field(default=None, metadata=NOT_SENT)
 
     @property
@@ -191,6 +195,7 @@ class _Run:
             call=self._call,
             rope_regime=prompt.rope_regime,
             pooling=prompt.pooling,
+            rows=prompt.rows,
         )
         self._open[number] = (index, prompt)
 

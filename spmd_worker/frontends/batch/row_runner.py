@@ -54,6 +54,7 @@ class RowRunner:
             prompt=encoded.prompt,
             custom_id=encoded.custom_id,
             index=row.index,
+            rows=encoded.rows,
         )
         self._rows[request_id] = encoded
         return None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
+from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.token_texts import TokenText
@@ -47,7 +48,14 @@ class ChatPrompt:
     add_generation_prompt: bool = True
 
 
-Prompt = TextPrompt | TokensPrompt | ChatPrompt
+@dataclass(frozen=True, slots=True)
+class EmbedsPrompt:
+    """Rows of input embeddings, as in the row (`EmbedsReader.of_value`): they are read when the row is encoded."""
+
+    value: str | Mapping[str, Any]
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +108,8 @@ class EncodedRow:
     """A row that can run: its prompt is 1 to `max_model_len - 1` ids of the vocabulary, `sampling.max_tokens` is a
     number.
 
-    `prompt` is the text that was encoded (a chat after its template), None for token ids. `reader` parses tool calls
+    `prompt` is the text that was encoded (a chat after its template), None for token ids. These are placeholders of
+    `rows`, if the prompt is embeddings. `reader` parses tool calls
     and reasoning in the answers of a chat; None if they are only content.
     """
 
@@ -114,6 +123,7 @@ class EncodedRow:
     reader: AnswerReader | None = None
     echo: Echo | None = None
     returns_token_ids: bool = False
+    rows: PromptRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +134,8 @@ class RowError:
     unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
-    grammar_refused, extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, for a row
-    that ran and could not be completed.
+    grammar_refused, extra_missing, wrong_runner, invalid_embeddings, embeddings_missing, embeddings_outside; and
+    non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be completed.
     """
 
     index: int

@@ -30,6 +30,7 @@ from spmd_worker.worker.runner.batch_state import BatchState
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
+from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 
 
@@ -97,7 +98,8 @@ class ModelRunner:
     `pipeline` is the group of the pipeline stages: hidden states come from the previous one and go to the next; only
     the last stage has a sampler or a pooler. `clock` measures when this stage computes. `model` may take new weights
     between steps. `grammars` has the states of rows with structured outputs, on a stage that samples. `graphs` launch
-    the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
+    the steps that fit them; other steps, such as those with given rows of embeddings (`rows`, on the first stage), are
+    launched kernel by kernel. `keeps_state`: the device keeps what successive
     steps have in common (`batch_state.py`).
     """
 
@@ -113,8 +115,10 @@ class ModelRunner:
         graphs: StepGraphs | None = None,
         *,
         keeps_state: bool = False,
+        rows: RowStore | None = None,
     ) -> None:
         self._grammars = grammars
+        self.rows = rows
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
         self._pooling = RowPooling(model.pooler) if model.pooler is not None else None
@@ -162,7 +166,9 @@ class ModelRunner:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
             cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
-        graphs = self.graphs if self.graphs is not None and is_fused and self.graphs.takes(batch) else None
+        given = None if self.rows is None else self.rows.of_step(scheduled)
+        is_recorded = self.graphs is not None and is_fused and given is None and self.graphs.takes(batch)
+        graphs = self.graphs if is_recorded else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
         else:
@@ -171,9 +177,8 @@ class ModelRunner:
             if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
-            hidden = self.model(
-                *tokens, cache, batch.attention, incoming, is_fused=is_fused, token_types=types, wanted=wanted
-            )
+            options = {"is_fused": is_fused, "token_types": types, "wanted": wanted, "given": given}
+            hidden = self.model(*tokens, cache, batch.attention, incoming, **options)
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, pooled=pooled)
@@ -228,6 +233,8 @@ class ModelRunner:
             self._grammars.forget(plan.finished_sequences, plan.finished_request_ids)
         if self._pooling is not None:
             self._pooling.forget(plan.finished_request_ids)
+        if self.rows is not None:
+            self.rows.forget(plan.finished_request_ids)
 
     def _send(self, hidden: Tensor) -> None:
         """Send to the next stage, which may still compute the previous step; that step's tensor must be sent."""
