@@ -117,6 +117,11 @@ class LLM:
     set_weight_version = _forward(WeightCalls, WeightCalls.set_weight_version)
     reset_prefix_cache = _forward(WeightCalls, WeightCalls.reset_prefix_cache)
 
+    add_lora = _forward(WorkerCalls, WorkerCalls.add_lora)
+    remove_lora = _forward(WorkerCalls, WorkerCalls.remove_lora)
+    pin_lora = _forward(WorkerCalls, WorkerCalls.pin_lora)
+    list_loras = _forward(WorkerCalls, WorkerCalls.list_loras)
+
     sleep = _forward(WorkerCalls, WorkerCalls.sleep)
     wake_up = _forward(WorkerCalls, WorkerCalls.wake_up)
     collective_rpc = _forward(WorkerCalls, WorkerCalls.collective_rpc)

@@ -24,6 +24,7 @@ from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
 from spmd_worker.replica.sequence.events import Event
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId, check_sampling
@@ -284,6 +285,22 @@ class LLMEngine(Engine):
     def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
         """Same as `Changes.worker_event`."""
         return self.changes.worker_event(name, payload, then, self.run_step)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Same as `LLM.add_lora`; ranks in `follow` read the folder that rank 0 names."""
+        return self.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Same as `LLM.remove_lora`."""
+        return self.adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Same as `LLM.pin_lora`."""
+        return self.adapters.pin(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Same as `LLM.list_loras`."""
+        return self.adapters.list()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Same as `LLM.sleep`."""

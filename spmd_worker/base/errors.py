@@ -64,6 +64,10 @@ class CheckpointError(SpmdError, ValueError):
     """A checkpoint that cannot be used. The message names the file, the tensor and the rule it breaks."""
 
 
+class AdapterError(SpmdError, ValueError):
+    """An adapter that cannot be used. The message names the file, or the adapter, the key or tensor, and the rule."""
+
+
 class PromptsRefusedError(SpmdError, ValueError):
     """Some prompts of a call can never be answered, so none of the call was; every rank raises it. `reasons` maps a
     prompt's index in the call to its reason. `has_on_error`: the call has that argument.
@@ -190,9 +194,15 @@ class MissingWeightsError(SpmdError, RuntimeError):
 
 
 class WorkerEventError(SpmdError, RuntimeError):
-    """A rank rejected a worker event, which was undone on every rank; the message is that of the lowest such rank."""
+    """A rank rejected a worker event, which was undone on every rank; the message is that of the lowest such rank.
+    `problem` is its part that the rank has written, "rank 1: ValueError: ...".
+    """
 
     names_rank = True
+
+    def __init__(self, text: str, problem: str = "") -> None:
+        super().__init__(text)
+        self.problem = problem
 
 
 # Jobs and their files.

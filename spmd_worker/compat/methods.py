@@ -95,17 +95,19 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "reset_encoder_cache": "no effect",
     "collective_rpc": "as `LLM`'s",
     "apply_model": "as `LLM`'s",
+    "add_lora": "on all ranks together, or on none; other weights under a loaded id need `load_inplace`",
+    "remove_lora": "refused while requests with the adapter are unanswered",
+    "pin_lora": "",
+    "list_loras": "",
 }
 """Supported methods of `LLMEngine`, the class of `llm.llm_engine`."""
 
-_ADAPTERS: Final = "adapters are not supported: merge them into the checkpoint (PEFT's merge_and_unload)"
 _PARTS: Final = "the engine encodes, steps and decodes in this process: use add_request and step"
 _CONFIG: Final = "the configuration is `config`, the model's is `model_config`"
 _PROFILE: Final = "call LLM.start_profile(folder) and LLM.stop_profile(), or worker_event with these names"
 
 ENGINE_ABSENT: Final[Mapping[str, str]] = {
     "from_vllm_config": "give EngineArgs to from_engine_args",
-    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _ADAPTERS),
     **dict.fromkeys(
         ("vllm_config", "cache_config", "parallel_config", "scheduler_config", "get_model_config"), _CONFIG
     ),

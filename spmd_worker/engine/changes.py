@@ -200,5 +200,5 @@ class Changes:
         assert before.number == event.number, (before, event)
         self._event_results = self._executor.end_event(is_committed=not event.problem)
         undone = f"worker event {before.name!r} was undone on every rank: {event.problem}"
-        self._event_error = WorkerEventError(undone) if event.problem else None
+        self._event_error = WorkerEventError(undone, event.problem) if event.problem else None
         self._open_event, self.event_problem = None, ""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
+from weakref import WeakMethod, ref
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
@@ -22,6 +23,7 @@ from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.base.metrics.step_times import StepTimes
 from spmd_worker.base.names import with_keyword_hints
+from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.interruption import Interruption
@@ -86,12 +88,24 @@ class Engine:
         self.life = Life(executor, lockstep, (channel, engine_channel), watchdog, self.times.heartbeat)
         # Only the leader's rows are computed with, and its worker adds them to the embeddings.
         hold_rows = (lambda *rows: executor.hold_rows(*rows)) if channel.rank == 0 else (lambda *rows: None)
-        self.requests = Requests(resolved, self.calls, self.life, hold_rows)
+        self.requests = Requests(resolved, self.calls, self.life, scheduler.adapters, hold_rows)
         self.limits = self.requests.limits
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
         )
+        self.adapters = Adapters(
+            executor,
+            self.changes,
+            self.calls,
+            self.life,
+            self.requests,
+            (channel, engine_channel),
+            resolved.config.model.adapter_limits,
+            # Weak: an engine without references is freed at once.
+            WeakMethod(self.run_step),
+        )
+        executor.watch_adapters(ref(self.adapters))
         parallel = resolved.config.parallel
         stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._in_flight = StepPipeline(executor, channel, *stages)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_text
+from spmd_worker.base.errors import AdapterError
 from spmd_worker.engine.call_guard import CallGuard
+from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
-from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
+from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.events import Abort, Admit
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.outputs import RequestMetrics, RequestOutput
@@ -38,6 +40,7 @@ class Requests:
         resolved: ResolvedRun,
         calls: CallGuard,
         life: Life,
+        adapters: AdapterRegistry,
         hold_rows: Callable[[int, bytes, bytes], None] = lambda *rows: None,
     ) -> None:
         model_config, tokenizer = resolved.model_config, resolved.tokenizer
@@ -61,10 +64,15 @@ class Requests:
         self.num_unnamed = 0
         """Number of requests with neither custom id nor index."""
         self.times = RequestTimes()
+        self.adapters = adapters
+        """The loaded LoRA adapters."""
+        self.leaving_adapters: tuple[int, ...] = ()
+        """Digests of adapters that a change in progress drops: no request may have them."""
         self.kept_outputs: list[Any] | None = None
         """Outputs of a step that a signal handler interrupted: the next call of `step` returns them, without a step."""
         self._resolved, self._tokenizer, self._calls, self._life = resolved, tokenizer, calls, life
         self._prompts: dict[RequestId, str | None] = {}
+        self._adapter_uses: dict[int, int] = {}
         self._last_normalised = (resolved.default_sampling, resolved.default_sampling)
 
     @property
@@ -115,6 +123,7 @@ class Requests:
         prompt: str | None = None,
         custom_id: str | None = None,
         index: int | None = None,
+        adapter: int = 0,
         rows: PromptRows | None = None,
     ) -> RequestId:
         """Check a request, with the errors of `check`, and queue it (`admit`)."""
@@ -124,7 +133,15 @@ class Requests:
         prompt, custom_id = plain_text(prompt), plain_text(custom_id)
         prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling, rows)
         self.check(prompt_token_ids, sampling, rows=rows)
-        return self.admit(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index, rows=rows)
+        return self.admit(
+            prompt_token_ids,
+            sampling,
+            prompt=prompt,
+            custom_id=custom_id,
+            index=index,
+            adapter=adapter,
+            rows=rows,
+        )
 
     def admit(
         self,
@@ -137,16 +154,19 @@ class Requests:
         call: int = 0,
         rope_regime: int | None = None,
         pooling: PoolingParams | None = None,
+        adapter: int = 0,
         rows: PromptRows | None = None,
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
         `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
         from its length and parameters. `pooling` is normalised (`resolve_pooling`), with the `sampling` of
-        `pooled_sampling`. `rows` are computed in place of its first ids.
+        `pooled_sampling`. `adapter` is the digest of a loaded LoRA adapter (`Adapters.digest_of`), 0 for none; raises
+        AdapterError for one that is not loaded any more. `rows` are computed in place of the first ids.
         """
         with self._calls.queueing("add_request"):
             self._life.check_not_closed()
             self._life.check_awake()
+            self._check_adapter(adapter)
             seed, request_id = self._resolved.config.seed, RequestId(self.num_requests)
             if custom_id is None and index is None:
                 stream = unnamed_stream(seed, sampling.seed, self.num_unnamed)
@@ -155,17 +175,21 @@ class Requests:
                 row = 0 if index is None else whole_number("index", index)
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
             regime = self.rope_regime(len(prompt_token_ids), sampling) if rope_regime is None else rope_regime
-            request = Request(
-                *(request_id, tuple(prompt_token_ids), self._normalised(sampling), stream, regime, pooling),
-                rows=() if rows is None else (rows.at(0),),
-            )
+            given = (tuple(prompt_token_ids), self._normalised(sampling), stream, regime, pooling, adapter)
+            request = Request(request_id, *given, rows=() if rows is None else (rows.at(0),))
             if rows is not None:
                 self._hold_rows(request_id, rows.content, rows.data)
             self.num_requests += 1
             self._prompts[request_id] = prompt
+            if adapter:
+                self._adapter_uses[adapter] = self._adapter_uses.get(adapter, 0) + 1
             self.times.add(request_id)
             self._calls.queue(Admit(request))
             return request_id
+
+    def num_with_adapter(self, digest: int) -> int:
+        """Number of unanswered requests of this rank with an adapter."""
+        return self._adapter_uses.get(digest, 0)
 
     def rope_regime(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
         max_model_len = self._resolved.max_model_len
@@ -202,7 +226,15 @@ class Requests:
     def finish(self, group: SequenceGroup) -> RequestOutput:
         request_id, metrics = group.request.request_id, self.metrics(group)
         self.times.forget(request_id)
+        adapter = group.request.adapter
+        if adapter and request_id in self._prompts:
+            with self._calls.lock:
+                self._adapter_uses[adapter] -= 1
         return request_output(group, self._prompts.pop(request_id, None), self._tokenizer, metrics)
+
+    def _check_adapter(self, digest: int) -> None:
+        if digest and (not self.adapters.has(digest) or digest in self.leaving_adapters):
+            raise AdapterError("the request's adapter is not loaded any more: add it again")
 
     def _normalised(self, sampling: SamplingParams) -> SamplingParams:
         """Normalise parameters; the last result is cached, because rows often share their parameters."""

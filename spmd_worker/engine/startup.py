@@ -24,6 +24,7 @@ from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.log import leave_to_rank_0
 from spmd_worker.base.version import code_fingerprint
+from spmd_worker.engine.adapters_at_start import load_at_start
 from spmd_worker.engine.engine import Engine
 from spmd_worker.executor.executor import Executor
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
@@ -36,6 +37,7 @@ from spmd_worker.ranks.transport.connect import open_step_channel
 from spmd_worker.ranks.transport.membership import check_members, run_secret
 from spmd_worker.replica.lockstep.agreement import canonical, check_equal
 from spmd_worker.replica.lockstep.lockstep import Lockstep
+from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
 from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
@@ -104,7 +106,8 @@ def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:
     executor.check_layout(resolved.layout)
     engine.life.retire()
     set_up = partial(executor.reinitialize_distributed, resolved)
-    restarted = _start(resolved, executor, watchdog, set_up, type(engine))
+    adapters = tuple(engine.scheduler.adapters.entries.values())
+    restarted = _start(resolved, executor, watchdog, set_up, type(engine), adapters)
     # Each replica has its own counts: continue from their maximum.
     least = restarted.engine_channel.minimum((-engine.requests.num_requests, -engine.requests.num_unnamed))
     restarted.requests.restore_counts(-least[0], engine.requests.num_calls, -least[1])
@@ -132,7 +135,9 @@ def _start(
     watchdog: Watchdog,
     set_up: Callable[[], None],
     engine_class: type[_Engine],
+    earlier: tuple[RegisteredAdapter, ...] | None = None,
 ) -> _Engine:
+    """`earlier`: adapters of the engine that this one replaces."""
     config = resolved.config
     with _diagnosed(watchdog):
         # Step 0 again after a restart: a start may take any time.
@@ -147,8 +152,10 @@ def _start(
             check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
             sizes = _load(resolved, executor, channel, engine_channel, watchdog)
             watchdog.heartbeat.enter("agreeing on the start")
+            together = partial(_together, engine_channel, watchdog)
             least = channel.minimum((int(all(each.keeps_histories for each in executor.reports())),))
-            scheduler = _new_replica(resolved, sizes, keeps_histories=bool(least[0]))
+            adapters = load_at_start(resolved, executor, engine_channel, earlier, together)
+            scheduler = _new_replica(resolved, sizes, adapters, keeps_histories=bool(least[0]))
             if config.executor.digest_every:
                 # Known once the kernels are built and the memory is measured. Replicas may differ in their number of
                 # blocks, but must compute the same bits.
@@ -218,7 +225,9 @@ def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
             )
 
 
-def _new_replica(resolved: ResolvedRun, sizes: CacheSizes, *, keeps_histories: bool) -> Scheduler:
+def _new_replica(
+    resolved: ResolvedRun, sizes: CacheSizes, adapters: AdapterRegistry, *, keeps_histories: bool
+) -> Scheduler:
     """This rank's replica of the scheduler, empty."""
     config, model_config = resolved.config, resolved.model_config
     copy_tokens = block_copy_tokens(model_config, resolved.dtype, config.cache.block_size, resolved.device_type)
@@ -232,10 +241,10 @@ def _new_replica(resolved: ResolvedRun, sizes: CacheSizes, *, keeps_histories: b
         config.parallel.pipeline_parallel_size,
         resolved.num_steps_ahead,
         keeps_histories,
+        0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
     )
-    return new_scheduler(
-        limits, sizes, config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer
-    )
+    given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
+    return new_scheduler(limits, sizes, *given, adapters)
 
 
 def package_versions() -> dict[str, str]:
@@ -255,6 +264,7 @@ def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: Resol
     del settings["cache"]["gpu_memory_utilization"]
     # So may folders: the contents of files are compared.
     settings["model"]["path"] = settings["parallel"]["expert_placement"] = None
+    settings["model"]["adapters"] = sorted(resolved.config.model.adapters or ())
     value = {
         "config": settings,
         "code": code_fingerprint(),

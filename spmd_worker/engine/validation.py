@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int, shown
-from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.embeds_reader import EmbedsReader
+from spmd_worker.engine.request_error import RequestError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError

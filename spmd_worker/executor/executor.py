@@ -11,11 +11,13 @@ from typing import Any, Final
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import RunConfig
-from spmd_worker.base.errors import ConfigError, ReplicaDivergedError
+from spmd_worker.base.errors import ConfigError, RanksDisagreeError, ReplicaDivergedError
+from spmd_worker.executor.adapters import AdapterCalls, ExecutorAdapters
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.lockstep.transfers import TransferBook
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.sleep_tags import tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
@@ -49,6 +51,8 @@ class Executor(ABC):
         self.sleeping_tags: tuple[str, ...] = ()
         """Tags that sleep on every worker: "weights", "kv_cache"."""
         self._prepared_event: tuple[str, Any] = ("", None)
+        self._engine_adapters: Callable[[], AdapterCalls | None] = lambda: None
+        self._own_adapters: ExecutorAdapters | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -155,6 +159,50 @@ class Executor(ABC):
         if is_committed:
             self.sleeping_tags = tags_after(*self._prepared_event, self.sleeping_tags)
         return results
+
+    def stage_adapter(self, request: LoRARequest) -> tuple[int, str]:
+        """Have every worker read an adapter for the worker event `add_lora` that follows, or `unstage_adapter`. Returns
+        the digest of its content on the first worker and "", or 0 and why it cannot be used.
+        """
+        given = (request.lora_int_id, request.lora_path, request.peft_config, request.lora_tensors)
+        digest, problem = self.collective_rpc("stage_adapter", args=given)[0]
+        return digest, problem
+
+    def unstage_adapter(self) -> None:
+        self.collective_rpc("unstage_adapter")
+
+    def watch_adapters(self, adapters: Callable[[], AdapterCalls | None]) -> None:
+        """Register the engine's adapters, which `add_lora` and its like call then."""
+        self._engine_adapters = adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter on every worker, or on none; with an engine as its `add_lora`, on every rank. Returns
+        True. Raises AdapterError, naming the lowest rank that cannot load it.
+        """
+        return self._adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter from every worker; returns whether it was loaded."""
+        return self._adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter from being evicted; returns True. Raises AdapterError unless it is loaded."""
+        return self._adapters.pin(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Ids of the loaded adapters. Raises RanksDisagreeError if they differ between workers."""
+        expected = self._adapters.list()
+        for rank, found in enumerate(self.collective_rpc("list_loras"), start=self.environment.rank):
+            if found != expected:
+                raise RanksDisagreeError(f"rank {rank} has the adapters {sorted(found)}, not {sorted(expected)}")
+        return expected
+
+    @property
+    def _adapters(self) -> AdapterCalls:
+        if self._own_adapters is None:
+            limits = self.config.model.adapter_limits
+            self._own_adapters = ExecutorAdapters(self, 0 if limits is None else limits.max_cpu_loras)
+        return self._engine_adapters() or self._own_adapters
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """Register the count of requests in flight, during which no weight may change."""

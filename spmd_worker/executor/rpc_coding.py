@@ -1,8 +1,8 @@
 """JSON encoding of arguments and results of calls between processes.
 
-Numbers, strings, lists and null are encoded as such; an object has one key, its type: `tuple`, `bytes` (base64), `dict`
-(pairs, so keys keep their types), or the name of one of our own records. The sender rejects any other type, and nothing
-in the encoding names code.
+Numbers, strings, lists and null are encoded as such; an object has one key, its type: `tuple`, `set`, `bytes` (base64),
+`dict` (pairs, so keys keep their types), or the name of one of our own records. The sender rejects any other type, and
+nothing in the encoding names code.
 """
 
 import base64
@@ -21,6 +21,7 @@ from spmd_worker.model_config.weight_format import FormatGroup, Quantization, We
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.outputs import Logprob
 from spmd_worker.replica.sequence.record_checks import sent_fields
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ _RECORDS: Final[dict[str, type]] = {
     record.__name__: record
     for record in (
         *_CONFIG_RECORDS,
+        AdapterChange,
         CacheSpec,
         DenseConfig,
         HeadConfig,
@@ -95,6 +97,8 @@ def _to_json(value: Any) -> Any:
         return {"tuple": [_to_json(each) for each in value]}
     if kind is dict:
         return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
+    if kind is set:
+        return {"set": [_to_json(each) for each in sorted(value)]}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if _RECORDS.get(kind.__name__) is kind:
@@ -124,6 +128,7 @@ def _from_json(value: Any) -> Any:
 
 _READERS: Final[dict[str, Callable[[Any], Any]]] = {
     "tuple": lambda content: tuple([_from_json(each) for each in content]),
+    "set": lambda content: {_from_json(each) for each in content},
     "dict": lambda content: {_from_json(key): _from_json(each) for key, each in content},
     "bytes": lambda content: base64.b64decode(content, validate=True),
 }

@@ -41,6 +41,7 @@ from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.backend import JoinedLayers
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.ranks.topology import Stage
 
@@ -70,6 +71,7 @@ class DecoderLayer(nn.Module):
         layer_cache: Tensor,
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
+        adapters: StepAdapters | None = None,
         *,
         is_fused: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
@@ -82,15 +84,17 @@ class DecoderLayer(nn.Module):
         if self.config.is_parallel:
             assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
             parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
-        part = self.self_attn(x, ropes, layer_cache, metadata, wanted, is_fused=is_fused)
+        part = self.self_attn(x, ropes, layer_cache, metadata, wanted, adapters, is_fused=is_fused)
         if wanted is not None:
-            residual = residual[wanted.rows]
+            residual, adapters = residual[wanted.rows], wanted.adapters
             if not len(residual):
                 return part, residual
         part = self._added(part, self.attention_output_norm, residual)
         x = _normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
         of_experts = {} if self.config.experts is None else {"slots": metadata.slots}
-        return self._added(self.mlp(x, is_fused=is_fused, **of_experts), self.mlp_output_norm, residual), residual
+        return self._added(
+            self.mlp(x, adapters, is_fused=is_fused, **of_experts), self.mlp_output_norm, residual
+        ), residual
 
     @property
     def supports_wanted(self) -> bool:
@@ -188,6 +192,7 @@ class DecoderStack(nn.Module):
         )
         self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
         self._sums_in_layers = context.parts_group.size != context.tensor_group.size
+        self.adapter_kernels = context.kernels.adapter_kernels()
         self.joined_layers: JoinedLayers | None = None
         """All layers as one call; None if they are called one by one."""
 
@@ -203,6 +208,7 @@ class DecoderStack(nn.Module):
         is_fused: bool = True,
         token_types: Tensor | None = None,
         wanted: WantedTokens | None = None,
+        adapters: StepAdapters | None = None,
         given: TokenRows | None = None,
     ) -> Tensor:
         """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` [layers, blocks,
@@ -213,14 +219,15 @@ class DecoderStack(nn.Module):
         `incoming` is the residual stream [T, hidden] of the previous stage, changed in place; every stage but the last
         returns it for the next.
 
-        If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits: for a step in which an
-        adapter adds to some of them. Else all layers may be one call, or attention and gates one with the GEMM before.
+        `adapters` of the step's rows add to outputs of linear layers, which are stored therefore; other rows keep their
+        bits. If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits. Else all layers may
+        be one call, or attention and gates one with the GEMM before.
         """
         ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
-        residual = self._embed(token_ids, positions, token_types, given) if self._stage.is_first else incoming
+        residual = self._embed(token_ids, positions, token_types, adapters, given) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first needs the residual stream"
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
-        joined = self.joined_layers if is_fused else None
+        joined = self.joined_layers if is_fused and adapters is None else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
         part = None
@@ -229,14 +236,19 @@ class DecoderStack(nn.Module):
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 else None
             layer = self.layers[index]
-            part, residual = layer(part, residual, ropes, cache[index], metadata, leaves_out, is_fused=is_fused)
+            part, residual = layer(
+                part, residual, ropes, cache[index], metadata, leaves_out, adapters, is_fused=is_fused
+            )
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
         hidden = _normed(self.norm, part, residual)
         if part is not None and self._group.fast is not None:
             # Symmetric memory is overwritten by the next step.
             hidden = hidden.clone()
-        return hidden if self.project_out is None else self.project_out(hidden)
+        if self.project_out is None:
+            return hidden
+        projected: Tensor = self.project_out(hidden, adapters if wanted is None else wanted.adapters)
+        return projected
 
     @property
     def supports_wanted(self) -> bool:
@@ -244,7 +256,12 @@ class DecoderStack(nn.Module):
         return self._group.size == 1 and self._stage.is_last and bool(self.layers[-1].supports_wanted)
 
     def _embed(
-        self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None, given: TokenRows | None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None,
+        adapters: StepAdapters | None,
+        given: TokenRows | None,
     ) -> Tensor:
         x: Tensor = self.embed_tokens(token_ids, given)
         if self._multiplier != 1.0:
@@ -253,7 +270,7 @@ class DecoderStack(nn.Module):
             if given is not None and rows is not None:
                 x = x.index_copy_(0, given.places, rows)
         if self.project_in is not None:
-            x = self.project_in(x)
+            x = self.project_in(x, adapters)
         if self.embed_token_types is not None:
             x = x + self.embed_token_types(torch.zeros_like(token_ids) if token_types is None else token_types)
         x = x + self.embed_positions(positions, token_ids) if self._has_positions else x

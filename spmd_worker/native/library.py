@@ -32,6 +32,7 @@ _SIGNATURES: Final = {
     "activate": f"{_ROWS} ii p i",
     "bound": f"{_ROWS} f p i",
     "gemm": f"{_GEMM} pp ii",
+    "add_adapters": "pp pi pi i i",
     "argmax": f"{_ROWS} pp i",
     "prob_sums": f"{_ROWS} pp p i",
     "invert_cdf": f"{_ROWS} pp pp p",

@@ -12,6 +12,7 @@ from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
@@ -45,12 +46,15 @@ _MAX_GENERATORS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights and operations; makes cache engines and runners."""
+    """A model with its weights and operations; makes cache engines and runners. `adapters`: the LoRA adapters that it
+    has loaded, None if it takes none.
+    """
 
     opened: OpenedDevice
     operations: Operations
     model: DecoderForCausalLM
     report: LoadReport | None = None
+    adapters: LoadedAdapters | None = None
 
     def new_cache_engine(self, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
         """A paged cache in the block layout of this model's attention, not allocated yet."""
@@ -76,18 +80,8 @@ class LoadedModel:
         if model.stage.is_first:
             size, dtype = model_config.embedding_size, getattr(torch, resolved.dtype)
             rows = RowStore(size, dtype, self.opened.device, is_holder=groups.tensor.rank == 0)
-        return ModelRunner(
-            model,
-            engine,
-            sampler,
-            block_size,
-            groups.pipeline,
-            clock,
-            grammars,
-            graphs,
-            keeps_state=keeps_state,
-            rows=rows,
-        )
+        parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
+        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters, rows=rows)
 
     def expert_loads(self) -> dict[int, list[int]]:
         """`WorkerReport.expert_loads`."""
@@ -163,4 +157,6 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
             if is_dummy
             else read_denses(resolved.model_folder, denses, allows_nonfinite=allows_nonfinite)
         )
-    return LoadedModel(opened, operations, model, report)
+    limits = options.adapter_limits
+    adapters = None if limits is None else LoadedAdapters(model, limits)
+    return LoadedModel(opened, operations, model, report, adapters)

@@ -9,6 +9,7 @@ from spmd_worker.native.threads import single_threaded_torch, torch_threads_are_
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
@@ -17,7 +18,7 @@ from spmd_worker.worker.sleep import WorkerSleep
 
 @dataclass(eq=False)
 class RunningWorker:
-    """Made by `start.allocate`. `event_handlers` have the methods of worker events; `sleep` is one of them.
+    """Made by `start.allocate`. `event_handlers` have the methods of worker events; `sleep` and `adapters` are two.
     `waits_before`: the kernels' thread counters when the cache was allocated.
     """
 
@@ -27,6 +28,7 @@ class RunningWorker:
     runner: ModelRunner
     clock: StageClock
     sleep: WorkerSleep
+    adapters: WorkerAdapters
     event_handlers: tuple[object, ...]
     waits_before: ThreadPoolCounters | None
 

@@ -22,6 +22,8 @@ from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.native.library import thread_waits
 from spmd_worker.replica.mirror.mirror import Mirror
+from spmd_worker.replica.mirror.plan_check import AdapterRules
+from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_COMPILED_BLOCKS: Final = 16
 
-EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler)
+EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler, WorkerAdapters)
 """Classes of the objects that handle worker events next to the worker; `allocate` makes one of each."""
 
 
@@ -142,15 +144,19 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
     loaded.forget_expert_loads()
     weights, num_local_ranks = WeightMemory(model, loaded.operations.kernels), opened.environment.local_world_size
     sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, graphs)
-    event_handlers = (sleep, TraceProfiler(opened.environment.rank))
+    limits = resolved.config.model.adapter_limits
+    adapters = WorkerAdapters(loaded.adapters, 0 if limits is None else limits.max_cpu_loras)
+    rules = None if limits is None else AdapterRules(adapters.has, limits.max_loras)
+    event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     return RunningWorker(
         loaded,
         caches,
-        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead),
+        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules),
         runner,
         clock,
         sleep,
+        adapters,
         event_handlers,
         thread_waits() if device.type == "cpu" else None,
     )

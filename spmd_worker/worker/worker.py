@@ -19,6 +19,7 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.groups import ParallelGroups
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.device import gpu_identity
 from spmd_worker.worker.inspection import describe_model, describe_slices
 from spmd_worker.worker.loaded_model import LoadedModel, load_model
@@ -151,6 +152,10 @@ class Worker(WorkerBase):
     @property
     def event_handlers(self) -> tuple[object, ...]:
         return (self,) if self._running is None else (self, *self._running.event_handlers)
+
+    @property
+    def adapters(self) -> WorkerAdapters:
+        return self.running.adapters
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         pooling = self.model_config.pooling

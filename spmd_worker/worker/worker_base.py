@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.errors import AdapterError
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.memory import host
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from spmd_worker.model.weights.weight_update import WeightUpdateReport
     from spmd_worker.ranks.groups import ParallelGroups
+    from spmd_worker.worker.adapters import WorkerAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,36 @@ class WorkerBase(ABC):
     def _event_method(self, phase: str, name: str) -> Callable[[Any], Any] | None:
         found = [getattr(handler, f"{phase}_{name}", None) for handler in self.event_handlers]
         return next(filter(callable, found), None)
+
+    @property
+    def adapters(self) -> "WorkerAdapters":
+        """This worker's LoRA adapters, one of its `event_handlers`."""
+        raise AdapterError(f"{type(self).__name__} takes no LoRA adapters")
+
+    def stage_adapter(self, *given: Any) -> tuple[int, str]:
+        """`WorkerAdapters.stage`: read an adapter for the worker event `add_lora` that follows."""
+        return self.adapters.stage(*given)
+
+    def unstage_adapter(self) -> None:
+        self.adapters.unstage()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter on this worker alone: for a caller that drives it without an engine, whose `add_lora`
+        loads it on every rank. Raises AdapterError.
+        """
+        return self.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter from this worker alone; returns whether it was loaded."""
+        return self.adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Whether the adapter is loaded: a worker never evicts one by itself."""
+        return lora_id in self.adapters.ids
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters that this worker has loaded."""
+        return set(self.adapters.ids)
 
     @abstractmethod
     def check_health(self) -> None:

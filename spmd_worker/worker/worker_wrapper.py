@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError, PluginError
 from spmd_worker.base.liveness.failure_diagnosis import is_secondary
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,22 @@ class WorkerWrapper:
     def initialize_from_config(self, all_configs: Sequence[tuple[int, int]]) -> None:
         """Allocate the cache from the entry of this `global_rank`: (device blocks, host blocks)."""
         self.execute_method("initialize_cache", *all_configs[self.global_rank])
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """`WorkerBase.add_lora`, on this worker alone."""
+        return bool(self.execute_method("add_lora", lora_request))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """`WorkerBase.remove_lora`, on this worker alone."""
+        return bool(self.execute_method("remove_lora", lora_id))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """`WorkerBase.pin_lora`."""
+        return bool(self.execute_method("pin_lora", lora_id))
+
+    def list_loras(self) -> set[int]:
+        """`WorkerBase.list_loras`."""
+        return set(self.execute_method("list_loras"))
 
     def execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a public method of the worker by name. Raises AttributeError if there is none. A failed step is logged

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from spmd_worker.engine.calls.prompt_tensors import rows_of_tensor
-from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.embeds_reader import EmbedsReader
+from spmd_worker.engine.request_error import RequestError
 
 
 def test_rows_are_rounded_as_torch_does():

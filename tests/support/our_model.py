@@ -14,6 +14,7 @@ from torch import Tensor
 from kv_cache.block import BlockId, num_blocks_for
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import SpmdError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.environment import RankEnvironment
@@ -45,12 +46,17 @@ def load_model(
 
 
 def prompt_logits(
-    model: DecoderForCausalLM, prompts: list[list[int]], chunk: int | None = None, is_fused: Sequence[bool] = (True,)
+    model: DecoderForCausalLM,
+    prompts: list[list[int]],
+    chunk: int | None = None,
+    is_fused: Sequence[bool] = (True,),
+    loaded: LoadedAdapters | None = None,
+    digests: Sequence[int] = (),
 ) -> list[Tensor]:
     """Float32 [tokens, vocabulary] of each prompt. All prompts share each step, `chunk` tokens of each (None: all);
-    the steps take turns in `is_fused`.
+    the steps take turns in `is_fused`. `digests` name the adapters of prompts, 0 for none.
     """
-    run = _Run(model, prompts)
+    run = _Run(model, prompts, loaded, digests)
     parts: list[list[Tensor]] = [[] for _ in prompts]
     turns = cycle(is_fused)
     while run.has_more():
@@ -79,6 +85,8 @@ class _Run:
 
     model: DecoderForCausalLM
     prompts: list[list[int]]
+    loaded: LoadedAdapters | None = None
+    digests: Sequence[int] = ()
     sequences: list[MirroredSequence] = field(init=False)
     cache: Tensor = field(init=False)
 
@@ -97,7 +105,8 @@ class _Run:
     def _request(self, index: int) -> Request:
         prompt = tuple(self.prompts[index])
         regime = self.model.model_config.rope_regime(len(prompt), len(prompt))
-        return Request(RequestId(index), prompt, SamplingParams(temperature=0), index, regime)
+        adapter = self.digests[index] if self.digests else 0
+        return Request(RequestId(index), prompt, SamplingParams(temperature=0), index, regime, adapter=adapter)
 
     def has_more(self) -> bool:
         return any(sequence.num_computed_tokens < sequence.num_tokens for sequence in self.sequences)
@@ -109,9 +118,13 @@ class _Run:
             left = sequence.num_tokens - sequence.num_computed_tokens
             if left:
                 scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
-        batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"))
+        slot_of = None if self.loaded is None else self.loaded.slot_of
+        batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), slot_of=slot_of)
         tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
-        hidden = self.model(*tokens, self.cache, batch.attention, is_fused=is_fused)
+        adapters = None
+        if self.loaded is not None and batch.adapter_slots is not None:
+            adapters = self.loaded.step(batch.adapter_slots)
+        hidden = self.model(*tokens, self.cache, batch.attention, is_fused=is_fused, adapters=adapters)
         logits = self.model.compute_logits(hidden)[:, : self.model.model_config.vocab_size]
         for each in scheduled:
             each.sequence.num_computed_tokens += each.num_scheduled_tokens

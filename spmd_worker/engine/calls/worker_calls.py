@@ -10,6 +10,7 @@ from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.events import ResetPrefixCache
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.sleep_tags import check_mode, checked_level, checked_tags
 
 _Arguments = ParamSpec("_Arguments")
@@ -82,6 +83,47 @@ class WorkerCalls:
             _, agreed, _ = self._agree("worker_event", prepare)
             then = [ResetPrefixCache()] if reset_prefix_cache else []
             return engine.changes.worker_event(name, agreed, then, engine.run_step)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter on every rank, or on none; returns True. Every rank of the engine calls this with the
+        same name and id, and with its own folder, or its own full tensors, of the same content. Requests of
+        `llm_engine.add_request` continue meanwhile.
+
+        An id that is loaded with the same content is kept, one with another content is replaced with `load_inplace`
+        between two steps. If `max_cpu_loras` are loaded, the one that was used longest ago gives way: never a pinned
+        one, nor one of unanswered requests.
+
+        Raises TypeError for anything but a LoRARequest; AdapterError, a ValueError, on every rank, for an adapter that
+        a rank cannot load, naming rank, file and reason, for an id that has another adapter, and while unanswered
+        requests need what would give way; RuntimeError in a run without `enable_lora`. Nothing is changed then.
+        """
+
+        def prepare() -> tuple[str, int, bool]:
+            if not isinstance(lora_request, LoRARequest):
+                raise TypeError(f"lora_request is a {type(lora_request).__name__}: give a LoRARequest")
+            return lora_request.lora_name, lora_request.lora_int_id, lora_request.load_inplace
+
+        with self._engine.calls.inside("add_lora"):
+            self._agree("add_lora", prepare)
+            return self._engine.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter from every rank; returns whether it was loaded. Every rank calls this. Raises AdapterError
+        while requests with it are unanswered, with their number.
+        """
+        with self._engine.calls.inside("remove_lora"):
+            return self._engine.adapters.remove(self._agree("remove_lora", lambda: lora_id))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter from being evicted; returns True. Every rank calls this. Raises AdapterError unless it is
+        loaded.
+        """
+        with self._engine.calls.inside("pin_lora"):
+            return self._engine.adapters.pin(self._agree("pin_lora", lambda: lora_id))
+
+    def list_loras(self) -> set[int]:
+        """Ids of the loaded adapters, the same on every rank."""
+        return self._engine.adapters.list()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory until `wake_up`, on every rank or on none; every rank calls this, without unanswered requests.

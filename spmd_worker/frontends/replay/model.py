@@ -9,25 +9,35 @@ cannot be recomputed.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Final
 
 from spmd_worker.base.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig, SchedulerConfig
-from spmd_worker.base.errors import ReplayError
+from spmd_worker.base.errors import AdapterError, ReplayError
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.frontends.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.frontends.replay.step_log import StepLogHeader
 from spmd_worker.ranks.environment import RankEnvironment
-from spmd_worker.replica.sequence.events import Admit, CommitWeights, EndWorkerEvent, SetWeightVersion, WorkerEvent
+from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA
+from spmd_worker.replica.sequence.events import (
+    AddAdapter,
+    Admit,
+    CommitWeights,
+    EndWorkerEvent,
+    RemoveAdapter,
+    SetWeightVersion,
+    WorkerEvent,
+)
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import resolve_run
 
-_KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP})
-"""Worker events that keep the weights, or are followed by a `CommitWeights`."""
+_KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP, ADD_LORA, REMOVE_LORA})
+"""Worker events that keep the weights, or are followed by a `CommitWeights`, or by an event of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,10 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     open_event = event.name
                 elif isinstance(event, CommitWeights | SetWeightVersion):
                     change = f"the new weights of version {event.version} (step {step.plan.step})"
+                elif isinstance(event, AddAdapter):
+                    change = _add_adapter(executor, event) or change
+                elif isinstance(event, RemoveAdapter):
+                    executor.remove_lora(event.int_id)
                 elif isinstance(event, EndWorkerEvent) and not event.problem and open_event not in _KEEP_ANSWERS:
                     change = f"the changes of worker event {open_event!r} of step {step.plan.step}"
             _check_runner(executor, step)
@@ -81,6 +95,23 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                 yield _compare(step, step.sampled, SampledIds(result.token_ids, result.num_token_ids))
     finally:
         executor.shutdown()
+
+
+def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
+    """Load an adapter as the run did. Returns what cannot be recomputed, or nothing."""
+    what = f"adapter {event.int_id} ({event.name!r})"
+    if not event.path:
+        return f"the tensors of {what}"
+    for int_id in event.evicted:
+        executor.remove_lora(int_id)
+    request = LoRARequest(event.name, event.int_id, event.path, load_inplace=True)
+    try:
+        if executor.stage_adapter(request) != (event.digest, ""):
+            return f"{what}, whose folder {event.path} has another content than in the run"
+        executor.add_lora(request)
+    except AdapterError as error:
+        return f"{what} ({error})"
+    return ""
 
 
 def _with_ids(plan: StepPlan, last: ReplayedStep | None) -> StepPlan:
@@ -123,6 +154,10 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             runner=header.runner,
             pooling_type=header.pooling_type,
             classifier_from_token=None if header.classifier_from_token is None else list(header.classifier_from_token),
+            enable_lora=header.max_loras > 0,
+            max_loras=header.max_loras or None,
+            max_lora_rank=header.max_lora_rank or 1,
+            max_cpu_loras=header.max_cpu_loras or None,
         ),
         executor=ExecutorConfig(backend="uniproc"),
         cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks or None),
@@ -145,6 +180,10 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
         executor.initialize_from_config(header.num_blocks, header.num_host_blocks)
         if header.num_tier_blocks:
             executor.collective_rpc("initialize_host_tier", args=(header.num_tier_blocks,))
+        for entry in zip(count(1), header.adapter_names, header.adapter_paths, header.adapter_digests):
+            fault = _add_adapter(executor, AddAdapter(*entry))
+            if fault:
+                raise ReplayError(f"the run had {fault}")
     except BaseException:
         executor.shutdown()
         raise

@@ -8,7 +8,7 @@ the same plans or reports the first difference.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import NamedTuple
 
 from spmd_worker.base.errors import ReplayDivergedError, ReplayError
@@ -18,6 +18,8 @@ from spmd_worker.replica.lockstep.digest import ChainedDigest
 from spmd_worker.replica.lockstep.wire.codec import Decoder
 from spmd_worker.replica.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.replica.mirror.mirror import Mirror, MirrorError
+from spmd_worker.replica.mirror.plan_check import AdapterRules
+from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
 from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
@@ -30,7 +32,7 @@ from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
-HEADER_KEYS_THAT_MAY_DIFFER = ("code", "model_path", "tensor_parallel_size", "data_parallel_size")
+HEADER_KEYS_THAT_MAY_DIFFER = ("code", "model_path", "adapter_paths", "tensor_parallel_size", "data_parallel_size")
 """Runs that differ only in these should have equal steps: comparing them checks that."""
 
 
@@ -66,7 +68,8 @@ class Replay:
     def __init__(self, header: StepLogHeader, tokenizer: Tokenizer | None) -> None:
         """`tokenizer` finds stop strings; None if no request has any."""
         self.scheduler = _new_replica(header, tokenizer)
-        self.mirror = Mirror(header.num_blocks, header.block_size, header.num_steps_ahead)
+        rules = AdapterRules(self.scheduler.adapters.has, header.max_loras)
+        self.mirror = Mirror(header.num_blocks, header.block_size, header.num_steps_ahead, rules)
         self.num_steps = 0
         self.num_equal_digests = 0
         self.num_requests = 0
@@ -284,6 +287,10 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.pipeline_parallel_size,
         header.num_steps_ahead,
         header.keeps_histories,
+        header.max_loras,
     )
     sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
-    return new_scheduler(limits, sizes, header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)
+    columns = zip(count(1), header.adapter_names, header.adapter_paths, header.adapter_digests)
+    adapters = [RegisteredAdapter(*each, is_pinned=True, last_use=each[0]) for each in columns]
+    given = (header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)
+    return new_scheduler(limits, sizes, *given, AdapterRegistry(header.max_cpu_loras, adapters))

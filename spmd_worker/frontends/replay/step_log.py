@@ -28,7 +28,7 @@ from spmd_worker.base.files import JsonError, create_job_file, open_regular_file
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -45,7 +45,8 @@ class StepLogHeader:
     and `tokenizer` are fingerprints, to report changes since the run; `tokenizer` is None for a folder without one.
     `runner`, `pooling_type` and `classifier_from_token` decide whether rows generate or are pooled, and how. With
     `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read; `keeps_histories`: see
-    `SchedulerLimits`.
+    `SchedulerLimits`. `max_loras` is 0 in a run without adapters; those that were loaded at the start, with ids from 1
+    on, are known by the digests of their contents.
     """
 
     code: str
@@ -78,6 +79,12 @@ class StepLogHeader:
     classifier_from_token: tuple[str, str] | None = None
     num_steps_ahead: int = 0
     keeps_histories: bool = False
+    max_loras: int = 0
+    max_lora_rank: int = 0
+    max_cpu_loras: int = 0
+    adapter_names: tuple[str, ...] = ()
+    adapter_paths: tuple[str, ...] = ()
+    adapter_digests: tuple[int, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property

@@ -42,6 +42,7 @@ from spmd_worker.frontends.tools.run_dir import NO_JOB, WHERE, RunDirError, RunS
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.sequence.events import (
     Abort,
+    AddAdapter,
     Admit,
     Close,
     CommitWeights,
@@ -50,6 +51,8 @@ from spmd_worker.replica.sequence.events import (
     Event,
     FinishTransfers,
     Interrupt,
+    PinAdapter,
+    RemoveAdapter,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
@@ -223,6 +226,12 @@ EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {
     EndWorkerEvent: lambda event: (
         f"worker event {event.number} is {'undone: ' + event.problem if event.problem else 'committed'}"
     ),
+    AddAdapter: lambda event: (
+        f"adapter {event.int_id} ({event.name}) is loaded"
+        f"{', evicted are ' + shorten(event.evicted) if event.evicted else ''}"
+    ),
+    RemoveAdapter: lambda event: f"adapter {event.int_id} is removed",
+    PinAdapter: lambda event: f"adapter {event.int_id} is pinned",
     EndRound: lambda event: "the replica has answered all its requests",
     Interrupt: lambda event: f"the call ends, interrupted on rank {event.rank}: {event.error}",
     Close: lambda event: "the engine ends",

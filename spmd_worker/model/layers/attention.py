@@ -17,6 +17,7 @@ from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -78,11 +79,12 @@ class Attention(nn.Module):
         layer_cache: Tensor,
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
+        adapters: StepAdapters | None = None,
         *,
         is_fused: bool = True,
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
-        projected = self.qkv_proj(x)
+        projected = self.qkv_proj(x, adapters)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]
         is_one_call = is_fused and self._is_plain and wanted is None and not metadata.sees_later
@@ -100,7 +102,7 @@ class Attention(nn.Module):
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
             attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window, *bounds)
             attended = attended.view(len(query), -1)
-        output: Tensor = self.o_proj(attended)
+        output: Tensor = self.o_proj(attended, adapters if wanted is None else wanted.adapters)
         return output
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,6 +30,7 @@ from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, Ro
 from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import shard_range
 
@@ -126,8 +127,9 @@ class _ClampedGates(ColumnParallelLinear):
         super().__init__(context, input_size, (OutputPart("gate_up_proj", 2 * size, 2 * start, 2 * stop),), has_bias)
         self._limit = limit
 
-    def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
         """gate * sigmoid(1.702 * gate) * (up + 1), in float32, rounded once."""
+        assert adapters is None, "experts are not adapted"
         del is_fused
         columns = super().forward(x)
         gates, ups = columns.float().view(len(columns), -1, 2).unbind(-1)
@@ -142,7 +144,8 @@ class _ClampedGates(ColumnParallelLinear):
 class _Down(RowParallelLinear):
     """Down projection of one expert, whose output is weighted before it is summed over ranks."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        assert adapters is None, "experts are not adapted"
         return self._kernels.linear(x, self.weight, self.rank_bias)
 
 
@@ -233,9 +236,17 @@ class SparseFeedForward(nn.Module):
             shared = replace(layer, intermediate_size=experts.shared_size, has_mlp_bias=False)
             self.shared_expert = FeedForward(unsharded if self._is_exact else context, shared, hidden_size)
 
-    def forward(self, x: Tensor, *, is_fused: bool = True, slots: Tensor | None = None) -> Tensor:
-        """`slots`: see `AttentionMetadata.slots`. If not `is_fused`, experts are called one by one, without padding;
-        clamped gates then have torch's exponential instead of that of `Kernels.expert_kernels`.
+    def forward(
+        self,
+        x: Tensor,
+        adapters: StepAdapters | None = None,
+        *,
+        is_fused: bool = True,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """`slots`: see `AttentionMetadata.slots`. Adapters add to the shared expert alone. If not `is_fused`, experts
+        are called one by one, without padding; clamped gates then have torch's exponential instead of that of
+        `Kernels.expert_kernels`.
         """
         ids, weights, shared_gate = self.gate(x)
         kernels = self._expert_kernels if is_fused else None
@@ -245,7 +256,9 @@ class SparseFeedForward(nn.Module):
             assert self._stacked is not None, "made with the kernels"
             stack, is_exact = self._stacked.get(), self._is_exact
             results = kernels.outputs(x, ids, stack, slots, self._totals, others_are_zero=is_exact)
-        shared: Tensor | None = None if self.shared_expert is None else self.shared_expert(x, is_fused=is_fused)
+        shared: Tensor | None = None
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x, adapters, is_fused=is_fused)
         if self._is_exact:
             # A result is zero on all ranks but one, so the sum is exact.
             results = self._group.all_reduce(results, is_exact=True)

@@ -12,6 +12,7 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, gate_up_linear
 from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -54,12 +55,12 @@ class FeedForward(nn.Module):
             )
         self.down_proj = RowParallelLinear(context, columns, size, hidden_size, has_bias)
 
-    def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
         if self._is_gated:
-            activated = self.gate_up_proj(x, is_fused=is_fused)
+            activated = self.gate_up_proj(x, adapters, is_fused=is_fused)
         else:
-            outputs = self.up_proj(x)
+            outputs = self.up_proj(x, adapters)
             kernels = self._kernels
             activated = kernels.activate(outputs, self._activation) if self.act_fn is None else self.act_fn(outputs)
-        output: Tensor = self.down_proj(activated)
+        output: Tensor = self.down_proj(activated, adapters)
         return output

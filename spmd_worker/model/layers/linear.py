@@ -10,12 +10,14 @@ T: tokens of the step.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, replicated
+from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.int8 import row_maxima
 from spmd_worker.ranks.topology import shard_range
 
@@ -33,7 +35,24 @@ class OutputPart:
     stop: int
 
 
-class ColumnParallelLinear(PackedLayer):
+class AdaptableLayer(PackedLayer):
+    """A linear layer to whose outputs low-rank adapters may add."""
+
+    adapters: AdapterStack | None = None
+    """Their matrices; None: the model takes no adapters."""
+
+    def is_adapted(self, step: StepAdapters | None) -> bool:
+        """Whether the step may have rows with an adapter of this layer."""
+        return step is not None and self.adapters is not None and not self.adapters.is_empty
+
+    def adapted(self, outputs: Tensor, x: Tensor, step: StepAdapters | None) -> Tensor:
+        """The layer's `outputs` [T, outputs] for its inputs x [T, inputs], changed in place by the step's adapters."""
+        if step is not None and self.adapters is not None and self.is_adapted(step):
+            self.adapters.add_(outputs, x, step)
+        return outputs
+
+
+class ColumnParallelLinear(AdaptableLayer):
     """[T, input_size] -> [T, outputs of this rank], from one or several checkpoint tensors."""
 
     def __init__(self, context: LayerContext, input_size: int, parts: tuple[OutputPart, ...], has_bias: bool) -> None:
@@ -44,8 +63,8 @@ class ColumnParallelLinear(PackedLayer):
         self.weight = context.parameter(num_outputs, input_size)
         self.bias = context.parameter(num_outputs) if has_bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        return self.adapted(self._kernels.linear(x, self.weight, self.bias), x, adapters)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         parent = prefix.rpartition(".")[0]
@@ -72,11 +91,13 @@ class GatedLinear(ColumnParallelLinear):
         super().__init__(context, input_size, parts, has_bias)
         self._activation = activation
 
-    def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
-        """If not `is_fused`, the GEMM's outputs are stored before the activation is applied, with the same bits."""
-        if is_fused and self._activation == "silu":
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
+        """If not `is_fused`, or if adapters add to them, the GEMM's outputs are stored before the activation is
+        applied, with the same bits.
+        """
+        if is_fused and self._activation == "silu" and not self.is_adapted(adapters):
             return self._kernels.gated_linear(x, self.weight, self.bias)
-        columns = super().forward(x)
+        columns = super().forward(x, adapters)
         is_silu = self._activation == "silu"
         return (
             self._kernels.silu_and_mul(columns)
@@ -88,12 +109,13 @@ class GatedLinear(ColumnParallelLinear):
         return self._kernels.pack_gated(self.weight) if self._activation == "silu" else super()._packed()
 
 
-class RowParallelLinear(PackedLayer):
+class RowParallelLinear(AdaptableLayer):
     """[T, inputs of this rank] -> this rank's part of [T, output_size], which the next norm sums over the
     tensor-parallel group (`RMSNorm.add_and_norm`). With integer kernels it is the sum itself, with the same bits for
     any number of ranks: int32 sums are added before they are scaled, and scales follow from the maxima of full rows.
 
-    Every rank has the bias, and the first adds it to its part.
+    Every rank has the bias, and the first adds it to its part. An adapter adds to each rank's part what follows from
+    its inputs; to a sum, what all of these come to.
     """
 
     def __init__(
@@ -107,15 +129,24 @@ class RowParallelLinear(PackedLayer):
         self.weight = context.parameter(output_size, input_range[1] - input_range[0])
         self.bias = context.parameter(output_size) if has_bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """The part has to be summed before the group exchanges anything else."""
         if self._parts is not None:
             maxima = self._full_row_maxima(self._parts.row_maxima(x))
             sums = self._parts.sums(x, maxima, self.weight)
-            return self._parts.scaled(self._group.all_gather(sums), maxima, self.weight, self.bias)
+            outputs = self._parts.scaled(self._group.all_gather(sums), maxima, self.weight, self.bias)
+            return self._with_summed_adapters(outputs, x, adapters)
         fast = self._group.fast
         room = None if fast is None else fast.part_buffer((len(x), self.output_size), x.dtype)
-        return self._kernels.linear(x, self.weight, self.rank_bias, room)
+        return self.adapted(self._kernels.linear(x, self.weight, self.rank_bias, room), x, adapters)
+
+    def _with_summed_adapters(self, outputs: Tensor, x: Tensor, adapters: StepAdapters | None) -> Tensor:
+        """Complete outputs, the same on every rank, and the sum over ranks of what the adapters add."""
+        if adapters is None or not self.is_adapted(adapters):
+            return outputs
+        added = self._group.all_reduce(self.adapted(torch.zeros_like(outputs), x, adapters))
+        # Adding zero would change the sign of zeros.
+        return torch.where((adapters.slots >= 0).unsqueeze(1), outputs + added, outputs)
 
     @property
     def rank_bias(self) -> Tensor | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from spmd_worker.ops.kernels.adapters import StepAdapters
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -45,8 +47,9 @@ class AttentionMetadata:
 @dataclass(frozen=True, slots=True)
 class WantedTokens:
     """The tokens of a step whose outputs are needed, not only their keys and values. `rows` int64 [W], ascending;
-    `metadata` of a step of these alone: each is the last of a sequence.
+    `metadata` and `adapters` of a step of these alone: each is the last of a sequence.
     """
 
     rows: Tensor
     metadata: AttentionMetadata
+    adapters: StepAdapters | None = None

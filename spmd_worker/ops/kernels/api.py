@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.ops.kernels.adapters import AdapterKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
 
 MAX_LOGIT: Final = 1e30
@@ -219,6 +220,9 @@ class Kernels(Protocol):
 
     def expert_kernels(self) -> ExpertKernels | None:
         """Kernels for all experts of a layer at once; None: experts are called one by one, by the methods above."""
+
+    def adapter_kernels(self) -> AdapterKernels:
+        """Kernels of low-rank adapters."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., H] -> [..., H], computed in float32 (https://arxiv.org/abs/1910.07467)."""

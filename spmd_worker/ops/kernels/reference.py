@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmd_worker.ops.kernels.adapters import AdapterKernels, ReferenceAdapterKernels
 from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, Draws, ExpertKernels, LogitFilters, RowHistories
 from spmd_worker.ops.kernels.random import random_bits, random_shares
 from spmd_worker.ops.kernels.top_k import top_k_of_rows
@@ -55,6 +56,9 @@ class ReferenceKernels:
 
     def expert_kernels(self) -> ExpertKernels | None:
         return None
+
+    def adapter_kernels(self) -> AdapterKernels:
+        return ReferenceAdapterKernels()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rounds to the input's dtype before the weight is applied."""

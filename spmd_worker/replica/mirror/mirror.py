@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kv_cache.block import BlockId
-from spmd_worker.replica.mirror.plan_check import PlanCheck
+from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata, SequenceGroupMetadataDelta
 from spmd_worker.replica.sequence.request import RequestId
@@ -58,14 +58,17 @@ class _Decoding(NamedTuple):
 class Mirror:
     """The sequences of every request that was scheduled and has not ended, in a cache of `num_blocks` device blocks,
     or, with 0, without one. With `num_steps_ahead` plans come before the ids that they append are read: `take_sampled`.
+    `adapters` None: no request may have one.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_steps_ahead: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_steps_ahead: int = 0, adapters: AdapterRules | None = None
+    ) -> None:
         assert num_blocks >= 0, num_blocks
         assert block_size >= 1, block_size
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._num_steps_ahead = num_steps_ahead
+        self._num_steps_ahead, self._adapters = num_steps_ahead, adapters
         self._step: int | None = None
         self._groups: dict[RequestId, MirroredGroup] = {}
         # Those of all groups.
@@ -123,10 +126,8 @@ class Mirror:
     def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
         """`apply` for any plan."""
         sizes = (self.num_blocks, self.block_size)
-        allows_ahead = self._num_steps_ahead > 0
-        check = PlanCheck(
-            plan, self._groups, self._sequences, *sizes, self._step, self._last_rows, allows_ahead=allows_ahead
-        )
+        state = (self._groups, self._sequences, *sizes, self._step, self._last_rows)
+        check = PlanCheck(plan, *state, allows_ahead=self._num_steps_ahead > 0, adapters=self._adapters)
         continuing = check.check()
         self._step = plan.step
         self._forget(plan)

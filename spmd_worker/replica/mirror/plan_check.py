@@ -1,7 +1,7 @@
 """Checks that a plan follows from the plans before it: every rule, before the mirror changes anything."""
 
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
 from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
@@ -15,6 +15,13 @@ from spmd_worker.replica.sequence.metadata import (
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
+
+
+class AdapterRules(NamedTuple):
+    """`has` tells whether an adapter, by its digest, is loaded; a step may have `max_adapters` different ones."""
+
+    has: Callable[[int], bool]
+    max_adapters: int
 
 
 class PlanCheck:
@@ -34,10 +41,12 @@ class PlanCheck:
         last_rows: Sequence[ScheduledSequence] = (),
         *,
         allows_ahead: bool = False,
+        adapters: AdapterRules | None = None,
     ) -> None:
         self._plan, self._groups, self._sequences = plan, groups, sequences
         self._step, self._last_rows = step, last_rows
         self._num_blocks, self._block_size, self._allows_ahead = num_blocks, block_size, allows_ahead
+        self._adapters = adapters
 
     def check(self) -> list[MirroredSequence]:
         """Raise MirrorError unless all of the plan follows from the mirror's state; returns the continuing rows."""
@@ -62,6 +71,8 @@ class PlanCheck:
             num_tokens += self._check_group(group)
         if num_tokens != plan.num_tokens:
             self._reject("num_tokens", plan.num_tokens, f"{num_tokens}, the tokens of its rows")
+        if self._adapters is not None:
+            self._check_adapters(self._adapters.max_adapters, continuing)
         return continuing
 
     def num_new_blocks(self) -> dict[int, int]:
@@ -190,6 +201,8 @@ class PlanCheck:
 
     def _check_snapshot(self, request: Request, data: SequenceData) -> None:
         self._check_sample_index(request, data)
+        if request.adapter and not (self._adapters is not None and self._adapters.has(request.adapter)):
+            self._reject("adapter", request.adapter, "an adapter that is loaded", request.request_id)
         self._check_blocks("block_ids", data.block_ids, request.request_id, data.sample_index)
         num_tokens = len(request.prompt_token_ids) + len(data.output_token_ids)
         self._check_counts(request, data, num_tokens, len(data.block_ids))
@@ -225,6 +238,16 @@ class PlanCheck:
         if not 0 <= data.num_kept_blocks <= len(sequence.block_ids):
             rule = f"from 0 to {len(sequence.block_ids)}, the known blocks"
             self._reject("num_kept_blocks", data.num_kept_blocks, rule, *key)
+
+    def _check_adapters(self, max_adapters: int, continuing: Sequence[MirroredSequence]) -> None:
+        """Check that the rows of the step have few different adapters."""
+        requests = [sequence.request for sequence in continuing]
+        for group in self._plan.groups:
+            known = group if isinstance(group, SequenceGroupMetadata) else self._groups[group.request_id]
+            requests.append(known.request)
+        found = dict.fromkeys(request.adapter for request in requests if request.adapter)
+        if len(found) > max_adapters:
+            self._reject("groups", f"of {len(found)} adapters", f"at most {max_adapters} in a step")
 
     def _check_sample_index(self, request: Request, data: SequenceData | SequenceDataDelta) -> None:
         if not 0 <= data.sample_index < request.sampling.num_sequences:

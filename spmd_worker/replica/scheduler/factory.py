@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.stop import StopChecker
@@ -27,8 +28,9 @@ def new_scheduler(
     eos_token_ids: tuple[int, ...],
     max_model_len: int,
     tokenizer: Tokenizer | None,
+    adapters: AdapterRegistry | None = None,
 ) -> Scheduler:
-    """An empty replica. Without `tokenizer` requests must not have stop strings."""
+    """An empty replica; `adapters` are loaded. Without `tokenizer` requests must not have stop strings."""
     cache = CacheManager(
         sizes.num_blocks,
         block_size,
@@ -42,4 +44,4 @@ def new_scheduler(
         return IncrementalDecoder(tokenizer, request.known_token_ids, request.sampling.skip_special_tokens)
 
     checker = StopChecker(eos_token_ids, max_model_len, None if tokenizer is None else new_decoder)
-    return Scheduler(limits, cache, checker)
+    return Scheduler(limits, cache, checker, adapters)

@@ -1,6 +1,7 @@
 """Checks that a scheduler's queues, sequence states and cache agree: a read-only walk over everything, for tests."""
 
 from kv_cache.cache_manager import CacheManager
+from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.policy import service_order
 from spmd_worker.replica.scheduler.queues import Queues
 from spmd_worker.replica.sequence.sequence import SequenceStatus
@@ -27,3 +28,13 @@ def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_
     num_unfinished = sum(each.status is not SequenceStatus.FINISHED for each in sequences)
     assert len(running) + len(waiting) == num_unfinished, (len(running), len(waiting), num_unfinished)
     assert num_swapped == sum(each.status is SequenceStatus.SWAPPED for each in waiting), num_swapped
+
+
+def check_adapters(queues: Queues, adapters: AdapterRegistry, max_loras: int) -> None:
+    """Raise AssertionError unless the adapter of every request is loaded, and few run at once."""
+    assert len(adapters.digests) <= adapters.max_adapters, adapters.entries
+    used = [group.request.adapter for group in queues.groups.values() if group.request.adapter]
+    assert all(map(adapters.has, used)), (used, adapters.digests)
+    running = dict.fromkeys(sequence.request.adapter for sequence in queues.running)
+    running.pop(0, None)
+    assert len(running) <= max_loras, (list(running), max_loras)

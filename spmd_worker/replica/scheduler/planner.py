@@ -12,6 +12,7 @@ from typing import Final
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
+from spmd_worker.replica.scheduler.adapter_turns import AdapterTurns
 from spmd_worker.replica.scheduler.allocator import Allocator, PreemptionPolicy
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES, StepBudget, compile_bytes
 from spmd_worker.replica.scheduler.policy import choose_victim, service_order
@@ -36,7 +37,7 @@ class SchedulerLimits:
     watermark. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences.
     `num_steps_ahead` of 1 needs a single stage: a step is decided before the ids that the one before it samples are
     read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
-    with penalties and bad words, so they go ahead too.
+    with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
     """
 
     max_num_seqs: int
@@ -48,6 +49,7 @@ class SchedulerLimits:
     num_virtual_engines: int = 1
     num_steps_ahead: int = 0
     keeps_histories: bool = False
+    max_loras: int = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -81,13 +83,15 @@ class Planner:
         """`split` leaves a joining sequence a given number of its samples; the others wait."""
         self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
         self._split = split
+        self._turns = AdapterTurns(limits.max_loras, queues)
         self._min_watermark_blocks = cache.watermark_blocks
         self._allows_ahead = limits.num_steps_ahead > 0
 
     def has_ready(self) -> bool:
         """Whether a step could compute something before the results of those in flight are applied."""
         running = self._queues.running
-        may_join = len(running) < self._limits.max_num_seqs and bool(self._queues.waiting)
+        has_seat = len(running) < self._limits.max_num_seqs
+        may_join = has_seat and self._turns.next(self._turns.running_adapters()) is not None
         return may_join or any(self._num_ready(sequence) for sequence in running)
 
     def decide(self) -> Decisions:
@@ -285,8 +289,11 @@ class Planner:
         running, is_sorted = self._queues.running, True
         num_running = sum([sequence.num_samples for sequence in running])
         budget.num_sequences -= num_running - len(running)
-        while self._queues.waiting and budget.num_tokens:
-            sequence = self._queues.waiting.first()
+        adapters = self._turns.running_adapters()
+        while budget.num_tokens:
+            sequence = self._turns.next(adapters)
+            if sequence is None:
+                break
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             prefix = [] if is_swapped else self._allocator.find_prefix(sequence)
             num_samples = sequence.num_samples
@@ -297,7 +304,7 @@ class Planner:
             self._set_watermark(num_running + num_samples - 1)
             if not self._may_join(sequence, prefix, num_samples, budget):
                 break
-            self._queues.waiting.pop_first()
+            self._queues.waiting.pop(sequence)
             # It waits once only: loaded blocks that growing sequences evict meanwhile are recomputed.
             if not is_swapped and not sequence.has_loaded:
                 transfer = self._allocator.load_prefix(sequence, prefix)
@@ -309,11 +316,14 @@ class Planner:
             self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix)
             is_sorted = is_sorted and (not running or running[-1].key < sequence.key)
             running.append(sequence)
+            if sequence.request.adapter:
+                adapters[sequence.request.adapter] = None
             num_running += num_samples
             budget.num_sequences -= num_samples
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
             decision = self._compute(sequence, num_tokens, budget)
             decisions.others.append(decision._replace(change=TableChange(0, tuple(sequence.table.block_ids))))
+        self._turns.note_blocked(adapters)
         if not is_sorted:
             running.sort(key=service_order)
 

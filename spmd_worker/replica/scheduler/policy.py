@@ -6,6 +6,7 @@ Uses no clock: ties cannot occur, because keys are unique and the same on every 
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from heapq import merge
 from operator import attrgetter
 from typing import Final
 
@@ -16,43 +17,83 @@ service_order: Final = attrgetter("key")
 
 
 class WaitingQueue:
-    """Waiting sequences, in service order.
+    """Waiting sequences, in service order, with a lane for each adapter: rows whose adapter has no room in a step let
+    those of others pass, however many they are.
 
     A builtin would not do: new requests arrive in order by the thousand (append, O(1)), preempted sequences return to
-    their old position in front of them (a short sorted list), and both leave from the front.
+    their old position in front of them (a short sorted list), and both leave from the front of their lane.
     """
 
     def __init__(self) -> None:
-        self._returned: list[Sequence] = []
-        self._arrived: deque[Sequence] = deque()
+        self._lanes: dict[int, _Lane] = {}
+        self._num_sequences = 0
 
     def __len__(self) -> int:
-        return len(self._returned) + len(self._arrived)
+        return self._num_sequences
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Returned sequences first: they were served before those that have just arrived."""
-        yield from self._returned
-        yield from self._arrived
+        lanes = list(self._lanes.values())
+        return iter(lanes[0]) if len(lanes) == 1 else merge(*lanes, key=service_order)
 
     def append(self, sequence: Sequence) -> None:
         """Append a new request, later than all before it."""
-        assert not self._arrived or self._arrived[-1].key < sequence.key, sequence.key
-        self._arrived.append(sequence)
+        arrived = self._lane_of(sequence).arrived
+        assert not arrived or arrived[-1].key < sequence.key, sequence.key
+        arrived.append(sequence)
+        self._num_sequences += 1
 
     def reinsert(self, sequence: Sequence) -> None:
         """Insert a preempted sequence at its old position."""
-        insort(self._returned, sequence, key=service_order)
+        insort(self._lane_of(sequence).returned, sequence, key=service_order)
+        self._num_sequences += 1
+
+    def heads(self) -> list[Sequence]:
+        """The first sequence of each adapter, in service order."""
+        heads = [lane.first() for lane in self._lanes.values()]
+        return heads if len(heads) == 1 else sorted(heads, key=service_order)
 
     def first(self) -> Sequence:
-        return self._returned[0] if self._returned else self._arrived[0]
+        return self.heads()[0]
 
-    def pop_first(self) -> Sequence:
-        return self._returned.pop(0) if self._returned else self._arrived.popleft()
+    def pop(self, head: Sequence) -> None:
+        """Remove one of `heads`."""
+        lane = self._lane_of(head)
+        popped = lane.returned.pop(0) if lane.returned else lane.arrived.popleft()
+        assert popped is head, (popped.key, head.key)
+        self._leave(head, lane)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove any sequence: O(number waiting), for aborts."""
-        queue: list[Sequence] | deque[Sequence] = self._returned if sequence in self._returned else self._arrived
+        lane = self._lane_of(sequence)
+        queue: list[Sequence] | deque[Sequence] = lane.returned if sequence in lane.returned else lane.arrived
         queue.remove(sequence)
+        self._leave(sequence, lane)
+
+    def _lane_of(self, sequence: Sequence) -> "_Lane":
+        return self._lanes.setdefault(sequence.request.adapter, _Lane())
+
+    def _leave(self, sequence: Sequence, lane: "_Lane") -> None:
+        self._num_sequences -= 1
+        if not lane:
+            del self._lanes[sequence.request.adapter]
+
+
+class _Lane:
+    """Waiting sequences of one adapter: returned ones first, which were served before those that have just arrived."""
+
+    def __init__(self) -> None:
+        self.returned: list[Sequence] = []
+        self.arrived: deque[Sequence] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self.returned or self.arrived)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.returned
+        yield from self.arrived
+
+    def first(self) -> Sequence:
+        return self.returned[0] if self.returned else self.arrived[0]
 
 
 def choose_victim(running: list[Sequence]) -> Sequence:

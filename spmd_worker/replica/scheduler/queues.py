@@ -10,12 +10,15 @@ from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, Seque
 
 @dataclass(slots=True)
 class Queues:
-    """Sequences that have not ended: `running` (in service order), `waiting`, and `loading`, by transfer number."""
+    """Sequences that have not ended: `running` (in service order), `waiting`, and `loading`, by transfer number.
+    `newest_id` is that of the request admitted last.
+    """
 
     groups: dict[RequestId, SequenceGroup] = field(default_factory=dict)
     running: list[Sequence] = field(default_factory=list)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     loading: dict[int, list[Sequence]] = field(default_factory=dict)
+    newest_id: RequestId | None = None
 
     @property
     def num_waiting(self) -> int:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from kv_cache.cache_manager import CacheManager
+from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator import Allocator
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
-from spmd_worker.replica.scheduler.integrity import check_integrity
+from spmd_worker.replica.scheduler.integrity import check_adapters, check_integrity
 from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.replica.scheduler.policy import WaitingQueue
 from spmd_worker.replica.scheduler.queues import Queues
@@ -21,10 +22,13 @@ from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids, group_updates
 from spmd_worker.replica.sequence.events import (
     Abort,
+    AddAdapter,
     Admit,
     CommitWeights,
     Event,
     FinishTransfers,
+    PinAdapter,
+    RemoveAdapter,
     ResetPrefixCache,
     SetWeightVersion,
 )
@@ -49,8 +53,15 @@ class Scheduler:
     `queues` is read-only for callers: sequences in `running` hold blocks of `cache`, the others hold none.
     """
 
-    def __init__(self, limits: SchedulerLimits, cache: CacheManager, stop_checker: StopChecker) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        cache: CacheManager,
+        stop_checker: StopChecker,
+        adapters: AdapterRegistry | None = None,
+    ) -> None:
         self.counters, self.queues = SchedulerCounters(), Queues()
+        self.adapters = AdapterRegistry() if adapters is None else adapters
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
         self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
@@ -100,6 +111,12 @@ class Scheduler:
             for number in event.numbers:
                 self.cache.finish_transfer(number)
             self.queues.finish_loading(event.numbers)
+        elif isinstance(event, AddAdapter):
+            self.adapters.add(event)
+        elif isinstance(event, RemoveAdapter):
+            self.adapters.remove(event.int_id)
+        elif isinstance(event, PinAdapter):
+            self.adapters.pin(event.int_id)
         return None
 
     def schedule(self) -> StepPlan:
@@ -185,6 +202,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
         check_integrity(self.queues, self.cache, self.limits.max_num_seqs, self.num_swapped)
+        check_adapters(self.queues, self.adapters, self.limits.max_loras)
 
     def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
         """Sequence per sampled id: each row's own, then its forks, made now; for those of an ended one, itself."""
@@ -268,8 +286,11 @@ class Scheduler:
 
     def _admit(self, request: Request) -> None:
         assert request.request_id not in self.queues.groups, request.request_id
+        if request.adapter:
+            self.adapters.use(request.adapter)
         group = new_group(request)
         self.queues.groups[request.request_id] = group
+        self.queues.newest_id = request.request_id
         if group.is_forked:
             group.sequences[0].num_outputs_ahead = self._num_outputs_ahead(request)
         self._stop_checker.prepare(group.sequences[0])

@@ -100,6 +100,33 @@ class CommitWeights(CheckedRecord):
     num_tensors: int
 
 
+@dataclass(frozen=True, slots=True)
+class AddAdapter(CheckedRecord):
+    """Every worker has loaded a LoRA adapter, under an id that may have had another content, and dropped the `evicted`
+    ids. `path` is its folder on rank 0, "" for tensors; `digest` is that of its content.
+    """
+
+    int_id: int
+    name: str
+    path: str
+    digest: int
+    evicted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveAdapter(CheckedRecord):
+    """A LoRA adapter is no longer loaded."""
+
+    int_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinAdapter(CheckedRecord):
+    """A LoRA adapter is never evicted from now on."""
+
+    int_id: int
+
+
 Event = (
     Admit
     | Abort
@@ -112,13 +139,18 @@ Event = (
     | WorkerEvent
     | EndWorkerEvent
     | CommitWeights
+    | AddAdapter
+    | RemoveAdapter
+    | PinAdapter
 )
 
 
-CommittedWith = ResetPrefixCache | SetWeightVersion | CommitWeights
+CommittedWith = ResetPrefixCache | SetWeightVersion | CommitWeights | AddAdapter | RemoveAdapter
 """Events that may take effect with the commit of a worker event."""
 
 
 def concern_workers(events: tuple[Event, ...]) -> bool:
-    """Whether workers change between this step and the next, so that no later step may be in flight on any stage."""
-    return any(isinstance(event, WorkerEvent | EndWorkerEvent) for event in events)
+    """Whether workers change between this step and the next, or a call waits for that, so that no later step may be in
+    flight on any stage.
+    """
+    return any(isinstance(event, WorkerEvent | EndWorkerEvent | PinAdapter) for event in events)

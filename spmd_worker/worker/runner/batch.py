@@ -9,10 +9,11 @@ A batch is flat: the tokens of all sequences one after another, in plan order, w
 T: tokens of the step; S: sequences; R: rows that sample.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +25,14 @@ from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.replica.grammar.step_masks import ConstrainedRow
-from spmd_worker.replica.mirror.mirror import ScheduledSequence
+from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.sampled import sample_indices
 from spmd_worker.replica.sequence.sequence import SequenceKey
 
 Integers = NDArray[np.int64]
 
 _IS_PLAIN = attrgetter("sequence.is_plain")
+_ADAPTER = attrgetter("request.adapter")
 _MIN_LEFT_OUT = 32
 """Tokens: leaving out fewer costs more than it saves."""
 
@@ -38,7 +40,8 @@ _MIN_LEFT_OUT = 32
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]. `rows` has one entry per sample;
-    it is empty if all samples need only the argmax. `token_types` is None if all are of the first type.
+    it is empty if all samples need only the argmax. `token_types` is None if all are of the first type. `adapter_slots`
+    int32 [T]: slots of the tokens' adapters, -1 without one; None if no row has one.
     """
 
     token_ids: Tensor
@@ -48,6 +51,11 @@ class Batch:
     sample_rows: Tensor
     rows: tuple[SampleRow, ...]
     token_types: Tensor | None = None
+    adapter_slots: Tensor | None = None
+
+
+SlotOf = Callable[[int], int]
+"""Slot of a row's adapter (`Request.adapter`), -1 for none."""
 
 
 def build_batch(
@@ -57,9 +65,11 @@ def build_batch(
     rows: tuple[SampleRow, ...] | None = None,
     *,
     is_encoder: bool = False,
+    slot_of: SlotOf | None = None,
 ) -> Batch:
     """Lay out a step. `scheduled` comes from the mirror, in plan order; `rows` are those of `rows_to_sample`, if they
-    are known. Rows of an encoder have blocks for this step only, one row after another.
+    are known. Rows of an encoder have blocks for this step only, one row after another. `slot_of` None: no row has an
+    adapter.
     """
     counts = [each.num_scheduled_tokens for each in scheduled]
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
@@ -78,6 +88,7 @@ def build_batch(
         sees_later=is_encoder,
     )
     types = _token_types(scheduled, counts) if is_encoder else None
+    adapters = adapter_slots([each.sequence for each in scheduled], slot_of)
     return Batch(
         token_ids=_to(token_ids(scheduled), device),
         positions=_to(positions, device),
@@ -86,7 +97,18 @@ def build_batch(
         sample_rows=_to(np.repeat(np.array(starts[1:]) - 1, [each.num_samples for each in scheduled]), device),
         rows=rows_to_sample(scheduled) if rows is None else rows,
         token_types=None if types is None else _to(types, device),
+        adapter_slots=None if adapters is None else _to(adapters.astype(np.int32).repeat(counts), device),
     )
+
+
+def adapter_slots(sequences: Iterable[MirroredSequence], slot_of: SlotOf | None) -> Integers | None:
+    """Slot of each sequence's adapter, int64 [S]; None if none has one."""
+    adapters = list(map(_ADAPTER, sequences))
+    if not any(adapters):
+        return None
+    assert slot_of is not None, "a row has an adapter, and the model takes none"
+    slots = {adapter: slot_of(adapter) for adapter in dict.fromkeys(adapters)}
+    return np.array([slots[adapter] for adapter in adapters], dtype=np.int64)
 
 
 def wanted_tokens(scheduled: Sequence[ScheduledSequence], batch: Batch) -> tuple[WantedTokens, Tensor] | None:
@@ -225,5 +247,5 @@ def _block_tables(tables: Sequence[Sequence[int]]) -> Integers:
     return padded
 
 
-def _to(array: Integers, device: torch.device) -> Tensor:
+def _to(array: NDArray[Any], device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)

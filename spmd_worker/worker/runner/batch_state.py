@@ -28,7 +28,7 @@ from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.worker.runner.batch import Batch, Integers, RowsToSample, token_ids
+from spmd_worker.worker.runner.batch import Batch, Integers, RowsToSample, SlotOf, adapter_slots, token_ids
 
 _SLOTS_A_SEQUENCE: Final = 4
 """Slots for the sequences of a few steps in flight and for waiting ones."""
@@ -57,7 +57,7 @@ class _Slot:
 class _Layout:
     """Layout of a step. On the host: `ends` int64 [S], the tokens computed with the step, `slot_indices` int64 [S],
     `query_starts`, and `width`, the blocks of the longest table. On the device, int64: `slots` [S], `rope_regimes` [T],
-    `sample_rows` [R]; int32: `starts` [S + 1].
+    `sample_rows` [R]; int32: `starts` [S + 1], and `adapter_slots` [T] if a row has an adapter.
     """
 
     scheduled: Sequence[ScheduledSequence]
@@ -72,6 +72,7 @@ class _Layout:
     rope_regimes: Tensor
     sample_rows: Tensor
     starts: Tensor
+    adapter_slots: Tensor | None
 
 
 class _Sent(NamedTuple):
@@ -94,8 +95,8 @@ class BatchState:
     int32; entries after a sequence's blocks are left over from other sequences.
     """
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
-        self._block_size, self._device = block_size, device
+    def __init__(self, block_size: int, device: torch.device, slot_of: SlotOf | None = None) -> None:
+        self._block_size, self._device, self._slot_of = block_size, device, slot_of
         self._slots: dict[MirroredSequence, _Slot] = {}
         """The least recently used first."""
         self._free: list[_Slot] = []
@@ -139,6 +140,7 @@ class BatchState:
             attention=attention,
             sample_rows=layout.sample_rows,
             rows=self._rows.of(scheduled),
+            adapter_slots=layout.adapter_slots,
         )
 
     def forget(self, finished_sequences: Sequence[SequenceKey], finished_request_ids: Sequence[RequestId]) -> None:
@@ -188,7 +190,11 @@ class BatchState:
         token_blocks, offsets, token_slots = self._of_tokens(slot_indices.repeat(counts), positions)
         of_step = (token_ids(scheduled), positions, token_blocks, offsets, places)
         of_layout = (slot_indices, regimes.repeat(counts), (starts[1:] - 1).repeat(num_samples))
-        longs, (*ints, starts_there) = self._send((*of_step, *of_layout), (token_slots, ends, blocks, starts))
+        adapters = adapter_slots(sequences, self._slot_of)
+        of_adapters = np.empty(0, np.int64) if adapters is None else adapters.repeat(counts)
+        longs, (*ints, starts_there, adapters_there) = self._send(
+            (*of_step, *of_layout), (token_slots, ends, blocks, starts, of_adapters)
+        )
         *longs, slots, rope_regimes, sample_rows = longs
         layout = _Layout(
             scheduled=scheduled,
@@ -203,6 +209,7 @@ class BatchState:
             rope_regimes=rope_regimes,
             sample_rows=sample_rows,
             starts=starts_there,
+            adapter_slots=None if adapters is None else adapters_there,
         )
         return layout, _Sent(*longs, *ints)
 

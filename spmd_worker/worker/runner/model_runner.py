@@ -13,8 +13,10 @@ from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.native.threads import multi_threaded_torch
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack
 from spmd_worker.ops.sampling.sampler import LaunchedSample, Sampler
@@ -98,9 +100,9 @@ class ModelRunner:
     `pipeline` is the group of the pipeline stages: hidden states come from the previous one and go to the next; only
     the last stage has a sampler or a pooler. `clock` measures when this stage computes. `model` may take new weights
     between steps. `grammars` has the states of rows with structured outputs, on a stage that samples. `graphs` launch
-    the steps that fit them; other steps, such as those with given rows of embeddings (`rows`, on the first stage), are
-    launched kernel by kernel. `keeps_state`: the device keeps what successive
-    steps have in common (`batch_state.py`).
+    the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
+    steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
+    the given embeddings, on the first stage.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class ModelRunner:
         graphs: StepGraphs | None = None,
         *,
         keeps_state: bool = False,
+        adapters: LoadedAdapters | None = None,
         rows: RowStore | None = None,
     ) -> None:
         self._grammars = grammars
@@ -125,7 +128,9 @@ class ModelRunner:
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         has_state = keeps_state and not model.model_config.is_encoder
-        self._state = BatchState(block_size, self._device) if has_state else None
+        self._adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
+        self._step_adapters: StepAdapters | None = None
+        self._state = BatchState(block_size, self._device, self._slot_of) if has_state else None
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
@@ -155,7 +160,8 @@ class ModelRunner:
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
             rows = self._rows.of(scheduled)
-            batch = build_batch(scheduled, self._block_size, self._device, rows, is_encoder=is_encoder)
+            block_size, device, slot_of = self._block_size, self._device, self._slot_of
+            batch = build_batch(scheduled, block_size, device, rows, is_encoder=is_encoder, slot_of=slot_of)
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)
@@ -166,9 +172,10 @@ class ModelRunner:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
             cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
+        adapters = self._adapters_of(batch)
         given = None if self.rows is None else self.rows.of_step(scheduled)
-        is_recorded = self.graphs is not None and is_fused and given is None and self.graphs.takes(batch)
-        graphs = self.graphs if is_recorded else None
+        is_plain = is_fused and adapters is None and given is None
+        graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
         else:
@@ -177,8 +184,16 @@ class ModelRunner:
             if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
-            options = {"is_fused": is_fused, "token_types": types, "wanted": wanted, "given": given}
-            hidden = self.model(*tokens, cache, batch.attention, incoming, **options)
+                if adapters is not None and self._adapters is not None:
+                    wanted = replace(wanted, adapters=self._adapters.step(adapters.slots[wanted.rows]))
+            hidden = self.model(
+                *(*tokens, cache, batch.attention, incoming),
+                is_fused=is_fused,
+                token_types=types,
+                wanted=wanted,
+                adapters=adapters,
+                given=given,
+            )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, pooled=pooled)
@@ -235,6 +250,15 @@ class ModelRunner:
             self._pooling.forget(plan.finished_request_ids)
         if self.rows is not None:
             self.rows.forget(plan.finished_request_ids)
+
+    def _adapters_of(self, batch: Batch) -> StepAdapters | None:
+        """The adapters of the step's tokens; rows that continue keep those of the last step."""
+        slots, last = batch.adapter_slots, self._step_adapters
+        if slots is None or self._adapters is None:
+            self._step_adapters = None
+        elif last is None or last.slots is not slots:
+            self._step_adapters = self._adapters.step(slots)
+        return self._step_adapters
 
     def _send(self, hidden: Tensor) -> None:
         """Send to the next stage, which may still compute the previous step; that step's tensor must be sent."""

@@ -13,6 +13,7 @@ from kv_cache.block_ops import BlockOps
 from kv_cache.cache_manager import CacheManager
 from kv_cache.connector import Transfers
 from spmd_worker.replica.scheduler.policy import WaitingQueue
+from spmd_worker.replica.sequence.sequence import Sequence
 
 PROMPT = tokens(1, 13)
 """Three blocks of it can be found."""
@@ -356,10 +357,15 @@ def test_content_check_detects_use_before_transfer_finished(monkeypatch: pytest.
 
 def test_queue_check_detects_lost_queue_position(monkeypatch: pytest.MonkeyPatch):
     reinsert = WaitingQueue.reinsert
-    monkeypatch.setattr(
-        WaitingQueue,
-        "reinsert",
-        lambda self, sequence: self._arrived.append(sequence) if self._arrived else reinsert(self, sequence),
-    )
+
+    def reinsert_last(self: WaitingQueue, sequence: Sequence) -> None:
+        arrived = self._lane_of(sequence).arrived
+        if arrived:
+            arrived.append(sequence)
+            self._num_sequences += 1
+        else:
+            reinsert(self, sequence)
+
+    monkeypatch.setattr(WaitingQueue, "reinsert", reinsert_last)
     with pytest.raises(AssertionError):
         test_request_keeps_its_queue_position_after_transfer()

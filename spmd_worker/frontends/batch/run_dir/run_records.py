@@ -40,7 +40,8 @@ def step_log_header(engine: Engine) -> StepLogHeader:
     """Header of a step log: everything that a replay needs besides the messages."""
     resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
     model, scheduler, parallel = config.model, config.scheduler, config.parallel
-    tokens = model.classifier_from_token
+    tokens, adapters = model.classifier_from_token, model.adapter_limits
+    loaded = list(engine.scheduler.adapters.entries.values())[: len(model.adapters or ())]
     return StepLogHeader(
         code=code_fingerprint(),
         model_path=str(resolved.model_folder.resolve()),
@@ -72,4 +73,10 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         classifier_from_token=None if tokens is None else (tokens[0], tokens[1]),
         num_steps_ahead=resolved.num_steps_ahead,
         keeps_histories=engine.scheduler.limits.keeps_histories,
+        max_loras=0 if adapters is None else adapters.max_loras,
+        max_lora_rank=0 if adapters is None else adapters.max_lora_rank,
+        max_cpu_loras=0 if adapters is None else adapters.max_cpu_loras,
+        adapter_names=tuple(each.name for each in loaded),
+        adapter_paths=tuple(str(Path(each.path).resolve()) for each in loaded),
+        adapter_digests=tuple(each.digest for each in loaded),
     )

@@ -11,7 +11,9 @@ from torch import Tensor
 from spmd_worker.model_config.int8_format import PANEL
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
+from spmd_worker.ops.kernels.adapters import AdapterKernels
 from spmd_worker.ops.kernels.api import Kernels, LogitFilters
+from spmd_worker.ops.kernels.cpu.adapters import NativeAdapterKernels
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ops.kernels.cpu.argmax_prefilter import ArgmaxPrefilter
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels
@@ -57,7 +59,7 @@ class CpuKernels(PackedKernels):
 
     def __init__(self, library: NativeLibrary, *, has_argmax_prefilter: bool = False) -> None:
         """`has_argmax_prefilter`: the argmax of a head is found by an int8 pre-filter where that is faster."""
-        self._gemm_dtypes = library.gemm_dtypes
+        self._library, self._gemm_dtypes = library, library.gemm_dtypes
         self._functions = {
             (name, dtype): library.functions[f"{name}_{dtype_name(dtype)}"]
             for name in _FUNCTIONS
@@ -153,6 +155,9 @@ class CpuKernels(PackedKernels):
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, num_threads()),
         )
         return output
+
+    def adapter_kernels(self) -> AdapterKernels:
+        return NativeAdapterKernels(self._library)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rounds to the input's dtype before the weight is applied, as the reference does."""

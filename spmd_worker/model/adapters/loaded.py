@@ -1,0 +1,139 @@
+"""LoRA adapters that one rank's model has loaded: their slots and, in the layers, their matrices.
+
+An adapter is loaded in two phases, so that all ranks have it or none: `prepare` checks and slices it and changes
+nothing, `commit` puts it into a slot. Slots are numbers of this rank alone; rows name adapters by digest.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.model.adapters.source import AdapterSource, raise_problems
+from spmd_worker.model.adapters.targets import AdapterTargets, num_inputs, scaled
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.weights.tensor_checks import is_finite
+from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, StepAdapters
+
+logger = logging.getLogger(__name__)
+
+NO_ADAPTER = 0
+"""Digest of a row without an adapter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedAdapter:
+    """A checked adapter that no row can use yet: this rank's matrices of each layer's parts, in host memory."""
+
+    digest: int
+    rank: int
+    matrices: Mapping[str, Sequence[Matrices | None]]
+
+
+class LoadedAdapters:
+    """The adapters of one model. At most `limits.max_cpu_loras` of different contents are loaded at once: the caller
+    removes those that are replaced before it commits another. The layers get their stacks here.
+    """
+
+    def __init__(self, model: DecoderForCausalLM, limits: AdapterLimits) -> None:
+        self._limits, self._kernels, self._dtype = limits, model.model.adapter_kernels, model.model.dtype
+        self._targets, device = AdapterTargets(model), next(model.parameters()).device
+        self._slots: dict[int, int] = {}
+        """Slot of each adapter, by its digest."""
+        self._num_commits: dict[int, int] = {}
+        for name, parts in self._targets.parts.items():
+            layer, bounds = self._targets.layers[name], tuple((part.start, part.stop) for part in parts)
+            sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
+            layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes))
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        """Digests of the loaded adapters, the earliest first."""
+        return tuple(self._slots)
+
+    def prepare(self, source: AdapterSource) -> StagedAdapter:
+        """Check an adapter against the model and slice it; nothing is changed. Raises AdapterError, the same on every
+        rank, which lists all that does not fit.
+        """
+        found: dict[str, str] = {}
+        problems: list[str] = []
+        for module, pair in source.modules.items():
+            name, problem = self._targets.find(module)
+            problem = problem or self._problem(source, module, name)
+            if not problem and name in found.values():
+                problem = "a second adapter of its module"
+            if problem:
+                problems.append(f"{module}: {problem}")
+            elif not (is_finite(pair.a, self._dtype) and is_finite(scaled(pair), self._dtype)):
+                problems.append(f"{module}: has numbers that are too large for {self._dtype}: set another model.dtype")
+            found[module] = name
+        if source.config.is_transposed and not self._targets.are_transposed:
+            problems.insert(0, f"{source.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
+        saved = source.config.saved or tuple(source.saved)
+        if saved:
+            key = "modules_to_save" if source.config.saved else "tensors beside lora_A and lora_B"
+            problems.append(
+                f"{source.config.subject}: {key}: {', '.join(saved)}: full weights are not replaced for rows"
+            )
+        raise_problems(source.subject, problems)
+        modules = {name: source.modules[module] for module, name in found.items()}
+        matrices = {
+            layer: [
+                part.matrices(modules[part.module], self._dtype) if part.module in modules else None for part in parts
+            ]
+            for layer, parts in self._targets.parts.items()
+        }
+        return StagedAdapter(source.digest, source.rank, {name: each for name, each in matrices.items() if any(each)})
+
+    def commit(self, staged: StagedAdapter) -> None:
+        """Load a prepared adapter, for rows of the next step on. One whose content is loaded shares its slot, and is
+        removed when it was removed as often as committed.
+        """
+        digest = staged.digest
+        self._num_commits[digest] = self._num_commits.get(digest, 0) + 1
+        if digest in self._slots:
+            return
+        used = self._slots.values()
+        slot = next((each for each in range(self._limits.max_cpu_loras) if each not in used), None)
+        assert slot is not None, f"{len(used)} adapters are loaded, the most that model.max_cpu_loras allows"
+        for name, parts in staged.matrices.items():
+            stack = self._targets.layers[name].adapters
+            assert stack is not None, name
+            stack.write(slot, parts)
+        self._slots[digest] = slot
+
+    def discard(self, staged: StagedAdapter) -> None:
+        """Forget a prepared adapter that another rank refused."""
+        del staged
+
+    def remove(self, digest: int) -> None:
+        """Unload an adapter, of which no row may be in flight."""
+        self._num_commits[digest] -= 1
+        if self._num_commits[digest]:
+            return
+        del self._num_commits[digest]
+        slot = self._slots.pop(digest)
+        for name in self._targets.parts:
+            stack = self._targets.layers[name].adapters
+            assert stack is not None, name
+            stack.clear(slot)
+
+    def slot_of(self, digest: int) -> int:
+        """Slot of a row's adapter; -1 for `NO_ADAPTER`."""
+        return -1 if digest == NO_ADAPTER else self._slots[digest]
+
+    def step(self, slots: Tensor) -> StepAdapters:
+        """Adapters of a step's tokens by slot, int32 [T] on the device."""
+        return self._kernels.step(slots)
+
+    def _problem(self, source: AdapterSource, module: str, name: str) -> str:
+        """Reason why the matrices do not fit the module `name` of the checkpoint, or nothing."""
+        pair, (outputs, inputs) = source.modules[module], self._targets.sizes(name)
+        if (pair.a.shape[1], len(pair.b)) != (inputs, outputs):
+            shapes = f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
+            return f"{shapes}, but the model's module has {inputs} inputs and {outputs} outputs"
+        if pair.rank > self._limits.max_lora_rank:
+            return f"has the rank {pair.rank}, above model.max_lora_rank={self._limits.max_lora_rank}: raise it"
+        return ""

@@ -1,0 +1,191 @@
+"""A LoRA adapter as it is stored or as a trainer has it: matrices by module, scalings, and the digest of both.
+
+Names of tensors are PEFT's: `base_model.model.<module>.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs,
+rank], where the module's path is the checkpoint's. Knows no model: `LoadedAdapters` compares it with one.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.base.errors import AdapterError, CheckpointError
+from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
+from spmd_worker.model.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_config
+from spmd_worker.model.layers.weight_slice import full_rectangle
+from spmd_worker.model.weights.checkpoint import Checkpoint
+from spmd_worker.model.weights.safetensors_header import read_header
+from spmd_worker.model.weights.tensor_checks import check_data, is_finite
+
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+_PICKLE: Final = "adapter_model.bin"
+_MAX_CONFIG_BYTES: Final = 1 << 24
+_MAX_LISTED: Final = 20
+_PREFIX: Final = "base_model.model."
+_NAME: Final = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
+_NUM_DIGESTS: Final[int] = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModule:
+    """Matrices of one module of the checkpoint: `a` [rank, inputs], `b` [outputs, rank], as they are stored; its output
+    is the module's plus `scaling` b (a x).
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """One adapter, with full matrices. `modules` by the module's path, without PEFT's prefix; `saved` are full weights
+    that replace those of the base, by name; `subject`, the folder or the adapter, begins every error.
+    """
+
+    subject: str
+    config: PeftConfig
+    modules: Mapping[str, AdapterModule]
+    saved: Mapping[str, Tensor]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a module."""
+        return max(module.rank for module in self.modules.values())
+
+    @cached_property
+    def digest(self) -> int:
+        """63 bits, above 0, of names, matrices, dtypes and scalings: it does not depend on the order of tensors, and
+        two adapters of one digest compute the same.
+        """
+        state = hashlib.sha256()
+        for name, module in sorted(self.modules.items()):
+            _add_text(state, f"{name} {module.scaling.hex()}")
+            _add_tensor(state, module.a)
+            _add_tensor(state, module.b)
+        for name, tensor in sorted(self.saved.items()):
+            _add_text(state, name)
+            _add_tensor(state, tensor)
+        number = int.from_bytes(state.digest()[:8], "little")
+        return number % _NUM_DIGESTS + 1
+
+
+def read_adapter(path: str | Path) -> AdapterSource:
+    """Read a PEFT folder. Raises AdapterError, which names the file and the key or tensor."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise AdapterError(f"{folder}: is not a folder: an adapter is one with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    config = parse_config(_read_config(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        found = "has neither" if not (folder / _PICKLE).exists() else f"has only {_PICKLE}, and no"
+        way_out = "pickles are rejected because reading one can run code: save the adapter with save_pretrained"
+        raise AdapterError(f"{folder}: {found} {WEIGHTS_FILE}{f': {way_out}' if 'only' in found else ''}")
+    try:
+        header = read_header(file)
+        with Checkpoint(folder, {file.name: header}, _file_of=dict.fromkeys(header.tensors, file.name)) as checkpoint:
+            names = checkpoint.names()
+            tensors = {name: checkpoint.read(name, full_rectangle(checkpoint.shape(name))) for name in names}
+    except (CheckpointError, OSError) as error:
+        raise AdapterError(f"{folder}: {error}") from None
+    return _source(str(file), config, tensors)
+
+
+def adapter_from_tensors(peft_config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> AdapterSource:
+    """The adapter that a trainer has: the contents of adapter_config.json, and tensors by the names of PEFT's file (or
+    of the model, with the adapter's name). They are copied to host memory. Raises AdapterError.
+    """
+    config = parse_config(peft_config, "peft_config")
+    for name, tensor in tensors.items():
+        try:
+            check_data(name, tensor)
+        except CheckpointError as error:
+            raise AdapterError(str(error)) from None
+    return _source("lora_tensors", config, {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()})
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return parse_json_object(read_regular_file(path, _MAX_CONFIG_BYTES))
+    except OSError as error:
+        raise AdapterError(f"{path}: cannot be read: {error}") from None
+    except JsonError as error:
+        raise AdapterError(f"{path}: {error}") from None
+
+
+def _source(subject: str, config: PeftConfig, tensors: Mapping[str, Tensor]) -> AdapterSource:
+    """Pairs of matrices. Raises AdapterError that lists all tensors at fault."""
+    pairs: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for name, tensor in sorted(tensors.items()):
+        if not is_finite(tensor, torch.float32):
+            problems.append(f"{name}: has values that are not finite: its training diverged, or the file is damaged")
+        found = _NAME.fullmatch(name.removeprefix(_PREFIX))
+        if found is not None:
+            if found["matrix"] in pairs.setdefault(found["module"], {}):
+                problems.append(f"{name}: a second lora_{found['matrix']} of its module")
+            pairs[found["module"]][found["matrix"]] = tensor
+        elif "lora_" in name:
+            problems.append(f"{name}: {_reason(name)}")
+        else:
+            saved[name.removeprefix(_PREFIX)] = tensor
+    modules = {}
+    for module, pair in pairs.items():
+        problem = _pair_problem(config, module, pair)
+        if problem:
+            problems.append(f"{module}: {problem}")
+        else:
+            modules[module] = AdapterModule(pair["A"], pair["B"], config.scaling_of(module))
+    if not pairs and not problems:
+        problems.append("no tensor is named lora_A or lora_B")
+    raise_problems(subject, problems)
+    return AdapterSource(subject, config, modules, saved)
+
+
+def raise_problems(subject: str, problems: list[str]) -> None:
+    """Raise one AdapterError with all problems, if there are any."""
+    if not problems:
+        return
+    num_more = len(problems) - _MAX_LISTED
+    more = [f"and {num_more} more"] if num_more > 0 else []
+    raise AdapterError("\n  ".join([f"{subject}: the adapter cannot be used:", *problems[:_MAX_LISTED], *more]))
+
+
+def _reason(name: str) -> str:
+    if "lora_embedding" in name:
+        return "adapters of embeddings and token heads are not supported: train with other target_modules"
+    if "lora_magnitude" in name:
+        return "magnitudes of DoRA are not computed: merge the adapter into its base"
+    return "not a tensor of plain LoRA, lora_A.weight or lora_B.weight"
+
+
+def _pair_problem(config: PeftConfig, module: str, pair: Mapping[str, Tensor]) -> str:
+    if len(pair) != 2:
+        return f"has lora_{'A' if 'A' in pair else 'B'} alone: the file is not complete"
+    a, b = pair["A"], pair["B"]
+    if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
+        return f"lora_A {list(a.shape)} and lora_B {list(b.shape)} must be [rank, inputs] and [outputs, rank]"
+    if len(a) != config.rank_of(module):
+        return f"lora_A has the rank {len(a)}, but {config.subject} says {config.rank_of(module)} (r, rank_pattern)"
+    return "" if config.has_target(module) else f"is not among target_modules of {config.subject}"
+
+
+def _add_text(state: Any, text: str) -> None:
+    data = text.encode()
+    state.update(len(data).to_bytes(8, "little") + data)
+
+
+def _add_tensor(state: Any, tensor: Tensor) -> None:
+    _add_text(state, f"{tensor.dtype} {list(tensor.shape)}")
+    state.update(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -1,0 +1,145 @@
+"""Modules of a model that adapters may have matrices for, by the checkpoint's names, and their slices on this rank.
+
+A column-parallel layer has all inputs of A and some outputs of B, a row-parallel one some inputs of A and all outputs
+of B, so that each rank's part of a sum gets its part of the adapter's. A module of the checkpoint that fuses several of
+ours is one part of the merged layer; modules that are separate there are parts of their own.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model.adapters.source import AdapterModule
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.linear import AdaptableLayer, ColumnParallelLinear, RowParallelLinear
+from spmd_worker.model.layers.weight_slice import WeightSlice, volume
+from spmd_worker.model_config.families.family import GATE_UP, QKV
+from spmd_worker.ops.kernels.adapters import Matrices
+
+_FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")
+_LINEARS: Final = (
+    *(*QKV, "self_attn.o_proj"),
+    *_FEED_FORWARD,
+    *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
+)
+"""Linear layers of a decoder layer, by our names."""
+_EXPERTS: Final = "experts"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPart:
+    """This rank's share of one module, a part of a merged layer: outputs `start` to `stop` of the layer; `inputs` are
+    columns of the full A, and each of `rows` a range of the full B and the first of the layer's outputs that it is.
+    """
+
+    module: str
+    start: int
+    stop: int
+    inputs: tuple[int, int]
+    rows: tuple[tuple[int, int, int], ...]
+
+    def matrices(self, module: AdapterModule, dtype: torch.dtype) -> Matrices:
+        """This rank's A [r, inputs] and B [outputs, r], which has the scaling, rounded once."""
+        a = module.a[:, slice(*self.inputs)].to(dtype).contiguous()
+        b = torch.zeros((self.stop - self.start, module.rank), dtype=dtype)
+        for first, end, to in self.rows:
+            b[to - self.start : to - self.start + end - first] = scaled(module, slice(first, end)).to(dtype)
+        return a, b
+
+
+def scaled(module: AdapterModule, rows: slice = slice(None)) -> Tensor:
+    """Rows of B with the scaling, float32."""
+    return module.b[rows].float() * module.scaling
+
+
+class AdapterTargets:
+    """All modules of the model, those of other stages too, and the layers of this rank."""
+
+    def __init__(self, model: DecoderForCausalLM) -> None:
+        self._names, self._table = model.weights.names, model.model_config.names
+        modules = dict(model.named_modules())
+        self.layers: dict[str, AdaptableLayer] = {
+            name: each
+            for name, each in modules.items()
+            if isinstance(each, AdaptableLayer) and _EXPERTS not in name.split(".")
+        }
+        fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
+        endings = [fused.get(ours, self._table.parts.get(ours, ours)) for ours in _LINEARS]
+        tops = tuple(each for each in (self._table.project_in, self._table.project_out) if each)
+        self._shapes = {
+            name.removesuffix(".weight"): shape
+            for name, shape in model.weights.shapes.items()
+            if name.endswith(".weight") and len(shape) == 2
+        }
+        self._linears = tuple(name for name in self._shapes if name in tops or self._inside(name) in endings)
+        self.parts = self._own_parts(model.weights.slices)
+
+    def find(self, module: str) -> tuple[str, str]:
+        """The checkpoint's name of a module that PEFT calls `module`, and the reason if it takes no adapter."""
+        (name,) = self._names.parts(f"{module}.weight", ())
+        name = name.removesuffix(".weight")
+        if name in self._linears:
+            return name, ""
+        if _EXPERTS in name.split("."):
+            return name, "experts are not adapted: target attention, dense layers and shared experts"
+        if name in self._shapes:
+            return name, "adapters of embeddings, token heads and routers are not supported"
+        return name, "the model has no such module"
+
+    def sizes(self, name: str) -> tuple[int, int]:
+        """Outputs and inputs of a module on all ranks."""
+        rows, columns = self._shapes[name]
+        return (columns, rows) if self._is_transposed(name) else (rows, columns)
+
+    @property
+    def are_transposed(self) -> bool:
+        """Whether the checkpoint has matrices as [inputs, outputs]."""
+        return self._table.are_transposed
+
+    def _is_transposed(self, name: str) -> bool:
+        return self._table.are_transposed and self._inside(name) != ""
+
+    def _inside(self, name: str) -> str:
+        """Name of the module in its layer; "" for one of no layer."""
+        if not name.startswith(f"{self._table.layers}."):
+            return ""
+        return name.removeprefix(f"{self._table.layers}.").partition(".")[2]
+
+    def _own_parts(self, slices: Iterable[WeightSlice]) -> dict[str, tuple[TargetPart, ...]]:
+        """Parts of each of `layers`, by its name, in the order of outputs."""
+        found: dict[str, dict[str, list[WeightSlice]]] = {name: {} for name in self.layers}
+        for piece in slices:
+            layer, _, leaf = piece.parameter_name.rpartition(".")
+            module = piece.checkpoint_name.removesuffix(".weight")
+            if layer in found and leaf == "weight" and module in self._linears and volume(piece.source):
+                found[layer].setdefault(module, []).append(piece)
+        return {
+            name: tuple(sorted((_part(*each) for each in of_layer.items()), key=lambda part: part.start))
+            for name, of_layer in found.items()
+            if of_layer
+        }
+
+
+def num_inputs(layer: AdaptableLayer) -> int:
+    """Inputs of the layer on this rank."""
+    if isinstance(layer, RowParallelLinear):
+        return layer.input_range[1] - layer.input_range[0]
+    assert isinstance(layer, ColumnParallelLinear), type(layer)
+    return layer.input_size
+
+
+def _part(module: str, pieces: list[WeightSlice]) -> TargetPart:
+    oriented = [piece.oriented(piece.source) for piece in pieces]
+    inputs = oriented[0][1]
+    assert all(columns == inputs for _, columns in oriented), pieces
+    rows = [(first, end, piece.destination[0][0]) for piece, ((first, end), _) in zip(pieces, oriented, strict=True)]
+    return TargetPart(
+        module,
+        min(to for _, _, to in rows),
+        max(to + end - first for first, end, to in rows),
+        inputs,
+        tuple(rows),
+    )

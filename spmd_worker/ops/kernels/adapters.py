@@ -1,0 +1,135 @@
+"""Kernels of low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): protocol, and the reference in plain torch.
+
+A linear layer's outputs y of a row with an adapter become y + B (A x): A and B are the adapter's matrices for the
+layer, B with the scaling in it. A x stays in float32; B (A x) is a float32 sum that is added to the layer's rounded
+output and rounded once more. Each row is computed by itself, in an order that depends on the layer and on its adapter
+alone. Rows without an adapter, and outputs that an adapter has no matrices for, are not touched.
+
+All adapters of a layer are in one stack, each in a slot. A merged layer has several parts, ranges of its outputs, each
+with matrices of its own.
+
+T: tokens of the step; r: rank of an adapter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RANK_STEP: Final = 16
+"""Kernels may pad the rank of an adapter to a multiple of this: zeros change no bit of a sum."""
+_MAX_PRODUCTS: Final = 1 << 22
+"""Elements of one block's products in the reference."""
+
+Matrices = tuple[Tensor, Tensor]
+"""A [r, inputs] and B [outputs of the part, r] of one adapter and part, of the stack's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSizes:
+    """Sizes of a layer's stack on this rank: slots and the maximum rank of an adapter, `num_inputs` of the layer, and
+    the ranges (start, stop) of outputs of each part, ascending and disjoint.
+    """
+
+    num_slots: int
+    max_rank: int
+    num_inputs: int
+    parts: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAdapters:
+    """Adapters of a step's tokens: `slots` int32 [T] on the device, -1 for a token without an adapter. `layout` is for
+    the kernels that made it.
+    """
+
+    slots: Tensor
+    layout: Any = None
+
+
+class AdapterStack(Protocol):
+    """The matrices of all adapters for one layer."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot is filled, so that the layer may skip `add_`. Kernels whose launches are recorded always say
+        False.
+        """
+
+    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
+        """Fill a slot, which was never filled or cleared, with an adapter: one entry for each part of the layer, None
+        for a part without matrices. Tensors may be in host memory. At least one entry is not None.
+        """
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot, so that its matrices add nothing."""
+
+    def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
+        """Add to the layer's outputs [T, outputs of this rank], in place, what the adapters make of its inputs x [T,
+        inputs of this rank].
+        """
+
+
+class AdapterKernels(Protocol):
+    """Makes the stacks of layers and the adapters of steps."""
+
+    def new_stack(self, sizes: AdapterSizes) -> AdapterStack:
+        """An empty stack for one layer."""
+
+    def step(self, slots: Tensor) -> StepAdapters:
+        """The adapters of a step by slot, int32 [T] on the device, negative for tokens without one."""
+
+
+class ReferenceStack:
+    """Implements `AdapterStack` on any device: the matrices as they are, the rank padded to a multiple of 16."""
+
+    def __init__(self, sizes: AdapterSizes) -> None:
+        self.sizes = sizes
+        self.slots: list[list[Matrices | None]] = [[] for _ in range(sizes.num_slots)]
+
+    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
+        self.slots[slot] = [None if each is None else self._padded(*each) for each in parts]
+
+    def clear(self, slot: int) -> None:
+        self.slots[slot] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.slots)
+
+    def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
+        for slot, rows in step.layout.items():
+            parts = zip(self.sizes.parts, self.slots[slot])
+            found = [(start, stop, *matrices) for (start, stop), matrices in parts if matrices is not None]
+            inputs = x[rows].float() if found else x
+            for start, stop, a, b in found:
+                delta = _row_by_row(_row_by_row(inputs, a.float()), b.float())
+                outputs[rows, start:stop] = (outputs[rows, start:stop].float() + delta).to(outputs.dtype)
+
+    def _padded(self, a: Tensor, b: Tensor) -> Matrices:
+        num_missing = -len(a) % RANK_STEP
+        device = self.sizes.device
+        return F.pad(a, (0, 0, 0, num_missing)).to(device), F.pad(b, (0, num_missing)).to(device)
+
+
+class ReferenceAdapterKernels:
+    """Implements `AdapterKernels` on any device. A sum over the last dimension does not depend on the other rows."""
+
+    def new_stack(self, sizes: AdapterSizes) -> ReferenceStack:
+        return ReferenceStack(sizes)
+
+    def step(self, slots: Tensor) -> StepAdapters:
+        """`layout`: the rows of each adapter, int64, by slot."""
+        used = [slot for slot in sorted(dict.fromkeys(slots.tolist())) if slot >= 0]
+        return StepAdapters(slots, {slot: (slots == slot).nonzero().squeeze(1) for slot in used})
+
+
+def _row_by_row(x: Tensor, matrix: Tensor) -> Tensor:
+    """[n, in] x [out, in] -> float32 [n, out], each a sum of its own."""
+    size = max(1, _MAX_PRODUCTS // matrix.numel())
+    return torch.cat([(block.unsqueeze(1) * matrix).sum(dim=-1) for block in torch.split(x, size)])

@@ -1,0 +1,137 @@
+"""Compiled kernels of low-rank adapters on the CPU: one call adds all adapters of a step to one layer's outputs.
+
+The structures and the packing of matrices are those of `native/adapters.h`.
+
+T: tokens of the step; r: rank of an adapter.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd_worker.model_config.int8_format import PANEL
+from spmd_worker.native.library import NativeLibrary
+from spmd_worker.native.threads import num_threads
+from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters
+from spmd_worker.ops.kernels.cpu.panels import check_dtype, contiguous_rows, dtype_name
+
+_BLOCK_ROWS: Final = 8
+"""Rows of one item of work, at most."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("matrices", "parts")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "num_inputs")),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("rows", ctypes.c_void_p), ("blocks", ctypes.c_void_p), ("num_blocks", ctypes.c_int64)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeRows:
+    """Rows of a step that have adapters, by slot: `rows` int64 [n] and `blocks` int64 [b, 3], slot, first and count;
+    `structure` points to them.
+    """
+
+    rows: np.ndarray
+    blocks: np.ndarray
+    structure: _Rows
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.structure)
+
+
+class NativeStack:
+    """Implements `AdapterStack` for float32 and bfloat16 in host memory. An adapter takes memory for its own rank."""
+
+    def __init__(self, library: NativeLibrary, sizes: AdapterSizes) -> None:
+        self._sizes, self._function = sizes, library.functions[f"add_adapters_{dtype_name(sizes.dtype)}"]
+        self._table = np.zeros((sizes.num_slots, len(sizes.parts), 3), dtype=np.int64)
+        self._bounds = np.array(sizes.parts, dtype=np.int64)
+        self._tensors: dict[int, list[Tensor]] = {}
+        self.structure = _Layer(self._table.ctypes.data, self._bounds.ctypes.data, len(sizes.parts), sizes.num_inputs)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._tensors
+
+    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
+        assert slot not in self._tensors, slot
+        assert len(parts) == len(self._bounds), (len(parts), self._bounds)
+        kept = self._tensors[slot] = []
+        for number, (matrices, (start, stop)) in enumerate(zip(parts, self._sizes.parts)):
+            if matrices is None:
+                continue
+            (a, b), rank = matrices, len(matrices[0])
+            assert a.shape == (rank, self._sizes.num_inputs), (a.shape, self._sizes)
+            assert b.shape == (stop - start, rank), (b.shape, self._sizes)
+            assert 0 < rank <= self._sizes.max_rank, (rank, self._sizes)
+            packed = _packed_inputs(a), _packed_outputs(b)
+            kept += packed
+            self._table[slot, number] = *(each.data_ptr() for each in packed), rank
+
+    def clear(self, slot: int) -> None:
+        self._table[slot] = 0
+        self._tensors.pop(slot, None)
+
+    def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
+        check_dtype(outputs, x)
+        assert x.dtype == self._sizes.dtype, (x.dtype, self._sizes)
+        assert x.shape == (len(outputs), self._sizes.num_inputs), (x.shape, outputs.shape, self._sizes)
+        assert outputs.shape[1] >= self._sizes.parts[-1][1], (outputs.shape, self._sizes)
+        assert outputs.stride(1) == 1, outputs.stride()
+        x = contiguous_rows(x)
+        self._function(
+            *(ctypes.addressof(self.structure), step.layout.address, x.data_ptr(), x.stride(0)),
+            *(outputs.data_ptr(), outputs.stride(0), 0, num_threads()),
+        )
+
+
+class NativeAdapterKernels:
+    """Implements `AdapterKernels`."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def new_stack(self, sizes: AdapterSizes) -> NativeStack:
+        return NativeStack(self._library, sizes)
+
+    def step(self, slots: Tensor) -> StepAdapters:
+        """Rows of an adapter are divided into blocks, which threads share."""
+        of_rows = slots.numpy()
+        rows = np.argsort(of_rows, kind="stable")
+        rows = rows[np.searchsorted(of_rows[rows], 0) :]
+        ordered = of_rows[rows]
+        starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+        counts = np.diff(starts, append=len(ordered))
+        num_blocks = -(-counts // _BLOCK_ROWS)
+        offsets = (np.arange(num_blocks.sum()) - (num_blocks.cumsum() - num_blocks).repeat(num_blocks)) * _BLOCK_ROWS
+        firsts = starts.repeat(num_blocks) + offsets
+        sizes = np.minimum(counts.repeat(num_blocks) - offsets, _BLOCK_ROWS)
+        blocks = np.stack((ordered[firsts], firsts, sizes), axis=1).astype(np.int64)
+        structure = _Rows(rows.ctypes.data, blocks.ctypes.data, len(blocks))
+        return StepAdapters(slots, NativeRows(rows, blocks, structure))
+
+
+def _packed_inputs(a: Tensor) -> Tensor:
+    """A [r, inputs] -> [r / 16, inputs / 2, 16, 2] of bfloat16, [r / 16, inputs, 16] of float32, filled with zeros."""
+    group = 2 if a.dtype == torch.bfloat16 else 1
+    padded = F.pad(a, (0, -a.shape[1] % group, 0, -len(a) % RANK_STEP))
+    panels = padded.view(len(padded) // RANK_STEP, RANK_STEP, padded.shape[1] // group, group)
+    return panels.transpose(1, 2).contiguous()
+
+
+def _packed_outputs(b: Tensor) -> Tensor:
+    """B [outputs, r] -> [outputs / 16, r, 16], filled with zeros."""
+    padded = F.pad(b, (0, 0, 0, -len(b) % PANEL))
+    return padded.view(len(padded) // PANEL, PANEL, b.shape[1]).transpose(1, 2).contiguous()

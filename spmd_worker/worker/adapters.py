@@ -1,0 +1,151 @@
+"""Worker events `add_lora` and `remove_lora`: the LoRA adapters of one rank's model.
+
+An adapter is read and checked while the event is prepared, so that a commit cannot fail. Contents are compared by their
+digests: a rank whose file or tensors differ from rank 0's refuses the event, and no rank has the adapter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_worker.base.errors import AdapterError
+from spmd_worker.model.adapters.loaded import LoadedAdapters, StagedAdapter
+from spmd_worker.model.adapters.source import AdapterSource, adapter_from_tensors, read_adapter
+from spmd_worker.replica.sequence.adapter_change import AdapterChange
+from spmd_worker.replica.sequence.lora_request import LoRARequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What this rank's own caller has given for an id: the adapter, or why it cannot be used."""
+
+    int_id: int
+    source: AdapterSource | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedAddition:
+    """A prepared event; `adapter` is None if its content is loaded."""
+
+    change: AdapterChange
+    adapter: StagedAdapter | None
+
+
+class AdapterRefusal(AdapterError):
+    """Rank 0 has refused a change, for reasons that it alone knows: requests that wait, adapters that are pinned."""
+
+
+class WorkerAdapters:
+    """Handles the two events. `loaded` None is a run without adapters, else `max_adapters` are loaded at once. `ids`
+    maps the user's ids to contents.
+    """
+
+    def __init__(self, loaded: LoadedAdapters | None, max_adapters: int = 0) -> None:
+        self.ids: dict[int, int] = {}
+        self._loaded, self._max_adapters = loaded, max_adapters
+        self._read: _Read | None = None
+
+    def has(self, digest: int) -> bool:
+        """Whether rows may have this content."""
+        return self._loaded is not None and digest in self._loaded.digests
+
+    def stage(
+        self, int_id: int, path: str, peft_config: Mapping[str, Any] | None, tensors: Mapping[str, Any] | None
+    ) -> tuple[int, str]:
+        """Read an adapter for the event that follows, or `unstage`. Returns its digest and "", or 0 and the reason."""
+        self._read = None
+        try:
+            source = read_adapter(path) if tensors is None else adapter_from_tensors(peft_config or {}, tensors)
+        except (AdapterError, OSError, MemoryError) as error:
+            self._read = _Read(int_id, None, str(error) or type(error).__name__)
+            return 0, self._read.problem
+        self._read = _Read(int_id, source)
+        return source.digest, ""
+
+    def unstage(self) -> None:
+        """Forget what `stage` has read."""
+        self._read = None
+
+    def prepare_add_lora(self, change: AdapterChange) -> StagedAddition:
+        """Raises AdapterError for an adapter that cannot be used here, or differs from rank 0's."""
+        loaded = self._check(change)
+        source = self._source(change)
+        if source.digest != change.digest:
+            raise AdapterError(
+                f"{source.subject}: the content of adapter {change.int_id} ({change.name!r}) has the digest "
+                f"{source.digest:016x} here and {change.digest:016x} on rank 0: give every rank the same"
+            )
+        return StagedAddition(change, None if self.has(source.digest) else loaded.prepare(source))
+
+    def commit_add_lora(self, staged: StagedAddition) -> bool:
+        self._drop(staged.change)
+        if staged.adapter is not None:
+            assert self._loaded is not None, "prepared"
+            self._loaded.commit(staged.adapter)
+        self.ids[staged.change.int_id] = staged.change.digest
+        return True
+
+    def undo_add_lora(self, staged: StagedAddition | None) -> None:
+        self._read = None
+        if staged is not None and staged.adapter is not None and self._loaded is not None:
+            self._loaded.discard(staged.adapter)
+
+    def prepare_remove_lora(self, change: AdapterChange) -> AdapterChange:
+        self._check(change)
+        return change
+
+    def commit_remove_lora(self, change: AdapterChange) -> bool:
+        self._drop(change)
+        return self.ids.pop(change.int_id, None) is not None
+
+    def add(self, request: LoRARequest) -> bool:
+        """Load an adapter on this worker alone, for a caller that drives it without an engine. Nothing is evicted.
+        Raises AdapterError.
+        """
+        int_id = request.lora_int_id
+        digest, problem = self.stage(int_id, request.lora_path, request.peft_config, request.lora_tensors)
+        before = self.ids.get(int_id, digest)
+        others = [content for key, content in self.ids.items() if key != int_id]
+        dropped = () if before in (digest, *others) else (before,)
+        if not problem and before != digest and not request.load_inplace:
+            problem = f"lora_int_id={int_id} has another content: give load_inplace=True, or remove it first"
+        if not problem and len(dict.fromkeys([digest, *others])) > self._max_adapters:
+            problem = f"model.max_cpu_loras={self._max_adapters} adapters are loaded: remove one first"
+        change = AdapterChange(int_id, request.lora_name, request.lora_path, digest, (), dropped, problem)
+        return self.commit_add_lora(self.prepare_add_lora(change))
+
+    def remove(self, int_id: int) -> bool:
+        """Remove an adapter from this worker alone; returns whether it was loaded."""
+        others = [content for key, content in self.ids.items() if key != int_id]
+        dropped = tuple(content for key, content in self.ids.items() if key == int_id and content not in others)
+        return self.commit_remove_lora(AdapterChange(int_id, "", "", 0, (), dropped))
+
+    def _check(self, change: AdapterChange) -> LoadedAdapters:
+        if change.problem:
+            raise AdapterRefusal(change.problem)
+        if self._loaded is None:
+            raise AdapterError("this run has no adapters: set model.enable_lora=true")
+        return self._loaded
+
+    def _source(self, change: AdapterChange) -> AdapterSource:
+        """The adapter that this rank's caller has given; without one, as in `follow`, that of rank 0's folder."""
+        read, self._read = self._read, None
+        if read is not None and read.int_id == change.int_id:
+            if read.source is None:
+                raise AdapterError(read.problem)
+            return read.source
+        if not change.path:
+            raise AdapterError(
+                f"adapter {change.int_id} ({change.name!r}) has tensors on rank 0 and none here: every rank gives its "
+                f"own, or all read a folder"
+            )
+        return read_adapter(change.path)
+
+    def _drop(self, change: AdapterChange) -> None:
+        self._read = None
+        for int_id in change.evicted:
+            self.ids.pop(int_id, None)
+        for digest in change.dropped:
+            assert self._loaded is not None, "prepared"
+            self._loaded.remove(digest)
