@@ -43,7 +43,7 @@ CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "generate": {
         **_OF_PARAMS,
         "prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]',
-        "prompt_adapter_request": "adapters are not supported: leave it out",
+        "prompt_adapter_request": "prompt adapters are not supported: give lora_request, or leave it out",
         "guided_options_request": "give structured_outputs of SamplingParams",
     },
     "chat": {
@@ -79,7 +79,7 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
 
 ENGINE_METHODS: Final[Mapping[str, str]] = {
     "from_engine_args": "further arguments have no effect",
-    "add_request": "returns the name; `lora_request`, `priority` and tracing are not supported",
+    "add_request": "returns the name; `priority` and tracing are not supported",
     "step": "partial outputs only if `output_kind` requests them",
     "abort_request": "",
     "has_unfinished_requests": "",

@@ -141,6 +141,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         check_options(self, "model")
+        if not self.adapters:
+            object.__setattr__(self, "adapters", None)
         _check_adapters(self)
         if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
             raise ConfigError(

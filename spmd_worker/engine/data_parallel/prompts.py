@@ -36,6 +36,7 @@ class CheckedPrompt:
     sampling: SamplingParams
     rope_regime: int | None = None
     pooling: PoolingParams | None = None
+    adapter: int = 0
     rows: PromptRows | None = None
     text: str | None = field(default=None, metadata=NOT_SENT)
 
@@ -195,6 +196,7 @@ class _Run:
             call=self._call,
             rope_regime=prompt.rope_regime,
             pooling=prompt.pooling,
+            adapter=prompt.adapter,
             rows=prompt.rows,
         )
         self._open[number] = (index, prompt)

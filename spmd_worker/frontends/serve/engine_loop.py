@@ -89,6 +89,7 @@ class EngineLoop:
                     prompt=row.prompt,
                     custom_id=row.custom_id,
                     index=row.index,
+                    adapter=row.adapter_id,
                     rows=row.rows,
                 )
             except ValueError as error:
