@@ -16,6 +16,7 @@ from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
+from spmd_worker.compat.prompt_adapter_requests import check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.engine.calls.prompt_tensors import row_reading
@@ -28,6 +29,7 @@ from spmd_worker.replica.sequence.events import Event
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.request import RequestId, check_sampling
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
@@ -141,6 +143,7 @@ class LLMEngine(Engine):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         prompt_text: str | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         *,
         custom_id: str | None = None,
         index: int | None = None,
@@ -161,6 +164,7 @@ class LLMEngine(Engine):
         check_request_extras(trace_headers, others)
         check_extras(1, [priority], tokenization_kwargs)
         check_lora_request(lora_request)
+        check_prompt_adapter(prompt_adapter_request)
         if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
             raise TypeError(
                 f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch, or leave it out"
@@ -168,8 +172,8 @@ class LLMEngine(Engine):
         if not isinstance(prompt_text, str | None):
             raise TypeError(f"prompt_text is a {type(prompt_text).__name__}: give text")
         if params is None:
-            if lora_request is not None:
-                raise ValueError("lora_request is for requests with a name: add_request(name, prompt, params, ...)")
+            if lora_request is not None or prompt_adapter_request is not None:
+                raise ValueError("adapters are for requests with a name: add_request(name, prompt, params, ...)")
             return self._add_unnamed(request_id, prompt, custom_id, index)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}: give text")
@@ -184,6 +188,9 @@ class LLMEngine(Engine):
             raise ValueError(encoded.error)
         # Not in the lock: an adapter that is not loaded takes steps.
         adapter = 0 if lora_request is None else self.adapters.digest_of(lora_request)
+        if prompt_adapter_request is not None and isinstance(params, PoolingParams):
+            raise ValueError("prompt_adapter_request is for generated text: leave it out, or give prompt_embeds")
+        (virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
         # Locked: a request might end before the thread that added it has stored its name.
         with self.calls.lock:
             if self._named.has(request_id):
@@ -193,7 +200,7 @@ class LLMEngine(Engine):
                 number = self._add_pooled(encoded, params, text, adapter)
             else:
                 given = (encoded.token_ids, encoded.salted(params))
-                number = self.requests.add(*given, prompt=text, adapter=adapter, rows=encoded.rows)
+                number = self.requests.add(*given, prompt=text, adapter=adapter, rows=encoded.rows, virtual=virtual)
                 self._named.track(number, params, text)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
@@ -314,6 +321,22 @@ class LLMEngine(Engine):
     def list_loras(self) -> set[int]:
         """Same as `LLM.list_loras`."""
         return self.adapters.list()
+
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        """Same as `LLM.add_prompt_adapter`; ranks in `follow` read the folder that rank 0 names."""
+        return self.prompt_adapters.add(prompt_adapter_request)
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Same as `LLM.remove_prompt_adapter`."""
+        return self.prompt_adapters.remove(prompt_adapter_id)
+
+    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Same as `LLM.pin_prompt_adapter`."""
+        return self.prompt_adapters.pin(prompt_adapter_id)
+
+    def list_prompt_adapters(self) -> set[int]:
+        """Same as `LLM.list_prompt_adapters`."""
+        return self.prompt_adapters.list()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Same as `LLM.sleep`."""

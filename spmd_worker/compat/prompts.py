@@ -12,6 +12,7 @@ from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, resolve_pooling, truncated_row
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest, VirtualTokens
 from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
@@ -74,7 +75,7 @@ class Encoded:
     (`resolve_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
     `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters. `adapter` is the digest of
     the contents of its `lora_request`, once that is loaded, 0 without one. The first of the ids are placeholders of
-    `rows`.
+    `rows`. `virtual` are those of its `prompt_adapter`, once that is loaded.
     """
 
     text: str | None
@@ -90,6 +91,13 @@ class Encoded:
     lora_request: LoRARequest | None = None
     adapter: int = 0
     rows: PromptRows | None = None
+    prompt_adapter: PromptAdapterRequest | None = None
+    virtual: VirtualTokens | None = None
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        """Tokens of the prompt adapter, before it is loaded too."""
+        return 0 if self.prompt_adapter is None else self.prompt_adapter.prompt_adapter_num_virtual_tokens
 
     def salted(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the prompt's salt. Raises ValueError for an invalid salt."""

@@ -29,6 +29,7 @@ from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.interruption import Interruption
 from spmd_worker.engine.life import Life, State
 from spmd_worker.engine.pipeline import StepPipeline
+from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.requests import Requests
 from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.weight_updates import WeightUpdates
@@ -88,24 +89,20 @@ class Engine:
         self.life = Life(executor, lockstep, (channel, engine_channel), watchdog, self.times.heartbeat)
         # Only the leader's rows are computed with, and its worker adds them to the embeddings.
         hold_rows = (lambda *rows: executor.hold_rows(*rows)) if channel.rank == 0 else (lambda *rows: None)
-        self.requests = Requests(resolved, self.calls, self.life, scheduler.adapters, hold_rows)
+        self.requests = Requests(
+            resolved, self.calls, self.life, scheduler.adapters, scheduler.prompt_adapters, hold_rows
+        )
         self.limits = self.requests.limits
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
         )
-        self.adapters = Adapters(
-            executor,
-            self.changes,
-            self.calls,
-            self.life,
-            self.requests,
-            (channel, engine_channel),
-            resolved.config.model.adapter_limits,
-            # Weak: an engine without references is freed at once.
-            WeakMethod(self.run_step),
-        )
-        executor.watch_adapters(ref(self.adapters))
+        of_changes = (executor, self.changes, self.calls, self.life, self.requests, (channel, engine_channel))
+        limits = resolved.config.model.adapter_limits
+        # Weak: an engine without references is freed at once.
+        self.adapters = Adapters(*of_changes, limits, WeakMethod(self.run_step))
+        self.prompt_adapters = PromptAdapters(*of_changes, None, WeakMethod(self.run_step))
+        executor.watch_adapters(ref(self.adapters), ref(self.prompt_adapters))
         parallel = resolved.config.parallel
         stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._in_flight = StepPipeline(executor, channel, *stages)

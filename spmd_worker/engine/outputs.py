@@ -82,7 +82,7 @@ def _non_finite_position(group: SequenceGroup) -> str | None:
     """Description of the first position with non-finite logits: of the prompt, else of the first such sample."""
     for position, entries in enumerate(group.prompt_logprobs):
         if entries is not None and any(math.isnan(entry.logprob) for entry in entries.values()):
-            return f"token {position} of the prompt"
+            return f"token {position - group.request.num_virtual_tokens} of the prompt"
     return _position(group, FinishReason.ERROR)
 
 

@@ -18,6 +18,7 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.sleep_tags import tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
@@ -53,6 +54,7 @@ class Executor(ABC):
         self._prepared_event: tuple[str, Any] = ("", None)
         self._engine_adapters: Callable[[], AdapterCalls | None] = lambda: None
         self._own_adapters: ExecutorAdapters | None = None
+        self._engine_prompt_adapters: Callable[[], Any] = lambda: None
 
     @property
     def config(self) -> RunConfig:
@@ -171,9 +173,18 @@ class Executor(ABC):
     def unstage_adapter(self) -> None:
         self.collective_rpc("unstage_adapter")
 
-    def watch_adapters(self, adapters: Callable[[], AdapterCalls | None]) -> None:
-        """Register the engine's adapters, which `add_lora` and its like call then."""
-        self._engine_adapters = adapters
+    def stage_prompt_adapter(self, request: PromptAdapterRequest) -> tuple[int, str]:
+        """As `stage_adapter`, for the worker event `add_prompt_adapter`."""
+        number, path = request.prompt_adapter_id, request.prompt_adapter_local_path
+        given = (number, path, request.prompt_adapter_num_virtual_tokens)
+        digest, problem = self.collective_rpc("stage_prompt_adapter", args=given)[0]
+        return digest, problem
+
+    def watch_adapters(
+        self, adapters: Callable[[], AdapterCalls | None], prompt_adapters: Callable[[], Any] = lambda: None
+    ) -> None:
+        """Register the engine's adapters, which `add_lora`, `add_prompt_adapter` and their like call then."""
+        self._engine_adapters, self._engine_prompt_adapters = adapters, prompt_adapters
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load a LoRA adapter on every worker, or on none; with an engine as its `add_lora`, on every rank. Returns
@@ -195,6 +206,39 @@ class Executor(ABC):
         for rank, found in enumerate(self.collective_rpc("list_loras"), start=self.environment.rank):
             if found != expected:
                 raise RanksDisagreeError(f"rank {rank} has the adapters {sorted(found)}, not {sorted(expected)}")
+        return expected
+
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        """Load a prompt adapter: with an engine on every rank, or on none; without one on each worker for itself.
+        Returns True. Raises AdapterError.
+        """
+        engine = self._engine_prompt_adapters()
+        if engine is not None:
+            return bool(engine.add(prompt_adapter_request))
+        return all(self.collective_rpc("add_prompt_adapter", args=(prompt_adapter_request,)))
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Remove a prompt adapter from every worker; returns whether it was loaded."""
+        engine = self._engine_prompt_adapters()
+        if engine is not None:
+            return bool(engine.remove(prompt_adapter_id))
+        return all(self.collective_rpc("remove_prompt_adapter", args=(prompt_adapter_id,)))
+
+    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Keep a prompt adapter from being evicted; returns True. With an engine, raises AdapterError unless it is
+        loaded.
+        """
+        engine = self._engine_prompt_adapters()
+        if engine is not None:
+            return bool(engine.pin(prompt_adapter_id))
+        return all(self.collective_rpc("pin_prompt_adapter", args=(prompt_adapter_id,)))
+
+    def list_prompt_adapters(self) -> set[int]:
+        """Ids of the loaded prompt adapters. Raises RanksDisagreeError if they differ between workers."""
+        expected, *others = [set(each) for each in self.collective_rpc("list_prompt_adapters")]
+        for rank, found in enumerate(others, start=self.environment.rank + 1):
+            if found != expected:
+                raise RanksDisagreeError(f"rank {rank} has the prompt adapters {sorted(found)}, not {sorted(expected)}")
         return expected
 
     @property

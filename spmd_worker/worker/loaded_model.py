@@ -31,6 +31,7 @@ from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.memory.plan import check_memory
 from spmd_worker.worker.opened_device import OpenedDevice
 from spmd_worker.worker.runner.model_runner import ModelRunner
+from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 from spmd_worker.worker.stored_experts import stored_experts_of
@@ -81,7 +82,8 @@ class LoadedModel:
             size, dtype = model_config.embedding_size, getattr(torch, resolved.dtype)
             rows = RowStore(size, dtype, self.opened.device, is_holder=groups.tensor.rank == 0)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
-        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters, rows=rows)
+        prefixes = PrefixStore(self.operations.attention, block_size, self.opened.device)
+        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters, rows=rows, prefixes=prefixes)
 
     def expert_loads(self) -> dict[int, list[int]]:
         """`WorkerReport.expert_loads`."""

@@ -26,6 +26,7 @@ from spmd_worker.worker.loaded_model import LoadedModel, load_model
 from spmd_worker.worker.memory.device import give_back_freed
 from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
+from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, compile_ahead, measure
@@ -156,6 +157,10 @@ class Worker(WorkerBase):
     @property
     def adapters(self) -> WorkerAdapters:
         return self.running.adapters
+
+    @property
+    def prompt_adapters(self) -> WorkerPromptAdapters:
+        return self.running.prompt_adapters
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         pooling = self.model_config.pooling

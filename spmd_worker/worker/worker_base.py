@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.memory import host
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from spmd_worker.model.weights.weight_update import WeightUpdateReport
     from spmd_worker.ranks.groups import ParallelGroups
     from spmd_worker.worker.adapters import WorkerAdapters
+    from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,35 @@ class WorkerBase(ABC):
     def list_loras(self) -> set[int]:
         """Ids of the adapters that this worker has loaded."""
         return set(self.adapters.ids)
+
+    @property
+    def prompt_adapters(self) -> "WorkerPromptAdapters":
+        """This worker's prompt adapters, one of its `event_handlers`."""
+        raise AdapterError(f"{type(self).__name__} takes no prompt adapters")
+
+    def stage_prompt_adapter(self, int_id: int, path: str, num_tokens: int) -> tuple[int, str]:
+        """`WorkerPromptAdapters.stage`: read an adapter for the worker event `add_prompt_adapter` that follows."""
+        return self.prompt_adapters.stage(int_id, path, num_tokens)
+
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        """Load a prompt adapter on this worker alone: for a caller that drives it without an engine, whose
+        `add_prompt_adapter` loads it on every rank. Raises AdapterError.
+        """
+        request = prompt_adapter_request
+        number, name, path = request.prompt_adapter_id, request.prompt_adapter_name, request.prompt_adapter_local_path
+        return self.prompt_adapters.add(number, name, path, request.prompt_adapter_num_virtual_tokens)
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Remove a prompt adapter from this worker alone; returns whether it was loaded."""
+        return self.prompt_adapters.remove(prompt_adapter_id)
+
+    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Whether the adapter is loaded: a worker never evicts one by itself."""
+        return prompt_adapter_id in self.prompt_adapters.ids
+
+    def list_prompt_adapters(self) -> set[int]:
+        """Ids of the prompt adapters that this worker has loaded."""
+        return set(self.prompt_adapters.ids)
 
     @abstractmethod
     def check_health(self) -> None:

@@ -132,6 +132,9 @@ class ModelOptions:
         "and the number of `adapters`",
         least=1,
     )
+    max_prompt_adapters: int = vllm_option(
+        16, "prompt adapters that are loaded; one more evicts the one that was used longest ago", least=1
+    )
     adapters: dict[str, str] | None = option(
         None, "LoRA adapters to load at the start: name and PEFT folder, such as `{sql: /a/sql}`"
     )

@@ -186,4 +186,8 @@ def _compared_fields(prompt: Encoded) -> dict[str, Any]:
         # The ranks' folders may differ: contents are compared when the adapter is loaded.
         request = prompt.lora_request
         fields["lora_request"] = {"lora_name": request.lora_name, "lora_int_id": request.lora_int_id}
+    if prompt.prompt_adapter is not None:
+        wanted = prompt.prompt_adapter
+        name, number, count = wanted.name, wanted.prompt_adapter_id, wanted.prompt_adapter_num_virtual_tokens
+        fields["prompt_adapter_request"] = {"name": name, "id": number, "num_virtual_tokens": count}
     return fields

@@ -17,6 +17,7 @@ from spmd_worker.engine.interruption import Interruption
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -38,6 +39,7 @@ class CheckedPrompt:
     pooling: PoolingParams | None = None
     adapter: int = 0
     rows: PromptRows | None = None
+    virtual: VirtualTokens | None = None
     text: str | None = field(default=None, metadata=NOT_SENT)
 
     @property
@@ -198,6 +200,7 @@ class _Run:
             pooling=prompt.pooling,
             adapter=prompt.adapter,
             rows=prompt.rows,
+            virtual=prompt.virtual,
         )
         self._open[number] = (index, prompt)
 

@@ -90,6 +90,10 @@ class Allocator:
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = num_found
                 self._counters.num_cached_prompt_tokens += num_found
+            num_given = sequence.request.num_given_tokens
+            if num_found < num_given:
+                # The workers write them before they compute the first chunk.
+                self.extend(sequence, num_given - num_found)
         sequence.status, sequence.has_loaded = SequenceStatus.RUNNING, False
 
     def extend(self, sequence: Sequence, num_tokens: int) -> TableChange:

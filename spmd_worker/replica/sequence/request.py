@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Any, NewType
 
 from spmd_worker.base.config.plain_values import plain_int, shown
-from spmd_worker.replica.sequence.input_rows import InputRows, check_rows, ids_without
+from spmd_worker.replica.sequence.input_rows import KEYS_VALUES, InputRows, check_rows, ids_without
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.record_checks import Integer65, check_fields
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -56,6 +56,11 @@ class Request:
     def own_token_ids(self) -> tuple[int, ...]:
         """The caller's prompt, as it is reported: without virtual tokens, with placeholders at positions of rows."""
         return self.prompt_token_ids[self.num_virtual_tokens :] if self.num_virtual_tokens else self.prompt_token_ids
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Leading positions whose keys and values are given, so that they are not computed."""
+        return self.rows[0].num_rows if self.rows and self.rows[0].kind == KEYS_VALUES else 0
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:

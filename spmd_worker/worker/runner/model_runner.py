@@ -31,6 +31,7 @@ from spmd_worker.worker.runner.batch import Batch, RowsToSample, build_batch, co
 from spmd_worker.worker.runner.batch_state import BatchState
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
+from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
@@ -102,7 +103,7 @@ class ModelRunner:
     between steps. `grammars` has the states of rows with structured outputs, on a stage that samples. `graphs` launch
     the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
     steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
-    the given embeddings, on the first stage.
+    the given embeddings, on the first stage; `prefixes` the given keys and values.
     """
 
     def __init__(
@@ -119,9 +120,10 @@ class ModelRunner:
         keeps_state: bool = False,
         adapters: LoadedAdapters | None = None,
         rows: RowStore | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self._grammars = grammars
-        self.rows = rows
+        self.rows, self.prefixes = rows, prefixes
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
         self._pooling = RowPooling(model.pooler) if model.pooler is not None else None
@@ -171,6 +173,8 @@ class ModelRunner:
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
             cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
+        if self.prefixes is not None:
+            self.prefixes.write(scheduled, cache)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         adapters = self._adapters_of(batch)
         given = None if self.rows is None else self.rows.of_step(scheduled)

@@ -38,10 +38,10 @@ class RowStore:
         if self._is_holder:
             self._of_requests[RequestId(request_id)] = (content, self._tensor(data))
 
-    def keep(self, content: bytes, data: bytes) -> None:
+    def keep(self, content: bytes, rows: Tensor) -> None:
         """Hold rows that several requests name, until `drop`."""
         if self._is_holder:
-            self._rows[content] = self._tensor(data)
+            self._rows[content] = rows
 
     def drop(self, content: bytes) -> None:
         self._rows.pop(content, None)
