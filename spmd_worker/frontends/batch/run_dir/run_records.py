@@ -73,6 +73,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         classifier_from_token=None if tokens is None else (tokens[0], tokens[1]),
         num_steps_ahead=resolved.num_steps_ahead,
         keeps_histories=engine.scheduler.limits.keeps_histories,
+        max_prompt_adapters=model.max_prompt_adapters,
         max_loras=0 if adapters is None else adapters.max_loras,
         max_lora_rank=0 if adapters is None else adapters.max_lora_rank,
         max_cpu_loras=0 if adapters is None else adapters.max_cpu_loras,
