@@ -286,7 +286,7 @@ class LLMEngine(AdapterMethods, Engine):
 
     @property
     def _adapter_calls(self) -> Adapters:
-        """Of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
+        """The engine's adapters; ranks in `follow` read the folders that rank 0 names."""
         return self.adapters
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
