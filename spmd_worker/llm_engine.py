@@ -25,6 +25,7 @@ from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
 from spmd_worker.replica.sequence.events import Event
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId, check_sampling
@@ -298,7 +299,7 @@ class LLMEngine(AdapterMethods, Engine):
 
     @property
     def _adapter_calls(self) -> Adapters:
-        """Of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
+        """The calls of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
         return self.adapters
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
