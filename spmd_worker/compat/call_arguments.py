@@ -26,9 +26,7 @@ def check_request_extras(trace_headers: Any, others: Mapping[str, Any]) -> None:
             )
 
 
-def check_extras(
-    num_prompts: int, lora_request: Any, priority: Any = None, tokenization: Any = None, mm_processor: Any = None
-) -> None:
+def check_extras(num_prompts: int, priority: Any = None, tokenization: Any = None, mm_processor: Any = None) -> None:
     """Raise ValueError for an argument with an effect, naming it and the alternative."""
     if tokenization:
         raise ValueError(
@@ -38,12 +36,6 @@ def check_extras(
     if mm_processor:
         raise ValueError(
             f"mm_processor_kwargs={str(mm_processor)[:80]} is rejected: text models have no such inputs; leave it out"
-        )
-    adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
-    if any(each is not None for each in adapters):
-        raise ValueError(
-            f"lora_request={str(lora_request)[:80]} is rejected: adapters are not supported; merge it into the "
-            f"checkpoint (PEFT's merge_and_unload)"
         )
     if priority is None:
         return

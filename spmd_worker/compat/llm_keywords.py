@@ -42,10 +42,7 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "node_rank": Any, "nnodes": Any, "data_parallel_address": Any, "data_parallel_rpc_port": Any,
     "ray_workers_use_nsight": Any, "numa_bind": Any, "numa_bind_nodes": Any, "numa_bind_cpus": Any,
     "renderer_num_workers": Any, "tokenizer_pool_size": Any, "tokenizer_pool_type": Any,
-    "tokenizer_pool_extra_config": Any, "lora_dtype": Any, "max_lora_cls_labels": Any, "lora_target_modules": Any,
-    "lora_extra_vocab_size": Any, "long_lora_scaling_factors": Any, "fully_sharded_loras": Any,
-    "enable_lora_bias": Any, "default_mm_loras": Any, "enable_tower_connector_lora": Any,
-    "specialize_active_lora": Any, "enable_mixed_moe_lora_format": Any, "enable_moe_shared_loras": Any,
+    "tokenizer_pool_extra_config": Any, "specialize_active_lora": Any, "max_lora_cls_labels": Any,
     "max_prompt_adapters": Any, "max_prompt_adapter_token": Any, "limit_mm_per_prompt": Any,
     "mm_processor_kwargs": Any, "mm_processor_cache_gb": Any, "mm_processor_cache_type": Any,
     "mm_hasher_algorithm": Any, "mm_shm_cache_max_object_size_mb": Any, "mm_encoder_tp_mode": Any,
@@ -74,7 +71,10 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "weight_transfer_config": Any, "additional_config": Any, "override_neuron_config": Any, "max_logprobs": Any,
     "quantization_config": Any, "kv_cache_dtype": Any, "speculative_config": Any, "speculative_model": Any,
     "num_speculative_tokens": Any, "spec_method": Any, "spec_model": Any, "spec_tokens": Any,
-    "qlora_adapter_name_or_path": Any, "enable_prompt_adapter": Any, "logits_processors": Any, "hf_overrides": Any,
+    "qlora_adapter_name_or_path": Any, "lora_dtype": Any, "lora_target_modules": Any, "lora_extra_vocab_size": Any,
+    "long_lora_scaling_factors": Any, "fully_sharded_loras": Any, "enable_lora_bias": Any,
+    "enable_mixed_moe_lora_format": Any, "enable_moe_shared_loras": Any, "default_mm_loras": Any,
+    "enable_tower_connector_lora": Any, "enable_prompt_adapter": Any, "logits_processors": Any, "hf_overrides": Any,
     "rope_scaling": Any, "rope_theta": Any, "hf_config_path": Any, "disable_sliding_window": Any, "model_impl": Any,
     "model_class_overrides": Any, "model_weights": Any, "task": Any, "convert": Any, "pooler_config": Any,
     "override_pooler_config": Any, "diffusion_config": Any, "tokenizer": Any, "tokenizer_mode": Any,
@@ -137,6 +137,8 @@ class LLMKeywords(_Others, total=False):
     swap_space: float | None
     enable_prefix_caching: bool | None
     host_tier_gib: float | None
+    connector: str | None
+    connector_options: dict[str, str] | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_chunked_prefill: bool | None

@@ -9,6 +9,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, resolve_pooling, truncated_row
 from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -58,7 +59,8 @@ class Encoded:
     """An encoded prompt, or the `error` for which it is not one. `is_ids`: it was given as ids, and `text` is the
     caller's text of them. `rope_regime` None is derived from its length and parameters. `pooling` is normalised
     (`resolve_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
-    `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters.
+    `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters. `adapter` is the digest of
+    the contents of its `lora_request`, once that is loaded, 0 without one.
     """
 
     text: str | None
@@ -71,6 +73,8 @@ class Encoded:
     num_first_tokens: int | None = None
     form: StructuredOutputsParams | None = None
     cache_salt: str | None = None
+    lora_request: LoRARequest | None = None
+    adapter: int = 0
 
     def salted(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the prompt's salt. Raises ValueError for an invalid salt."""

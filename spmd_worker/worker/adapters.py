@@ -17,7 +17,7 @@ from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """An adapter that this rank's own caller has given for an id, or why it cannot be used."""
+    """An id's adapter as this rank's own caller has given it, or why it cannot be used."""
 
     int_id: int
     source: AdapterSource | None
@@ -122,7 +122,7 @@ class WorkerAdapters:
         return self.commit_remove_lora(AdapterChange(int_id, "", "", 0, (), dropped))
 
     def pin(self, int_id: int) -> bool:
-        """No effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
+        """Without effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
         if int_id not in self.ids:
             raise AdapterError(f"adapter {int_id} cannot be pinned: it is not loaded")
         return True

@@ -33,6 +33,7 @@ class CheckedPrompt:
     sampling: SamplingParams
     rope_regime: int | None = None
     pooling: PoolingParams | None = None
+    adapter: int = 0
     text: str | None = field(default=None, metadata=NOT_SENT)
 
     @property
@@ -191,6 +192,7 @@ class _Run:
             call=self._call,
             rope_regime=prompt.rope_regime,
             pooling=prompt.pooling,
+            adapter=prompt.adapter,
         )
         self._open[number] = (index, prompt)
 

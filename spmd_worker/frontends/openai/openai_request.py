@@ -94,6 +94,8 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     body = fields["body"]
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body={shown(body)} must be an object")
+    if body.get("adapter") is not None:
+        raise InvalidRequestError("adapter is a key of a plain row: a body names its adapter in model", "unknown_key")
     url = fields["url"]
     if url == COMPLETIONS_URL:
         return _completion_row(index, custom_id, body, defaults)

@@ -85,6 +85,14 @@ def model_name(body: Mapping[str, Any]) -> str | None:
     return model
 
 
+def adapter_name(fields: Mapping[str, Any]) -> str | None:
+    """The adapter that a plain row names. Raises InvalidRequestError."""
+    adapter = fields.get("adapter")
+    if adapter is not None and not isinstance(adapter, str):
+        raise InvalidRequestError(f"adapter={shown(adapter)} must be a string, a name of model.adapters")
+    return adapter
+
+
 def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     """The defaults, overridden by the row's values. Raises InvalidRequestError with the violated rule."""
     overrides = {key: value for key, value in given.items() if value is not None or key in _KEYS_WITH_NULL}

@@ -16,6 +16,7 @@ from spmd_worker.frontends.openai.openai_request import BODY_KEYS, OPENAI_ROW_KE
 from spmd_worker.frontends.openai.pooling_request import PLAIN_KEYS as POOLING_KEYS
 from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
+    adapter_name,
     chat_prompt,
     check_keys,
     invalid_request,
@@ -34,6 +35,7 @@ from spmd_worker.frontends.openai.row import (
     TokensPrompt,
     row_error,
 )
+from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.incremental_decoder import num_unfinished
@@ -42,7 +44,7 @@ from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
-_PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
+_PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "adapter", "chat_template_kwargs", *SAMPLING_KEYS)
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
 
 
@@ -119,7 +121,7 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     check_keys(fields, _PLAIN_KEYS)
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
-    return Row(index, custom_id, "plain", prompt, sampling)
+    return Row(index, custom_id, "plain", prompt, sampling, adapter=adapter_name(fields))
 
 
 def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
@@ -147,17 +149,23 @@ def resolve(
     engine: RequestLimits,
     limits: RowLimits = _DEFAULT_LIMITS,
     chat_format: ChatFormat = _NO_FORMAT,
+    models: ServedModels = ANY_MODEL,
 ) -> EncodedRow | RowError:
     """`encode_row`, with an error row for a row that cannot run."""
     try:
-        return encode_row(row, tokenizer, engine, limits, chat_format)
+        return encode_row(row, tokenizer, engine, limits, chat_format, models)
     except InvalidRequestError as error:
         return row_error(row, error.code, str(error))
 
 
 @invalid_request(errors=RequestError)
 def encode_row(
-    row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits, chat_format: ChatFormat
+    row: Row,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    limits: RowLimits,
+    chat_format: ChatFormat,
+    models: ServedModels = ANY_MODEL,
 ) -> EncodedRow:
     """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`. Raises
     InvalidRequestError.
@@ -165,6 +173,7 @@ def encode_row(
     `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
     at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning.
     """
+    adapter_id = models.adapter_of(row)
     engine.check_runner(None)
     if row.request is not None:
         check_takes_tools(row.request, chat_format)
@@ -205,6 +214,8 @@ def encode_row(
         *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),
         echo=echo,
         returns_token_ids=row.returns_token_ids,
+        adapter_id=adapter_id,
+        adapter=row.adapter,
     )
 
 
