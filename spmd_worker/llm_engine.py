@@ -306,7 +306,7 @@ class LLMEngine(AdapterMethods, Engine):
 
     @property
     def _adapter_calls(self) -> Adapters:
-        """Of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
+        """The calls of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
         return self.adapters
 
     @property
