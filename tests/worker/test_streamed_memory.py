@@ -62,10 +62,12 @@ def _kernels_are_built(tmp_path_factory: pytest.TempPathFactory):
     load_model(write_checkpoint(tmp_path_factory.mktemp("small") / "model", CheckpointSpec(LlamaConfig)))
 
 
+@pytest.mark.guarantee("A streamed start takes the memory of the weights and 64 MiB")
 def test_streamed_start_takes_weights_and_64_mib(tmp_path: Path):
     assert extra_bytes(write_zeros(tmp_path / "model", is_streamed=True), tmp_path / "bytes") < LIMIT
 
 
+@pytest.mark.control("A streamed start takes the memory of the weights and 64 MiB")
 def test_memory_check_detects_a_plain_start(tmp_path: Path, control):
     extra = extra_bytes(write_zeros(tmp_path / "model", is_streamed=False), tmp_path / "bytes")
     with control():
