@@ -33,6 +33,7 @@ from spmd_worker.base.errors import CheckpointError, ConfigError, MissingWeights
 from spmd_worker.model.weights.sharded_state import held_parameters
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
+from spmd_worker.worker import file_formats
 from spmd_worker.worker.worker import Worker
 
 KINDS = ("sharded_state", "checkpoint", "streamed")
@@ -101,8 +102,9 @@ def loaded_worker(folder: Path, kind: str = "checkpoint") -> Worker:
 
 
 @pytest.mark.parametrize("name", ["phi", "gpt2", "gpt_neox", "gpt_oss"])
-def test_families_keep_every_tensor_and_parameter(name: str, tmp_path: Path):
-    """A padded head with a bias, transposed matrices, heads of a fused tensor, stacked experts."""
+def test_families_keep_every_tensor_and_parameter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A padded head with a bias, transposed matrices, heads of a fused tensor, stacked experts; read in many blocks."""
+    monkeypatch.setattr(file_formats, "CHUNK_BYTES", 3000)
     folder = (expert_folder if name == "gpt_oss" else family_folder)(name)
     worker, source = loaded_worker(folder), load_file(folder / "model.safetensors")
     expected = {each.name: each.read() for each in held_parameters(worker.loaded.model)}
@@ -148,8 +150,8 @@ def test_saved_weights_are_those_of_now(tmp_path: Path):
         with llm.weight_update() as load:
             for name, tensor in wanted.items():
                 load(name, tensor)
-        now = answers(llm)
         folders = {kind: save(llm, kind, tmp_path / kind) for kind in KINDS}
+        now = answers(llm)
         version = llm.llm_engine.scheduler.weight_version
     with open_llm(changed_model()) as other:
         assert answers(other) == now

@@ -15,8 +15,8 @@ from spmd_worker.model.weights.saved_checkpoint import metadata_of
 from spmd_worker.worker.memory import host
 
 LIMIT = 64 * 2**20
-SIZES = {"num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 40960, "tie_word_embeddings": False}
-"""An embedding and a head of 80 MiB each."""
+SIZES = {"num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 65536, "tie_word_embeddings": False}
+"""An embedding and a head of 128 MiB each."""
 
 
 def write_zeros(folder: Path, *, is_streamed: bool) -> Path:
@@ -50,7 +50,7 @@ def extra_bytes(folder: Path, result: Path) -> int:
         before = host.resident_bytes()
         model = load_model(folder)
         weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-        assert weights > 160 * 2**20
+        assert weights > 256 * 2**20
         result.write_text(str(host.peak_resident_bytes() - before - weights))
 
     assert in_child(load) == 0
