@@ -55,9 +55,11 @@ class Allocator:
         """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
         return self._cache.find_prefix(self._prefix_hashes(sequence))
 
-    def prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
-        """Names of the leading blocks of a waiting sequence that may be found, on the device or outside."""
-        return self._prefix_hashes(sequence)
+    def prefix_hashes(self, sequence: Sequence, weight_version: int | None) -> list[BlockHash]:
+        """Names of the leading blocks of a new sequence that may be found, on the device or outside; with the weights
+        of a version that is about to be set, if one is.
+        """
+        return self._prefix_hashes(sequence, weight_version)
 
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
         """Transfer that loads the blocks after `prefix`, started if needed; None if there is none to wait for."""
@@ -187,24 +189,25 @@ class Allocator:
             self._cache.set_hashes(sequence.table, hashes, sequence.num_hashed_blocks, num_written_tokens, num_saved)
             sequence.num_hashed_blocks = num_full
 
-    def _prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
+    def _prefix_hashes(self, sequence: Sequence, weight_version: int | None = None) -> list[BlockHash]:
         """Hashes of the full blocks that may be found in the prefix cache: they leave a token to compute."""
         if not sequence.request.sampling.reads_prefix_cache:
             return []
-        return self._hashes(sequence, (sequence.num_tokens - 1) // self._cache.block_size)
+        return self._hashes(sequence, (sequence.num_tokens - 1) // self._cache.block_size, weight_version)
 
     def _computed_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the full blocks that are computed."""
         return self._hashes(sequence, sequence.num_computed_tokens // self._cache.block_size)
 
-    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[BlockHash]:
+    def _hashes(self, sequence: Sequence, num_blocks: int, weight_version: int | None = None) -> list[BlockHash]:
         """The first `num_blocks` hashes, each computed once; empty if nothing of the sequence is shared."""
         hashes, block_size = sequence.block_hashes, self._cache.block_size
         if hashes is None or not self._enable_prefix_caching:
             return []
         if len(hashes) < num_blocks:
             regime, salt = sequence.request.rope_regime, sequence.request.sampling.cache_salt
-            parent = hashes[-1] if hashes else root_hash(self._weight_version, rope_regime=regime, cache_salt=salt)
+            version = self._weight_version if weight_version is None else weight_version
+            parent = hashes[-1] if hashes else root_hash(version, rope_regime=regime, cache_salt=salt)
             token_ids = sequence.token_ids(len(hashes) * block_size, num_blocks * block_size)
             hashes += hash_blocks(parent, token_ids, block_size)
         return hashes[:num_blocks]
