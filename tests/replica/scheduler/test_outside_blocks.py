@@ -69,6 +69,19 @@ def test_failed_load_is_computed_and_saved_again(first: Run):
     assert run.ended[0].num_cached_tokens == 0
 
 
+def test_row_loads_what_follows_a_load_in_flight(first: Run):
+    """It waited for the other row's transfer, and then computed the blocks that were its own."""
+    first.settle()
+    first.admit(0, (*PROMPT[:8], *tokens(90, 5)), max_tokens=1)
+    first.finish()
+    run = second_run(first, num_blocks=20)
+    run.admit(0, PROMPT, max_tokens=1)
+    run.admit(0, (*PROMPT[:8], *tokens(90, 5)), max_tokens=1)
+    assert run.step() == []
+    assert len(run.last_plan.block_ops.fetch) == 4
+    assert run.steps(3) == [[], [], [Row(0, 0, 12, 1, 1), Row(1, 0, 12, 1, 1)]]
+
+
 def test_consumer_loads_and_saves_nothing(first: Run):
     run = second_run(first, saves=False)
     run.admit(0, tokens(100, 9), max_tokens=1)
