@@ -69,7 +69,7 @@ class Adapters:
         with self._calls.inside("add_lora"):
             self._check_call()
             self._check_request(request)
-            digest, problem = self._executor.stage_adapter(request)
+            digest, problem = self._executor.adapters.stage(request)
             staged, num_with = (digest, problem and f"rank 0: {problem}"), self._requests.num_with_adapter
             plan = partial(plan_addition, self._registry, request, staged, num_with, self._wanted.__contains__)
             with self._change(plan) as change:
@@ -167,8 +167,8 @@ class Adapters:
         is_same = entry.name == request.lora_name and path == request.lora_path
         if is_same and request.lora_tensors is not None:
             # A trainer changes its tensors in place.
-            is_same = self._executor.stage_adapter(request)[0] == entry.digest
-            self._executor.unstage_adapter()
+            is_same = self._executor.adapters.stage(request)[0] == entry.digest
+            self._executor.adapters.unstage()
         if not is_same:
             raise AdapterError(taken(request, entry))
         return entry.digest

@@ -121,6 +121,15 @@ class WorkerAdapters:
         dropped = tuple(content for key, content in self.ids.items() if key == int_id and content not in others)
         return self.commit_remove_lora(AdapterChange(int_id, "", "", 0, (), dropped))
 
+    def pin(self, int_id: int) -> bool:
+        """Without effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
+        if int_id not in self.ids:
+            raise AdapterError(f"adapter {int_id} cannot be pinned: it is not loaded")
+        return True
+
+    def list(self) -> set[int]:
+        return set(self.ids)
+
     def _check(self, change: AdapterChange) -> LoadedAdapters:
         if change.problem:
             raise AdapterRefusal(change.problem)

@@ -121,7 +121,7 @@ def tasks(folder: Path) -> Path:
 def alone(folder: Path, tasks: Path) -> dict[str, dict]:
     """One process's, of both models."""
     its_own = {"model": "hf", "arguments": arguments()}
-    adapter, other = (write_adapter(folder / f"adapter{seed}", MODEL, seed) for seed in (1, 2))
+    adapter, other = (str(write_adapter(folder / f"adapter{seed}", MODEL, seed, scale=0.1)) for seed in (1, 2))
     evaluations = {
         "hf": its_own,
         "hf chat": {**its_own, "chat": True},

@@ -68,6 +68,27 @@ def prompt_logits(
     return [torch.cat(each) for each in parts]
 
 
+@torch.inference_mode()
+def encoder_states(
+    model: DecoderForCausalLM,
+    prompts: list[list[int]],
+    loaded: LoadedAdapters | None = None,
+    digests: Sequence[int] = (),
+) -> list[Tensor]:
+    """Float32 [tokens, hidden] of each prompt of an encoder, all in one step."""
+    run = _Run(model, prompts, loaded, digests)
+    scheduled = [ScheduledSequence(each, each.num_tokens, num_samples=0) for each in run.sequences]
+    slot_of = None if loaded is None else loaded.slot_of
+    batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), is_encoder=True, slot_of=slot_of)
+    adapters = None if loaded is None or batch.adapter_slots is None else loaded.step(batch.adapter_slots)
+    hidden = model(
+        *(batch.token_ids, batch.positions, batch.rope_regimes, run.cache, batch.attention),
+        token_types=batch.token_types,
+        adapters=adapters,
+    )
+    return list(hidden.float().split([len(prompt) for prompt in prompts]))
+
+
 def is_noticed(
     folders: Iterable[Path], logits_of: Callable[[Path], list[Tensor]], is_right: Callable[[list[Tensor]], bool]
 ) -> bool:

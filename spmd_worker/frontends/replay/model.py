@@ -75,6 +75,11 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     f"step {step.plan.step} computes with {change}, which the log does not have: the steps before were "
                     f"recomputed"
                 )
+            if step.plan.block_ops.fetch:
+                raise ReplayError(
+                    f"step {step.plan.step} loads blocks by cache.connector, which the log does not have: the steps "
+                    f"before were recomputed"
+                )
             # Events take effect after the step.
             for event in step.events:
                 if isinstance(event, WorkerEvent):
@@ -106,7 +111,7 @@ def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
         executor.remove_lora(int_id)
     request = LoRARequest(event.name, event.int_id, event.path, load_inplace=True)
     try:
-        if executor.stage_adapter(request) != (event.digest, ""):
+        if executor.adapters.stage(request) != (event.digest, ""):
             return f"{what}, whose folder {event.path} has another content than in the run"
         executor.add_lora(request)
     except AdapterError as error:

@@ -47,7 +47,7 @@ class StepLogHeader:
     `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read; `keeps_histories`: see
     `SchedulerLimits`. `max_loras` is 0 in a run without adapters; those that were loaded at the start, with ids from 1
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
-    weights, absolute.
+    weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector.
     """
 
     code: str
@@ -87,6 +87,7 @@ class StepLogHeader:
     adapter_names: tuple[str, ...] = ()
     adapter_paths: tuple[str, ...] = ()
     adapter_digests: tuple[int, ...] = ()
+    connector_saves: bool | None = None
     format_version: int = FORMAT_VERSION
 
     @property

@@ -144,9 +144,10 @@ class WeightStore:
         return DummyWeights(self.tensors, self.slices, seed, staging)
 
     @torch.no_grad()
-    def fill(self, source: WeightSource, num_threads: int = 1) -> LoadReport:
-        """Fill all parameters, not packed yet, from the source. Idempotent. Threads, which must not start others
-        (`use_single_threaded_torch`), share the blocks; on the CPU files are read by one, the fastest way there.
+    def fill(self, source: WeightSource, num_threads: int = 1, block_bytes: int = _BLOCK_BYTES) -> LoadReport:
+        """Fill all parameters, not packed yet or by `pack_empty`, from the source. Idempotent. Threads, which must not
+        start others (`use_single_threaded_torch`), share the blocks; on the CPU files are read by one, the fastest way
+        there unless weights are packed meanwhile.
 
         Raises CheckpointError: before anything is written, for wrong names, shapes, dtypes or coverage; later, for a
         file that cannot be read, a tied head that differs and an element that is not finite.
@@ -163,7 +164,7 @@ class WeightStore:
             if held.stored is not None:
                 jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
                 continue
-            jobs += [(held, block) for block in source.blocks(name, held.piece.source, _BLOCK_BYTES)]
+            jobs += [(held, block) for block in source.blocks(name, held.piece.source, block_bytes)]
         # Threads do not take over a caller's inference mode, in which the parameters may have been made.
         write = partial(self._write_block, source, torch.is_inference_mode_enabled())
         try:
@@ -182,10 +183,23 @@ class WeightStore:
                 layer, scales = found
                 layer.keep_scales(held.rows, scales)
         for padding in self.paddings:
-            region = tuple(slice(*bounds) for bounds in padding.destination)
-            parameters[padding.parameter_name].data[region].zero_()
+            module, _, own = padding.parameter_name.rpartition(".")
+            padded = self._layers[module]
+            # `pack_empty` begins with zeros.
+            if not (own == "weight" and isinstance(padded, PackedLayer) and padded.is_packed):
+                region = tuple(slice(*bounds) for bounds in padding.destination)
+                parameters[padding.parameter_name].data[region].zero_()
         num_tensors = len({name for name, _ in pieces})
         return LoadReport(num_tensors, source.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
+
+    def pack_empty(self) -> None:
+        """Have weights packed while they are filled, where blocks of them are full rows."""
+        transposed = {
+            id(each.layer) for weight in self.held.values() for each in weight.pieces if each.piece.is_transposed
+        }
+        for layer in self._layers.values():
+            if isinstance(layer, PackedLayer) and id(layer) not in transposed:
+                layer.pack_empty()
 
     def pack(self) -> None:
         """Pack the weights of all `PackedLayer`, after they are filled."""
@@ -260,7 +274,7 @@ class WeightStore:
         is_head = self._is_tied_head(name)
         # A tied head is compared with the embedding, which is checked.
         if not is_head and not self._allows_nonfinite:
-            check_finite(subject, tensor.detach(), self._dtype_of(name))
+            check_finite(subject, tensor.detach(), self.dtype_of(name))
         own = self.held.get(name)
         stored_pieces = [] if source is None or own is None or self._stored_format(name) is None else own.pieces
         jobs = [(held, block) for held in stored_pieces for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
@@ -324,7 +338,7 @@ class WeightStore:
                 f"{name}: has the shape {shape} on this rank, not {given}: only its values can be changed"
             )
         if not self._allows_nonfinite:
-            check_finite(f"{name}: this rank's slice", values, self._dtype_of(name))
+            check_finite(f"{name}: this rank's slice", values, self.dtype_of(name))
         held.check_changes(values)
 
     def _check_covered(self, source: WeightSource, other_problems: Iterable[str] = ()) -> None:
@@ -353,7 +367,7 @@ class WeightStore:
                 if source.staging.device.type == "cpu":
                     self._check_block(source, name, block, values)
                 else:
-                    flag = finite_flag(values, self._dtype_of(name))
+                    flag = finite_flag(values, self.dtype_of(name))
             if parts is None:
                 held.write_block(block, values)
             else:
@@ -361,7 +375,7 @@ class WeightStore:
         return flag
 
     def _check_block(self, source: WeightSource, name: str, block: Rectangle, values: Tensor) -> None:
-        check_finite(_in_file(source, name), values, self._dtype_of(name), [start for start, _ in block])
+        check_finite(_in_file(source, name), values, self.dtype_of(name), [start for start, _ in block])
 
     def _raise_not_finite(
         self, source: WeightSource, jobs: Sequence[tuple[HeldPiece, Rectangle]], flags: Sequence[Tensor | None]
@@ -383,7 +397,8 @@ class WeightStore:
     def _is_tied_head(self, name: str) -> bool:
         return self.names.tied is not None and name == self.names.tied[1]
 
-    def _dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Dtype in which the model holds a weight that is not quantised."""
         return torch.float32 if self.tensors[name].is_float32 else self._dtype
 
 
@@ -458,5 +473,6 @@ def _in_file(source: WeightSource, name: str) -> str:
 
 def _is_same(source: WeightSource, name: str, other: str, block: Rectangle) -> bool:
     """Bitwise, so that NaN equals itself."""
-    first, second = source.read(name, block), source.read(other, block)
+    # Both at once: staging may have one buffer.
+    first, second = source.read(name, block).clone(), source.read(other, block)
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

@@ -3,15 +3,20 @@
 A token is the greedy one if it has the largest logit after the tokens before it, which are PEFT's.
 """
 
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from encoder_models import encoder_folder
 from family_checkpoints import family_folder
-from our_model import load_model, prompt_logits
-from peft_adapters import Settings, adapter_folder, peft_logits, peft_model
+from our_model import encoder_states, load_model, prompt_logits
+from peft import PeftModel
+from peft_adapters import Settings, adapter_folder, peft_logits, peft_model, write_adapter
 from reference_models import random_prompt, relative_error
 from torch import Tensor
+from transformers import AutoModel
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model.adapters.loaded import LoadedAdapters
@@ -94,3 +99,31 @@ def test_comparison_detects_rows_without_their_adapter():
     reference = peft_model("gpt_neox")
     assert relative_error(prompt_logits(model, [PROMPTS[2]])[0], peft_logits(reference, PROMPTS[2])) > 0.1
     assert not torch.equal(*our_logits("gpt_neox", (), [PROMPTS[2], PROMPTS[2][::-1]]))
+
+
+ENCODERS = {
+    "bert": r"encoder\.layer\.\d\.(attention\.self\.(query|value)|.*dense)",
+    "modern": r"layers\.\d\.(attn\.Wqkv|attn\.Wo|mlp\.Wi|mlp\.Wo)",
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_hidden_states_of_encoders_are_those_of_peft(name: str, tmp_path: Path):
+    """The backbone alone: PEFT's paths lack the prefix of a model with a head."""
+    reference = AutoModel.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager")
+    write_adapter(reference, tmp_path, (("target_modules", ENCODERS[name]),))
+    theirs = PeftModel.from_pretrained(
+        AutoModel.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager"), tmp_path
+    ).eval()
+    model = load_model(encoder_folder(name))
+    loaded, source = LoadedAdapters(model, AdapterLimits(1, 64, 1)), read_adapter(tmp_path)
+    loaded.commit(loaded.prepare(source))
+    prompts = [random_prompt(length, 3, vocab_size=96) for length in (12, 30)]
+    found = encoder_states(model, prompts, loaded, [source.digest, 0])
+    with torch.no_grad():
+        for ours, prompt, context in zip(found, prompts, (nullcontext(), theirs.disable_adapter()), strict=True):
+            with context:
+                expected = theirs(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+            assert relative_error(ours, expected) < 1e-4
+    (plain,) = encoder_states(model, prompts[:1])
+    assert relative_error(plain, found[0]) > 1e-2

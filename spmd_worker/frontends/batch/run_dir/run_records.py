@@ -80,4 +80,5 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         adapter_names=tuple(each.name for each in loaded),
         adapter_paths=tuple(str(Path(each.path).resolve()) for each in loaded),
         adapter_digests=tuple(each.digest for each in loaded),
+        connector_saves=None if engine.outside is None else engine.outside.saves,
     )
