@@ -50,7 +50,7 @@ def block_identity(resolved: ResolvedRun, arithmetic: str, weights: str) -> dict
 
 
 def weights_digest(resolved: ResolvedRun) -> str:
-    """Digest of the contents of the checkpoint and of the adapter that is merged into it. Raises OSError, AdapterError."""
+    """Digest of the checkpoint's contents and those of an adapter merged into it. Raises OSError or AdapterError."""
     merged, pooling = resolved.config.model.merged_adapter, resolved.model_config.pooling
     if resolved.config.model.load_format == "dummy":
         digest = "dummy weights"
