@@ -17,7 +17,7 @@ from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What this rank's own caller has given for an id: the adapter, or why it cannot be used."""
+    """An id's adapter as this rank's own caller has given it, or why it cannot be used."""
 
     int_id: int
     source: AdapterSource | None
