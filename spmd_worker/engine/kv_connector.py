@@ -11,6 +11,7 @@ from kv_cache.block import BlockHash
 from kv_cache.connectors.interface import ConnectorContext, KVConnector, SchedulerHalf
 from kv_cache.outside_transfers import OutsideTransfers
 from spmd_worker.base.version import code_fingerprint
+from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.content_digest import content_digest
 from spmd_worker.replica.lockstep.agreement import canonical
 from spmd_worker.replica.scheduler.scheduler import Scheduler
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 _IRRELEVANT: Final = (
     *("path", "dtype", "max_model_len", "load_format", "logprobs_mode", "allow_nonfinite", "runner", "pooling_type"),
     *("classifier_from_token", "default_prompt_name", "allow_any_dimensions", "tool_call_format", "reasoning_format"),
+    *("adapters", "max_cpu_loras", "lora_merge"),
 )
 """Keys of `model` on which no block depends, or that are topics of their own. A new key counts until it is here."""
 
@@ -47,11 +49,13 @@ def block_identity(resolved: ResolvedRun, arithmetic: str, weights: str) -> dict
 
 
 def weights_digest(resolved: ResolvedRun) -> str:
-    """Digest of the checkpoint's contents. Raises OSError."""
+    """Digest of the checkpoint's contents and those of an adapter merged into it. Raises OSError or AdapterError."""
+    merged, pooling = resolved.config.model.merged_adapter, resolved.model_config.pooling
     if resolved.config.model.load_format == "dummy":
-        return "dummy weights"
-    pooling = resolved.model_config.pooling
-    return content_digest(resolved.model_folder, () if pooling is None else pooling.weight_folders)
+        digest = "dummy weights"
+    else:
+        digest = content_digest(resolved.model_folder, () if pooling is None else pooling.weight_folders)
+    return digest if merged is None else f"{digest}, adapter {read_adapter(merged).digest:016x}"
 
 
 def open_connector(resolved: ResolvedRun, identity: dict[str, str]) -> KVConnector:
