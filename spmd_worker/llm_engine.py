@@ -19,13 +19,14 @@ from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.prompt_adapter_requests import check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
+from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
+from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
-from spmd_worker.replica.sequence.events import Event
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
@@ -34,6 +35,8 @@ from spmd_worker.replica.sequence.request import RequestId, check_sampling
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.worker.adapter_methods import AdapterMethods
+from spmd_worker.worker.prompt_adapter_methods import PromptAdapterMethods
 
 
 class NamedRequests:
@@ -99,7 +102,7 @@ class NamedRequests:
 
 @with_keyword_hints()
 @explain_in_keywords
-class LLMEngine(Engine):
+class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
     """Engine with vLLM's methods, started by `from_engine_args` or by an `LLM` (`llm.llm_engine`).
 
     Under torchrun every rank of a replica makes the same calls, in the same order; or one rank makes them, while the
@@ -302,49 +305,14 @@ class LLMEngine(Engine):
         """Same as `LLM.set_weight_version`."""
         self.changes.set_weight_version(version)
 
-    def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
-        """Same as `Changes.worker_event`."""
-        return self.changes.worker_event(name, payload, then, self.run_step)
+    @property
+    def _adapter_calls(self) -> Adapters:
+        """The calls of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
+        return self.adapters
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Same as `LLM.add_lora`; ranks in `follow` read the folder that rank 0 names."""
-        return self.adapters.add(lora_request)
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Same as `LLM.remove_lora`."""
-        return self.adapters.remove(lora_id)
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Same as `LLM.pin_lora`."""
-        return self.adapters.pin(lora_id)
-
-    def list_loras(self) -> set[int]:
-        """Same as `LLM.list_loras`."""
-        return self.adapters.list()
-
-    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
-        """Same as `LLM.add_prompt_adapter`; ranks in `follow` read the folder that rank 0 names."""
-        return self.prompt_adapters.add(prompt_adapter_request)
-
-    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
-        """Same as `LLM.remove_prompt_adapter`."""
-        return self.prompt_adapters.remove(prompt_adapter_id)
-
-    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
-        """Same as `LLM.pin_prompt_adapter`."""
-        return self.prompt_adapters.pin(prompt_adapter_id)
-
-    def list_prompt_adapters(self) -> set[int]:
-        """Same as `LLM.list_prompt_adapters`."""
-        return self.prompt_adapters.list()
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Same as `LLM.sleep`."""
-        self.changes.sleep(level, mode, self.run_step)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Same as `LLM.wake_up`."""
-        self.changes.wake_up(tags, self.run_step)
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapters:
+        return self.prompt_adapters
 
     def is_sleeping(self) -> bool:
         """Whether weights or cache are asleep."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.config.plain_values import plain_int, shown
-from spmd_worker.base.errors import AdapterError, WorkerEventError
+from spmd_worker.base.errors import AdapterError, ConfigError, WorkerEventError
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes, RunStep
 from spmd_worker.engine.life import Life
@@ -64,12 +64,12 @@ class Adapters:
 
         Raises TypeError for anything but a LoRARequest; AdapterError, on every rank that calls this, for an adapter
         that a rank cannot load, naming rank, file and reason, for an id that has another adapter, and while unanswered
-        requests need what would give way; RuntimeError in a run without `enable_lora`. Nothing is changed then.
+        requests need what would give way; ConfigError in a run without `enable_lora`. Nothing is changed then.
         """
         with self._calls.inside("add_lora"):
             self._check_call()
             self._check_request(request)
-            digest, problem = self._executor.stage_adapter(request)
+            digest, problem = self._executor.adapters.stage(request)
             staged, num_with = (digest, problem and f"rank 0: {problem}"), self._requests.num_with_adapter
             plan = partial(plan_addition, self._registry, request, staged, num_with, self._wanted.__contains__)
             with self._change(plan) as change:
@@ -167,8 +167,8 @@ class Adapters:
         is_same = entry.name == request.lora_name and path == request.lora_path
         if is_same and request.lora_tensors is not None:
             # A trainer changes its tensors in place.
-            is_same = self._executor.stage_adapter(request)[0] == entry.digest
-            self._executor.unstage_adapter()
+            is_same = self._executor.adapters.stage(request)[0] == entry.digest
+            self._executor.adapters.unstage()
         if not is_same:
             raise AdapterError(taken(request, entry))
         return entry.digest
@@ -215,7 +215,7 @@ class Adapters:
         self._life.check_open()
         self._changes.weights.check_not_held()
         if self._limits is None:
-            raise RuntimeError("this run has no adapters: set model.enable_lora=true, or name some in model.adapters")
+            raise ConfigError("this run has no adapters: set model.enable_lora=true, or name some in model.adapters")
 
     def _check_request(self, request: Any) -> None:
         if not isinstance(request, LoRARequest):

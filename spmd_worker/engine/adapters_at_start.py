@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.errors import AdapterError
+from spmd_worker.base.errors import AdapterError, RankFailedError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.agreement import canonical
@@ -58,9 +58,11 @@ def load_at_start(
             reason = f"{mine.path} has another content than before"
         if reason and earlier is not None:
             logger.warning("adapter %d (%r) is not loaded any more: %s", each.int_id, each.name, reason)
-            executor.unstage_adapter()
+            executor.adapters.unstage()
             continue
-        change = AdapterChange(each.int_id, each.name, mine.path, digest, problem=reason)
+        if reason:
+            raise _failed(reason, channel)
+        change = AdapterChange(each.int_id, each.name, mine.path, digest)
         together(_PHASE, partial(_load, executor, change))
         loaded.append(replace(mine, digest=digest, last_use=each.last_use or each.int_id))
     return AdapterRegistry(limits.max_cpu_loras, loaded)
@@ -70,7 +72,7 @@ def _read(adapter: RegisteredAdapter, executor: Executor, channel: ControlChanne
     """The digest that every rank has read, and "", or why they have no common one: the same on every rank."""
     if not adapter.path:
         return 0, "it was given as tensors: add it again"
-    own = executor.stage_adapter(LoRARequest(adapter.name, adapter.int_id, adapter.path))
+    own = executor.adapters.stage(LoRARequest(adapter.name, adapter.int_id, adapter.path))
     found = [json.loads(payload) for payload in channel.gather(canonical([*own, adapter.path]))]
     first = found[0][0]
     for rank, (digest, problem, path) in enumerate(found):
@@ -82,10 +84,18 @@ def _read(adapter: RegisteredAdapter, executor: Executor, channel: ControlChanne
     return first, ""
 
 
+def _failed(reason: str, channel: ControlChannel) -> Exception:
+    """The error that every rank raises."""
+    if channel.size == 1:
+        return AdapterError(reason)
+    failed = RankFailedError(f"{_PHASE}: {reason}")
+    failed.names_cause = True
+    return failed
+
+
 def _load(executor: Executor, change: AdapterChange) -> None:
     """Load what the workers have read. Raises AdapterError."""
-    problem = change.problem or executor.prepare_event(ADD_LORA, change)
-    if not change.problem:
-        executor.end_event(is_committed=not problem)
+    problem = executor.prepare_event(ADD_LORA, change)
+    executor.end_event(is_committed=not problem)
     if problem:
         raise AdapterError(problem)

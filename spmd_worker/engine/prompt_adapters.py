@@ -40,7 +40,7 @@ class PromptAdapters(Adapters):
             self._check_call()
             self._check_request(request)
             number = request.prompt_adapter_id
-            digest, problem = self._executor.stage_prompt_adapter(request)
+            digest, problem = self._executor.prompt_adapters.stage(request)
             with self._change(partial(self._plan, request, digest, problem and f"rank 0: {problem}")) as change:
                 event = AddPromptAdapter(change.int_id, change.name, change.path, change.digest, change.evicted)
                 self._run_event(ADD_PROMPT_ADAPTER, change, event)

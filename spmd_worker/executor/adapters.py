@@ -1,43 +1,67 @@
-"""LoRA adapters of the workers of one executor, which have each adapter all or none, where no engine drives them."""
+"""LoRA adapters of an executor's workers, which have each adapter all or none."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from spmd_worker.base.errors import AdapterError
+from spmd_worker.base.errors import AdapterError, RanksDisagreeError
 from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition, plan_removal
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA, AdapterChange
 from spmd_worker.replica.sequence.lora_request import LoRARequest
-
-
-class AdapterCalls(Protocol):
-    """Loads adapters; an engine's `Adapters` loads them on all ranks."""
-
-    def add(self, request: LoRARequest) -> bool: ...
-    def remove(self, int_id: int) -> bool: ...
-    def pin(self, int_id: int) -> bool: ...
-    def list(self) -> set[int]: ...
+from spmd_worker.worker.adapter_methods import AdapterCalls
 
 
 class _Executor(Protocol):
-    def stage_adapter(self, request: LoRARequest) -> tuple[int, str]: ...
+    has_local_workers: bool
+
+    def collective_rpc(self, method: str, timeout: None = None, args: Sequence[Any] = ()) -> list[Any]: ...
     def prepare_event(self, name: str, payload: Any) -> str: ...
     def end_event(self, is_committed: bool) -> Any: ...
 
 
 class ExecutorAdapters:
-    """Implements `AdapterCalls` for an executor without an engine: its caller has no request in flight meanwhile."""
+    """Implements `AdapterCalls`: by the engine that drives the executor (`watch`), or, without one, in two phases on
+    the executor's own workers, while its caller has no request in flight.
+    """
 
     def __init__(self, executor: _Executor, max_adapters: int) -> None:
         self._executor, self._registry = executor, AdapterRegistry(max_adapters)
+        self._engine: Callable[[], AdapterCalls | None] = lambda: None
+
+    def watch(self, adapters: Callable[[], AdapterCalls | None]) -> None:
+        """Register the engine's adapters; the reference must not keep the engine alive."""
+        self._engine = adapters
+
+    def stage(self, request: LoRARequest) -> tuple[int, str]:
+        """Have every worker read an adapter for the worker event `add_lora` that follows, or `unstage`. Returns the
+        digest of its content on the first worker and "", or 0 and why it cannot be used.
+        """
+        if request.lora_tensors is not None and not self._executor.has_local_workers:
+            return 0, (
+                f"{request}: the workers of executor.backend=multiproc live in other processes, and no tensor can be "
+                f"passed to them: save the adapter and give its folder as lora_path, or start the ranks with torchrun"
+            )
+        given = (request.lora_int_id, request.lora_path, request.peft_config, request.lora_tensors)
+        digest, problem = self._executor.collective_rpc("stage_adapter", args=given)[0]
+        return digest, problem
+
+    def unstage(self) -> None:
+        self._executor.collective_rpc("unstage_adapter")
 
     def add(self, request: LoRARequest) -> bool:
         """Raises AdapterError, with nothing changed, if a worker cannot load it, naming the lowest such rank."""
-        change = plan_addition(self._registry, request, self._executor.stage_adapter(request), lambda _: 0)
+        engine = self._engine()
+        if engine is not None:
+            return engine.add(request)
+        change = plan_addition(self._registry, request, self.stage(request), lambda _: 0)
         self._change(ADD_LORA, change)
         self._registry.add(addition_of(change))
         return True
 
     def remove(self, int_id: int) -> bool:
+        engine = self._engine()
+        if engine is not None:
+            return engine.remove(int_id)
         if int_id not in self._registry.entries:
             return False
         self._change(REMOVE_LORA, plan_removal(self._registry, int_id, lambda _: 0))
@@ -45,13 +69,22 @@ class ExecutorAdapters:
         return True
 
     def pin(self, int_id: int) -> bool:
+        engine = self._engine()
+        if engine is not None:
+            return engine.pin(int_id)
         if int_id not in self._registry.entries:
             raise AdapterError(f"adapter {int_id} cannot be pinned: it is not loaded")
         self._registry.pin(int_id)
         return True
 
     def list(self) -> set[int]:
-        return set(self._registry.entries)
+        """Raises RanksDisagreeError if a worker has others."""
+        engine = self._engine()
+        expected = set(self._registry.entries) if engine is None else engine.list()
+        for index, found in enumerate(self._executor.collective_rpc("list_loras")):
+            if found != expected:
+                raise RanksDisagreeError(f"worker {index} has the adapters {sorted(found)}, not {sorted(expected)}")
+        return expected
 
     def _change(self, name: str, change: AdapterChange) -> None:
         problem = self._executor.prepare_event(name, change)

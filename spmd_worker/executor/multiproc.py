@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-from spmd_worker.base.errors import AdapterError, ConfigError, WorkerError
+from spmd_worker.base.errors import ConfigError, WorkerError
 from spmd_worker.base.metrics.log import LOGGER_NAME
 from spmd_worker.executor.executor import Executor, check_call_timeout
 from spmd_worker.executor.rpc_coding import encode_call
@@ -26,7 +26,6 @@ from spmd_worker.ranks.network_interface import LOOPBACK
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.lockstep.wire.codec import Encoder
 from spmd_worker.replica.lockstep.wire.message import StepMessage
-from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
@@ -46,6 +45,8 @@ _SETTLE_S: Final = 1.0
 
 class MultiprocExecutor(Executor):
     """Tensor x pipeline workers. Calls may come from any thread; all workers get them in the same order."""
+
+    has_local_workers = False
 
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         super().__init__(resolved, environment)
@@ -120,14 +121,6 @@ class MultiprocExecutor(Executor):
         finally:
             # The call may have loaded weights: later calls ask the workers.
             self._may_have_update = True
-
-    def stage_adapter(self, request: LoRARequest) -> tuple[int, str]:
-        if request.lora_tensors is not None:
-            raise AdapterError(
-                f"{request}: the workers of executor.backend=multiproc live in other processes, and no tensor can be "
-                f"passed to them: save the adapter and give its folder as lora_path, or start the ranks with torchrun"
-            )
-        return super().stage_adapter(request)
 
     def execute_model(self, plan: StepPlan, non_block: bool = False) -> StepResult | Future[StepResult]:
         """One step in one round trip. Fails permanently if a worker raises, ends, or takes nearly `executor.timeout_s`

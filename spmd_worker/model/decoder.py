@@ -71,8 +71,8 @@ class DecoderLayer(nn.Module):
         layer_cache: Tensor,
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
-        adapters: StepAdapters | None = None,
         *,
+        adapters: StepAdapters | None = None,
         is_fused: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
@@ -84,17 +84,17 @@ class DecoderLayer(nn.Module):
         if self.config.is_parallel:
             assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
             parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
-        part = self.self_attn(x, ropes, layer_cache, metadata, wanted, adapters, is_fused=is_fused)
+        part = self.self_attn(x, ropes, layer_cache, metadata, wanted, adapters=adapters, is_fused=is_fused)
         if wanted is not None:
             residual, adapters = residual[wanted.rows], wanted.adapters
             if not len(residual):
                 return part, residual
         part = self._added(part, self.attention_output_norm, residual)
         x = _normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
-        of_experts = {} if self.config.experts is None else {"slots": metadata.slots}
-        return self._added(
-            self.mlp(x, adapters, is_fused=is_fused, **of_experts), self.mlp_output_norm, residual
-        ), residual
+        options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
+        if adapters is not None:
+            options["adapters"] = adapters
+        return self._added(self.mlp(x, is_fused=is_fused, **options), self.mlp_output_norm, residual), residual
 
     @property
     def supports_wanted(self) -> bool:
@@ -236,9 +236,8 @@ class DecoderStack(nn.Module):
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 else None
             layer = self.layers[index]
-            part, residual = layer(
-                part, residual, ropes, cache[index], metadata, leaves_out, adapters, is_fused=is_fused
-            )
+            options = {"adapters": adapters, "is_fused": is_fused}
+            part, residual = layer(part, residual, ropes, cache[index], metadata, leaves_out, **options)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
         hidden = _normed(self.norm, part, residual)

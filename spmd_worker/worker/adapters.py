@@ -17,7 +17,7 @@ from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What this rank's own caller has given for an id: the adapter, or why it cannot be used."""
+    """An id's adapter as this rank's own caller has given it, or why it cannot be used."""
 
     int_id: int
     source: AdapterSource | None
@@ -120,6 +120,15 @@ class WorkerAdapters:
         others = [content for key, content in self.ids.items() if key != int_id]
         dropped = tuple(content for key, content in self.ids.items() if key == int_id and content not in others)
         return self.commit_remove_lora(AdapterChange(int_id, "", "", 0, (), dropped))
+
+    def pin(self, int_id: int) -> bool:
+        """Without effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
+        if int_id not in self.ids:
+            raise AdapterError(f"adapter {int_id} cannot be pinned: it is not loaded")
+        return True
+
+    def list(self) -> set[int]:
+        return set(self.ids)
 
     def _check(self, change: AdapterChange) -> LoadedAdapters:
         if change.problem:

@@ -20,7 +20,7 @@ from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.input_rows import EMBEDDINGS
-from spmd_worker.replica.sequence.prompt_adapter_request import content_of
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest, content_of
 from spmd_worker.worker.adapters import AdapterRefusal
 from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.row_store import RowStore
@@ -108,12 +108,13 @@ class WorkerPromptAdapters:
         self._drop(change)
         return self.ids.pop(change.int_id, None) is not None
 
-    def add(self, int_id: int, name: str, path: str, num_tokens: int) -> bool:
+    def add(self, request: PromptAdapterRequest) -> bool:
         """Load an adapter on this worker alone, for a caller that drives it without an engine. Raises AdapterError."""
-        digest, problem = self.stage(int_id, path, num_tokens)
+        int_id, path = request.prompt_adapter_id, request.prompt_adapter_local_path
+        digest, problem = self.stage(int_id, path, request.prompt_adapter_num_virtual_tokens)
         if not problem and self.ids.get(int_id, digest) != digest:
             problem = f"prompt_adapter_id={int_id} has another content: remove it first"
-        change = AdapterChange(int_id, name, path, digest, problem=problem)
+        change = AdapterChange(int_id, request.prompt_adapter_name, path, digest, problem=problem)
         return self.commit_add_prompt_adapter(self.prepare_add_prompt_adapter(change))
 
     def remove(self, int_id: int) -> bool:
@@ -121,6 +122,14 @@ class WorkerPromptAdapters:
         others = [digest for key, digest in self.ids.items() if key != int_id]
         dropped = tuple(digest for key, digest in self.ids.items() if key == int_id and digest not in others)
         return self.commit_remove_prompt_adapter(AdapterChange(int_id, "", "", 0, (), dropped))
+
+    def pin(self, int_id: int) -> bool:
+        """Whether the adapter is loaded: a worker never evicts one by itself."""
+        return int_id in self.ids
+
+    def list(self) -> set[int]:
+        """Ids of the loaded adapters."""
+        return set(self.ids)
 
     def _source(self, change: AdapterChange) -> PromptAdapter:
         """The adapter that this rank's caller has given; without one, as in `follow`, that of rank 0's folder."""

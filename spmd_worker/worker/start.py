@@ -138,7 +138,7 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
     try:
         engine.allocate(host_reserve.offered())
         host_reserve.offer(None)
-        graphs = opened.backend.new_graphs(model, opened.groups.tensor)
+        graphs = opened.backend.new_graphs(model, opened.groups.tensor, loaded.adapters)
         clock = StageClock(resolved.layout.pipeline_rank(opened.environment.rank))
         runner = loaded.new_runner(engine, clock, graphs)
     except BaseException:

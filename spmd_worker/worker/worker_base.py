@@ -1,10 +1,10 @@
 """WorkerBase: the interface between an executor and the worker of one rank, whatever its device.
 
 Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
-optionally `initialize_host_tier`, `compile_or_warm_up_model`; then for each step `execute_model` and, if that returned
-None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step` instead. Between two steps
-`prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow vLLM's. Imports no torch at run
-time, so that a worker process can set its environment before torch reads it.
+optionally `initialize_host_tier` or `initialize_connector`, `compile_or_warm_up_model`; then for each step
+`execute_model` and, if that returned None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step`
+instead. Between two steps `prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow
+vLLM's. Imports no torch at run time, so that a worker process can set its environment before torch reads it.
 
 A worker event NAME consists of up to three methods of the worker, of its extension, or of one of its `event_handlers`:
 
@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.base.errors import AdapterError
-from spmd_worker.replica.sequence.lora_request import LoRARequest
-from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
+from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
 from spmd_worker.worker.memory import host
+from spmd_worker.worker.prompt_adapter_methods import PromptAdapterCalls, PromptAdapterMethods
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +62,7 @@ class WorkerReport:
     keeps_histories: bool = False
 
 
-class WorkerBase(ABC):
+class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
     """The worker of one rank.
 
     `groups` are the process groups that `init_device` joined (`join_groups`). Under torchrun, where each rank has its
@@ -102,6 +102,10 @@ class WorkerBase(ABC):
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """(device blocks, host blocks) that fit in this rank's memory."""
 
+    def determine_available_memory(self) -> int:
+        """Bytes of memory for the cache: those of the device blocks that fit."""
+        return self.determine_num_available_blocks()[0] * self.get_cache_block_size_bytes()
+
     @abstractmethod
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the cache; the numbers are the same on every rank."""
@@ -110,10 +114,16 @@ class WorkerBase(ABC):
     def initialize_host_tier(self, num_slots: int) -> None:
         """Allocate host memory for `num_slots` evicted prefix blocks, after `initialize_cache`."""
 
-    def compile_or_warm_up_model(self) -> None:  # noqa: B027  # optional
+    def initialize_connector(self, factory: str, options: dict[str, str], identity: dict[str, str]) -> None:
+        """Make this worker's half of the KV connector whose factory has this name, after `initialize_cache`. `options`
+        and `identity`: see `ConnectorContext`. Raises ConfigError.
+        """
+        raise ConfigError(f"cache.connector={factory}: {type(self).__name__} has no method initialize_connector")
+
+    def compile_or_warm_up_model(self) -> None:  # optional
         """Run once what later steps run, after the cache is allocated, so that the first step is as fast as others."""
 
-    def expect_step(self, num_tokens: int) -> None:  # noqa: B027  # optional: only speeds up the step
+    def expect_step(self, num_tokens: int) -> None:  # optional: only speeds up the step
         """Announce, on a pipeline stage after the first, that the next unannounced step has `num_tokens` (at least 1)
         tokens. May be called while this rank computes the previous step; steps may also run unannounced.
         """
@@ -131,6 +141,25 @@ class WorkerBase(ABC):
     @abstractmethod
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """Sample the tokens of the last `execute_model`."""
+
+    def execute_dummy_batch(self) -> None:
+        """Compute one token that belongs to no request, without a change of the cache; all ranks at once."""
+        raise NotImplementedError(f"{type(self).__name__} has no method execute_dummy_batch")
+
+    def profile(self, is_start: bool = True, folder: str | None = None) -> Any:
+        """Start this rank's profiler, which will write to `folder`, or stop it and return the path of the trace.
+        Raises ValueError for a start without a folder, RuntimeError if it cannot.
+        """
+        if is_start and folder is None:
+            raise ValueError("profile needs the folder to write to: profile(folder=...)")
+        problem = self.prepare_event("start_profile" if is_start else "stop_profile", folder if is_start else None)
+        result = self.end_event(is_committed=not problem)
+        if problem:
+            raise RuntimeError(problem)
+        return result
+
+    def reset_mm_cache(self) -> None:  # optional
+        """No effect: text models have no multimodal cache."""
 
     @property
     def event_handlers(self) -> tuple[object, ...]:
@@ -164,7 +193,9 @@ class WorkerBase(ABC):
 
     @property
     def adapters(self) -> "WorkerAdapters":
-        """This worker's LoRA adapters, one of its `event_handlers`."""
+        """This worker's LoRA adapters, one of its `event_handlers`. `add_lora` and its like change this worker alone:
+        they are for a caller that drives it without an engine.
+        """
         raise AdapterError(f"{type(self).__name__} takes no LoRA adapters")
 
     def stage_adapter(self, *given: Any) -> tuple[int, str]:
@@ -174,23 +205,9 @@ class WorkerBase(ABC):
     def unstage_adapter(self) -> None:
         self.adapters.unstage()
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load a LoRA adapter on this worker alone: for a caller that drives it without an engine, whose `add_lora`
-        loads it on every rank. Raises AdapterError.
-        """
-        return self.adapters.add(lora_request)
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter from this worker alone; returns whether it was loaded."""
-        return self.adapters.remove(lora_id)
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Whether the adapter is loaded: a worker never evicts one by itself."""
-        return lora_id in self.adapters.ids
-
-    def list_loras(self) -> set[int]:
-        """Ids of the adapters that this worker has loaded."""
-        return set(self.adapters.ids)
+    @property
+    def _adapter_calls(self) -> AdapterCalls:
+        return self.adapters
 
     @property
     def prompt_adapters(self) -> "WorkerPromptAdapters":
@@ -201,25 +218,9 @@ class WorkerBase(ABC):
         """`WorkerPromptAdapters.stage`: read an adapter for the worker event `add_prompt_adapter` that follows."""
         return self.prompt_adapters.stage(int_id, path, num_tokens)
 
-    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
-        """Load a prompt adapter on this worker alone: for a caller that drives it without an engine, whose
-        `add_prompt_adapter` loads it on every rank. Raises AdapterError.
-        """
-        request = prompt_adapter_request
-        number, name, path = request.prompt_adapter_id, request.prompt_adapter_name, request.prompt_adapter_local_path
-        return self.prompt_adapters.add(number, name, path, request.prompt_adapter_num_virtual_tokens)
-
-    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
-        """Remove a prompt adapter from this worker alone; returns whether it was loaded."""
-        return self.prompt_adapters.remove(prompt_adapter_id)
-
-    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
-        """Whether the adapter is loaded: a worker never evicts one by itself."""
-        return prompt_adapter_id in self.prompt_adapters.ids
-
-    def list_prompt_adapters(self) -> set[int]:
-        """Ids of the prompt adapters that this worker has loaded."""
-        return set(self.prompt_adapters.ids)
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+        return self.prompt_adapters
 
     @abstractmethod
     def check_health(self) -> None:
@@ -233,7 +234,7 @@ class WorkerBase(ABC):
         """Call `function`, which must live in this process, with the model under its checkpoint's names."""
         return function(self.get_model())
 
-    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # noqa: B027  # optional: weights may be fixed
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # optional: weights may be fixed
         """Register the count of requests in flight, during which no weight may change. Called only if the worker is in
         the engine's process.
         """
@@ -242,10 +243,10 @@ class WorkerBase(ABC):
         """The loaded weights that are not committed; None if there are none and none was rejected."""
         return None
 
-    def reject_weight_update(self) -> None:  # noqa: B027  # optional: weights may be fixed
+    def reject_weight_update(self) -> None:  # optional: weights may be fixed
         """Reject the loaded weights of a tied head; the update stays open."""
 
-    def end_weight_update(self) -> None:  # noqa: B027  # optional: weights may be fixed
+    def end_weight_update(self) -> None:  # optional: weights may be fixed
         """Commit the loaded weights."""
 
     @abstractmethod

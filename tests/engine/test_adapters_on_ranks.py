@@ -79,8 +79,26 @@ def main(folder: Path, **options: Any) -> None:
             changed = LoRARequest("a", 1, lora_tensors=lora_tensors(4), peft_config=CONFIG, load_inplace=True)
         answers += tokens_with(llm, changed) + tokens_with(llm, LoRARequest("a", 1, first.lora_path, load_inplace=True))
         seen["removed"] = [llm.remove_lora(1), llm.remove_lora(1), sorted(engine.executor.list_loras())]
+        if engine.channel.size > 1:
+            seen["followed"] = follow(llm, second)
         (folder / f"seen{rank}").write_text(json.dumps([seen, answers]))
         shutil.rmtree(own)
+
+
+def follow(llm: LLM, request: LoRARequest) -> list[Any]:
+    """Rank 0 loads, uses and removes adapters while the others follow and read its folder; they have no tensors."""
+    engine = llm.llm_engine
+    if not engine.is_leader:
+        engine.follow()
+        return sorted(llm.list_loras())
+    refused = refusal(engine.add_lora, LoRARequest("t", 9, lora_tensors=lora_tensors(9), peft_config=CONFIG))
+    assert refused.startswith("rank 1: adapter 9 ('t') has tensors on rank 0 and none here"), refused
+    before = tokens_with(llm, request)
+    assert before == tokens_with(llm, request)
+    engine.pin_lora(2)
+    engine.remove_lora(3)
+    engine.close_followers()
+    return sorted(llm.list_loras())
 
 
 @pytest.mark.guarantee("An adapter is loaded on all ranks or on none")
@@ -111,6 +129,7 @@ def test_adapters_are_loaded_on_all_ranks(layout: dict[str, Any], tmp_path: Path
         assert seen["evicted"] == [1, 3]
         assert "2 are pinned" in seen["pinned"]
         assert seen["removed"] == [True, False, [3]]
+        assert seen.get("followed", [2]) == [2]
         plain, first, second, again, third, once_more, plain_again, changed, back = answers
         assert first == again == once_more == back
         assert plain == plain_again

@@ -90,7 +90,7 @@ def test_comparison_detects_key_value_heads_on_wrong_ranks(monkeypatch: pytest.M
 
 @pytest.mark.control("Tensor parallelism: one rank's answers")
 def test_comparison_detects_bias_added_by_every_rank(monkeypatch: pytest.MonkeyPatch):
-    def forward(self: linear.RowParallelLinear, x: Tensor) -> Tensor:
+    def forward(self: linear.RowParallelLinear, x: Tensor, adapters: None) -> Tensor:
         return self._kernels.linear(x, self.weight, self.bias)
 
     monkeypatch.setattr(linear.RowParallelLinear, "forward", forward)

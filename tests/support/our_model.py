@@ -33,9 +33,12 @@ def load_model(
     model_config: ModelConfig | None = None,
     dtype: str = "float32",
     quantization: str | None = None,
+    lora_merge: Path | None = None,
 ) -> DecoderForCausalLM:
     """The model of a folder on one rank; another `shape` than the folder's own reads its weights wrongly."""
-    config = RunConfig(model=ModelOptions(path=str(folder), dtype=dtype, quantization=quantization), device="cpu")
+    merged = None if lora_merge is None else str(lora_merge)
+    options = ModelOptions(path=str(folder), dtype=dtype, quantization=quantization, lora_merge=merged)
+    config = RunConfig(model=options, device="cpu")
     resolved = resolve_run(config, "cpu")
     worker = Worker(replace(resolved, model_config=model_config or resolved.model_config), RankEnvironment())
     worker.init_device()
@@ -63,6 +66,27 @@ def prompt_logits(
         for index, logits in run.step(chunk, next(turns)):
             parts[index].append(logits)
     return [torch.cat(each) for each in parts]
+
+
+@torch.inference_mode()
+def encoder_states(
+    model: DecoderForCausalLM,
+    prompts: list[list[int]],
+    loaded: LoadedAdapters | None = None,
+    digests: Sequence[int] = (),
+) -> list[Tensor]:
+    """Float32 [tokens, hidden] of each prompt of an encoder, all in one step."""
+    run = _Run(model, prompts, loaded, digests)
+    scheduled = [ScheduledSequence(each, each.num_tokens, num_samples=0) for each in run.sequences]
+    slot_of = None if loaded is None else loaded.slot_of
+    batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), is_encoder=True, slot_of=slot_of)
+    adapters = None if loaded is None or batch.adapter_slots is None else loaded.step(batch.adapter_slots)
+    hidden = model(
+        *(batch.token_ids, batch.positions, batch.rope_regimes, run.cache, batch.attention),
+        token_types=batch.token_types,
+        adapters=adapters,
+    )
+    return list(hidden.float().split([len(prompt) for prompt in prompts]))
 
 
 def is_noticed(

@@ -21,7 +21,7 @@ class ThreadGroup:
     def __init__(self, rank: int, barrier: Barrier, shared: list[Tensor | None]) -> None:
         self.rank, self._barrier, self._shared = rank, barrier, shared
         self.num_gathered_elements = 0
-        self.fast = None
+        self.fast, self.ranks = None, tuple(range(len(shared)))
 
     @property
     def size(self) -> int:

@@ -97,7 +97,7 @@ class WorkerCalls:
 
         Raises TypeError for anything but a LoRARequest; AdapterError, a ValueError, on every rank, for an adapter that
         a rank cannot load, naming rank, file and reason, for an id that has another adapter, and while unanswered
-        requests need what would give way; RuntimeError in a run without `enable_lora`. Nothing is changed then.
+        requests need what would give way; ConfigError in a run without `enable_lora`. Nothing is changed then.
         """
 
         def prepare() -> tuple[str, int, bool]:

@@ -84,6 +84,11 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     f"step {step.plan.step} computes with {change}, which the log does not have: the steps before were "
                     f"recomputed"
                 )
+            if step.plan.block_ops.fetch:
+                raise ReplayError(
+                    f"step {step.plan.step} loads blocks by cache.connector, which the log does not have: the steps "
+                    f"before were recomputed"
+                )
             # Events take effect after the step.
             for event in step.events:
                 if isinstance(event, WorkerEvent):
@@ -121,7 +126,7 @@ def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
         executor.remove_lora(int_id)
     request = LoRARequest(event.name, event.int_id, event.path, load_inplace=True)
     try:
-        if executor.stage_adapter(request) != (event.digest, ""):
+        if executor.adapters.stage(request) != (event.digest, ""):
             return f"{what}, whose folder {event.path} has another content than in the run"
         executor.add_lora(request)
     except AdapterError as error:
@@ -184,6 +189,7 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             runner=header.runner,
             pooling_type=header.pooling_type,
             classifier_from_token=None if header.classifier_from_token is None else list(header.classifier_from_token),
+            lora_merge=header.lora_merge,
             enable_lora=header.max_loras > 0,
             max_loras=header.max_loras or None,
             max_lora_rank=header.max_lora_rank or 1,

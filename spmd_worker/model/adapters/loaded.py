@@ -5,9 +5,11 @@ nothing, `commit` puts it into a slot. Slots are numbers of this rank alone; row
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 NO_ADAPTER = 0
 """Digest of a row without an adapter."""
+_PLACEHOLDER = 1
+"""Digest of an adapter that adds nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +47,8 @@ class LoadedAdapters:
         self._slots: dict[int, int] = {}
         """Slot of each adapter, by its digest."""
         self._num_commits: dict[int, int] = {}
+        self.adapted_layers: frozenset[str] = frozenset()
+        """Layers that a loaded adapter has matrices for: steps skip the others."""
         for name, parts in self._targets.parts.items():
             layer, bounds = self._targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
@@ -74,9 +80,7 @@ class LoadedAdapters:
         saved = source.config.saved or tuple(source.saved)
         if saved:
             key = "modules_to_save" if source.config.saved else "tensors beside lora_A and lora_B"
-            problems.append(
-                f"{source.config.subject}: {key}: {', '.join(saved)}: full weights are not replaced for rows"
-            )
+            problems.append(f"{source.config.subject}: {key}={list(saved)}: full weights are not replaced for rows")
         raise_problems(source.subject, problems)
         modules = {name: source.modules[module] for module, name in found.items()}
         matrices = {
@@ -103,6 +107,7 @@ class LoadedAdapters:
             assert stack is not None, name
             stack.write(slot, parts)
         self._slots[digest] = slot
+        self._note_layers()
 
     def discard(self, staged: StagedAdapter) -> None:
         """Forget a prepared adapter that another rank refused."""
@@ -119,6 +124,30 @@ class LoadedAdapters:
             stack = self._targets.layers[name].adapters
             assert stack is not None, name
             stack.clear(slot)
+        self._note_layers()
+
+    @contextmanager
+    def placeholder(self) -> Iterator[int]:
+        """Context with the digest of an adapter of all layers that adds nothing, for steps of warm-up and profiling."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=self._dtype)
+
+        matrices = {
+            name: [
+                (zeros(1, num_inputs(self._targets.layers[name])), zeros(part.stop - part.start, 1)) for part in parts
+            ]
+            for name, parts in self._targets.parts.items()
+        }
+        self.commit(StagedAdapter(_PLACEHOLDER, 1, matrices))
+        try:
+            yield _PLACEHOLDER
+        finally:
+            self.remove(_PLACEHOLDER)
+
+    def _note_layers(self) -> None:
+        stacks = {name: self._targets.layers[name].adapters for name in self._targets.parts}
+        self.adapted_layers = frozenset(name for name, stack in stacks.items() if stack and not stack.is_empty)
 
     def slot_of(self, digest: int) -> int:
         """Slot of a row's adapter; -1 for `NO_ADAPTER`."""

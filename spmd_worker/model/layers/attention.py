@@ -79,8 +79,8 @@ class Attention(nn.Module):
         layer_cache: Tensor,
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
-        adapters: StepAdapters | None = None,
         *,
+        adapters: StepAdapters | None = None,
         is_fused: bool = True,
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""

@@ -30,15 +30,13 @@ class AdapterRegistry:
     def __init__(self, max_adapters: int = 0, loaded: Iterable[RegisteredAdapter] = ()) -> None:
         self.max_adapters = max_adapters
         self.entries: dict[int, RegisteredAdapter] = {each.int_id: each for each in loaded}
+        self.digests: tuple[int, ...] = ()
+        """The loaded contents, each once: another tuple after each change, because other threads may read it."""
         self._num_uses = max([each.last_use for each in self.entries.values()], default=0)
-
-    @property
-    def digests(self) -> tuple[int, ...]:
-        """The loaded contents, each once."""
-        return tuple(dict.fromkeys(each.digest for each in self.entries.values()))
+        self._note_contents()
 
     def has(self, digest: int) -> bool:
-        return any(each.digest == digest for each in self.entries.values())
+        return digest in self.digests
 
     def of_name(self, name: str) -> RegisteredAdapter | None:
         """The adapter of a name; of several ids, the one loaded last."""
@@ -55,10 +53,13 @@ class AdapterRegistry:
         self.entries[event.int_id] = RegisteredAdapter(
             event.int_id, event.name, event.path, event.digest, is_pinned, self._num_uses
         )
+        self._note_contents()
         assert len(self.digests) <= self.max_adapters, (self.entries, self.max_adapters)
 
     def remove(self, int_id: int) -> RegisteredAdapter | None:
-        return self.entries.pop(int_id, None)
+        removed = self.entries.pop(int_id, None)
+        self._note_contents()
+        return removed
 
     def pin(self, int_id: int) -> None:
         """Never evict this adapter. One that is not loaded any more is not an error."""
@@ -104,3 +105,6 @@ class AdapterRegistry:
         gone = dict.fromkeys(removed)
         kept = dict.fromkeys([digest, *[each.digest for key, each in self.entries.items() if key not in gone]])
         return tuple(content for content in self.digests if content not in kept)
+
+    def _note_contents(self) -> None:
+        self.digests = tuple(dict.fromkeys(each.digest for each in self.entries.values()))

@@ -130,7 +130,7 @@ class ModelRunner:
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         has_state = keeps_state and not model.model_config.is_encoder
-        self._adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
+        self.adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
         self._step_adapters: StepAdapters | None = None
         self._state = BatchState(block_size, self._device, self._slot_of) if has_state else None
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
@@ -176,20 +176,20 @@ class ModelRunner:
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
-        adapters = self._adapters_of(batch)
         given = None if self.rows is None else self.rows.of_step(scheduled)
-        is_plain = is_fused and adapters is None and given is None
+        is_plain = is_fused and given is None
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
         else:
+            adapters = self._adapters_of(batch)
             tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
             types, wanted = batch.token_types, None
             if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
-                if adapters is not None and self._adapters is not None:
-                    wanted = replace(wanted, adapters=self._adapters.step(adapters.slots[wanted.rows]))
+                if adapters is not None and self.adapters is not None:
+                    wanted = replace(wanted, adapters=self.adapters.step(adapters.slots[wanted.rows]))
             hidden = self.model(
                 *(*tokens, cache, batch.attention, incoming),
                 is_fused=is_fused,
@@ -258,10 +258,10 @@ class ModelRunner:
     def _adapters_of(self, batch: Batch) -> StepAdapters | None:
         """The adapters of the step's tokens; rows that continue keep those of the last step."""
         slots, last = batch.adapter_slots, self._step_adapters
-        if slots is None or self._adapters is None:
+        if slots is None or self.adapters is None:
             self._step_adapters = None
         elif last is None or last.slots is not slots:
-            self._step_adapters = self._adapters.step(slots)
+            self._step_adapters = self.adapters.step(slots)
         return self._step_adapters
 
     def _send(self, hidden: Tensor) -> None:

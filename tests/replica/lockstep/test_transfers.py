@@ -229,6 +229,9 @@ class MadeUpExecutor:
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         """Nothing fails."""
 
+    def attach_engine(self, engine: object) -> None:
+        pass
+
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """There are no weights."""
 

@@ -25,6 +25,8 @@ requests = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 12),
         "ignore_eos": st.booleans(),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+        # The id of an adapter, 0 for none.
+        "adapter": st.sampled_from([0, 0, 1, 2, 3, 4]),
     }
 )
 operations = st.lists(
@@ -33,6 +35,7 @@ operations = st.lists(
         st.tuples(st.just("admit"), requests),
         st.tuples(st.just("admit again"), st.integers(0, 20)),
         st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.just("load"), st.integers(1, 4)),
         st.tuples(st.just("step"), st.integers(0, 4)),
         st.tuples(st.just("step"), st.integers(0, 4)),
         st.tuples(st.sampled_from(["step", "reset", "weights"]), st.integers(1, 3)),
@@ -58,6 +61,7 @@ limits = st.fixed_dictionaries(
         "transfer_steps": st.integers(0, 4),
         "virtual_engines": st.sampled_from([1, 1, 2, 3, 4]),
         "ahead": st.sampled_from([0, 1]),
+        "max_loras": st.sampled_from([0, 1, 2, 3]),
     }
 ).map(lambda drawn: {**drawn, "ahead": drawn["ahead"] if drawn["virtual_engines"] == 1 else 0})
 
@@ -85,7 +89,18 @@ def prompt_of(request: dict[str, Any]) -> tuple[int, ...]:
 def admit(run: Run, request: dict[str, Any]) -> int:
     n, best_of = request["samples"]
     kept = {name: request[name] for name in ("max_tokens", "ignore_eos", "prompt_logprobs")}
-    return run.admit(request["num_prompt_tokens"], prompt_of(request), n=n, best_of=best_of, **kept)
+    entries, int_id = run.adapters.entries, request["adapter"]
+    if run.limits.max_loras and int_id and int_id not in entries:
+        load(run, int_id)
+    adapter = entries[int_id].digest if int_id in entries else 0
+    return run.admit(request["num_prompt_tokens"], prompt_of(request), adapter, n=n, best_of=best_of, **kept)
+
+
+def load(run: Run, int_id: int) -> None:
+    """Load an adapter, or replace it by other weights, unless requests need what would give way."""
+    if run.limits.max_loras:
+        # Contents differ from load to load.
+        run.load(int_id, 1 + run.scheduler.counters.num_steps * 8 + int_id)
 
 
 def play(run: Run, operations: list[Operation]) -> dict[int, dict[str, Any]]:
@@ -100,6 +115,8 @@ def play(run: Run, operations: list[Operation]) -> dict[int, dict[str, Any]]:
             asked[admit(run, request)] = request
         elif kind == "abort":
             run.abort(value)
+        elif kind == "load":
+            load(run, value)
         elif kind == "reset":
             run.reset_prefix_cache()
         elif kind == "weights":

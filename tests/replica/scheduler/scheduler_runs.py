@@ -13,12 +13,16 @@ from visible_cache import VisibleCache
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from spmd_worker.replica.mirror.mirror import Mirror
+from spmd_worker.replica.mirror.plan_check import AdapterRules
+from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition
+from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.step_order import must_end_oldest
 from spmd_worker.replica.scheduler.stop import DecoderFactory, StopChecker
 from spmd_worker.replica.sequence.events import Abort, Admit, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -66,6 +70,8 @@ class Run:
         virtual_engines: int = 1,
         ahead: int = 0,
         histories: bool = False,
+        max_loras: int = 0,
+        max_adapters: int = 3,
     ) -> None:
         self.cache = CacheManager(
             num_blocks,
@@ -75,10 +81,12 @@ class Run:
             connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens)
-        counts = (watermark_per_sequence, virtual_engines, ahead, histories)
+        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras)
         self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy, *counts)
-        self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
-        self.mirror = Mirror(num_blocks, block_size, ahead)
+        self.adapters = AdapterRegistry(max_adapters if max_loras else 0)
+        checker = StopChecker((EOS,), max_model_len, new_decoder)
+        self.scheduler = Scheduler(self.limits, self.cache, checker, self.adapters)
+        self.mirror = Mirror(num_blocks, block_size, ahead, AdapterRules(self.adapters.has, max_loras))
         self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks)
         self.ended: dict[int, SequenceGroup] = {}
         self.last_plan = StepPlan(0)
@@ -87,14 +95,29 @@ class Run:
         self._was_transferring = False
         self._in_flight = deque[StepResult | None]()
 
-    def admit(self, num_prompt_tokens: int, prompt: tuple[int, ...] | None = None, **sampling: object) -> int:
-        """`prompt` is what the request asks, else `num_prompt_tokens` of the token 1."""
+    def admit(
+        self, num_prompt_tokens: int, prompt: tuple[int, ...] | None = None, adapter: int = 0, **sampling: object
+    ) -> int:
+        """`prompt` is what the request asks, else `num_prompt_tokens` of the token 1. `adapter`: a loaded content."""
         request_id = RequestId(self._num_requests)
         self._num_requests += 1
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})
         token_ids = prompt or (1,) * num_prompt_tokens
-        self.scheduler.handle(Admit(Request(request_id, token_ids, params, stream=request_id)))
+        self.scheduler.handle(Admit(Request(request_id, token_ids, params, stream=request_id, adapter=adapter)))
         return request_id
+
+    def load(self, int_id: int, digest: int) -> bool:
+        """Load content `digest` under an id, as an engine does; returns False if requests need what would give way."""
+
+        def num_requests(content: int) -> int:
+            return sum(group.request.adapter == content for group in self.scheduler.queues.groups.values())
+
+        request = LoRARequest(f"adapter {digest}", int_id, "folder", load_inplace=True)
+        change = plan_addition(self.adapters, request, (digest, ""), num_requests)
+        if not change.problem:
+            self.scheduler.handle(addition_of(change))
+        self.scheduler.check_integrity()
+        return not change.problem
 
     def abort(self, request_id: int) -> SequenceGroup | None:
         group = self.scheduler.handle(Abort(RequestId(request_id)))

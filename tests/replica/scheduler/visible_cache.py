@@ -11,7 +11,8 @@ from kv_cache.block_ops import BlockOps
 from spmd_worker.replica.mirror.records import MirroredSequence
 from spmd_worker.replica.sequence.sequence import SequenceKey
 
-ROOT, RUBBISH, TO_BE_WRITTEN = -1, -2, -3
+ROOT, RUBBISH, TO_BE_WRITTEN = -4, -2, -3
+"""Beginnings of rows with adapters are below `ROOT`."""
 
 Cells = list[list[int]]
 
@@ -82,7 +83,7 @@ class VisibleCache:
             left = [row for row in left if row not in ready]
 
     def _check_history(self, row: MirroredSequence, *, is_new: bool) -> None:
-        before = ROOT
+        before = ROOT - row.request.adapter
         end = row.num_computed_tokens + row.num_scheduled_tokens
         for position, token_id in enumerate(row.token_ids(0, end)):
             cell = self._get(row, position)
@@ -101,7 +102,7 @@ class VisibleCache:
 
     def _get(self, row: MirroredSequence, position: int) -> int:
         if position < 0:
-            return ROOT
+            return ROOT - row.request.adapter
         return self._device[row.block_ids[position // self._block_size]][position % self._block_size]
 
     def _set(self, row: MirroredSequence, position: int, cell: int) -> None:

@@ -1,0 +1,246 @@
+"""Adapters of an engine of one rank: what is refused and in which words, and what they outlive."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lora_folders import CONFIG, lora_tensors, write_lora
+from test_adapters_on_ranks import MODEL, PARAMS, PROMPT, refusal, tokens_with
+
+from spmd_worker import LLM, LoRARequest
+from spmd_worker.base.errors import AdapterError, ConfigError
+from spmd_worker.compat.engine_args import run_config
+from spmd_worker.engine.startup import read_run
+from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.ranks.environment import RankEnvironment
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "enable_lora": True, "max_cpu_loras": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the adapters a, b and c."""
+    made = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("abc", 1):
+        write_lora(made / name, seed)
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[LLM]:
+    with LLM(MODEL, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> LLM:
+    """Without adapters."""
+    for int_id in shared.list_loras():
+        shared.remove_lora(int_id)
+    return shared
+
+
+@pytest.fixture
+def requests(folder: Path) -> list[LoRARequest]:
+    return [LoRARequest(name, int_id, str(folder / name)) for int_id, name in enumerate("abc", 1)]
+
+
+def add(llm: LLM, request: LoRARequest) -> int:
+    """Queue a request with this adapter."""
+    engine = llm.llm_engine
+    return engine.requests.add(PROMPT, PARAMS, adapter=engine.adapters.digest_of(request))
+
+
+def finish(llm: LLM) -> None:
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def num_cached(llm: LLM, adapter: int) -> int | None:
+    number = llm.llm_engine.requests.add(PROMPT, PARAMS, adapter=adapter)
+    while True:
+        for output in llm.llm_engine.step():
+            if output.request_id == str(number):
+                return output.num_cached_tokens
+
+
+def test_more_adapters_than_loaded_ones_are_refused(llm: LLM, requests: list[LoRARequest]):
+    adapters = llm.llm_engine.adapters
+    with pytest.raises(AdapterError, match=r"3 different adapters are requested at once, and .*max_cpu_loras=2"):
+        adapters.digests_of(requests)
+    assert llm.list_loras() == set()
+    # Adapters of unanswered requests do not give way either, and those of one call not to each other.
+    add(llm, requests[0])
+    assert 0 not in adapters.digests_of([requests[2], requests[0], requests[2]])
+    assert refusal(adapters.digests_of, requests[1:]).startswith("2 adapters are loaded, of which 0 are pinned")
+    finish(llm)
+    assert adapters.digests_of([None, requests[1], requests[2]])[0] == 0
+    assert llm.list_loras() == {2, 3}
+
+
+def test_removal_waits_for_answers_and_aborts(llm: LLM, requests: list[LoRARequest]):
+    numbers = [add(llm, requests[0]) for _ in range(3)]
+    expected = "adapter 1 ('a') cannot be removed: 3 requests with it are unanswered"
+    assert refusal(llm.remove_lora, 1).startswith(expected)
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request(numbers[1:])
+    assert "3 requests" in refusal(llm.remove_lora, 1)
+    finish(llm)
+    assert llm.remove_lora(1)
+    with pytest.raises(AdapterError, match="not loaded any more"):
+        llm.llm_engine.requests.add(PROMPT, PARAMS, adapter=12345)
+
+
+def test_request_meets_adapter_that_is_leaving(llm: LLM, requests: list[LoRARequest]):
+    """Another thread adds it while rank 0 has decided what gives way."""
+    engine = llm.llm_engine
+    digest = engine.adapters.digest_of(requests[0])
+    engine.requests.leaving_adapters = (digest,)
+    try:
+        with pytest.raises(AdapterError, match="add it again"):
+            engine.requests.add(PROMPT, PARAMS, adapter=digest)
+    finally:
+        engine.requests.leaving_adapters = ()
+    assert engine.requests.num_with_adapter(digest) == 0
+
+
+def test_id_name_and_content_must_fit(llm: LLM, requests: list[LoRARequest], folder: Path):
+    adapters = llm.llm_engine.adapters
+    digest = adapters.digest_of(requests[0])
+    assert adapters.digest_of(LoRARequest("a", 1, str(folder / "a"))) == digest == adapters.digest_of_name("a")
+    for name, path in (("b", "a"), ("a", "b")):
+        other = LoRARequest(name, 1, str(folder / path))
+        assert refusal(adapters.digest_of, other).startswith("lora_int_id=1 is loaded as 'a' from")
+    tensors = LoRARequest("t", 2, lora_tensors=lora_tensors(5), peft_config=CONFIG)
+    assert adapters.digest_of(tensors) == adapters.digest_of(tensors) != digest
+    # A trainer changes its tensors in place.
+    next(iter(tensors.lora_tensors.values())).add_(1)
+    assert "lora_int_id=2 is loaded as 't' from tensors" in refusal(adapters.digest_of, tensors)
+    with pytest.raises(AdapterError, match=r"is that of .* and of"):
+        adapters.digests_of([requests[1], LoRARequest("x", 2, "elsewhere")])
+    with pytest.raises(AdapterError, match=r"adapter 'z' is not loaded: loaded are 1 \('a'\), 2 \('t'\)"):
+        adapters.digest_of_name("z")
+    with pytest.raises(AdapterError, match="adapter 9 cannot be pinned"):
+        llm.pin_lora(9)
+    with pytest.raises(TypeError, match="give a LoRARequest"):
+        llm.add_lora("a")
+
+
+def test_reloaded_id_computes_with_its_new_weights(llm: LLM, requests: list[LoRARequest], tmp_path: Path):
+    """Neither an id nor a name finds blocks of the weights that it had before."""
+    path = write_lora(tmp_path / "policy", 6)
+    first = LoRARequest("policy", 1, path)
+    before = tokens_with(llm, first)
+    assert num_cached(llm, llm.llm_engine.adapters.digest_of_name("policy")) == 16
+    write_lora(tmp_path / "policy", 7)
+    # The loaded weights count until the folder is read again.
+    assert tokens_with(llm, first) == before
+    again = LoRARequest("policy", 1, path, load_inplace=True)
+    digest = llm.llm_engine.adapters.digest_of(again)
+    assert num_cached(llm, digest) == 0
+    after = tokens_with(llm, first)
+    assert after != before
+    llm.remove_lora(1)
+    assert tokens_with(llm, LoRARequest("other", 5, path)) == after
+    assert num_cached(llm, digest) == 16
+    write_lora(tmp_path / "policy", 6)
+    assert tokens_with(llm, LoRARequest("policy", 1, path)) == before
+
+
+def test_adapters_outlive_sleep_and_new_weights(llm: LLM, requests: list[LoRARequest]):
+    expected = tokens_with(llm, requests[0], None)
+    for level in (1, 2):
+        llm.sleep(level=level)
+        with pytest.raises(RuntimeError, match="asleep"):
+            llm.llm_engine.requests.add(PROMPT, PARAMS)
+        # A trainer's order: weights, adapter, cache.
+        llm.wake_up(["weights"])
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        llm.add_lora(requests[1])
+        llm.wake_up()
+        assert tokens_with(llm, requests[0], None) == expected
+    llm.collective_rpc("reload_weights")
+    digest = llm.llm_engine.adapters.digest_of(requests[0])
+    llm.reset_prefix_cache()
+    assert num_cached(llm, digest) == 0
+    assert tokens_with(llm, requests[0], None) == expected
+
+
+def test_folders_are_loaded_again_after_a_restart(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    changing = write_lora(tmp_path / "changing", 8)
+    names = {"b": str(folder / "b"), "a": str(folder / "a")}
+    with LLM(MODEL, **{**OPTIONS, "max_cpu_loras": 5}, adapters=names) as llm:
+        assert [each.name for each in llm.llm_engine.scheduler.adapters.entries.values()] == ["a", "b"]
+        assert llm.llm_engine.scheduler.limits.max_loras == 2
+        digests = [llm.llm_engine.adapters.digest_of_name(name) for name in "ab"]
+        requests = [LoRARequest("a", 1, names["a"]), LoRARequest("c", 7, str(folder / "c"))]
+        expected = tokens_with(llm, *requests)
+        llm.add_lora(LoRARequest("changing", 8, changing))
+        llm.add_lora(LoRARequest("tensors", 9, lora_tensors=lora_tensors(3), peft_config=CONFIG))
+        write_lora(tmp_path / "changing", 9)
+        with caplog.at_level(logging.WARNING):
+            llm.reinitialize_distributed()
+        assert llm.list_loras() == llm.llm_engine.executor.list_loras() == {1, 2, 7}
+        assert "adapter 8 ('changing') is not loaded any more: " + changing in caplog.text
+        assert "adapter 9 ('tensors') is not loaded any more: it was given as tensors" in caplog.text
+        assert [llm.llm_engine.adapters.digest_of_name(name) for name in "ab"] == digests
+        assert tokens_with(llm, *requests) == expected
+
+
+def test_adapters_of_the_configuration_are_pinned(folder: Path):
+    options = {**OPTIONS, "max_cpu_loras": None}
+    with LLM(MODEL, **options, adapters={"a": str(folder / "a")}) as llm:
+        assert "1 adapters are loaded, of which 1 are pinned" in refusal(
+            llm.add_lora, LoRARequest("b", 2, str(folder / "b"))
+        )
+        assert llm.remove_lora(1)
+        assert llm.add_lora(LoRARequest("b", 2, str(folder / "b")))
+    with pytest.raises(AdapterError, match="rank 0: /nowhere: is not a folder"):
+        LLM(MODEL, **options, adapters={"a": "/nowhere"})
+
+
+def test_run_without_adapters_names_the_key(requests: list[LoRARequest]):
+    with LLM(MODEL, device="cpu", num_blocks=64) as llm:
+        for call in (lambda: llm.add_lora(requests[0]), lambda: llm.llm_engine.adapters.digest_of(requests[0])):
+            with pytest.raises(ConfigError, match=r"set model\.enable_lora=true"):
+                call()
+        assert llm.list_loras() == set()
+
+
+def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
+    """An executor and a worker without an engine."""
+    resolved = read_run(run_config({"model": MODEL, **OPTIONS}))
+    executor = UniProcExecutor(resolved, RankEnvironment())
+    executor.start()
+    try:
+        executor.load_model()
+        executor.initialize_from_config(64, 0)
+        assert [executor.add_lora(each) for each in requests] == [True] * 3
+        assert (executor.pin_lora(2), executor.remove_lora(1), executor.list_loras()) == (True, False, {2, 3})
+        with pytest.raises(AdapterError, match="is not a folder"):
+            executor.add_lora(LoRARequest("x", 8, "/nowhere"))
+        assert (executor.remove_lora(3), executor.list_loras()) == (True, {2})
+        wrapper = executor.driver_worker
+        assert (wrapper.add_lora(requests[0]), wrapper.pin_lora(1), wrapper.list_loras()) == (True, True, {1, 2})
+        with pytest.raises(AdapterError, match="max_cpu_loras=2 adapters are loaded"):
+            wrapper.add_lora(requests[2])
+        assert (wrapper.remove_lora(1), wrapper.remove_lora(1), wrapper.list_loras()) == (True, False, {2})
+    finally:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2 adapters are loaded, and max_loras needs 3"),
+        ({"adapters": {"a": ""}}, "must map names to folders"),
+        ({"max_lora_rank": 513}, "max_lora_rank=513 must be from 1 to 512"),
+        ({"adapters": ["a"]}, "must be names and texts, such as {a: b}"),
+    ],
+)
+def test_settings_of_adapters_are_checked(given: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        LLM(MODEL, enable_lora=True, **given)

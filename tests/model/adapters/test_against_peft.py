@@ -1,0 +1,129 @@
+"""Logits and greedy ids of rows with adapters are PEFT's, on checkpoints of several families in float32.
+
+A token is the greedy one if it has the largest logit after the tokens before it, which are PEFT's.
+"""
+
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from encoder_models import encoder_folder
+from family_checkpoints import family_folder
+from our_model import encoder_states, load_model, prompt_logits
+from peft import PeftModel
+from peft_adapters import Settings, adapter_folder, peft_logits, peft_model, write_adapter
+from reference_models import random_prompt, relative_error
+from torch import Tensor
+from transformers import AutoModel
+
+from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.peft_config import PeftConfig
+from spmd_worker.model.adapters.source import read_adapter
+from spmd_worker.model.decoder import DecoderForCausalLM
+
+PROMPTS = [random_prompt(length, 3, vocab_size=96) for length in (1, 7, 30)]
+NUM_TOKENS = 5
+PATTERNS: Settings = (
+    ("rank_pattern", {"0.self_attn.q_proj": 2, "down_proj": 9, "proj": 3}),
+    ("alpha_pattern", {r"layers\.1\.mlp\.up_proj": 30, "o_proj": 1, "proj": 99}),
+)
+CASES: dict[str, tuple[str, Settings]] = {
+    "smollm3_q": ("smollm3_layers", (("target_modules", ("q_proj",)),)),
+    "smollm3_all": ("smollm3_layers", ()),
+    "smollm3_rank_stabilised": ("smollm3_layers", (("use_rslora", True),)),
+    "smollm3_patterns": ("smollm3_layers", PATTERNS),
+    "gpt2_all": ("gpt2", (("fan_in_fan_out", True),)),
+    "phi3_all": ("phi3", ()),
+    "gpt_neox_all": ("gpt_neox", ()),
+    "falcon_all": ("falcon", ()),
+    "opt_projected": ("opt_350m", ()),
+    "gemma2_all": ("gemma2", ()),
+    "gemma3_images": ("gemma3_images", (("target_modules", r".*language_model.*\.(q_proj|up_proj)"),)),
+}
+"""Family and arguments of LoraConfig. Fused matrices are in rows, transposed, by key-value head, and with one head."""
+
+
+@cache
+def our_model(family: str) -> tuple[DecoderForCausalLM, LoadedAdapters]:
+    model = load_model(family_folder(family))
+    return model, LoadedAdapters(model, AdapterLimits(max_loras=8, max_lora_rank=64, max_cpu_loras=8))
+
+
+def our_logits(family: str, settings: Settings, prompts: list[list[int]]) -> list[Tensor]:
+    model, loaded = our_model(family)
+    source = read_adapter(adapter_folder(family, settings))
+    loaded.commit(loaded.prepare(source))
+    try:
+        return prompt_logits(model, prompts, loaded=loaded, digests=[source.digest] * len(prompts))
+    finally:
+        loaded.remove(source.digest)
+
+
+def worst_error(family: str, settings: Settings) -> float:
+    reference = peft_model(family, settings)
+    pairs = zip(our_logits(family, settings, PROMPTS), PROMPTS, strict=True)
+    return max(relative_error(ours, peft_logits(reference, prompt)) for ours, prompt in pairs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_ids_are_those_of_peft(case: str):
+    family, settings = CASES[case]
+    reference = peft_model(family, settings)
+    prompt = list(PROMPTS[1])
+    for _ in range(NUM_TOKENS):
+        prompt.append(int(peft_logits(reference, prompt)[-1].argmax()))
+    assert worst_error(family, settings) < 1e-4
+    (logits,) = our_logits(family, settings, [prompt[:-1]])
+    assert logits.argmax(-1).tolist()[-NUM_TOKENS:] == prompt[-NUM_TOKENS:]
+
+
+@pytest.mark.parametrize("fault", ["alpha", "rank_stabilised", "pattern"])
+def test_comparison_detects_wrong_scalings(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """PEFT's model has the file's."""
+    right = PeftConfig.scaling_of
+    wrong = {
+        "alpha": lambda config, module: right(config, module) * 1.1,
+        "rank_stabilised": lambda config, module: config.alpha / config.rank_of(module),
+        "pattern": lambda config, module: config.alpha / config.rank_of(module),
+    }
+    settings = {"alpha": (), "rank_stabilised": (("use_rslora", True),), "pattern": PATTERNS}
+    monkeypatch.setattr(PeftConfig, "scaling_of", wrong[fault])
+    assert worst_error("smollm3_layers", settings[fault]) > 1e-3
+
+
+def test_comparison_detects_rows_without_their_adapter():
+    model, _ = our_model("gpt_neox")
+    reference = peft_model("gpt_neox")
+    assert relative_error(prompt_logits(model, [PROMPTS[2]])[0], peft_logits(reference, PROMPTS[2])) > 0.1
+    assert not torch.equal(*our_logits("gpt_neox", (), [PROMPTS[2], PROMPTS[2][::-1]]))
+
+
+ENCODERS = {
+    "bert": r"encoder\.layer\.\d\.(attention\.self\.(query|value)|.*dense)",
+    "modern": r"layers\.\d\.(attn\.Wqkv|attn\.Wo|mlp\.Wi|mlp\.Wo)",
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_hidden_states_of_encoders_are_those_of_peft(name: str, tmp_path: Path):
+    """The backbone alone: PEFT's paths lack the prefix of a model with a head."""
+    reference = AutoModel.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager")
+    write_adapter(reference, tmp_path, (("target_modules", ENCODERS[name]),))
+    theirs = PeftModel.from_pretrained(
+        AutoModel.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager"), tmp_path
+    ).eval()
+    model = load_model(encoder_folder(name))
+    loaded, source = LoadedAdapters(model, AdapterLimits(1, 64, 1)), read_adapter(tmp_path)
+    loaded.commit(loaded.prepare(source))
+    prompts = [random_prompt(length, 3, vocab_size=96) for length in (12, 30)]
+    found = encoder_states(model, prompts, loaded, [source.digest, 0])
+    with torch.no_grad():
+        for ours, prompt, context in zip(found, prompts, (nullcontext(), theirs.disable_adapter()), strict=True):
+            with context:
+                expected = theirs(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+            assert relative_error(ours, expected) < 1e-4
+    (plain,) = encoder_states(model, prompts[:1])
+    assert relative_error(plain, found[0]) > 1e-2
