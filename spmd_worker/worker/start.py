@@ -30,7 +30,13 @@ from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.worker.memory.estimate import activation_bytes
-from spmd_worker.worker.memory.plan import check_cache_blocks, is_estimate_enough, num_step_blocks, size_rank
+from spmd_worker.worker.memory.plan import (
+    adapters_bytes_of,
+    check_cache_blocks,
+    is_estimate_enough,
+    num_step_blocks,
+    size_rank,
+)
 from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
 from spmd_worker.worker.running_worker import RunningWorker
@@ -94,6 +100,8 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         scheduler.max_num_seqs,
         resolved.config.model.quantization,
     )
+    # They take their memory when they are loaded.
+    weights += adapters_bytes_of(resolved, rank)
     measurement = measure_host(weights, estimate, environment.local_world_size)
     is_scarce = not is_estimate_enough(resolved, rank, measurement)
     # The step contains collectives: if one rank has to run it, all run it.
