@@ -24,7 +24,6 @@ from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
-from spmd_worker.replica.sequence.events import Event
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
@@ -293,22 +292,10 @@ class LLMEngine(AdapterMethods, Engine):
         """Same as `LLM.set_weight_version`."""
         self.changes.set_weight_version(version)
 
-    def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
-        """Same as `Changes.worker_event`."""
-        return self.changes.worker_event(name, payload, then, self.run_step)
-
     @property
     def _adapter_calls(self) -> Adapters:
-        """Of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
+        """The calls of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
         return self.adapters
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Same as `LLM.sleep`."""
-        self.changes.sleep(level, mode, self.run_step)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Same as `LLM.wake_up`."""
-        self.changes.wake_up(tags, self.run_step)
 
     def is_sleeping(self) -> bool:
         """Whether weights or cache are asleep."""

@@ -137,6 +137,8 @@ class LLMKeywords(_Others, total=False):
     swap_space: float | None
     enable_prefix_caching: bool | None
     host_tier_gib: float | None
+    connector: str | None
+    connector_options: dict[str, str] | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_chunked_prefill: bool | None

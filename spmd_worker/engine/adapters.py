@@ -52,8 +52,10 @@ class Adapters:
         self._requests, self._registry = requests, requests.adapters
         self._channel, self._engine_channel = channels
         self._limits, self._weak_run_step = limits, run_step
-        self._own_paths: dict[int, str] = {}
-        """Folders that this rank has loaded adapters from, by id: rank 0's may have other paths."""
+        self._own_paths: dict[int, tuple[int, str]] = {}
+        """Number and folder of the adapters that this rank's own calls have loaded, by id: rank 0's folders may have
+        other paths.
+        """
         self._wanted: tuple[int, ...] = ()
 
     def add(self, request: LoRARequest) -> bool:
@@ -74,7 +76,8 @@ class Adapters:
             plan = partial(plan_addition, self._registry, request, staged, num_with, self._wanted.__contains__)
             with self._change(plan) as change:
                 self._run_event(ADD_LORA, change, addition_of(change))
-            self._own_paths[request.lora_int_id] = request.lora_path
+            entry = self._registry.entries[request.lora_int_id]
+            self._own_paths[entry.int_id] = (entry.number, request.lora_path)
             return True
 
     def remove(self, int_id: int) -> bool:
@@ -163,7 +166,10 @@ class Adapters:
         if entry is None or request.load_inplace:
             self.add(request)
             return self._registry.entries[request.lora_int_id].digest
-        path = self._own_paths.get(request.lora_int_id, entry.path)
+        number, path = self._own_paths.get(entry.int_id, (-1, ""))
+        if number != entry.number:
+            # Loaded at the start, or by rank 0 while this rank followed.
+            path = entry.path
         is_same = entry.name == request.lora_name and path == request.lora_path
         if is_same and request.lora_tensors is not None:
             # A trainer changes its tensors in place.

@@ -195,6 +195,8 @@ class Requests:
         if adapter and request_id in self._prompts:
             with self._calls.lock:
                 self._adapter_uses[adapter] -= 1
+                if not self._adapter_uses[adapter]:
+                    del self._adapter_uses[adapter]
         return request_output(group, self._prompts.pop(request_id, None), self._tokenizer, metrics)
 
     def _check_adapter(self, digest: int) -> None:

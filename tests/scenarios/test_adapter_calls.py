@@ -10,7 +10,7 @@ from adapter_folders import DEMO, adapter_tensors, demo_adapters, write_adapter
 from pooling_models import pooling_folder
 
 from spmd_worker import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
-from spmd_worker.base.errors import AdapterError
+from spmd_worker.base.errors import AdapterError, ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 NAMES = ("a", "b", "c", "d", "e")
@@ -69,7 +69,7 @@ def test_comparison_detects_adapters_in_another_order(llm: LLM, alone: dict[str 
 def test_model_without_adapters_has_the_same_bits(alone: dict[str | None, Any]):
     with LLM(DEMO, num_blocks=64, device="cpu") as plain:
         assert bits(plain.generate(PROMPT, GREEDY, use_tqdm=False)) == [alone[None]]
-        with pytest.raises(RuntimeError, match=r"no adapters: set enable_lora=True"):
+        with pytest.raises(ConfigError, match=r"no adapters: set enable_lora=True"):
             generated(plain, REQUESTS[0])
 
 

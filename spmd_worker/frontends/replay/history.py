@@ -170,9 +170,10 @@ class RowHistory:
                 text = f"weight version {event.version} after this step"
             elif isinstance(event, FinishTransfers):
                 for sample_index, state in self._states.items():
-                    if state.transfer in event.numbers:
-                        finished = f"transfer {state.transfer} has finished after this step"
-                        self._write_event(step.plan.step, sample_index, finished)
+                    number = state.transfer
+                    if number in event.numbers or -number in event.numbers:
+                        end = "failed: its blocks are computed" if -number in event.numbers else "finished"
+                        self._write_event(step.plan.step, sample_index, f"transfer {number} has {end} after this step")
             if text:
                 self._write_event(step.plan.step, None, text)
 

@@ -75,6 +75,11 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     f"step {step.plan.step} computes with {change}, which the log does not have: the steps before were "
                     f"recomputed"
                 )
+            if step.plan.block_ops.fetch:
+                raise ReplayError(
+                    f"step {step.plan.step} loads blocks by cache.connector, which the log does not have: the steps "
+                    f"before were recomputed"
+                )
             # Events take effect after the step.
             for event in step.events:
                 if isinstance(event, WorkerEvent):
@@ -154,6 +159,7 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             runner=header.runner,
             pooling_type=header.pooling_type,
             classifier_from_token=None if header.classifier_from_token is None else list(header.classifier_from_token),
+            lora_merge=header.lora_merge,
             enable_lora=header.max_loras > 0,
             max_loras=header.max_loras or None,
             max_lora_rank=header.max_lora_rank or 1,

@@ -209,6 +209,10 @@ class VocabularyParallelHead(PackedLayer):
         if self._is_plain:
             self.argmax_module = self._kernels.argmax_module(self._gemm_weight)
 
+    def _empty_packed(self) -> Tensor | None:
+        """A tied head has a packed copy beside the embedding instead."""
+        return None if self.is_tied else super()._empty_packed()
+
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """`CheckpointLayer.write_region`; the argmax module is rebuilt at its next use."""
         super().write_region(parameter, region, values)

@@ -56,6 +56,10 @@ class Allocator:
         """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
         return self._cache.find_prefix(self._prefix_hashes(sequence))
 
+    def prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of the leading blocks of a waiting sequence that may be found, on the device or outside."""
+        return self._prefix_hashes(sequence)
+
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
         """Transfer that loads the blocks after `prefix`, started if needed; None if there is none to wait for."""
         return self._cache.load_prefix(prefix, self._prefix_hashes(sequence), sequence.num_tokens)
@@ -148,6 +152,10 @@ class Allocator:
                 sequence.block_hashes = None if is_held else []
                 sequence.num_hashed_blocks = 0
 
+    @property
+    def weight_version(self) -> int:
+        return self._weight_version
+
     def set_weight_version(self, version: int, groups: Iterable[SequenceGroup]) -> None:
         """Start block hashes from another root; drop what was computed with the old weights from the prefix cache."""
         self._weight_version = version
@@ -180,7 +188,8 @@ class Allocator:
             return
         hashes = self._hashes(sequence, num_full)
         if hashes:
-            self._cache.set_hashes(sequence.table, hashes, sequence.num_hashed_blocks, num_written_tokens)
+            num_saved = sequence.num_prompt_tokens // self._cache.block_size
+            self._cache.set_hashes(sequence.table, hashes, sequence.num_hashed_blocks, num_written_tokens, num_saved)
             sequence.num_hashed_blocks = num_full
 
     def _prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:

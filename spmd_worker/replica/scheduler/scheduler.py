@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from kv_cache.block import BlockHash
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator import Allocator
@@ -27,6 +28,7 @@ from spmd_worker.replica.sequence.events import (
     CommitWeights,
     Event,
     FinishTransfers,
+    FoundBlocks,
     PinAdapter,
     RemoveAdapter,
     ResetPrefixCache,
@@ -97,6 +99,10 @@ class Scheduler:
         """Waiting sequences whose blocks are on the host."""
         return self._allocator.num_swapped
 
+    @property
+    def weight_version(self) -> int:
+        return self._allocator.weight_version
+
     def handle(self, event: Event) -> SequenceGroup | None:
         """Apply an event. Returns the group that an abort ended."""
         if isinstance(event, Admit):
@@ -105,12 +111,19 @@ class Scheduler:
             return self._abort(event.request_id)
         elif isinstance(event, ResetPrefixCache):
             self._allocator.reset_prefix_cache(self.queues.groups.values())
+            if not event.keeps_names:
+                self.cache.turn_off_outside()
         elif isinstance(event, SetWeightVersion | CommitWeights):
             self._allocator.set_weight_version(event.version, self.queues.groups.values())
+            # A commit's version is a digest; a caller's may stand for other weights in another run.
+            if isinstance(event, SetWeightVersion):
+                self.cache.turn_off_outside()
         elif isinstance(event, FinishTransfers):
             for number in event.numbers:
                 self.cache.finish_transfer(number)
-            self.queues.finish_loading(event.numbers)
+            self.queues.finish_loading(map(abs, event.numbers))
+        elif isinstance(event, FoundBlocks) and self.cache.looks_outside:
+            self.cache.add_found(event.hashes)
         elif isinstance(event, AddAdapter):
             self.adapters.add(event)
         elif isinstance(event, RemoveAdapter):
@@ -118,6 +131,14 @@ class Scheduler:
         elif isinstance(event, PinAdapter):
             self.adapters.pin(event.int_id)
         return None
+
+    def missing_prefix(self, request: Request) -> list[BlockHash]:
+        """Names of the leading full blocks of a request that is not admitted yet; empty if none of them is missing on
+        the device, or none may be used.
+        """
+        (sequence,) = new_group(request).sequences
+        hashes = self._allocator.prefix_hashes(sequence)
+        return hashes if self.cache.num_missing(hashes) else []
 
     def schedule(self) -> StepPlan:
         """Decide the next step. Call `apply` for each plan with rows, in order, `num_in_flight` plans later at most."""
@@ -131,8 +152,8 @@ class Scheduler:
         block_ops = self.cache.take_block_ops()
         continuing, continuing_blocks = decisions.all_continuing()
         continuing_ids, continuing_num_ids = given_ids(decisions)
-        self.counters.num_stored_blocks += len(block_ops.store)
-        self.counters.num_loaded_blocks += len(block_ops.load)
+        self.counters.num_stored_blocks += len(block_ops.store) + len(block_ops.save)
+        self.counters.num_loaded_blocks += len(block_ops.load) + len(block_ops.fetch)
         plan = StepPlan(
             step=self._step,
             groups=group_updates(decisions.others),

@@ -10,6 +10,7 @@ import pytest
 from adapter_folders import DEMO, adapter_tensors, demo_adapters, write_adapter
 from cut_jobs import Ended, end_after
 from jobs_of_rows import answers_of_job, openai_row
+from pooling_models import pooling_folder
 from safetensors.torch import save_file
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
@@ -73,6 +74,20 @@ def test_without_adapters_model_names_have_no_effect(tmp_path: Path, texts: dict
     assert refused["error"]["message"].startswith("adapter='a' is not loaded: the run has none")
     assert "adapter" not in base
     assert base["outputs"][0]["text"] == texts[1, None]
+
+
+def test_pooled_rows_name_adapters_by_both_doors(tmp_path: Path):
+    model = pooling_folder("last")
+    adapters = {name: str(write_adapter(tmp_path / name, model, seed)) for seed, name in enumerate("ab")}
+    rows: list[Any] = [{"embed": "hello", "adapter": name} for name in NAMES]
+    rows += [openai_row(str(name), "/v1/embeddings", {"input": "hello", "model": name}) for name in ("a", "b", "c")]
+    answers = answers_of_job(tmp_path, model, rows, num_blocks=32, options={"adapters": adapters})
+    base, first, second = (answer["embedding"] for answer in answers[:3])
+    assert len({str(each) for each in (base, first, second)}) == 3
+    bodies = [answer["response"]["body"] for answer in answers[3:5]]
+    assert [body["data"][0]["embedding"] for body in bodies] == [first, second]
+    assert answers[5]["error"]["code"] == "model_not_found"
+    assert [answer.get("adapter") for answer in answers[:3]] == list(NAMES)
 
 
 def job_of(folder: Path, **adapters: str) -> RunConfig:

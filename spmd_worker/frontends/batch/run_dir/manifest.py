@@ -13,6 +13,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.version import code_fingerprint, version
@@ -80,6 +81,7 @@ def make_manifest(
         "model": str(resolved.model_folder.resolve()),
         "model_revision": resolved.location.commit,
         "model_name": resolved.location.name,
+        "merged_adapter": None if config.model.merged_adapter is None else f"{config.model.merged_adapter} is {MERGED}",
         "starts": [{"layout": settings["parallel"], "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}],
     }
 
