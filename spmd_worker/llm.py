@@ -123,6 +123,10 @@ class LLM:
     remove_lora = _forward(WorkerCalls, WorkerCalls.remove_lora)
     pin_lora = _forward(WorkerCalls, WorkerCalls.pin_lora)
     list_loras = _forward(WorkerCalls, WorkerCalls.list_loras)
+    add_prompt_adapter = _forward(WorkerCalls, WorkerCalls.add_prompt_adapter)
+    remove_prompt_adapter = _forward(WorkerCalls, WorkerCalls.remove_prompt_adapter)
+    pin_prompt_adapter = _forward(WorkerCalls, WorkerCalls.pin_prompt_adapter)
+    list_prompt_adapters = _forward(WorkerCalls, WorkerCalls.list_prompt_adapters)
 
     sleep = _forward(WorkerCalls, WorkerCalls.sleep)
     wake_up = _forward(WorkerCalls, WorkerCalls.wake_up)

@@ -16,17 +16,21 @@ from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
+from spmd_worker.compat.prompt_adapter_requests import check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.engine.adapters import Adapters
+from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
+from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.request import RequestId, check_sampling
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
@@ -141,6 +145,7 @@ class LLMEngine(AdapterMethods, Engine):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         prompt_text: str | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         *,
         custom_id: str | None = None,
         index: int | None = None,
@@ -161,6 +166,7 @@ class LLMEngine(AdapterMethods, Engine):
         check_request_extras(trace_headers, others)
         check_extras(1, [priority], tokenization_kwargs)
         check_lora_request(lora_request)
+        check_prompt_adapter(prompt_adapter_request)
         if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
             raise TypeError(
                 f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch, or leave it out"
@@ -168,8 +174,8 @@ class LLMEngine(AdapterMethods, Engine):
         if not isinstance(prompt_text, str | None):
             raise TypeError(f"prompt_text is a {type(prompt_text).__name__}: give text")
         if params is None:
-            if lora_request is not None:
-                raise ValueError("lora_request is for requests with a name: add_request(name, prompt, params, ...)")
+            if lora_request is not None or prompt_adapter_request is not None:
+                raise ValueError("adapters are for requests with a name: add_request(name, prompt, params, ...)")
             return self._add_unnamed(request_id, prompt, custom_id, index)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}: give text")
@@ -178,11 +184,15 @@ class LLMEngine(AdapterMethods, Engine):
         if not isinstance(params, PoolingParams):
             check_sampling(params)
         is_truncated = params.truncate_prompt_tokens is not None
-        encoded = encode_prompt(prompt, self.need_tokenizer, None if is_truncated else self.limits.check_text)
+        check_text, read_rows = None if is_truncated else self.limits.check_text, row_reading(self.limits)
+        encoded = encode_prompt(prompt, self.need_tokenizer, check_text, read_rows)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         # Not in the lock: an adapter that is not loaded takes steps.
         adapter = 0 if lora_request is None else self.adapters.digest_of(lora_request)
+        if prompt_adapter_request is not None and isinstance(params, PoolingParams):
+            raise ValueError("prompt_adapter_request is for generated text: leave it out, or give prompt_embeds")
+        (virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
         # Locked: a request might end before the thread that added it has stored its name.
         with self.calls.lock:
             if self._named.has(request_id):
@@ -191,7 +201,8 @@ class LLMEngine(AdapterMethods, Engine):
             if isinstance(params, PoolingParams):
                 number = self._add_pooled(encoded, params, text, adapter)
             else:
-                number = self.requests.add(encoded.token_ids, encoded.salted(params), prompt=text, adapter=adapter)
+                given = (encoded.token_ids, encoded.salted(params))
+                number = self.requests.add(*given, prompt=text, adapter=adapter, rows=encoded.rows, virtual=virtual)
                 self._named.track(number, params, text)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
@@ -217,8 +228,9 @@ class LLMEngine(AdapterMethods, Engine):
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
         token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
-        self.requests.check(token_ids, sampling, encoded.pooling)
-        return self.requests.admit(token_ids, sampling, prompt=text, pooling=encoded.pooling, adapter=adapter)
+        self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows)
+        given = (token_ids, sampling)
+        return self.requests.admit(*given, prompt=text, pooling=encoded.pooling, adapter=adapter, rows=encoded.rows)
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
         """End requests at the next step; their outputs so far are returned with finish reason "abort". Names without an
@@ -296,6 +308,10 @@ class LLMEngine(AdapterMethods, Engine):
     def _adapter_calls(self) -> Adapters:
         """The calls of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
         return self.adapters
+
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapters:
+        return self.prompt_adapters
 
     def is_sleeping(self) -> bool:
         """Whether weights or cache are asleep."""

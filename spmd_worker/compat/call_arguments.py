@@ -6,11 +6,11 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.base.names import hint
 
-_UNSUPPORTED: Final = ("prompt_adapter_request", "data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
+_UNSUPPORTED: Final = ("data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
 """Further arguments of vLLM's `add_request`."""
 _NAMED: Final = (
     *("request_id", "prompt", "params", "arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"),
-    *("priority", "prompt_text", "custom_id", "index"),
+    *("priority", "prompt_text", "prompt_adapter_request", "custom_id", "index"),
 )
 
 

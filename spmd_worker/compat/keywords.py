@@ -146,7 +146,9 @@ _WITHOUT_EFFECT: Final = {
     ),
     "steps without adapters are computed as in a run without any": "specialize_active_lora=false",
     "labels are those of the adapter's own files": "max_lora_cls_labels",
-    "an option of prompt adapters (`enable_prompt_adapter`)": "max_prompt_adapters=1 max_prompt_adapter_token=0",
+    "prompt adapters are loaded when they are added": "enable_prompt_adapter=false",
+    "virtual tokens count in `max_model_len`": "max_prompt_adapter_token=0",
+    "prompts of embeddings are always accepted": "enable_prompt_embeds=false",
     "text models have no multimodal inputs": (
         "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb=4 mm_processor_cache_type "
         "mm_hasher_algorithm mm_shm_cache_max_object_size_mb=128 mm_encoder_tp_mode=weights "
@@ -207,7 +209,6 @@ _REJECTED: Final = {
     "adapters of text models have no multimodal parts: leave it out": (
         "default_mm_loras enable_tower_connector_lora=false"
     ),
-    "prompt adapters are not supported: leave it out": "enable_prompt_adapter=false",
     "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",
     "config.json defines it: edit it and leave this out": "hf_overrides rope_scaling rope_theta hf_config_path",
@@ -237,7 +238,7 @@ _REJECTED: Final = {
     "answers are not watermarked: leave it out": "watermark_config",
     "sleep level 2 drops all weights: leave it out, or sleep at level 1": "sleep_preserve_parameter_names",
     "masks are not returned: leave it out; top_k 0, top_p 1 and min_p 0 keep all tokens": "return_sampling_mask=false",
-    "prompts are text or token ids: leave it out": "enable_prompt_embeds=false enable_mm_embeds=false",
+    "text models have no embeddings of images: leave it out, or give prompt_embeds": "enable_mm_embeds=false",
     "text models have no multimodal encoder: leave it out": "mm_encoder_only=false",
     "engines exchange nothing: leave it out": "kv_transfer_config kv_events_config ec_transfer_config",
     "a failure of one rank ends all ranks, and a job resumes: leave it out": "enable_fault_tolerance=false",

@@ -44,7 +44,6 @@ CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "generate": {
         **_OF_PARAMS,
         "prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]',
-        "prompt_adapter_request": "prompt adapters are not supported: give lora_request, or leave it out",
         "guided_options_request": "give structured_outputs of SamplingParams",
     },
     "chat": {
@@ -100,6 +99,10 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "remove_lora": "refused while requests with the adapter are unanswered",
     "pin_lora": "",
     "list_loras": "",
+    "add_prompt_adapter": "PEFT's prompt tuning, p-tuning and prefix tuning; on all ranks together, or on none",
+    "remove_prompt_adapter": "refused while requests with the adapter are unanswered",
+    "pin_prompt_adapter": "",
+    "list_prompt_adapters": "",
 }
 """Supported methods of `LLMEngine`, the class of `llm.llm_engine`."""
 

@@ -30,6 +30,7 @@ from spmd_worker.engine.interruption import Interruption
 from spmd_worker.engine.kv_connector import OutsideBlocks
 from spmd_worker.engine.life import Life, State
 from spmd_worker.engine.pipeline import StepPipeline
+from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.requests import Requests
 from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.weight_updates import WeightUpdates
@@ -90,24 +91,23 @@ class Engine:
         self.outside = outside
         channels = (channel, engine_channel) if outside is None else (channel, engine_channel, outside)
         self.life = Life(executor, lockstep, channels, watchdog, self.times.heartbeat)
-        self.requests = Requests(resolved, self.calls, self.life, scheduler.adapters)
+        # Only the leader's rows are computed with, and its worker adds them to the embeddings.
+        hold_rows = (lambda *rows: executor.hold_rows(*rows)) if channel.rank == 0 else (lambda *rows: None)
+        self.requests = Requests(
+            resolved, self.calls, self.life, scheduler.adapters, scheduler.prompt_adapters, hold_rows
+        )
         self.limits = self.requests.limits
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
         )
-        self.adapters = Adapters(
-            executor,
-            self.changes,
-            self.calls,
-            self.life,
-            self.requests,
-            (channel, engine_channel),
-            resolved.config.model.adapter_limits,
-            # Weak: an engine without references is freed at once.
-            WeakMethod(self.run_step),
-        )
+        of_changes = (executor, self.changes, self.calls, self.life, self.requests, (channel, engine_channel))
+        limits = resolved.config.model.adapter_limits
+        # Weak: an engine without references is freed at once.
+        self.adapters = Adapters(*of_changes, limits, WeakMethod(self.run_step))
+        self.prompt_adapters = PromptAdapters(*of_changes, None, WeakMethod(self.run_step))
         executor.adapters.watch(ref(self.adapters))
+        executor.prompt_adapters.watch(ref(self.prompt_adapters))
         executor.attach_engine(self)
         parallel = resolved.config.parallel
         stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)

@@ -286,6 +286,7 @@ def _new_replica(
         resolved.num_steps_ahead,
         keeps_histories,
         0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
+        config.model.max_prompt_adapters,
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
     return new_scheduler(limits, sizes, *given, adapters, outside)

@@ -16,7 +16,7 @@ from weakref import proxy
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, ReplicaDivergedError, WorkerEventError
-from spmd_worker.executor.adapters import ExecutorAdapters
+from spmd_worker.executor.adapters import ExecutorAdapters, ExecutorPromptAdapters
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
@@ -24,7 +24,7 @@ from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_level, checked_tags, tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods, PromptAdapterCalls
 from spmd_worker.worker.save_options import DEFAULT_SIZE
 from spmd_worker.worker.worker_base import WorkerReport
 from spmd_worker.worker.worker_wrapper import resolve_class
@@ -73,6 +73,7 @@ class Executor(AdapterMethods, ABC):
         self._prepared_event: tuple[str, Any] = ("", None)
         limits = resolved.config.model.adapter_limits
         self.adapters = ExecutorAdapters(proxy(self), 0 if limits is None else limits.max_cpu_loras)
+        self.prompt_adapters = ExecutorPromptAdapters(proxy(self))
         self._engine: Callable[[], EventEngine | None] = lambda: None
 
     @property
@@ -166,6 +167,10 @@ class Executor(AdapterMethods, ABC):
         """Result of a future of `execute_model`, in the order of the calls. Raises the step's error."""
         return step.result()
 
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        """Give the workers the rows of a request that this rank admits (`WorkerBase.hold_rows`)."""
+        self.collective_rpc("hold_rows", args=(request_id, content, data))
+
     def prepare_event(self, name: str, payload: Any) -> str:
         """Have every worker prepare a worker event. Returns "" or why the lowest rank that rejects it does so."""
         self._prepared_event = (name, payload)
@@ -184,6 +189,10 @@ class Executor(AdapterMethods, ABC):
     @property
     def _adapter_calls(self) -> AdapterCalls:
         return self.adapters
+
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+        return self.prompt_adapters
 
     def attach_engine(self, engine: EventEngine) -> None:
         """Register the engine that drives this executor: `sleep`, `wake_up` and `profile` go through its steps. The

@@ -58,8 +58,9 @@ class WorkerAdapters:
         self._read = None
         try:
             source = read_adapter(path) if tensors is None else adapter_from_tensors(peft_config or {}, tensors)
-        except (AdapterError, OSError, MemoryError) as error:
-            self._read = _Read(int_id, None, str(error) or type(error).__name__)
+        except Exception as error:  # the other ranks must learn of any failure
+            known = isinstance(error, AdapterError)
+            self._read = _Read(int_id, None, str(error) if known else f"{type(error).__name__}: {error}")
             return 0, self._read.problem
         self._read = _Read(int_id, source)
         return source.digest, ""
@@ -129,7 +130,7 @@ class WorkerAdapters:
         return self.commit_remove_lora(AdapterChange(int_id, "", "", 0, (), dropped))
 
     def pin(self, int_id: int) -> bool:
-        """Without effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
+        """No effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
         if int_id not in self.ids:
             raise AdapterError(f"adapter {int_id} cannot be pinned: it is not loaded")
         return True

@@ -33,6 +33,8 @@ from spmd_worker.worker.memory.plan import check_memory
 from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice
 from spmd_worker.worker.runner.model_runner import ModelRunner
+from spmd_worker.worker.runner.prefix_store import PrefixStore
+from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 from spmd_worker.worker.stored_experts import stored_experts_of
 
@@ -77,8 +79,13 @@ class LoadedModel:
             open_tokenizer = partial(Tokenizer.open_if_present, resolved.model_folder)
             grammars = GrammarMasks(GrammarCompiler(open_tokenizer, vocab_size, eos_ids))
         block_size, keeps_state = resolved.config.cache.block_size, self.opened.backend.keeps_state
+        rows = None
+        if model.stage.is_first:
+            size, dtype = model_config.embedding_size, getattr(torch, resolved.dtype)
+            rows = RowStore(size, dtype, self.opened.device, is_holder=groups.tensor.rank == 0)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
-        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters)
+        prefixes = PrefixStore(self.operations.attention, block_size, self.opened.device)
+        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters, rows=rows, prefixes=prefixes)
 
     def expert_loads(self) -> dict[int, list[int]]:
         """`WorkerReport.expert_loads`."""

@@ -12,6 +12,7 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
+from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.dummy_steps import prepared_step, prompt_step
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.sleep import WorkerSleep
@@ -30,6 +31,7 @@ class RunningWorker:
     clock: StageClock
     sleep: WorkerSleep
     adapters: WorkerAdapters
+    prompt_adapters: WorkerPromptAdapters
     event_handlers: tuple[object, ...]
     waits_before: ThreadPoolCounters | None
 

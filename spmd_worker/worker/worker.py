@@ -28,6 +28,7 @@ from spmd_worker.worker.memory.device import give_back_freed
 from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
+from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.save_options import DEFAULT_SIZE, saved_folder, size_in_bytes, tensorizer_folder
@@ -169,6 +170,11 @@ class Worker(WorkerBase):
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         return self.running.execute_model(plan)
 
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        rows = self.running.runner.rows
+        if rows is not None:
+            rows.hold(request_id, content, data)
+
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """`grammar_output` must be None: this worker computes its grammars itself."""
         assert grammar_output is None, grammar_output
@@ -197,6 +203,10 @@ class Worker(WorkerBase):
     @property
     def adapters(self) -> WorkerAdapters:
         return self.running.adapters
+
+    @property
+    def prompt_adapters(self) -> WorkerPromptAdapters:
+        return self.running.prompt_adapters
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         pooling = self.model_config.pooling

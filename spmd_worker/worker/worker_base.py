@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
-from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods, PromptAdapterCalls
 from spmd_worker.worker.memory import host
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from spmd_worker.model.weights.weight_update import WeightUpdateReport
     from spmd_worker.ranks.groups import ParallelGroups
     from spmd_worker.worker.adapters import WorkerAdapters
+    from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,12 @@ class WorkerBase(AdapterMethods, ABC):
         tokens. May be called while this rank computes the previous step; steps may also run unannounced.
         """
 
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        """Take the input embeddings of a request (`PromptRows`), before the first step that computes it; released when
+        a plan lists the request as finished. Workers other than the first of the first stage have no use for them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not support prompts of embeddings")
+
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Cache operations and forward pass; None if `sample_tokens` must finish the step."""
@@ -204,6 +211,19 @@ class WorkerBase(AdapterMethods, ABC):
     @property
     def _adapter_calls(self) -> AdapterCalls:
         return self.adapters
+
+    @property
+    def prompt_adapters(self) -> "WorkerPromptAdapters":
+        """This worker's prompt adapters, one of its `event_handlers`."""
+        raise AdapterError(f"{type(self).__name__} takes no prompt adapters")
+
+    def stage_prompt_adapter(self, int_id: int, path: str, num_tokens: int) -> tuple[int, str]:
+        """`WorkerPromptAdapters.stage`: read an adapter for the worker event `add_prompt_adapter` that follows."""
+        return self.prompt_adapters.stage(int_id, path, num_tokens)
+
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+        return self.prompt_adapters
 
     @abstractmethod
     def check_health(self) -> None:

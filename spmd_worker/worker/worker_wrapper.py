@@ -17,6 +17,7 @@ from kv_cache.connectors.interface import ConnectorContext, KVConnector
 from spmd_worker.base.errors import ConfigError, PluginError
 from spmd_worker.base.liveness.failure_diagnosis import is_secondary
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,22 @@ class WorkerWrapper:
     def list_loras(self) -> set[int]:
         """`WorkerBase.list_loras`."""
         return set(self.execute_method("list_loras"))
+
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        """`WorkerBase.add_prompt_adapter`, on this worker alone."""
+        return bool(self.execute_method("add_prompt_adapter", prompt_adapter_request))
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """`WorkerBase.remove_prompt_adapter`, on this worker alone."""
+        return bool(self.execute_method("remove_prompt_adapter", prompt_adapter_id))
+
+    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """`WorkerBase.pin_prompt_adapter`."""
+        return bool(self.execute_method("pin_prompt_adapter", prompt_adapter_id))
+
+    def list_prompt_adapters(self) -> set[int]:
+        """`WorkerBase.list_prompt_adapters`."""
+        return set(self.execute_method("list_prompt_adapters"))
 
     def execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a public method of the worker by name. Raises AttributeError if there is none. A failed step is logged

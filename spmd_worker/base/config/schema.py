@@ -150,6 +150,9 @@ class ModelOptions:
         "and the number of `adapters`",
         least=1,
     )
+    max_prompt_adapters: int = vllm_option(
+        16, "prompt adapters that are loaded; one more evicts the one that was used longest ago", least=1
+    )
     adapters: dict[str, str] | None = option(
         None, "LoRA adapters to load at the start: name and PEFT folder, such as `{sql: /a/sql}`"
     )
@@ -161,13 +164,11 @@ class ModelOptions:
         if isinstance(self.load_format, str) and self.load_format in _OTHER_LOAD_FORMATS:
             raise ConfigError(f"model.load_format={self.load_format}: {_OTHER_LOAD_FORMATS[self.load_format]}")
         check_options(self, "model")
-        if not self.adapters:
-            object.__setattr__(self, "adapters", None)
         _check_adapters(self)
         if self.lora_merge is not None and self.load_format == "sharded_state":
             raise ConfigError(
-                "model.lora_merge is rejected with model.load_format=sharded_state, whose weights are read as they were "
-                "saved: merge the adapter into the original, and save that"
+                "model.lora_merge is rejected with model.load_format=sharded_state, whose weights are read as they "
+                "were saved: merge the adapter into the original, and save that"
             )
         if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
             raise ConfigError(

@@ -57,6 +57,8 @@ class BeamCalls:
                         raise ValueError(each.error)
                     if each.cache_salt is not None:
                         raise ValueError("cache_salt is not supported by beam_search: leave it out")
+                    if each.rows is not None:
+                        raise ValueError("prompt_embeds are not supported by beam_search: its beams are token ids")
                     engine.requests.check(each.token_ids, params.step_params)
                 return [each.token_ids for each in encoded], asdict(params)
 

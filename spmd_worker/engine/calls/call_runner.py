@@ -5,7 +5,7 @@ With `gather` and in `turns()` the prompts of a call, and its outputs, are this 
 """
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, get_args
 
@@ -117,7 +117,9 @@ class CallRunner:
         """Set the digest of each prompt's adapter, which is loaded on all ranks if it is not yet. Per-rank prompts are
         known to this rank alone: ValueError for an adapter that is not loaded.
         """
-        adapted = [each for index, (each, _) in enumerate(given) if each.lora_request and index not in rejected]
+        accepted = [each for index, (each, _) in enumerate(given) if index not in rejected]
+        self._load_prompt_adapters(accepted, is_per_rank=is_per_rank)
+        adapted = [each for each in accepted if each.lora_request]
         if not adapted:
             return
         requests = [each.lora_request for each in adapted]
@@ -132,6 +134,20 @@ class CallRunner:
         for each, digest in zip(adapted, adapters.digests_of(requests), strict=True):
             each.adapter = digest
 
+    def _load_prompt_adapters(self, accepted: Sequence[Encoded], *, is_per_rank: bool) -> None:
+        requests = [each.prompt_adapter for each in accepted]
+        if not any(requests):
+            return
+        loaded = self._engine.prompt_adapters.list()
+        for request in requests if is_per_rank else ():
+            if request is not None and request.prompt_adapter_id not in loaded:
+                raise ValueError(
+                    f"prompt_adapter_request={request} would be loaded, which all ranks do together, for prompts of "
+                    f"this rank alone: call add_prompt_adapter before, on every rank"
+                )
+        for each, virtual in zip(accepted, self._engine.prompt_adapters.virtual_tokens(requests), strict=True):
+            each.virtual = virtual
+
     def _rejected(self, call: str, given: _Given, on_error: OnError | None) -> dict[int, RequestOutput]:
         """Error outputs, by index, of invalid prompts. Raises PromptsRefusedError unless `on_error` is "row"."""
         outputs = {}
@@ -139,8 +155,9 @@ class CallRunner:
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
-                each.token_ids = tuple(self._engine.limits.truncate(each.token_ids, sampling))
-                self._engine.requests.check(each.token_ids, sampling, each.pooling)
+                engine, num_virtual = self._engine, each.num_virtual_tokens
+                each.token_ids = tuple(engine.limits.truncate(each.token_ids, sampling, each.rows, num_virtual))
+                engine.requests.check(each.token_ids, sampling, each.pooling, each.rows, num_virtual)
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
@@ -153,7 +170,12 @@ class CallRunner:
 
 def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedPrompt]:
     return {
-        index: CheckedPrompt(each.token_ids, sampling, each.rope_regime, each.pooling, each.adapter, each.text)
+        index: CheckedPrompt(
+            *(each.token_ids, sampling, each.rope_regime, each.pooling, each.adapter),
+            rows=each.rows,
+            virtual=each.virtual,
+            text=each.text,
+        )
         for index, (each, sampling) in enumerate(given)
         if index not in rejected
     }

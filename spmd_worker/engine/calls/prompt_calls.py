@@ -7,6 +7,7 @@ from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages
 from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
+from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, OnError, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
@@ -41,6 +42,7 @@ class PromptCalls:
         gather: bool = False,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[RequestOutput]:
         """Generate completions; returns one output per prompt, in order. Prompts that cannot be answered (too long for
         the model, ...) raise PromptsRefusedError, a ValueError that names all of them, before anything is computed;
@@ -57,7 +59,13 @@ class PromptCalls:
         call, and ranks may differ in their number of calls.
 
         `lora_request` is the adapter of all prompts, or a list with one, or None, for each; those that are not loaded
-        are loaded first (`add_lora`), with its errors. With `gather` and in `turns()` they must be loaded before.
+        are loaded first (`add_lora`), with its errors. With `gather` and in `turns()` they must be loaded before. So it
+        is with `prompt_adapter_request`, whose virtual tokens come before each prompt: they count in `max_model_len`,
+        and not in the prompt's tokens, log-probabilities and penalties.
+
+        A prompt `{"prompt_embeds": rows}` is a tensor [tokens, width] in place of ids: the rows that transformers takes
+        as `inputs_embeds`. Its output has placeholders as ids; `prompt_logprobs` and `truncate_prompt_tokens` reject
+        it, and penalties count its output alone.
 
         `use_tqdm` may be a function that makes the progress bar, such as `partial(tqdm, leave=False)`, which is called
         on the first rank; its errors are logged. Rows are served first come, first served: a non-zero `priority`,
@@ -68,6 +76,7 @@ class PromptCalls:
             encoded = self._encoder.encode(prompts, sampling_params)
             check_extras(len(encoded), priority, tokenization_kwargs, mm_processor_kwargs)
             set_lora_requests(encoded, lora_request)
+            set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded
 
         return self._runner.run("generate", encode, sampling_params, on_error, gather, use_tqdm)
@@ -93,6 +102,7 @@ class PromptCalls:
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the chat template, otherwise as `generate`.
 
@@ -122,6 +132,7 @@ class PromptCalls:
             encoded = self._encoder.render(messages, options, sampling_params)
             check_extras(len(encoded), priority, tokenization_kwargs, mm_processor_kwargs)
             set_lora_requests(encoded, lora_request)
+            set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded
 
         return self._runner.run("chat", encode, sampling_params, on_error, gather, use_tqdm)
@@ -193,7 +204,7 @@ class PromptCalls:
                 lengths.append(len(tokens))
                 error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
-                both.cache_salt = encoded.cache_salt
+                both.cache_salt, both.rows = encoded.cache_salt, encoded.rows
                 both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
                 joined.append(both)
             set_lora_requests(joined, lora_request)

@@ -57,6 +57,7 @@ class RowRunner:
             custom_id=encoded.custom_id,
             index=row.index,
             adapter=encoded.adapter_id,
+            rows=encoded.rows,
         )
         self._rows[request_id] = encoded
         return None

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
-from spmd_worker.engine.validation import RequestError, RequestLimits
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import Prompt, Row, TextPrompt
 from spmd_worker.frontends.openai.row_parser import encode

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
-from spmd_worker.engine.validation import RequestError
-from spmd_worker.frontends.openai.row import ChatPrompt, TextPrompt, TokensPrompt
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
 
@@ -64,6 +64,14 @@ def tokens_prompt(name: str, value: Any) -> TokensPrompt:
     if not value:
         raise InvalidRequestError(f"{name} is empty: a prompt needs at least one token", "empty_prompt")
     return TokensPrompt(tuple(value))
+
+
+def embeds_prompt(name: str, value: Any) -> EmbedsPrompt:
+    """Embeddings, which are read later."""
+    if not isinstance(value, str | dict):
+        message = f"{name}={shown(value)} must be base64 text of a safetensors file, or an object with path"
+        raise InvalidRequestError(message)
+    return EmbedsPrompt(value)
 
 
 def chat_prompt(value: Any, template_kwargs: Any) -> ChatPrompt:

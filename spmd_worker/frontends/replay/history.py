@@ -58,8 +58,9 @@ class RowHistory:
 
     def write_request(self) -> None:
         request, sampling = self._request, self._request.sampling
-        prompt = shorten(request.prompt_token_ids)
-        self._write(f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens {prompt}")
+        prompt, num_virtual = shorten(request.own_token_ids), request.num_virtual_tokens
+        virtual = f", after {num_virtual} of a prompt adapter" if num_virtual else ""
+        self._write(f"request {request.request_id}: {len(request.own_token_ids)} prompt tokens {prompt}{virtual}")
         adapter = f" adapter={request.adapter:016x}" if request.adapter else ""
         self._write(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}{adapter}")
 

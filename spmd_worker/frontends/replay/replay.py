@@ -289,6 +289,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.num_steps_ahead,
         header.keeps_histories,
         header.max_loras,
+        header.max_prompt_adapters,
     )
     sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
     columns = zip(count(1), header.adapter_names, header.adapter_paths, header.adapter_digests)

@@ -90,6 +90,7 @@ class EngineLoop:
                     custom_id=row.custom_id,
                     index=row.index,
                     adapter=row.adapter_id,
+                    rows=row.rows,
                 )
             except ValueError as error:
                 # Errors that only the engine detects, such as a bad word that is not a token.

@@ -120,7 +120,7 @@ def _prompts(url: str, fields: Mapping[str, Any]) -> list[Any]:
 
 
 def content_name(url: str, body: Mapping[str, Any]) -> str:
-    """Default name of a request: a digest of all that its answer depends on."""
+    """Default name of a request: a digest of all that its answer depends on besides the model."""
     fields = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
     text = json.dumps([url, fields], sort_keys=True, separators=(",", ":"))
     return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from spmd_worker.base.errors import AdapterError
-from spmd_worker.replica.sequence.events import AddAdapter
+from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class AdapterRegistry:
         named = [each for each in self.entries.values() if each.name == name]
         return named[-1] if named else None
 
-    def add(self, event: AddAdapter) -> None:
+    def add(self, event: AddAdapter | AddPromptAdapter) -> None:
         """Add or replace an adapter; those that give way are in the event. A replaced one stays pinned."""
         before = self.remove(event.int_id)
         for int_id in event.evicted:

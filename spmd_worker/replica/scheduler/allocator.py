@@ -7,7 +7,7 @@ from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
 from kv_cache.block import BlockHash, BlockId
-from kv_cache.block_hash import hash_blocks, root_hash
+from kv_cache.block_hash import GivenRows, hash_blocks, root_hash
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
@@ -94,6 +94,10 @@ class Allocator:
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = num_found
                 self._counters.num_cached_prompt_tokens += num_found
+            num_given = sequence.request.num_given_tokens
+            if num_found < num_given:
+                # The workers write them before they compute the first chunk.
+                self.extend(sequence, num_given - num_found)
         sequence.status, sequence.has_loaded = SequenceStatus.RUNNING, False
 
     def extend(self, sequence: Sequence, num_tokens: int) -> TableChange:
@@ -209,8 +213,13 @@ class Allocator:
             return []
         if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else self._root_hash(sequence.request)
-            token_ids = sequence.token_ids(len(hashes) * block_size, num_blocks * block_size)
-            hashes += hash_blocks(parent, token_ids, block_size)
+            first = len(hashes) * block_size
+            token_ids, rows = sequence.token_ids(first, num_blocks * block_size), sequence.request.rows
+            if rows:
+                given = [GivenRows(each.content, each.start - first, each.num_rows) for each in rows]
+                hashes += hash_blocks(parent, token_ids, block_size, given)
+            else:
+                hashes += hash_blocks(parent, token_ids, block_size)
         return hashes[:num_blocks]
 
     def _root_hash(self, request: Request) -> BlockHash:

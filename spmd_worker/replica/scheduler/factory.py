@@ -46,7 +46,7 @@ def new_scheduler(
     def new_decoder(sequence: Sequence) -> IncrementalDecoder:
         request = sequence.request
         assert tokenizer is not None, request.request_id
-        return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
+        return IncrementalDecoder(tokenizer, request.known_token_ids, request.sampling.skip_special_tokens)
 
     checker = StopChecker(eos_token_ids, max_model_len, None if tokenizer is None else new_decoder)
     return Scheduler(limits, cache, checker, adapters)

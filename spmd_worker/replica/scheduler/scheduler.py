@@ -24,17 +24,21 @@ from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids
 from spmd_worker.replica.sequence.events import (
     Abort,
     AddAdapter,
+    AddPromptAdapter,
     Admit,
     CommitWeights,
     Event,
     FinishTransfers,
     FoundBlocks,
     PinAdapter,
+    PinPromptAdapter,
     RemoveAdapter,
+    RemovePromptAdapter,
     ResetPrefixCache,
     SetWeightVersion,
 )
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.prompt_adapter_request import digest_in
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE, SampledIds, sample_indices
 from spmd_worker.replica.sequence.sequence import (
@@ -64,6 +68,7 @@ class Scheduler:
     ) -> None:
         self.counters, self.queues = SchedulerCounters(), Queues()
         self.adapters = AdapterRegistry() if adapters is None else adapters
+        self.prompt_adapters = AdapterRegistry(limits.max_prompt_adapters)
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
         self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
@@ -130,6 +135,12 @@ class Scheduler:
             self.adapters.remove(event.int_id)
         elif isinstance(event, PinAdapter):
             self.adapters.pin(event.int_id)
+        elif isinstance(event, AddPromptAdapter):
+            self.prompt_adapters.add(event)
+        elif isinstance(event, RemovePromptAdapter):
+            self.prompt_adapters.remove(event.int_id)
+        elif isinstance(event, PinPromptAdapter):
+            self.prompt_adapters.pin(event.int_id)
         return None
 
     def missing_prefix(self, request: Request) -> list[BlockHash]:
@@ -190,8 +201,10 @@ class Scheduler:
         groups = self.queues.groups
         for request_id, first, entries in result.prompt_logprobs:
             if request_id in groups:
-                # A recomputed prompt overwrites them.
-                groups[request_id].prompt_logprobs[first : first + len(entries)] = entries
+                # A recomputed prompt overwrites them; given keys and values have none.
+                known = groups[request_id].prompt_logprobs
+                known += [None] * (first - len(known))
+                known[first : first + len(entries)] = entries
         for request_id, vector in result.vectors:
             if request_id in groups:
                 groups[request_id].vector = vector
@@ -309,6 +322,8 @@ class Scheduler:
         assert request.request_id not in self.queues.groups, request.request_id
         if request.adapter:
             self.adapters.use(request.adapter)
+        if request.num_virtual_tokens:
+            self.prompt_adapters.use(digest_in(request.rows[0]))
         group = new_group(request)
         self.queues.groups[request.request_id] = group
         self.queues.newest_id = request.request_id

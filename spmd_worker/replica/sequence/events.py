@@ -141,6 +141,31 @@ class FoundBlocks(CheckedRecord):
     hashes: tuple[BlockHash, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AddPromptAdapter(CheckedRecord):
+    """Every worker has loaded a prompt adapter, otherwise as `AddAdapter`."""
+
+    int_id: int
+    name: str
+    path: str
+    digest: int
+    evicted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePromptAdapter(CheckedRecord):
+    """A prompt adapter is no longer loaded."""
+
+    int_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinPromptAdapter(CheckedRecord):
+    """A prompt adapter is never evicted from now on."""
+
+    int_id: int
+
+
 Event = (
     Admit
     | Abort
@@ -157,10 +182,21 @@ Event = (
     | RemoveAdapter
     | PinAdapter
     | FoundBlocks
+    | AddPromptAdapter
+    | RemovePromptAdapter
+    | PinPromptAdapter
 )
 
 
-CommittedWith = ResetPrefixCache | SetWeightVersion | CommitWeights | AddAdapter | RemoveAdapter
+CommittedWith = (
+    ResetPrefixCache
+    | SetWeightVersion
+    | CommitWeights
+    | AddAdapter
+    | RemoveAdapter
+    | AddPromptAdapter
+    | RemovePromptAdapter
+)
 """Events that may take effect with the commit of a worker event."""
 
 
@@ -168,4 +204,4 @@ def concern_workers(events: tuple[Event, ...]) -> bool:
     """Whether workers change between this step and the next, or a call waits for that, so that no later step may be in
     flight on any stage.
     """
-    return any(isinstance(event, WorkerEvent | EndWorkerEvent | PinAdapter) for event in events)
+    return any(isinstance(event, WorkerEvent | EndWorkerEvent | PinAdapter | PinPromptAdapter) for event in events)

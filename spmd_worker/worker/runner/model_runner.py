@@ -31,7 +31,9 @@ from spmd_worker.worker.runner.batch import Batch, RowsToSample, build_batch, co
 from spmd_worker.worker.runner.batch_state import BatchState
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
+from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
+from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 
 
@@ -100,7 +102,8 @@ class ModelRunner:
     the last stage has a sampler or a pooler. `clock` measures when this stage computes. `model` may take new weights
     between steps. `grammars` has the states of rows with structured outputs, on a stage that samples. `graphs` launch
     the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
-    steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none.
+    steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
+    the given embeddings, on the first stage; `prefixes` the given keys and values.
     """
 
     def __init__(
@@ -116,8 +119,11 @@ class ModelRunner:
         *,
         keeps_state: bool = False,
         adapters: LoadedAdapters | None = None,
+        rows: RowStore | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self._grammars = grammars
+        self.rows, self.prefixes = rows, prefixes
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
         self._pooling = RowPooling(model.pooler) if model.pooler is not None else None
@@ -167,8 +173,13 @@ class ModelRunner:
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
             cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
+        if self.prefixes is not None:
+            self.prefixes.write(scheduled, cache)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
-        graphs = self.graphs if self.graphs is not None and is_fused and self.graphs.takes(batch) else None
+        given = None if self.rows is None else self.rows.of_step(scheduled)
+        # Steps with rows of embeddings are not recorded.
+        is_plain = is_fused and given is None
+        graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
         else:
@@ -186,6 +197,7 @@ class ModelRunner:
                 token_types=types,
                 wanted=wanted,
                 adapters=adapters,
+                given=given,
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
@@ -241,6 +253,8 @@ class ModelRunner:
             self._grammars.forget(plan.finished_sequences, plan.finished_request_ids)
         if self._pooling is not None:
             self._pooling.forget(plan.finished_request_ids)
+        if self.rows is not None:
+            self.rows.forget(plan.finished_request_ids)
 
     def _adapters_of(self, batch: Batch) -> StepAdapters | None:
         """The adapters of the step's tokens; rows that continue keep those of the last step."""

@@ -28,6 +28,7 @@ from spmd_worker.replica.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
+from spmd_worker.replica.sequence.input_rows import KEYS_VALUES, InputRows
 from spmd_worker.replica.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -93,10 +94,12 @@ FULL_SAMPLING = SamplingParams(
     skip_reading_prefix_cache=True,
     cache_salt="a tenant",
 )
+FULL_ROWS = (InputRows(bytes(16), 0, 1, KEYS_VALUES), InputRows(bytes(range(32)), 1, 2))
 FULL_MESSAGE = StepMessage(
     step=9,
     events=(
-        *(Admit(Request(7, (1, 2), FULL_SAMPLING, 0, 0, FULL_POOLING)), Abort(2), ResetPrefixCache(True)),
+        *(Admit(Request(7, (1, 2, 0), FULL_SAMPLING, 0, 0, FULL_POOLING, 9, FULL_ROWS, 1)), Abort(2)),
+        ResetPrefixCache(True),
         *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Interrupt(1, "KeyboardInterrupt: "), Close()),
         *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no"), CommitWeights(-(2**63), 38)),
         FoundBlocks((b"one", b"two")),

@@ -111,10 +111,9 @@ def check_files(resolved: ResolvedRun) -> None:
 
 def adapter_folders(model: ModelOptions) -> dict[str, str]:
     """Folder of each adapter, by the key that names it: `model.adapters.NAME` and `model.lora_merge`."""
-    named = model.adapters or {}
-    folders = {f"model.adapters.{name}": folder for name, folder in named.items()}
-    if model.lora_merge is not None:
-        folders["model.lora_merge"] = named.get(model.lora_merge, model.lora_merge)
+    folders = {f"model.adapters.{name}": folder for name, folder in (model.adapters or {}).items()}
+    if model.merged_adapter is not None:
+        folders["model.lora_merge"] = model.merged_adapter
     return folders
 
 

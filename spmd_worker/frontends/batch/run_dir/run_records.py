@@ -74,6 +74,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         num_steps_ahead=resolved.num_steps_ahead,
         keeps_histories=engine.scheduler.limits.keeps_histories,
         lora_merge=None if model.merged_adapter is None else str(Path(model.merged_adapter).resolve()),
+        max_prompt_adapters=model.max_prompt_adapters,
         max_loras=0 if adapters is None else adapters.max_loras,
         max_lora_rank=0 if adapters is None else adapters.max_lora_rank,
         max_cpu_loras=0 if adapters is None else adapters.max_cpu_loras,
