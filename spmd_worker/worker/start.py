@@ -87,10 +87,12 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
     """Memory of the largest step; on the CPU estimated, if the estimate already leaves enough."""
     opened, model = loaded.opened, loaded.model
     weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-    if opened.device.type == "cuda":
-        return measure_cuda(opened.device, weights, opened.readings, prepare_max_step(loaded, spec))
     resolved, environment = opened.resolved, opened.environment
     scheduler, rank = resolved.config.scheduler, environment.rank
+    # On the CPU they take their memory when they are loaded.
+    weights += adapters_bytes_of(resolved, rank)
+    if opened.device.type == "cuda":
+        return measure_cuda(opened.device, weights, opened.readings, prepare_max_step(loaded, spec))
     estimate = activation_bytes(
         resolved.model_config,
         resolved.layout,
@@ -100,8 +102,6 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         scheduler.max_num_seqs,
         resolved.config.model.quantization,
     )
-    # They take their memory when they are loaded.
-    weights += adapters_bytes_of(resolved, rank)
     measurement = measure_host(weights, estimate, environment.local_world_size)
     is_scarce = not is_estimate_enough(resolved, rank, measurement)
     # The step contains collectives: if one rank has to run it, all run it.
