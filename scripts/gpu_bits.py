@@ -1,16 +1,18 @@
 """A row's tokens and log-probabilities on a GPU: the same bits for every way of computing it.
 
-    python scripts/gpu_bits.py {dense,gemma,experts,encoder,stored} [--device-backend triton]
+    python scripts/gpu_bits.py {dense,gemma,experts,encoder,stored,adapters} [--device-backend triton]
     python scripts/gpu_bits.py dense --dry       the same code with the CPU's own kernels, tiny
 
 A small random model in bfloat16; rows that are sampled in many ways, each with a seed. The same rows: once more, in
 another order, alone, in chunks, preempted for want of blocks, kernel by kernel, after sleep, without a step ahead. An
 encoder's vectors: in another order, alone, and near transformers'. `stored`: experts in MXFP4 and FP8, with the bits of
-dequantised ones (tests/support has to be on the path, as gpu_check.py sets it). Controls: rows were preempted, other
-seeds give other tokens. A line a finding, and one JSON object last; exits with 1 where something is wrong.
+dequantised ones (tests/support has to be on the path, as gpu_check.py sets it). `adapters`: rows with one of two
+adapters, and rows without, which have the bits of a run that has none. Controls: rows were preempted, other seeds give
+other tokens. A line a finding, and one JSON object last; exits with 1 where something is wrong.
 """
 
 import argparse
+import json
 import logging
 import sys
 import tempfile
@@ -19,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checkpoints import TINY, long_and_short_prompts, make_checkpoint, make_encoder, make_prompts
+from gpu_checkpoints import TINY, long_and_short_prompts, make_adapter, make_checkpoint, make_encoder, make_prompts
 from gpu_figures import Findings, NotOfferedError
 
-from spmd_worker import LLM, SamplingParams
+from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import ConfigError
 
 FAMILIES = {"dense": "qwen3", "gemma": "gemma3", "experts": "qwen3_moe"}
@@ -55,6 +57,8 @@ class Bits:
             "max_num_seqs": 64,
             "max_num_batched_tokens": 64 if is_dry else 2048,
         }
+        self.adapters: tuple[LoRARequest | None, ...] = (None,)
+        """Rows have them in turns."""
 
     def params(self, seed: int = 0) -> list[SamplingParams]:
         return [
@@ -78,9 +82,10 @@ class Bits:
         """Answers of `rows`, in their order, computed in one call."""
         rows = range(len(self.prompts)) if rows is None else rows
         params = self.params(seed)
-        outputs = llm.generate(
-            [{"prompt_token_ids": self.prompts[row]} for row in rows], [params[row] for row in rows], use_tqdm=False
-        )
+        prompts, chosen = [{"prompt_token_ids": self.prompts[row]} for row in rows], [params[row] for row in rows]
+        adapters = [self.adapters[row % len(self.adapters)] for row in rows]
+        lora_request = adapters if any(adapters) else None
+        outputs = llm.generate(prompts, chosen, use_tqdm=False, lora_request=lora_request)
         errors = [output.error for output in outputs if output.error is not None]
         if errors:
             self.findings.must("error rows", errors[:3], [])
@@ -95,7 +100,8 @@ class Bits:
         different = [row for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)) if ours != theirs]
         self.findings.must(f"{name}: rows with other bits", different, [])
 
-    def ask(self) -> None:
+    def ask(self) -> Answers:
+        """The rows' answers."""
         every = list(range(len(self.prompts)))
         with self.open_first(enable_sleep_mode=True) as llm:
             expected = self.answers(llm)
@@ -121,11 +127,32 @@ class Bits:
             # Dry rows are too few for that.
             self.findings.must("control: rows were preempted", num_preempted > 0 or self.is_dry, True)
         if self.is_dry:
-            return
+            return expected
         with self.open(enforce_eager=True) as llm:
             self.same("kernel by kernel", self.answers(llm), expected)
         with self.open(async_scheduling=False) as llm:
             self.same("without a step ahead", self.answers(llm), expected)
+        return expected
+
+    def ask_adapters(self) -> None:
+        """One adapter of all linear layers and one of queries and values, of other ranks."""
+        with self.open_first() as llm:
+            plain = self.answers(llm)
+        config = json.loads((self.folder / "config.json").read_text())
+        # A filtered, a greedy and a penalised row of each kind: `WAYS` has six.
+        made = (make_adapter(config, 1, 16), make_adapter(config, 2, 8, ("self_attn.q_proj", "self_attn.v_proj")))
+        requests = [
+            LoRARequest(f"a{number}", number, lora_tensors=tensors, peft_config=settings)
+            for number, (tensors, settings) in enumerate(made, 1)
+        ]
+        self.adapters = (None, None, *requests, *requests[:1])
+        self.settings |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+        found = self.ask()
+        has_none = [self.adapters[row % len(self.adapters)] is None for row in range(len(found))]
+        without = [[each for each, is_plain in zip(rows, has_none) if is_plain] for rows in (found, plain)]
+        self.same("rows without an adapter, beside a run without", *without)
+        changed = [ours != theirs for ours, theirs, is_plain in zip(found, plain, has_none) if not is_plain]
+        self.findings.must("control: adapters change answers", all(changed) and bool(changed), True)
 
     def ask_stored(self, kind: str) -> None:
         """The same file as stored and with experts dequantised."""
@@ -190,7 +217,7 @@ def _ask_stored(folder: Path, findings: Findings, backend: str, *, is_dry: bool)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", choices=(*FAMILIES, "encoder", "stored"))
+    parser.add_argument("models", nargs="+", choices=(*FAMILIES, "encoder", "stored", "adapters"))
     parser.add_argument("--device-backend", default="triton", metavar="NAME")
     parser.add_argument("--dry", action="store_true", help="float32 on the CPU by its own kernels, tiny")
     arguments = parser.parse_args()
@@ -205,9 +232,9 @@ def main() -> int:
             if name == "encoder":
                 make_encoder(Path(folder), is_tiny=arguments.dry)
             else:
-                make_checkpoint(Path(folder), FAMILIES[name], is_tiny=arguments.dry)
+                make_checkpoint(Path(folder), FAMILIES.get(name, "llama"), is_tiny=arguments.dry)
             bits = Bits(Path(folder), findings, arguments.device_backend, is_dry=arguments.dry)
-            bits.ask_encoder() if name == "encoder" else bits.ask()
+            {"encoder": bits.ask_encoder, "adapters": bits.ask_adapters}.get(name, bits.ask)()
     return findings.report()
 
 

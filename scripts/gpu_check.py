@@ -65,7 +65,7 @@ SPLIT_FILE = Path("scenarios") / "test_gpu.py"
 ALONE = ("cache_is_sized",)
 """Words of the names of tests that have the GPU for themselves."""
 FAMILIES = ("llama", "qwen3", "gemma3", "mixtral")
-BITS_MODELS = ("dense", "gemma", "experts", "encoder", "stored")
+BITS_MODELS = ("dense", "gemma", "experts", "encoder", "stored", "adapters")
 CORRECTNESS_S, TOGETHER_S, ALL_S, DRY_S = 90.0, 105.0, 240.0, 1100.0
 """Seconds of the correctness parts alone, of these with those that warm speeds, of all, and of a dry run."""
 LONGEST_CORRECTNESS_S, ALONE_S, SHORTEST_S = 85.0, 10.0, 3.0
@@ -153,6 +153,7 @@ def speed_parts(*, is_dry: bool) -> list[Part]:
         "experts": (f"scripts/gpu_speed.py experts {ours}", 30.0),
         "135m": (f"scripts/gpu_speed.py 135m {ours}", 40.0),
         "fp8": (f"scripts/gpu_speed.py fp8 {ours}", 45.0),
+        "adapters": (f"scripts/gpu_speed.py adapters {ours}", 45.0),
     }
     found = []
     for name, (command, limit_s) in commands.items():

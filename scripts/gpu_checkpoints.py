@@ -1,10 +1,12 @@
-"""Small random checkpoints for the scripts that ask a GPU, written by transformers' own classes, and prompts for them.
+"""Small random checkpoints for the scripts that ask a GPU, written by transformers' own classes, adapters and prompts
+for them.
 
 Weights are spread enough for a likeliest token to be one. Sizes are large enough for several tiles of a kernel, and
 small enough to be made in a second. Knows nothing of the runtime under test.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,44 @@ def make_encoder(folder: Path, *, is_tiny: bool = False) -> None:
     (folder / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+MODULES = {
+    "self_attn.q_proj": ("hidden", "queries"),
+    "self_attn.k_proj": ("hidden", "keys"),
+    "self_attn.v_proj": ("hidden", "keys"),
+    "self_attn.o_proj": ("queries", "hidden"),
+    "mlp.gate_proj": ("hidden", "inner"),
+    "mlp.up_proj": ("hidden", "inner"),
+    "mlp.down_proj": ("inner", "hidden"),
+}
+"""Linear layers of a decoder layer: names of their inputs and outputs."""
+
+
+def make_adapter(
+    config: dict[str, Any], seed: int, rank: int, modules: Sequence[str] = tuple(MODULES)
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors of a random LoRA adapter by the names of PEFT's file, in bfloat16, and its adapter_config.json, for a
+    model with this config.json: large enough that answers change.
+    """
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    sizes = {
+        "hidden": config["hidden_size"],
+        "inner": config["intermediate_size"],
+        "queries": config["num_attention_heads"] * head,
+        "keys": config["num_key_value_heads"] * head,
+    }
+    for layer in range(config["num_hidden_layers"]):
+        for module in modules:
+            num_inputs, num_outputs = (sizes[name] for name in MODULES[module])
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
+            b = torch.randn(num_outputs, rank, generator=generator) * 0.3
+            tensors |= {f"{name}.lora_A.weight": a.bfloat16(), f"{name}.lora_B.weight": b.bfloat16()}
+    targets = [module.rpartition(".")[2] for module in modules]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    return tensors, settings
 
 
 def long_and_short_prompts(count: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:

@@ -1,12 +1,14 @@
 """Speeds of whole models with dummy weights on a GPU, beside cuBLAS in place of our matmuls and beside floors.
 
-    python scripts/gpu_speed.py {8b,135m,fp8,experts} [--device-backend triton] [--warm]
+    python scripts/gpu_speed.py {8b,135m,fp8,experts,adapters} [--device-backend triton] [--warm]
     OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python scripts/gpu_speed.py 135m --dry
 
 `8b`: one model, loaded once: 256 rows from prompt to end, decode and prefill steps, few rows, ways of sampling, and all
 but sampling once more by cuBLAS. `135m`: shares of the time that the device is at work. `fp8`: 12 layers of the 8B
 model beside the same in bfloat16. `experts`: sparse layers alone, in CUDA graphs, with experts in bfloat16 and as files
-store them. --warm runs two layers for a few steps, for Triton's cache. A line a figure, and one JSON object last.
+store them. `adapters`: 12 layers of the 8B model, rows with one LoRA adapter of rank 16, with eight, and with eight of
+queries and values alone, beside rows without. --warm runs two layers for a few steps, for Triton's cache. A line a
+figure, and one JSON object last.
 """
 
 import argparse
@@ -32,10 +34,11 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from gpu_checkpoints import MODULES, make_adapter
 from gpu_figures import CHIPS, Clock, Findings, NotOfferedError, Rates, rates
 from torch import Tensor
 
-from spmd_worker import LLM, SamplingParams
+from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
@@ -296,13 +299,18 @@ class Model:
         prompts: Sequence[tuple[int, ...]],
         num_tokens: int,
         at_step: Callable[[int], None] | None = None,
+        *,
+        adapters: Sequence[LoRARequest | None] = (None,),
         **how: Any,
     ) -> Steps:
-        """All rows from their first step to their last. `at_step` is called before each step with its number."""
+        """All rows from their first step to their last, with `adapters` in turns. `at_step` is called before each step
+        with its number.
+        """
         engine, steps = self.llm.llm_engine, Steps(num_tokens=num_tokens)
         params = SamplingParams(**{"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, **how})
-        for prompt in prompts:
-            engine.add_request(prompt, params)
+        digests = engine.adapters.digests_of(adapters)
+        for row, prompt in enumerate(prompts):
+            engine.requests.add(prompt, params, adapter=digests[row % len(digests)])
         steps.num_prefill = -(-sum(map(len, prompts)) // self._budget)
         self.wait()
         began = before = time.perf_counter()
@@ -544,6 +552,43 @@ class Speeds:
             ratio = found["bf16"][name] / found["fp8"][name]
             self.findings.figure(f"fp8: {name}, times bf16", ratio, "x", least=None if self.is_small else least)
 
+    def adapters(self) -> None:
+        sizes = MODELS["tiny" if self.is_dry else "8b"]
+        num_layers = 2 if self.is_small else 12
+        config, count, rank = sizes.config(num_layers), 2 if self.is_dry else 8, 16
+        keys = {"enable_lora": True, "max_loras": count, "max_cpu_loras": 2 * count, "max_lora_rank": rank}
+        model = self.open(f"8b of {num_layers} layers with adapters", config, **keys)
+        whole, few = (
+            [self._adapter(config, first + number, rank, modules) for number in range(count)]
+            for first, modules in ((1, tuple(MODULES)), (1 + count, ("self_attn.q_proj", "self_attn.v_proj")))
+        )
+        kinds: dict[str, Sequence[LoRARequest | None]] = {
+            "no adapter": (None,),
+            "one adapter": whole[:1],
+            f"{count} adapters": whole,
+            f"{count} adapters of q and v": few,
+        }
+        rows, prompt, _ = self.counts()
+        num_tokens, found = 4 if self.is_small else 64, {}
+        for seed, (name, adapters) in enumerate(kinds.items()):
+            if adapters is few:
+                # Layers that no loaded adapter changes are skipped.
+                for each in whole:
+                    model.llm.remove_lora(each.lora_int_id)
+            model.run(model.prompts(rows, min(prompt, 24), 2 * seed), 3, adapters=adapters)
+            steps = model.run(model.prompts(rows, prompt, 2 * seed + 1), num_tokens, adapters=adapters)
+            self.checked(name, steps, rows * num_tokens)
+            found[name] = {"prefill": steps.prefill_ms, "decode": steps.decode_ms}
+            for kind, ms in found[name].items():
+                self.findings.figure(f"8b of {num_layers} layers, {kind} step, {name}", ms, "ms")
+                self.findings.figure(f"{name}: {kind}, times none", ms / found["no adapter"][kind], "x")
+        model.close()
+
+    @staticmethod
+    def _adapter(config: dict[str, Any], number: int, rank: int, modules: Sequence[str]) -> LoRARequest:
+        tensors, settings = make_adapter(config, number, rank, modules)
+        return LoRARequest(f"a{number}", number, lora_tensors=tensors, peft_config=settings)
+
     def experts(self) -> None:
         for name, (config, num_experts, chosen, hidden, size) in SPARSE.items():
             with self.findings.part(name):
@@ -641,7 +686,7 @@ class _Starts(logging.Handler):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("8b", "135m", "fp8", "experts"))
+    parser.add_argument("parts", nargs="+", choices=("8b", "135m", "fp8", "experts", "adapters"))
     parser.add_argument("--device-backend", default="triton", metavar="NAME")
     parser.add_argument("--warm", action="store_true", help="two layers, a few steps, so that kernels are compiled")
     parser.add_argument("--dry", action="store_true", help="float32 on the CPU, interpreted, tiny, nothing timed")
@@ -653,7 +698,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-speed-") as folder:
         backend = arguments.device_backend
         speeds = Speeds(findings, Path(folder), backend, is_dry=arguments.dry, is_warming=arguments.warm)
-        asked = {"8b": speeds.large, "135m": speeds.small, "fp8": speeds.fp8, "experts": speeds.experts}
+        asked = {
+            "8b": speeds.large,
+            "135m": speeds.small,
+            "fp8": speeds.fp8,
+            "experts": speeds.experts,
+            "adapters": speeds.adapters,
+        }
         for part in arguments.parts:
             with findings.part(part):
                 asked[part]()

@@ -10,12 +10,12 @@ import torch
 from kv_cache.block import BlockHash
 from kv_cache.connectors.interface import ConnectorContext, KVConnector, SchedulerHalf
 from kv_cache.outside_transfers import OutsideTransfers
-from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.version import code_fingerprint
+from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.content_digest import content_digest
 from spmd_worker.replica.lockstep.agreement import canonical
 from spmd_worker.replica.scheduler.scheduler import Scheduler
-from spmd_worker.replica.sequence.events import Admit, Event, FoundBlocks
+from spmd_worker.replica.sequence.events import Admit, CommitWeights, Event, FoundBlocks
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.worker_wrapper import connector_errors, new_connector
 
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _IRRELEVANT: Final = (
     *("path", "dtype", "max_model_len", "load_format", "logprobs_mode", "allow_nonfinite", "runner", "pooling_type"),
     *("classifier_from_token", "default_prompt_name", "allow_any_dimensions", "tool_call_format", "reasoning_format"),
+    *("adapters", "max_cpu_loras", "lora_merge"),
 )
 """Keys of `model` on which no block depends, or that are topics of their own. A new key counts until it is here."""
 
@@ -48,20 +49,13 @@ def block_identity(resolved: ResolvedRun, arithmetic: str, weights: str) -> dict
 
 
 def weights_digest(resolved: ResolvedRun) -> str:
-    """Digest of the checkpoint's contents. Raises OSError."""
+    """Digest of the checkpoint's contents and those of an adapter merged into it. Raises OSError or AdapterError."""
+    merged, pooling = resolved.config.model.merged_adapter, resolved.model_config.pooling
     if resolved.config.model.load_format == "dummy":
-        return "dummy weights"
-    pooling = resolved.model_config.pooling
-    return content_digest(resolved.model_folder, () if pooling is None else pooling.weight_folders)
-
-
-def check_connector(resolved: ResolvedRun) -> None:
-    """Raise ConfigError for a model whose blocks no connector can keep."""
-    if resolved.config.cache.connector is not None and resolved.model_config.is_encoder:
-        raise ConfigError(
-            f"cache.connector={resolved.config.cache.connector} keeps prefix blocks, and an encoder has none: leave it "
-            f"out"
-        )
+        digest = "dummy weights"
+    else:
+        digest = content_digest(resolved.model_folder, () if pooling is None else pooling.weight_folders)
+    return digest if merged is None else f"{digest}, adapter {read_adapter(merged).digest:016x}"
 
 
 def open_connector(resolved: ResolvedRun, identity: dict[str, str]) -> KVConnector:
@@ -94,12 +88,20 @@ class OutsideBlocks:
             self._warn_once()
             return events
         found: dict[BlockHash, None] = {}
+        completed: list[Event] = []
+        weight_version: int | None = None
         for event in events:
-            if isinstance(event, Admit):
-                hashes = scheduler.missing_prefix(event.request)
-                if hashes and not all(each in found for each in hashes):
-                    found |= dict.fromkeys(hashes[: self._half.find(hashes)])
-        return (FoundBlocks(tuple(found)), *events) if found else events
+            if isinstance(event, CommitWeights):
+                weight_version = event.version
+            elif isinstance(event, Admit):
+                hashes = scheduler.missing_prefix(event.request, weight_version)
+                if not all(each in found for each in hashes):
+                    new = [each for each in hashes[: self._half.find(hashes)] if each not in found]
+                    if new:
+                        found |= dict.fromkeys(new)
+                        completed.append(FoundBlocks(tuple(new)))
+            completed.append(event)
+        return tuple(completed)
 
     def close(self) -> None:
         half, self._half = self._half, None

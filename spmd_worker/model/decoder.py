@@ -41,7 +41,7 @@ from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.backend import JoinedLayers
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
-from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.ranks.topology import Stage
 
@@ -130,6 +130,12 @@ class DecoderLayer(nn.Module):
             down_bias=feed_forward.down_proj.rank_bias,
             window=attention.window,
         )
+
+    def adapter_stacks(self) -> tuple[AdapterStack | None, ...]:
+        attention, feed_forward = self.self_attn, self.mlp
+        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
+        layers = (attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj)
+        return tuple(layer.adapters for layer in layers)
 
     def sizes(self) -> LayerSizes:
         attention, feed_forward = self.self_attn, self.mlp
@@ -227,12 +233,12 @@ class DecoderStack(nn.Module):
         residual = self._embed(token_ids, positions, token_types, adapters, given) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first needs the residual stream"
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
-        joined = self.joined_layers if is_fused and adapters is None else None
+        joined = self.joined_layers if is_fused else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
         part = None
         if joined is not None and num_joined:
-            part = joined.run(residual, (ropes[0].cos, ropes[0].sin), cache[:num_joined], metadata)
+            part = joined.run(residual, (ropes[0].cos, ropes[0].sin), cache[:num_joined], metadata, adapters)
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 else None
             layer = self.layers[index]

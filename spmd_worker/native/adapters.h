@@ -3,8 +3,8 @@
 //
 // A is packed as [rank / 16][inputs / 2][16][2] bfloat16 or [rank / 16][inputs][16] float32, B as [outputs / 16][rank][16]:
 // both are read from beginning to end, and missing elements are zero. A x is kept in float32: one chain over the inputs in
-// ascending order; so is B (A x), over the ranks, which is added to the rounded output and rounded once more. Rows that are
-// computed together share the loads of a matrix and nothing else.
+// ascending order, or two with AVX-512; so is B (A x), one chain over the ranks, which is added to the rounded output and
+// rounded once more. Rows that are computed together share the loads of a matrix and nothing else.
 #pragma once
 
 #include "elements.h"
@@ -12,8 +12,15 @@
 
 namespace {
 
-constexpr int kAdapterRows = kLanes == 16 ? 8 : 4;  // with two vectors of sums each, half of the registers
-constexpr int kMaxRank = 512;
+constexpr int kAdapterRows = kLanes == 16 ? 8 : 4;
+constexpr int kChains = kLanes == 16 ? 2 : 1;
+constexpr int kMaxRank = 512, kMaxParts = 4;
+
+// Panels whose sums, `rows` vectors or more each, fit into the registers.
+constexpr int panels_at_once(int rows) {
+  const int most = (kLanes == 16 ? 24 : 12) / (rows * kPanelVectors);
+  return most < 1 ? 1 : most > 4 ? 4 : most;
+}
 
 // One adapter's matrices for one part of a layer; `a` is null if it has none. Filled by Python (cpu/adapters.py).
 struct AdapterMatrices {
@@ -26,7 +33,7 @@ struct AdapterPart {
   int64_t start, stop;
 };
 
-// Up to any number of rows with one adapter: entries `first` to `first + count` of the step's rows.
+// Rows with one adapter: entries `first` to `first + count` of the step's rows.
 struct AdapterBlock {
   int64_t slot, first, count;
 };
@@ -111,6 +118,10 @@ struct ShrinkBfloat16 {
 };
 #endif
 
+// Inputs that A has side by side.
+template <class Element>
+constexpr int kPairOf = sizeof(Element) == 2 ? 2 : 1;
+
 template <class Element>
 struct ShrinkOf;
 template <>
@@ -122,71 +133,113 @@ struct ShrinkOf<uint16_t> {
   using Type = ShrinkBfloat16;
 };
 
-// A x of kRows rows -> `to` [kRows][kMaxRank].
-template <class Element, int kRows>
-void shrink_rows(const Element* const* x, int64_t num_inputs, const Element* a, int64_t rank, float* to) {
+// 16 rows of A, and where their products with the inputs go: [rows][stride].
+template <class Element>
+struct ShrinkPanel {
+  const Element* a;
+  float* to;
+};
+
+// A x of kRows rows for kPanels panels. Chains of even and of odd steps are added at the end.
+template <class Element, int kRows, int kPanels>
+void shrink_panels(
+    const Element* const* x, int64_t num_inputs, const ShrinkPanel<Element>* panels, int64_t to_stride) {
   using Shrink = typename ShrinkOf<Element>::Type;
   constexpr int kInputs = Shrink::kInputs;
-  for (int64_t first = 0; first < rank; first += kPanel) {
-    Floats sums[kRows][kPanelVectors] = {};
-    int64_t input = 0;
-    for (; input + kInputs <= num_inputs; input += kInputs, a += kInputs * kPanel) {
-      const typename Shrink::Right right = Shrink::load_right(a);
-#pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) {
-        const typename Shrink::Left left = Shrink::left(x[row] + input);
+  Floats sums[kChains][kRows][kPanels][kPanelVectors] = {};
+  const auto step = [&](Floats(&chain)[kRows][kPanels][kPanelVectors], int64_t input, auto left_of) {
+    typename Shrink::Right right[kPanels];
 #pragma GCC unroll 4
-        for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = Shrink::step(sums[row][v], right, v, left);
-      }
+    for (int panel = 0; panel < kPanels; ++panel) right[panel] = Shrink::load_right(panels[panel].a + input * kPanel);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const typename Shrink::Left left = left_of(x[row] + input);
+#pragma GCC unroll 4
+      for (int panel = 0; panel < kPanels; ++panel)
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; ++v)
+          chain[row][panel][v] = Shrink::step(chain[row][panel][v], right[panel], v, left);
     }
-    if (input < num_inputs) {
-      const typename Shrink::Right right = Shrink::load_right(a);
+  };
+  const auto left = [](const Element* inputs) { return Shrink::left(inputs); };
+  int64_t input = 0;
+  for (; input + kChains * kInputs <= num_inputs; input += kChains * kInputs)
+#pragma GCC unroll 2
+    for (int chain = 0; chain < kChains; ++chain) step(sums[chain], input + chain * kInputs, left);
+  int chain = 0;
+  for (; input + kInputs <= num_inputs; input += kInputs, ++chain) step(sums[chain], input, left);
+  if (input < num_inputs) step(sums[chain], input, [](const Element* inputs) { return Shrink::last(inputs); });
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) {
-        const typename Shrink::Left left = Shrink::last(x[row] + input);
+  for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-        for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = Shrink::step(sums[row][v], right, v, left);
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; ++v) {
+        Floats sum = sums[0][row][panel][v];
+        for (int other = 1; other < kChains; ++other) sum = sum + sums[other][row][panel][v];
+        store(panels[panel].to + row * to_stride + v * kLanes, sum);
       }
-      a += kInputs * kPanel;
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) store(to + row * kMaxRank + first + v * kLanes, sums[row][v]);
+}
+
+// All panels, as many at once as fit into the registers.
+template <class Element, int kRows>
+void shrink_rows(
+    const Element* const* x, int64_t num_inputs, const ShrinkPanel<Element>* panels, int64_t count,
+    int64_t to_stride) {
+  constexpr int kMost = panels_at_once(kRows * kChains);
+  while (count > 0) {
+    const int64_t number = count < kMost ? count : kMost;
+    if constexpr (kMost >= 4)
+      if (number == 4) shrink_panels<Element, kRows, 4>(x, num_inputs, panels, to_stride);
+    if constexpr (kMost >= 3)
+      if (number == 3) shrink_panels<Element, kRows, 3>(x, num_inputs, panels, to_stride);
+    if constexpr (kMost >= 2)
+      if (number == 2) shrink_panels<Element, kRows, 2>(x, num_inputs, panels, to_stride);
+    if (number == 1) shrink_panels<Element, kRows, 1>(x, num_inputs, panels, to_stride);
+    panels += number, count -= number;
   }
 }
 
-// Outputs `part` of kRows rows += B of `shrunk` [kRows][kMaxRank].
-template <class Element, int kRows>
-void expand_rows(
-    const float* shrunk, const Element* b, int64_t rank, AdapterPart part, int64_t half, Element* const* y) {
-  for (int64_t output = part.start; output < part.stop; output += kPanel, b += rank * kPanel) {
-    Floats sums[kRows][kPanelVectors] = {};
-    for (int64_t k = 0; k < rank; ++k) {
-      Floats right[kPanelVectors];
-      for (int v = 0; v < kPanelVectors; ++v) right[v] = load_floats(b + k * kPanel + v * kLanes);
-#pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) {
-        const Floats left = broadcast(shrunk[row * kMaxRank + k]);
+// kPanels panels of outputs of kRows rows, from `output` on, += B of `shrunk` [rows][stride].
+template <class Element, int kRows, int kPanels>
+void expand_panels(
+    const float* shrunk, int64_t stride, const Element* b, int64_t rank, int64_t output, int64_t stop, int64_t half,
+    Element* const* y) {
+  Floats sums[kRows][kPanels][kPanelVectors] = {};
+  for (int64_t k = 0; k < rank; ++k) {
+    Floats right[kPanels][kPanelVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = fused(left, right[v], sums[row][v]);
-      }
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; ++v)
+        right[panel][v] = load_floats(b + (panel * rank + k) * kPanel + v * kLanes);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const Floats left = broadcast(shrunk[row * stride + k]);
+#pragma GCC unroll 4
+      for (int panel = 0; panel < kPanels; ++panel)
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; ++v)
+          sums[row][panel][v] = fused(left, right[panel][v], sums[row][panel][v]);
     }
-    if (output + kPanel <= part.stop && (half == 0 || output % kPanel == 0)) {
+  }
+#pragma GCC unroll 4
+  for (int panel = 0; panel < kPanels; ++panel, output += kPanel) {
+    if (output + kPanel <= stop && (half == 0 || output % kPanel == 0)) {
       const int64_t column = column_of(output, half);
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
         for (int v = 0; v < kPanelVectors; ++v) {
           Element* const to = y[row] + column + v * kLanes;
-          store_floats(to, load_floats(to) + sums[row][v]);
+          store_floats(to, load_floats(to) + sums[row][panel][v]);
         }
       continue;
     }
     for (int row = 0; row < kRows; ++row) {
       float lanes[kPanel];
-      for (int v = 0; v < kPanelVectors; ++v) store(lanes + v * kLanes, sums[row][v]);
-      for (int64_t lane = 0; lane < kPanel && output + lane < part.stop; ++lane) {
+      for (int v = 0; v < kPanelVectors; ++v) store(lanes + v * kLanes, sums[row][panel][v]);
+      for (int64_t lane = 0; lane < kPanel && output + lane < stop; ++lane) {
         Element* const to = y[row] + column_of(output + lane, half);
         from_float(to_float(*to) + lanes[lane], to);
       }
@@ -195,16 +248,39 @@ void expand_rows(
 }
 
 template <class Element, int kRows>
+void expand_rows(
+    const float* shrunk, int64_t stride, const Element* b, int64_t rank, AdapterPart part, int64_t half,
+    Element* const* y) {
+  constexpr int kMost = kRows >= 6 ? 1 : panels_at_once(kRows);
+  int64_t output = part.start;
+  for (; output + (kMost - 1) * kPanel < part.stop; output += kMost * kPanel, b += kMost * rank * kPanel)
+    expand_panels<Element, kRows, kMost>(shrunk, stride, b, rank, output, part.stop, half, y);
+  for (; output < part.stop; output += kPanel, b += rank * kPanel)
+    expand_panels<Element, kRows, 1>(shrunk, stride, b, rank, output, part.stop, half, y);
+}
+
+template <class Element, int kRows>
 void add_to_rows(
     const AdapterLayer& layer, const AdapterMatrices* of_slot, const Element* const* x, int64_t half,
     Element* const* y) {
-  alignas(64) float shrunk[kRows * kMaxRank];
+  constexpr int64_t kStride = kMaxParts * kMaxRank;
+  alignas(64) float shrunk[kRows * kStride];
+  ShrinkPanel<Element> panels[kStride / kPanel];
+  int64_t count = 0;
+  for (int64_t part = 0; part < layer.num_parts; ++part) {
+    const Element* const a = static_cast<const Element*>(of_slot[part].a);
+    if (a == nullptr) continue;
+    const int64_t size = (layer.num_inputs + kPairOf<Element> - 1) / kPairOf<Element> * kPairOf<Element> * kPanel;
+    for (int64_t panel = 0; panel * kPanel < of_slot[part].rank; ++panel)
+      panels[count++] = {a + panel * size, shrunk + part * kMaxRank + panel * kPanel};
+  }
+  shrink_rows<Element, kRows>(x, layer.num_inputs, panels, count, kStride);
   for (int64_t part = 0; part < layer.num_parts; ++part) {
     const AdapterMatrices& matrices = of_slot[part];
     if (matrices.a == nullptr) continue;
-    const Element *a = static_cast<const Element*>(matrices.a), *b = static_cast<const Element*>(matrices.b);
-    shrink_rows<Element, kRows>(x, layer.num_inputs, a, matrices.rank, shrunk);
-    expand_rows<Element, kRows>(shrunk, b, matrices.rank, layer.parts[part], half, y);
+    expand_rows<Element, kRows>(
+        shrunk + part * kMaxRank, kStride, static_cast<const Element*>(matrices.b), matrices.rank, layer.parts[part],
+        half, y);
   }
 }
 

@@ -31,6 +31,9 @@
       const Element* cos, const Element* sin, const int64_t* blocks, const int64_t* offsets, int64_t num_tokens,       \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale,                 \
       int64_t window, Element* output, int64_t may_use_amx, int64_t num_threads);                                    \
+  extern "C" void spmd_add_adapters_##name(                                                                            \
+      const void* layer, const void* step, const Element* x, int64_t x_stride, Element* y, int64_t y_stride,           \
+      int64_t half, int64_t num_threads);                                                                              \
   extern "C" void spmd_int8_gemm_##name(                                                                            \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed,                  \
       int64_t num_outputs, const Element* bias, Element* to, int64_t is_gated, float* maxima, int8_t* rows,            \

@@ -3,9 +3,14 @@
 // Each part is a function that Python can also call, so the results are the same; the saved calls and tensors cost a fifth
 // of the time of a step of few tokens. The structures are those of `layers.py`, field by field.
 
+#include "adapters.h"
 #include "exports.h"
+#include "thread_pool.h"
 
 namespace {
+
+// Below this many numbers a second thread costs more than it gains.
+constexpr int64_t kSmall = 8192;
 
 template <class Element>
 struct Calls;
@@ -18,6 +23,7 @@ struct Calls;
     static constexpr auto gemm = spmd_gemm_##name;                                                                     \
     static constexpr auto int8_gemm = spmd_int8_gemm_##name;                                                     \
     static constexpr auto attend_projected = spmd_attend_projected_##name;                                             \
+    static constexpr auto add_adapters = spmd_add_adapters_##name;                                                     \
     SPMD_CALLS_OF_A_GROUP(name)                                                                                        \
   };
 
@@ -65,8 +71,13 @@ struct Ranks {
   ranks->memory, ranks->rank, ranks->size, ranks->slot_bytes, ranks->spin_ns, ranks->timeout_ns, ranks->processes,     \
       ranks->few_elements
 
+// Linear layers that have adapters.
+enum Adapted { kQkv, kOutput, kGates, kDown, kNumAdapted };
+
 // `x`, `projected`, `attended` and `opened` are scratch memory; so are `bytes` and `maxima` if the stack `has_bytes`: one
-// row per token, wide enough for the widest.
+// row per token, wide enough for the widest. If rows of the step have adapters, `adapters` are those rows (adapters.h),
+// `layer_adapters` the matrices of each layer's kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one
+// row more than there are tokens, for gates and up projections; otherwise all three are null.
 template <class Element>
 struct Step {
   Element *residual, *x, *projected, *attended, *opened;
@@ -79,6 +90,9 @@ struct Step {
   int64_t table_stride;
   const int64_t *blocks, *offsets, *query_starts, *context_lengths;
   int64_t num_sequences, num_tokens, num_threads;
+  const void* adapters;
+  const void* const* layer_adapters;
+  Element* columns;
 };
 
 template <class Element>
@@ -100,6 +114,45 @@ struct Run {
       Calls<Element>::gemm(
           x, num_inputs, step.num_tokens, num_inputs, static_cast<const Element*>(weight), num_outputs, bias, to,
           is_gated, step.num_threads);
+  }
+
+  // The matrices of the step's adapters for a linear layer; null if there are none.
+  const void* adapters_of(int64_t number, Adapted which) const {
+    return step.adapters == nullptr ? nullptr : step.layer_adapters[number * kNumAdapted + which];
+  }
+
+  void add_adapters(
+      const void* matrices, const Element* x, int64_t num_inputs, Element* y, int64_t num_outputs,
+      int64_t half = 0) const {
+    if (matrices != nullptr)
+      Calls<Element>::add_adapters(
+          matrices, step.adapters, x, num_inputs, y, num_outputs, half, step.num_threads);
+  }
+
+  // The gates applied, with the bits of the gated GEMM for rows without an adapter.
+  void open(int64_t number, const Element* normal) const {
+    const Layer<Element>& layer = stack.layers[number];
+    const int64_t size = stack.intermediate_size, num_columns = 2 * size;
+    const void* const matrices = adapters_of(number, kGates);
+    if (matrices == nullptr)
+      return multiply(normal, stack.hidden_size, layer.gates, num_columns, layer.gates_bias, step.opened, true);
+    // Columns, and so the bias, are in the order of gated panels.
+    Element* bias = nullptr;
+    if (layer.gates_bias != nullptr) {
+      bias = step.columns + step.num_tokens * num_columns;
+      for (int64_t output = 0; output < num_columns; ++output)
+        bias[column_of(output, size)] = layer.gates_bias[output];
+    }
+    multiply(normal, stack.hidden_size, layer.gates, num_columns, bias, step.columns);
+    add_adapters(matrices, normal, stack.hidden_size, step.columns, num_columns, size);
+    parallel_for(step.num_tokens, step.num_tokens * size < kSmall ? 1 : step.num_threads, [&](int64_t token) {
+      const Element* const columns = step.columns + token * num_columns;
+      for (int64_t index = 0; index < size; index += kLanes) {
+        const Element* const gates = columns + column_of(index, size);
+        const Floats gate = load_floats(gates), up = load_floats(gates + kPanel);
+        store_floats(step.opened + token * size + index, as_kept<Element>(silu(gate)) * up);
+      }
+    });
   }
 
   // The buffer of this rank's part of the next sum.
@@ -143,15 +196,18 @@ struct Run {
     else if (const int64_t result = add_and_norm(layer.input_norm, normal); result != 0)
       return result;
     multiply(normal, hidden, layer.qkv, projected_size, layer.qkv_bias, step.projected);
+    add_adapters(adapters_of(number, kQkv), normal, hidden, step.projected, projected_size);
     Calls<Element>::attend_projected(
         step.cache + number * step.layer_stride, step.block_stride, stack.num_kv_heads, stack.head_size,
         stack.block_size, step.tables, step.table_stride, step.projected, projected_size, stack.num_heads, step.cos,
         step.sin, step.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
         step.num_sequences, stack.scale, layer.window, step.attended, true, step.num_threads);
     multiply(step.attended, heads_size, layer.output, hidden, layer.output_bias, part());
+    add_adapters(adapters_of(number, kOutput), step.attended, heads_size, part(), hidden);
     if (const int64_t result = add_and_norm(layer.norm, normal); result != 0) return result;
-    multiply(normal, hidden, layer.gates, 2 * stack.intermediate_size, layer.gates_bias, step.opened, true);
+    open(number, normal);
     multiply(step.opened, stack.intermediate_size, layer.down, hidden, layer.down_bias, part());
+    add_adapters(adapters_of(number, kDown), step.opened, stack.intermediate_size, part(), hidden);
     return 0;
   }
 };

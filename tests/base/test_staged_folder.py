@@ -63,6 +63,7 @@ def states_after_kills(target: Path, before: Tree | None, num_calls: int = 100) 
     return found
 
 
+@pytest.mark.guarantee("A killed save leaves the old folder or the new one")
 @pytest.mark.parametrize("before", [None, {}, OLD])
 def test_kill_at_any_call_leaves_old_or_new(before: Tree | None, tmp_path: Path):
     target = tmp_path / "inside" / "model"
@@ -76,6 +77,7 @@ def test_kill_at_any_call_leaves_old_or_new(before: Tree | None, tmp_path: Path)
     assert sorted(each.name for each in target.parent.iterdir()) == ["model"]
 
 
+@pytest.mark.control("A killed save leaves the old folder or the new one")
 def test_kill_check_detects_a_replacement_in_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: Callable
 ):

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from encoder_models import encoder_folder
+from expert_checkpoints import expert_folder
+from family_checkpoints import family_folder
 from file_limit import file_limit
 from forked_child import in_child
 from killed_writer import KILLED, FileCalls, calls_on_files
@@ -21,12 +23,18 @@ from quantised_files import quantise
 from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
 from run_folder import made_once
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_weight_updates import MODEL, NORM, PROMPTS, answers, changed_model, new_tensors, open_llm, trainers_model
 from transformers import AutoModelForCausalLM
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import CheckpointError, ConfigError, MissingWeightsError, SaveError
+from spmd_worker.model.weights.sharded_state import held_parameters
+from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.resolved import resolve_run
+from spmd_worker.worker import file_formats
+from spmd_worker.worker.worker import Worker
 
 KINDS = ("sharded_state", "checkpoint", "streamed")
 FORMATS = {"sharded_state": "sharded_state"}
@@ -63,6 +71,7 @@ def logits_of(folder: Path) -> torch.Tensor:
         return model(torch.arange(40).view(2, 20)).logits
 
 
+@pytest.mark.guarantee("A saved model answers as before")
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_model_answers_as_before(kind: str, llm: LLM, before: list[Any], tmp_path: Path):
     folder = save(llm, kind, tmp_path / "model")
@@ -72,6 +81,41 @@ def test_saved_model_answers_as_before(kind: str, llm: LLM, before: list[Any], t
         read(folder).items()
         >= {name: (MODEL / name).read_bytes() for name in ("config.json", "tokenizer.json")}.items()
     )
+
+
+@pytest.mark.control("A saved model answers as before")
+def test_comparison_detects_one_other_weight(llm: LLM, before: list[Any], tmp_path: Path):
+    path = save(llm, "checkpoint", tmp_path / "model") / "model.safetensors"
+    tensors = load_file(path)
+    tensors[NORM][3] *= 1.01
+    save_file(tensors, path, metadata={"format": "pt"})
+    with open_llm(path.parent) as loaded:
+        assert answers(loaded) != before
+
+
+def loaded_worker(folder: Path, kind: str = "checkpoint") -> Worker:
+    options = ModelOptions(path=str(folder), dtype="float32", load_format=FORMATS.get(kind, "auto"))
+    worker = Worker(resolve_run(RunConfig(model=options, device="cpu"), "cpu"), RankEnvironment())
+    worker.init_device()
+    worker.load_model()
+    return worker
+
+
+@pytest.mark.parametrize("name", ["phi", "gpt2", "gpt_neox", "gpt_oss"])
+def test_families_keep_every_tensor_and_parameter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A padded head with a bias, transposed matrices, heads of a fused tensor, stacked experts; read in many blocks."""
+    monkeypatch.setattr(file_formats, "CHUNK_BYTES", 3000)
+    folder = (expert_folder if name == "gpt_oss" else family_folder)(name)
+    worker, source = loaded_worker(folder), load_file(folder / "model.safetensors")
+    expected = {each.name: each.read() for each in held_parameters(worker.loaded.model)}
+    for kind in KINDS:
+        save(worker, kind, tmp_path / kind)
+        found = {each.name: each.read() for each in held_parameters(loaded_worker(tmp_path / kind, kind).loaded.model)}
+        assert found.keys() == expected.keys()
+        assert [each for each in expected if not torch.equal(found[each], expected[each])] == [], kind
+        saved = source if kind in FORMATS else load_file(tmp_path / kind / "model.safetensors")
+        assert saved.keys() == source.keys()
+        assert [each for each in source if not torch.equal(saved[each], source[each].float())] == [], kind
 
 
 @pytest.mark.parametrize(("kind", "options"), [("checkpoint", {"max_size": "512KiB"}), ("streamed", {})])
@@ -106,8 +150,8 @@ def test_saved_weights_are_those_of_now(tmp_path: Path):
         with llm.weight_update() as load:
             for name, tensor in wanted.items():
                 load(name, tensor)
-        now = answers(llm)
         folders = {kind: save(llm, kind, tmp_path / kind) for kind in KINDS}
+        now = answers(llm)
         version = llm.llm_engine.scheduler.weight_version
     with open_llm(changed_model()) as other:
         assert answers(other) == now

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.engine.kv_connector import weights_digest
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
@@ -143,6 +144,23 @@ def test_plan_says_that_bits_are_others(folders: tuple[Path, Path]):
     options = ModelOptions(path=str(folders[0]), adapters={"sql": "/a/sql"}, lora_merge="sql")
     text = describe_plan(make_plan(resolve_run(RunConfig(model=options, device="cpu"), "cpu")))
     assert "adapter    /a/sql is merged into the weights for all rows: answers have other bits than those of" in text
+
+
+def test_blocks_outside_depend_on_merged_contents(folders: tuple[Path, Path], tmp_path: Path):
+    """A connector's blocks outlive the run, and the adapter's folder may have other contents by then."""
+    model, adapter = folders
+    config = json.loads((adapter / "adapter_config.json").read_text())
+
+    def digest_with(folder: Path, **changes: Any) -> str:
+        shutil.copytree(adapter, folder, dirs_exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+        options = ModelOptions(path=str(model), lora_merge=str(folder))
+        return weights_digest(resolve_run(RunConfig(model=options, device="cpu"), "cpu"))
+
+    plain = weights_digest(resolve_run(RunConfig(model=ModelOptions(path=str(model)), device="cpu"), "cpu"))
+    merged = digest_with(tmp_path / "one")
+    assert merged == digest_with(tmp_path / "two")
+    assert len({plain, merged, digest_with(tmp_path / "one", lora_alpha=9)}) == 3
 
 
 if __name__ == "__main__":

@@ -204,6 +204,6 @@ _TYPE_WORDS: Final[dict[Any, str]] = {
     str: "text",
     list[int]: "a list of whole numbers, such as [10,8]",
     list[str]: "a list of texts, such as [a,b]",
-    dict[str, str]: "texts by name, such as {a: b}",
+    dict[str, str]: "names and texts, such as {a: b}",
     types.NoneType: "null",
 }

@@ -169,8 +169,8 @@ class ModelOptions:
         _check_adapters(self)
         if self.lora_merge is not None and self.load_format == "sharded_state":
             raise ConfigError(
-                "model.lora_merge is rejected with model.load_format=sharded_state, whose weights are read as they were "
-                "saved: merge the adapter into the original, and save that"
+                "model.lora_merge is rejected with model.load_format=sharded_state, whose weights are read as they "
+                "were saved: merge the adapter into the original, and save that"
             )
         if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
             raise ConfigError(

@@ -1,12 +1,15 @@
 """The models that rows may name: the base model, and the run's adapters by their names (`model.adapters`)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.openai.row import Row
 from spmd_worker.tokenizer.messages import InvalidRequestError
+
+_MAX_LISTED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class ServedModels:
         """
         if row.adapter is not None:
             if row.adapter not in self.adapters:
-                known = f"the run has {', '.join(self.adapters)}" if self.adapters else "the run has none"
+                known = f"the run has {_listed(self.adapters)}" if self.adapters else "the run has none"
                 raise InvalidRequestError(
                     f"adapter={shown(row.adapter)} is not loaded: {known} (model.adapters={{NAME: FOLDER}})",
                     "model_not_found",
@@ -46,9 +49,15 @@ class ServedModels:
         if not self.adapters or row.model is None or row.model in (self.base, *self.aliases):
             return 0
         if row.model not in self.adapters:
-            message = f"model {shown(row.model)} is not served; served are {', '.join(self.names)}"
+            message = f"model {shown(row.model)} is not served; served are {_listed(self.names)}"
             raise InvalidRequestError(message, "model_not_found")
         return self.adapters[row.model]
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return ", ".join(listed[:_MAX_LISTED]) + more
 
 
 ANY_MODEL = ServedModels()

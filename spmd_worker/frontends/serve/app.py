@@ -161,7 +161,7 @@ class ServerApp:
         if name is None:
             return JsonResponse({"object": "list", "data": [self._model(each) for each in self._roots]})
         if name not in self._roots:
-            message = f"unknown model {name[:100]!r}: use {' or '.join(self._roots)}"
+            message = f"unknown model {name[:100]!r}: use {', '.join(self._roots)}"
             return self.error_response(InvalidRequestError(message, "not_found"))
         return JsonResponse(self._model(name))
 

@@ -37,6 +37,8 @@ _HARMLESS: Final = (
     *("bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern"),
     *("rank_pattern", "alpha_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config"),
     *("corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+    # ms-swift's: of its optimiser, and the dtype that it trains in.
+    *("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"),
 )
 """Keys that are read here or do not change what a trained adapter computes."""
 

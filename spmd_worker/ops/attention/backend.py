@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ranks.communicator import GroupHandle
 
@@ -18,7 +19,12 @@ class JoinedLayers(Protocol):
     """The layers of a stage in one call, with their weights."""
 
     def run(
-        self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata
+        self,
+        residual: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """The residual stream [T, hidden], which is updated up to the last layer's output; cosines and sines [T, D /
         2]; `cache` [layers, blocks, *block_shape] -> this rank's part of the last layer's output, [T, hidden].

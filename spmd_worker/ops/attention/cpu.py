@@ -17,6 +17,7 @@ from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepPointers, join_layers
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_tensor, dtype_name
@@ -212,9 +213,14 @@ class CpuLayers:
         self._backend, self._layers = backend, layers
 
     def run(
-        self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata
+        self,
+        residual: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
-        return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]))
+        return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]), adapters)
 
 
 def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> _CheckedMetadata:

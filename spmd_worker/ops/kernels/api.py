@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
-from spmd_worker.ops.kernels.adapters import AdapterKernels
+from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterStack
 from spmd_worker.ops.kernels.sample_row import SampleRow
 
 MAX_LOGIT: Final = 1e30
@@ -67,6 +67,11 @@ class JoinableLayer(Protocol):
 
     def sizes(self) -> LayerSizes:
         """Sizes on this rank."""
+
+    def adapter_stacks(self) -> tuple[AdapterStack | None, ...]:
+        """Adapters of the projections to queries, keys and values, of the output's, of gates and of the projection
+        down.
+        """
 
 
 @dataclass(frozen=True, slots=True)

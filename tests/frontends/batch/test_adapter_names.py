@@ -67,6 +67,12 @@ def test_unknown_name_is_an_error_with_the_known_ones(row: dict[str, Any], messa
     assert str(refused.value).startswith(message)
 
 
+def test_long_list_of_names_is_cut():
+    many = ServedModels("base", {f"a{number}": 1 + number for number in range(30)})
+    with pytest.raises(InvalidRequestError, match=r"served are base, a0, .*, a18 and 11 more$"):
+        many.adapter_of(parsed(openai(model="b")))
+
+
 def test_without_adapters_any_model_name_is_the_base():
     """As for files that were written for another service; but an adapter by that key is never ignored."""
     assert ANY_MODEL.adapter_of(parsed(openai(model="gpt-4o"))) == 0

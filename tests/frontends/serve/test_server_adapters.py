@@ -36,7 +36,7 @@ def test_list_of_models_has_the_adapters(server: ServedHere, client: openai.Open
     assert {name: each["parent"] for name, each in extra.items()} == {"model": None, "a": "model", "b": "model"}
     assert {name: each["root"] for name, each in extra.items()} == {"model": str(DEMO), **ADAPTERS}
     assert client.models.retrieve("a") == listed["a"]
-    with pytest.raises(openai.NotFoundError, match="unknown model 'c': use model or a or b"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'c': use model, a, b"):
         client.models.retrieve("c")
 
 

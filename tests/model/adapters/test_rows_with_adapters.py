@@ -37,10 +37,7 @@ CASES = [
     ("seed_oss", "float32", None),
     ("seed_oss", "bfloat16", None),
     ("seed_oss", "bfloat16", "int8"),
-    *(
-        pytest.param(*case, marks=pytest.mark.matrix)
-        for case in (("gemma2", "bfloat16", None), ("cohere", "float16", None))
-    ),
+    *(pytest.param(*case, marks=pytest.mark.matrix)),
 ]
 
 
@@ -59,7 +56,7 @@ def test_row_has_equal_bits_in_any_batch(family: str, dtype: str, quantization: 
         loaded.commit(loaded.prepare(source))
     mixed = prompt_logits(model, PROMPTS, loaded=loaded, digests=digests)
     for chunk in (1, 7):
-        assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk, (True,), loaded, digests), mixed)), chunk
+        assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk, (True, False), loaded, digests), mixed)), chunk
     for prompt, digest, logits, expected in zip(PROMPTS, digests, mixed, without, strict=True):
         assert torch.equal(prompt_logits(model, [prompt], loaded=loaded, digests=[digest])[0], logits)
         assert torch.equal(logits, expected) == (digest == 0)

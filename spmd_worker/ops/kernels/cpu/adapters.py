@@ -21,6 +21,7 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters
 from spmd_worker.ops.kernels.cpu.panels import check_dtype, contiguous_rows, dtype_name
 
+_MAX_RANK, _MAX_PARTS = 512, 4  # as in native/adapters.h
 _BLOCK_ROWS: Final = 8
 """Rows of one item of work, at most."""
 
@@ -55,6 +56,7 @@ class NativeStack:
     """Implements `AdapterStack` for float32 and bfloat16 in host memory. An adapter takes memory for its own rank."""
 
     def __init__(self, library: NativeLibrary, sizes: AdapterSizes) -> None:
+        assert len(sizes.parts) <= _MAX_PARTS, sizes
         self._sizes, self._function = sizes, library.functions[f"add_adapters_{dtype_name(sizes.dtype)}"]
         self._table = np.zeros((sizes.num_slots, len(sizes.parts), 3), dtype=np.int64)
         self._bounds = np.array(sizes.parts, dtype=np.int64)
@@ -64,6 +66,11 @@ class NativeStack:
     @property
     def is_empty(self) -> bool:
         return not self._tensors
+
+    @property
+    def address(self) -> int:
+        """Of the structure that describes the stack."""
+        return ctypes.addressof(self.structure)
 
     def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
         assert slot not in self._tensors, slot
@@ -75,7 +82,7 @@ class NativeStack:
             (a, b), rank = matrices, len(matrices[0])
             assert a.shape == (rank, self._sizes.num_inputs), (a.shape, self._sizes)
             assert b.shape == (stop - start, rank), (b.shape, self._sizes)
-            assert 0 < rank <= self._sizes.max_rank, (rank, self._sizes)
+            assert 0 < rank <= min(self._sizes.max_rank, _MAX_RANK), (rank, self._sizes)
             packed = _packed_inputs(a), _packed_outputs(b)
             kept += packed
             self._table[slot, number] = *(each.data_ptr() for each in packed), rank
@@ -92,7 +99,7 @@ class NativeStack:
         assert outputs.stride(1) == 1, outputs.stride()
         x = contiguous_rows(x)
         self._function(
-            *(ctypes.addressof(self.structure), step.layout.address, x.data_ptr(), x.stride(0)),
+            *(self.address, step.layout.address, x.data_ptr(), x.stride(0)),
             *(outputs.data_ptr(), outputs.stride(0), 0, num_threads()),
         )
 

@@ -9,8 +9,10 @@ T: tokens; H: hidden size; Hq, Hkv: query and key-value heads of this rank; D: h
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -20,13 +22,18 @@ from spmd_worker.model_config.int8_format import PANEL, panel_bytes, row_bytes
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
+from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.cpu.adapters import NativeStack
 from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
 from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, check_tensor, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 
 _WEIGHTS: Final = ("qkv", "output", "gates", "down")
+AdapterStacks = Callable[[], Iterable[AdapterStack | None]]
+_NUM_ADAPTED: Final = 4
+"""Linear layers of a layer, each with a stack of adapters."""
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name != "window")
 
 _MAX_CALL_TOKENS: Final = 4096
@@ -74,7 +81,7 @@ class _Step(ctypes.Structure):
         *_fields("residual", "x", "projected", "attended", "opened", "bytes", "maxima", "cos", "sin"),
         *_fields("cache", "layer_stride", "block_stride", "tables", "table_stride"),
         *_fields("blocks", "offsets", "query_starts", "context_lengths"),
-        *_fields("num_sequences", "num_tokens", "num_threads"),
+        *_fields("num_sequences", "num_tokens", "num_threads", "adapters", "layer_adapters", "columns"),
     ]
 
 
@@ -88,7 +95,10 @@ class NativeLayers:
         sizes: LayerSizes,
         block_size: int,
         fast: SharedMemoryGroup | None,
+        adapter_stacks: AdapterStacks | None = None,
     ) -> None:
+        """`adapter_stacks` has those of the layers, in the order of calls."""
+        self._adapter_stacks = adapter_stacks or (lambda: ())
         self._layers, self._sizes, self._fast = tuple(layers), sizes, fast
         self._dtype, self._has_bytes = layers[0].input_norm.dtype, _has_bytes(layers[0])
         self._function = library.functions[f"run_layers_{dtype_name(self._dtype)}"]
@@ -101,7 +111,14 @@ class NativeLayers:
             *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes, sizes.eps, sizes.scale),
         )
 
-    def run(self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, step: StepPointers) -> Tensor:
+    def run(
+        self,
+        residual: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: Tensor,
+        step: StepPointers,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
         """The residual stream [T, H], which is updated up to the last layer's output; cosines and sines [T, D / 2];
         `cache` [layers, blocks, elements of a block], of the first layers or of all -> this rank's part of the last
         layer's output, [T, H].
@@ -123,11 +140,16 @@ class NativeLayers:
         widest = row_bytes(max(sizes.hidden_size, heads_size, sizes.intermediate_size)) if self._has_bytes else 0
         rows = torch.empty((num_tokens, widest), dtype=torch.int8)
         maxima = torch.empty(num_tokens if self._has_bytes else 0, dtype=torch.float32)
+        rows_of_adapters, stacks, columns = 0, None, None
+        if adapters is not None:
+            rows_of_adapters, stacks = adapters.layout.address, self._adapter_addresses()
+            columns = torch.empty((num_tokens + 1, 2 * sizes.intermediate_size), dtype=self._dtype)
         arguments = _Step(
             *(residual.data_ptr(), *(each.data_ptr() for each in (*work, rows, maxima, *angles))),
             *(cache.data_ptr(), cache.stride(0), cache.stride(1), step.tables, step.table_stride),
             *(step.token_blocks, step.token_offsets, step.query_starts, step.context_lengths),
-            *(step.num_sequences, num_tokens, num_threads()),
+            *(step.num_sequences, num_tokens, num_threads(), rows_of_adapters),
+            *(0 if stacks is None else ctypes.addressof(stacks), 0 if columns is None else columns.data_ptr()),
         )
         ranks = None if fast is None else ctypes.byref(_Ranks(*fast.addresses()))
         num_layers, each_call = len(cache), max(1, _MAX_CALL_TOKENS // max(1, num_tokens))
@@ -139,6 +161,15 @@ class NativeLayers:
         # The last GEMM wrote its part there, and no other collective has begun since.
         part = None if fast is None else fast.part_buffer((num_tokens, sizes.hidden_size), self._dtype)
         return work[0] if part is None else part
+
+    def _adapter_addresses(self) -> "ctypes.Array[ctypes.c_void_p]":
+        """Structures of the stacks that the step's adapters may be in; null for empty ones."""
+        addresses: list[int | None] = []
+        for stack in self._adapter_stacks():
+            assert stack is None or isinstance(stack, NativeStack), type(stack)
+            addresses.append(None if stack is None or stack.is_empty else stack.address)
+        assert len(addresses) == _NUM_ADAPTED * len(self._layers), (len(addresses), len(self._layers))
+        return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def join_layers(
@@ -157,7 +188,11 @@ def join_layers(
         return None
     for each in weights:
         _check_shapes(each, sizes)
-    return NativeLayers(library, weights, sizes, block_size, fast)
+    return NativeLayers(library, weights, sizes, block_size, fast, partial(_stacks_of, layers))
+
+
+def _stacks_of(layers: Sequence[JoinableLayer]) -> Iterator[AdapterStack | None]:
+    return chain.from_iterable(layer.adapter_stacks() for layer in layers)
 
 
 def _computes(layer: LayerConfig) -> bool:
