@@ -22,6 +22,7 @@ from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConf
 from spmd_worker.base.errors import ReplicaDivergedError
 from spmd_worker.engine.engine import Engine
 from spmd_worker.executor.adapters import ExecutorAdapters
+from spmd_worker.executor.prompt_adapters import ExecutorPromptAdapters
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel
 from spmd_worker.replica.lockstep import lockstep as lockstep_module
@@ -224,7 +225,7 @@ class MadeUpExecutor:
     is_sleeping: bool = False
 
     def __post_init__(self) -> None:
-        self.adapters = ExecutorAdapters(self, 0)
+        self.adapters, self.prompt_adapters = ExecutorAdapters(self, 0), ExecutorPromptAdapters(self)
         self._mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
         self._in_flight: deque[tuple[int, int]] = deque()
 
