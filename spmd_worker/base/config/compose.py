@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import os
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -113,6 +114,11 @@ def register_schema() -> None:
         if isinstance(node, DictConfig):
             OmegaConf.set_readonly(node, None)
             node._set_flag("readonly", False)
+    for key in _KEYS.values():
+        if key.default is None and dict[str, str] in typing.get_args(key.hint):
+            # OmegaConf merges no mapping into None, and a node in struct mode takes no new names.
+            OmegaConf.update(schema, key.name, {}, merge=False)
+            OmegaConf.set_struct(OmegaConf.select(schema, key.name), False)
     store.store(name=SCHEMA_NAME, node=schema)
 
 

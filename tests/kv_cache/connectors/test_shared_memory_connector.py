@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_files import IDENTITY, NAMES, SIZE, Memory, loaded, saved
+from test_file_connector import IDENTITY, NAMES, SIZE, Memory, loaded, saved
 
 from kv_cache.connectors import segment, shared_memory
 from kv_cache.connectors.interface import ConnectorContext, ConnectorError
@@ -144,8 +144,8 @@ from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from kv_cache.connectors import segment, shared_memory
 segment.FOLDER = shared_memory.FOLDER = Path(sys.argv[1])
-from test_files import Memory, saved
-from test_shared_memory import FOUR_SLOTS, context_of, connect
+from test_file_connector import Memory, saved
+from test_shared_memory_connector import FOUR_SLOTS, context_of, connect
 saved(connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory()), 1, 0, 1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
