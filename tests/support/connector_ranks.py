@@ -85,7 +85,7 @@ def pair_on_rank(layout: dict[str, int], folder: Path, name: str) -> None:
     """Two engines over one world: the first ranks prefill, the others decode."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
     is_producer = rank < size
-    options = {"name": name, "role": "producer" if is_producer else "consumer", "gib": 0.05}
+    options = {"name": name, "role": "producer" if is_producer else "consumer", "gib": 0.01}
     llm_options = {**layout, "connector": SHARED_MEMORY, "connector_options": options}
     # Each engine is a program of its own.
     variables = {"RANK": rank % size, "LOCAL_RANK": rank % size, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
