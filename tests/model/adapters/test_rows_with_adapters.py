@@ -37,9 +37,7 @@ CASES = [
     ("seed_oss", "float32", None),
     ("seed_oss", "bfloat16", None),
     ("seed_oss", "bfloat16", "int8"),
-    *(
-        pytest.param(*case, marks=pytest.mark.matrix)
-    ),
+    *(pytest.param(*case, marks=pytest.mark.matrix)),
 ]
 
 
