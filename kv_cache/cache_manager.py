@@ -1,6 +1,7 @@
 """The scheduler's interface to the cache: device tables, swapping, and the connector."""
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from kv_cache.block import BlockHash, BlockId, num_blocks_for
 from kv_cache.block_ops import BlockOps
@@ -141,28 +142,34 @@ class CacheManager(DeviceTables):
         self._swap.release(host_table, is_read=False)
 
     def load_prefix(self, prefix: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int) -> int | None:
-        """Make the connector load the blocks after `prefix`; returns the number of the transfer to wait for, or None.
+        """Make the connector load the blocks after `prefix`; returns the number of the last transfer to wait for, or
+        None. Blocks that an earlier transfer loads are not loaded again.
 
         Loads only if all `num_tokens` of the sequence fit, the watermark kept: it will need them.
         """
         rest = hashes[len(prefix) :]
         if self._transfers is None or not rest:
             return None
-        in_flight = self._transfers.number_loading(rest[0])
-        if in_flight is not None:
-            return in_flight
-        num_found = self._transfers.lookup(rest)
-        # Blocks already on the device, after the gap, are not loaded again.
-        num_wanted = next((i for i in range(num_found) if self._pool.find(rest[i]) is not None), num_found)
+        transfers = self._transfers
+        numbers = list(takewhile(lambda number: number is not None, map(transfers.number_loading, rest)))
+        tail, in_flight = rest[len(numbers) :], numbers[-1] if numbers else None
+        num_found = transfers.lookup(tail)
+        # Blocks already on the device, or on their way, after the gap are not loaded again.
+        num_wanted = next((index for index in range(num_found) if self._is_here(tail[index])), num_found)
         if num_wanted == 0 or not self.can_start(prefix, num_tokens, keep_watermark=True):
-            return None
+            return in_flight
         # Reserved first: blocks that `_take` evicts are stored, and must not evict what is about to be loaded.
-        slots = self._transfers.reserve(rest[:num_wanted])
+        slots = transfers.reserve(tail[:num_wanted])
         # Shared meanwhile, so that `_take` does not evict the prefix for the blocks after it.
         self._pool.share(prefix)
         block_ids = self._take(num_wanted)
         self._pool.release(reversed(prefix))
-        return self._transfers.load(rest[:num_wanted], slots, block_ids)
+        return transfers.load(tail[:num_wanted], slots, block_ids)
+
+    def _is_here(self, block_hash: BlockHash) -> bool:
+        """Whether a block is on the device, or on its way there."""
+        assert self._transfers is not None
+        return self._pool.find(block_hash) is not None or self._transfers.number_loading(block_hash) is not None
 
     def finish_transfer(self, number: int) -> None:
         """Apply a transfer that every rank has finished: its loaded blocks can be found from now on. A negative number

@@ -153,7 +153,15 @@ def _encoder_config(config: RunConfig, max_model_len: int) -> RunConfig:
     return replace(
         config,
         scheduler=replace(scheduler, max_num_batched_tokens=tokens, enable_chunked_prefill=False),
-        cache=replace(cache, num_blocks=None, swap_space_gib=0.0, host_tier_gib=0.0, enable_prefix_caching=False),
+        cache=replace(
+            cache,
+            num_blocks=None,
+            swap_space_gib=0.0,
+            host_tier_gib=0.0,
+            connector=None,
+            connector_options=None,
+            enable_prefix_caching=False,
+        ),
     )
 
 

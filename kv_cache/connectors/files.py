@@ -7,6 +7,7 @@ need the same folder. A part that a rank then cannot read makes all ranks comput
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -64,7 +65,7 @@ class FileFinder:
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
         for index, name in enumerate(hashes):
-            if not all(self._files.path(name, rank).exists() for rank in self._ranks):
+            if not all(os.path.exists(self._files.path(name, rank)) for rank in self._ranks):
                 return index
         return len(hashes)
 

@@ -99,7 +99,7 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "remove_lora": "refused while requests with the adapter are unanswered",
     "pin_lora": "",
     "list_loras": "",
-    "add_prompt_adapter": "PEFT's prompt tuning, p-tuning and prefix tuning; on all ranks together, or on none",
+    "add_prompt_adapter": "PEFT folders of prompt tuning, p-tuning and prefix tuning; on all ranks or on none",
     "remove_prompt_adapter": "refused while requests with the adapter are unanswered",
     "pin_prompt_adapter": "",
     "list_prompt_adapters": "",

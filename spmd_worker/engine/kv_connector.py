@@ -10,13 +10,12 @@ import torch
 from kv_cache.block import BlockHash
 from kv_cache.connectors.interface import ConnectorContext, KVConnector, SchedulerHalf
 from kv_cache.outside_transfers import OutsideTransfers
-from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.content_digest import content_digest
 from spmd_worker.replica.lockstep.agreement import canonical
 from spmd_worker.replica.scheduler.scheduler import Scheduler
-from spmd_worker.replica.sequence.events import Admit, Event, FoundBlocks
+from spmd_worker.replica.sequence.events import Admit, CommitWeights, Event, FoundBlocks
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.worker_wrapper import connector_errors, new_connector
 
@@ -59,15 +58,6 @@ def weights_digest(resolved: ResolvedRun) -> str:
     return digest if merged is None else f"{digest}, adapter {read_adapter(merged).digest:016x}"
 
 
-def check_connector(resolved: ResolvedRun) -> None:
-    """Raise ConfigError for a model whose blocks no connector can keep."""
-    if resolved.config.cache.connector is not None and resolved.model_config.is_encoder:
-        raise ConfigError(
-            f"cache.connector={resolved.config.cache.connector} keeps prefix blocks, and an encoder has none: leave it "
-            f"out"
-        )
-
-
 def open_connector(resolved: ResolvedRun, identity: dict[str, str]) -> KVConnector:
     """The connector of this process's scheduler. Raises ConfigError."""
     config, layout = resolved.config.cache, resolved.layout
@@ -98,12 +88,20 @@ class OutsideBlocks:
             self._warn_once()
             return events
         found: dict[BlockHash, None] = {}
+        completed: list[Event] = []
+        weight_version: int | None = None
         for event in events:
-            if isinstance(event, Admit):
-                hashes = scheduler.missing_prefix(event.request)
-                if hashes and not all(each in found for each in hashes):
-                    found |= dict.fromkeys(hashes[: self._half.find(hashes)])
-        return (FoundBlocks(tuple(found)), *events) if found else events
+            if isinstance(event, CommitWeights):
+                weight_version = event.version
+            elif isinstance(event, Admit):
+                hashes = scheduler.missing_prefix(event.request, weight_version)
+                if not all(each in found for each in hashes):
+                    new = [each for each in hashes[: self._half.find(hashes)] if each not in found]
+                    if new:
+                        found |= dict.fromkeys(new)
+                        completed.append(FoundBlocks(tuple(new)))
+            completed.append(event)
+        return tuple(completed)
 
     def close(self) -> None:
         half, self._half = self._half, None

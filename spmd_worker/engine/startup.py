@@ -30,7 +30,6 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.kv_connector import (
     OutsideBlocks,
     block_identity,
-    check_connector,
     open_connector,
     weights_digest,
 )
@@ -203,7 +202,6 @@ def _load(
     its view of a connector.
     """
     config = resolved.config
-    check_connector(resolved)
     together = partial(_together, engine_channel, watchdog)
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, resolved)

@@ -16,7 +16,8 @@ from weakref import proxy
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, ReplicaDivergedError, WorkerEventError
-from spmd_worker.executor.adapters import ExecutorAdapters, ExecutorPromptAdapters
+from spmd_worker.executor.adapters import ExecutorAdapters
+from spmd_worker.executor.prompt_adapters import ExecutorPromptAdapters
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
@@ -24,7 +25,8 @@ from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_level, checked_tags, tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods, PromptAdapterCalls
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
+from spmd_worker.worker.prompt_adapter_methods import PromptAdapterCalls, PromptAdapterMethods
 from spmd_worker.worker.save_options import DEFAULT_SIZE
 from spmd_worker.worker.worker_base import WorkerReport
 from spmd_worker.worker.worker_wrapper import resolve_class
@@ -51,7 +53,7 @@ class EventEngine(Protocol):
     def worker_event(self, name: str, payload: Any = None) -> list[Any]: ...
 
 
-class Executor(AdapterMethods, ABC):
+class Executor(AdapterMethods, PromptAdapterMethods, ABC):
     """Call `start`, `load_model`, `determine_num_available_blocks`, `initialize_from_config`, then steps, last
     `shutdown`.
     """

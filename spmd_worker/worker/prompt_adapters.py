@@ -110,11 +110,11 @@ class WorkerPromptAdapters:
 
     def add(self, request: PromptAdapterRequest) -> bool:
         """Load an adapter on this worker alone, for a caller that drives it without an engine. Raises AdapterError."""
-        number, path = request.prompt_adapter_id, request.prompt_adapter_local_path
-        digest, problem = self.stage(number, path, request.prompt_adapter_num_virtual_tokens)
-        if not problem and self.ids.get(number, digest) != digest:
-            problem = f"prompt_adapter_id={number} has another content: remove it first"
-        change = AdapterChange(number, request.prompt_adapter_name, path, digest, problem=problem)
+        int_id, path = request.prompt_adapter_id, request.prompt_adapter_local_path
+        digest, problem = self.stage(int_id, path, request.prompt_adapter_num_virtual_tokens)
+        if not problem and self.ids.get(int_id, digest) != digest:
+            problem = f"prompt_adapter_id={int_id} has another content: remove it first"
+        change = AdapterChange(int_id, request.prompt_adapter_name, path, digest, problem=problem)
         return self.commit_add_prompt_adapter(self.prepare_add_prompt_adapter(change))
 
     def remove(self, int_id: int) -> bool:
@@ -128,6 +128,7 @@ class WorkerPromptAdapters:
         return int_id in self.ids
 
     def list(self) -> set[int]:
+        """Ids of the loaded adapters."""
         return set(self.ids)
 
     def _source(self, change: AdapterChange) -> PromptAdapter:

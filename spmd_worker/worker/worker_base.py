@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
-from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods, PromptAdapterCalls
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
 from spmd_worker.worker.memory import host
+from spmd_worker.worker.prompt_adapter_methods import PromptAdapterCalls, PromptAdapterMethods
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +62,7 @@ class WorkerReport:
     keeps_histories: bool = False
 
 
-class WorkerBase(AdapterMethods, ABC):
+class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
     """The worker of one rank.
 
     `groups` are the process groups that `init_device` joined (`join_groups`). Under torchrun, where each rank has its

@@ -159,7 +159,7 @@ def test_rejected_keyword_names_value_and_reason(row: Keyword):
 
 
 def test_true_and_one_are_different_keyword_values():
-    for given in ({"cpu_offload_gb": True}, {"decode_context_parallel_size": True}, {"enable_prompt_adapter": 1}):
+    for given in ({"cpu_offload_gb": True}, {"decode_context_parallel_size": True}, {"enable_mm_embeds": 1}):
         with pytest.raises(ConfigError, match="is rejected"):
             config(**given)
 

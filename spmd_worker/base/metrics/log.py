@@ -1,6 +1,6 @@
 """Log lines with a rank: everything from rank 0, warnings and worse from the others.
 
-Configures the runtime's own logger and no other.
+Configures the runtime's own loggers and no other.
 """
 
 import logging
@@ -8,6 +8,7 @@ import sys
 from typing import Final
 
 LOGGER_NAME = "spmd_worker"
+_LOGGER_NAMES: Final = (LOGGER_NAME, "kv_cache")
 
 SAME_ON_EVERY_RANK: Final = {"is_same_on_every_rank": True}
 """`extra` of a line that all ranks derive from the same input: rank 0 logs it for them."""
@@ -17,15 +18,16 @@ def configure_logging(rank: int, world_size: int) -> None:
     """Set up a program's logging (`launch.py`): INFO on rank 0, WARNING and up with a rank tag on the others, without
     the lines that rank 0 logs for all. A library must not call it.
     """
-    logger = logging.getLogger(LOGGER_NAME)
     tag = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{tag}%(levelname)s %(message)s"))
     if rank > 0:
         handler.addFilter(_is_of_one_rank)
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False
+    for name in _LOGGER_NAMES:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logger.propagate = False
 
 
 def leave_to_rank_0(rank: int) -> None:

@@ -80,8 +80,8 @@ class StepLogHeader:
     classifier_from_token: tuple[str, str] | None = None
     num_steps_ahead: int = 0
     keeps_histories: bool = False
-    lora_merge: str | None = None
     max_prompt_adapters: int = 0
+    lora_merge: str | None = None
     max_loras: int = 0
     max_lora_rank: int = 0
     max_cpu_loras: int = 0

@@ -56,9 +56,11 @@ class Allocator:
         """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
         return self._cache.find_prefix(self._prefix_hashes(sequence))
 
-    def prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
-        """Names of the leading blocks of a waiting sequence that may be found, on the device or outside."""
-        return self._prefix_hashes(sequence)
+    def prefix_hashes(self, sequence: Sequence, weight_version: int | None) -> list[BlockHash]:
+        """Names of the leading blocks of a new sequence that may be found, on the device or outside; with the weights
+        of a version that is about to be set, if one is.
+        """
+        return self._prefix_hashes(sequence, weight_version)
 
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
         """Transfer that loads the blocks after `prefix`, started if needed; None if there is none to wait for."""
@@ -196,23 +198,24 @@ class Allocator:
             self._cache.set_hashes(sequence.table, hashes, sequence.num_hashed_blocks, num_written_tokens, num_saved)
             sequence.num_hashed_blocks = num_full
 
-    def _prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
+    def _prefix_hashes(self, sequence: Sequence, weight_version: int | None = None) -> list[BlockHash]:
         """Hashes of the full blocks that may be found in the prefix cache: they leave a token to compute."""
         if not sequence.request.sampling.reads_prefix_cache:
             return []
-        return self._hashes(sequence, (sequence.num_tokens - 1) // self._cache.block_size)
+        return self._hashes(sequence, (sequence.num_tokens - 1) // self._cache.block_size, weight_version)
 
     def _computed_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the full blocks that are computed."""
         return self._hashes(sequence, sequence.num_computed_tokens // self._cache.block_size)
 
-    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[BlockHash]:
+    def _hashes(self, sequence: Sequence, num_blocks: int, weight_version: int | None = None) -> list[BlockHash]:
         """The first `num_blocks` hashes, each computed once; empty if nothing of the sequence is shared."""
         hashes, block_size = sequence.block_hashes, self._cache.block_size
         if hashes is None or not self._enable_prefix_caching:
             return []
         if len(hashes) < num_blocks:
-            parent = hashes[-1] if hashes else self._root_hash(sequence.request)
+            version = self._weight_version if weight_version is None else weight_version
+            parent = hashes[-1] if hashes else _root_hash(version, sequence.request)
             first = len(hashes) * block_size
             token_ids, rows = sequence.token_ids(first, num_blocks * block_size), sequence.request.rows
             if rows:
@@ -222,6 +225,6 @@ class Allocator:
                 hashes += hash_blocks(parent, token_ids, block_size)
         return hashes[:num_blocks]
 
-    def _root_hash(self, request: Request) -> BlockHash:
-        salt = request.sampling.cache_salt
-        return root_hash(self._weight_version, request.adapter, request.rope_regime, salt)
+
+def _root_hash(weight_version: int, request: Request) -> BlockHash:
+    return root_hash(weight_version, request.adapter, request.rope_regime, request.sampling.cache_salt)

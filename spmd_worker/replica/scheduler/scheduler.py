@@ -143,12 +143,12 @@ class Scheduler:
             self.prompt_adapters.pin(event.int_id)
         return None
 
-    def missing_prefix(self, request: Request) -> list[BlockHash]:
-        """Names of the leading full blocks of a request that is not admitted yet; empty if none of them is missing on
-        the device, or none may be used.
+    def missing_prefix(self, request: Request, weight_version: int | None = None) -> list[BlockHash]:
+        """Names of the leading full blocks of a request that is not admitted yet, with the weights of a version that is
+        about to be set, if one is; empty if none of them is missing on the device, or none may be used.
         """
         (sequence,) = new_group(request).sequences
-        hashes = self._allocator.prefix_hashes(sequence)
+        hashes = self._allocator.prefix_hashes(sequence, weight_version)
         return hashes if self.cache.num_missing(hashes) else []
 
     def schedule(self) -> StepPlan:

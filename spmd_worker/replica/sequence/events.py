@@ -135,13 +135,6 @@ class PinAdapter(CheckedRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBlocks(CheckedRecord):
-    """Rank 0 has found blocks of these names outside the engine (`kv_cache/connectors/interface.py`)."""
-
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class AddPromptAdapter(CheckedRecord):
     """Every worker has loaded a prompt adapter, otherwise as `AddAdapter`."""
 
@@ -166,6 +159,13 @@ class PinPromptAdapter(CheckedRecord):
     int_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class FoundBlocks(CheckedRecord):
+    """Rank 0 has found blocks of these names outside the engine (`kv_cache/connectors/interface.py`)."""
+
+    hashes: tuple[BlockHash, ...]
+
+
 Event = (
     Admit
     | Abort
@@ -181,10 +181,10 @@ Event = (
     | AddAdapter
     | RemoveAdapter
     | PinAdapter
-    | FoundBlocks
     | AddPromptAdapter
     | RemovePromptAdapter
     | PinPromptAdapter
+    | FoundBlocks
 )
 
 

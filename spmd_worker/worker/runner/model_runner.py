@@ -177,7 +177,6 @@ class ModelRunner:
             self.prefixes.write(scheduled, cache)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         given = None if self.rows is None else self.rows.of_step(scheduled)
-        # Steps with rows of embeddings are not recorded.
         is_plain = is_fused and given is None
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:

@@ -6,12 +6,14 @@ cache with contents (`visible_cache.py`), where each row must find its past. Nee
 
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 from typing import NamedTuple
 
 from visible_cache import VisibleCache
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from kv_cache.outside_transfers import OutsideTransfers
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.mirror.plan_check import AdapterRules
 from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition
@@ -21,7 +23,14 @@ from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.step_order import must_end_oldest
 from spmd_worker.replica.scheduler.stop import DecoderFactory, StopChecker
-from spmd_worker.replica.sequence.events import Abort, Admit, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.replica.sequence.events import (
+    Abort,
+    Admit,
+    FinishTransfers,
+    FoundBlocks,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import SampledIds
@@ -72,6 +81,7 @@ class Run:
         histories: bool = False,
         max_loras: int = 0,
         max_adapters: int = 3,
+        saves_outside: bool | None = None,
     ) -> None:
         self.cache = CacheManager(
             num_blocks,
@@ -79,6 +89,7 @@ class Run:
             watermark,
             num_host_blocks=num_host_blocks,
             connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
+            outside=None if saves_outside is None else OutsideTransfers(saves=saves_outside),
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens)
         counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras)
@@ -93,6 +104,7 @@ class Run:
         self._num_requests = 0
         self._transfer_steps, self._transfers = transfer_steps, deque[tuple[int, int]]()
         self._was_transferring = False
+        self.has_failed: Callable[[int], bool] = lambda number: False
         self._in_flight = deque[StepResult | None]()
 
     def admit(
@@ -102,8 +114,12 @@ class Run:
         request_id = RequestId(self._num_requests)
         self._num_requests += 1
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})
-        token_ids = prompt or (1,) * num_prompt_tokens
-        self.scheduler.handle(Admit(Request(request_id, token_ids, params, stream=request_id, adapter=adapter)))
+        request = Request(request_id, prompt or (1,) * num_prompt_tokens, params, stream=request_id, adapter=adapter)
+        names = self.scheduler.missing_prefix(request) if self.cache.looks_outside else []
+        found = tuple(takewhile(lambda name: name in self.contents.outside, names))
+        if found:
+            self.scheduler.handle(FoundBlocks(found))
+        self.scheduler.handle(Admit(request))
         return request_id
 
     def load(self, int_id: int, digest: int) -> bool:
@@ -163,6 +179,7 @@ class Run:
         self._settle()
         while self._transfers and self._transfers[0][0] <= plan.step:
             number = self._transfers.popleft()[1]
+            number = -number if self.has_failed(number) else number
             self.contents.finish_transfer(number)
             self.scheduler.handle(FinishTransfers((number,)))
             self.scheduler.check_integrity()

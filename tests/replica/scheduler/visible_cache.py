@@ -26,10 +26,16 @@ class VisibleCache:
             [[RUBBISH] * block_size for _ in range(count)] for count in (num_blocks, num_host_blocks, num_slots)
         )
         self._transfers: dict[int, tuple[Cells, BlockOps]] = {}
+        # Name -> block, outside the engine: what another cache has saved too (`join`).
+        self.outside: dict[bytes, list[int]] = {}
         # A cell's number -> (the number of the cell before it, token, epoch), and the other way round.
         self._contents: list[tuple[int, int, int]] = []
         self._numbers: dict[tuple[int, int, int], int] = {}
         self._epoch = 0
+
+    def join(self, other: "VisibleCache") -> None:
+        """This cache, which is new, belongs to another engine with the same blocks outside."""
+        self.outside, self._contents, self._numbers = other.outside, other._contents, other._numbers
 
     def forget(self) -> None:
         """What is written from now on is told apart from what was."""
@@ -42,16 +48,23 @@ class VisibleCache:
         """
         self._move(block_ops)
         self._write(rows)
+        for block_id, name in block_ops.save:
+            block = list(self._device[block_id])
+            assert min(block) >= 0, f"block {block_id} is saved without contents: {block}"
+            assert self.outside.setdefault(name, block) == block, f"{name.hex()} names two contents"
         for row in rows:
             self._check_history(row, is_new=SequenceKey(row.request.request_id, row.sample_index) in joined)
 
     def finish_transfer(self, number: int) -> None:
-        """What was stored and loaded arrives, and not before."""
-        stored, block_ops = self._transfers.pop(number)
+        """What was stored and loaded arrives, and not before; nothing where it has failed."""
+        stored, block_ops = self._transfers.pop(abs(number))
         for (_, place), block in zip(block_ops.store, stored):
             self._places[place] = block
         for place, block_id in block_ops.load:
             self._device[block_id] = list(self._places[place])
+        for name, block_id in block_ops.fetch:
+            if number > 0:
+                self._device[block_id] = list(self.outside[name])
 
     def _move(self, block_ops: BlockOps) -> None:
         """In the order of the contract of `BlockOps`."""
@@ -63,7 +76,7 @@ class VisibleCache:
             self._transfers[block_ops.transfer] = stored, block_ops
         for _, place in block_ops.store:
             self._places[place] = [RUBBISH] * self._block_size
-        for _, block_id in block_ops.load:
+        for _, block_id in (*block_ops.load, *block_ops.fetch):
             self._device[block_id] = [RUBBISH] * self._block_size
 
     def _write(self, rows: list[MirroredSequence]) -> None:

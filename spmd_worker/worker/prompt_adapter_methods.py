@@ -1,0 +1,42 @@
+"""vLLM's methods for prompt adapters, which an engine, an executor, a wrapper and a worker have in common."""
+
+from typing import Protocol
+
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
+
+
+class PromptAdapterCalls(Protocol):
+    """Loads prompt adapters: an engine's on all ranks together, an executor's on its workers, a worker's on itself."""
+
+    def add(self, request: PromptAdapterRequest) -> bool: ...
+    def remove(self, int_id: int) -> bool: ...
+    def pin(self, int_id: int) -> bool: ...
+    def list(self) -> set[int]: ...
+
+
+class PromptAdapterMethods:
+    """Calls of `_prompt_adapter_calls` under vLLM's names."""
+
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+        raise NotImplementedError
+
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        """Load a prompt adapter, as `LLM.add_prompt_adapter` does where an engine drives this object; returns True.
+        Raises AdapterError, with nothing changed, for one that cannot be loaded.
+        """
+        return self._prompt_adapter_calls.add(prompt_adapter_request)
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Remove a prompt adapter; returns whether it was loaded. Raises AdapterError while unanswered requests need
+        it.
+        """
+        return self._prompt_adapter_calls.remove(prompt_adapter_id)
+
+    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Keep a prompt adapter from being evicted; returns True. Raises AdapterError unless it is loaded."""
+        return self._prompt_adapter_calls.pin(prompt_adapter_id)
+
+    def list_prompt_adapters(self) -> set[int]:
+        """Ids of the loaded prompt adapters."""
+        return self._prompt_adapter_calls.list()

@@ -1,0 +1,194 @@
+"""Connector through shared memory: what is published is read bit for bit, and nothing else is ever used."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_files import IDENTITY, NAMES, SIZE, Memory, loaded, saved
+
+from kv_cache.connectors import segment, shared_memory
+from kv_cache.connectors.interface import ConnectorContext, ConnectorError
+from kv_cache.connectors.segment import Producer, Segment
+from kv_cache.connectors.shared_memory import connect
+
+# The entry of a slot has 64 bytes.
+FOUR_SLOTS = str(4 * (SIZE + 64) / 2**30)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Segments in a folder of the test's own."""
+    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def context_of(
+    role_given: str, rank: int = 0, num_ranks: int = 1, replica: int = 0, **options: str
+) -> ConnectorContext:
+    return ConnectorContext({"name": "a", "role": role_given, **options}, IDENTITY, rank, num_ranks, replica)
+
+
+@pytest.fixture
+def producer() -> Iterator[shared_memory.SegmentMover]:
+    made = connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def consumer(producer: shared_memory.SegmentMover):
+    connector, memory = connect(context_of("consumer")), Memory()
+    finder, mover = connector.scheduler_half(), connector.worker_half(memory)
+    yield finder, mover, memory
+    finder.close()
+    mover.close()
+
+
+def test_consumer_reads_what_is_published(producer, consumer):
+    finder, mover, memory = consumer
+    assert (finder.find(NAMES), connect(context_of("consumer")).saves) == (0, False)
+    assert saved(producer, 1, 1, 2) == (1,)
+    assert finder.find([NAMES[1], NAMES[2], NAMES[0]]) == 2
+    assert loaded(mover, 1, (1, 3), (2, 0)) == (1,)
+    assert (memory.blocks[3], memory.blocks[0]) == (bytes([1]) * SIZE, bytes([2]) * SIZE)
+    assert loaded(producer, 2, (1, 1)) == (2,)
+
+
+def test_oldest_block_is_replaced_and_missed(consumer):
+    finder, mover, _ = consumer
+    (path,) = segment.FOLDER.iterdir()
+    os.unlink(path)
+    full = Producer(path, context_of("producer"), SIZE, 2 * (SIZE + 64))
+    for name in NAMES[:3]:
+        full.write(name, memoryview(bytes(SIZE)))
+    assert [finder.find([name]) for name in NAMES] == [0, 1, 1, 0]
+    assert loaded(mover, 1, (1, 3), (0, 2)) == (-1,)
+    full.close()
+    assert finder.find([NAMES[1]]) == 0
+
+
+@pytest.mark.guarantee("Replaced blocks in shared memory are not used")
+def test_block_replaced_while_it_is_read_fails(producer, consumer, monkeypatch: pytest.MonkeyPatch):
+    check_replacement(producer, consumer, monkeypatch)
+
+
+@pytest.mark.control("Replaced blocks in shared memory are not used")
+def test_without_checksums_replaced_blocks_are_used(producer, consumer, monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    monkeypatch.setattr(segment, "checksum", lambda name, content: bytes(16))
+    with pytest.raises(AssertionError, match=r"\(1,\) == \(-1,\)"):
+        check_replacement(producer, consumer, monkeypatch)
+
+
+def check_replacement(producer, consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The producer is killed after half of a block: its entry is still the old block's, as the reader sees it."""
+    _, mover, _ = consumer
+    saved(producer, 1, 1)
+    found = producer._producer._slots[NAMES[1]]
+    _, start = segment._offsets(found, 4, SIZE)
+    producer._producer._memory[start : start + SIZE // 2] = b"\xff" * (SIZE // 2)
+    assert loaded(mover, 1, (1, 3)) == (-1,)
+
+
+def test_all_ranks_must_have_a_block(folder: Path):
+    movers = [connect(context_of("producer", rank, 2, gib=FOUR_SLOTS)).worker_half(Memory()) for rank in range(2)]
+    saved(movers[0], 1, 0, 1)
+    saved(movers[1], 1, 0)
+    finder = connect(context_of("consumer", 0, 2)).scheduler_half()
+    assert finder.find(NAMES) == 1
+    replica = connect(context_of("producer", 1, 2, replica=1, gib=FOUR_SLOTS)).worker_half(Memory())
+    saved(replica, 1, 1)
+    assert finder.find(NAMES) == 2, "replicas have the same blocks"
+    for each in (*movers, replica):
+        each.close()
+    assert (list(folder.iterdir()), finder.find(NAMES)) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weights": "w2"}, "another weights: 'w1' there, 'w2' here"),
+        ({"dtype": "bfloat16"}, "another dtype: 'float32' there, 'bfloat16' here"),
+        ({"layout": "two ranks"}, "another layout: 'one rank' there, 'two ranks' here"),
+        ({"layout": f"{'x' * 100}2"}, "another layout: 'one rank' there"),
+        ({"block size": "32 tokens"}, "another block size: 'nothing' there, '32 tokens' here"),
+    ],
+)
+def test_producer_of_other_blocks_is_named(producer, change: dict[str, str], words: str):
+    other = replace(context_of("consumer"), identity={**IDENTITY, **change})
+    with pytest.raises(ConnectorError, match=words):
+        connect(other).scheduler_half()
+
+
+def test_missing_producer_is_named():
+    with pytest.raises(ConnectorError, match=r"no segment .*spmd-kv-a\.\*\.0: start the engine with role=producer"):
+        connect(context_of("consumer")).scheduler_half()
+
+
+def test_second_living_producer_is_rejected(producer):
+    with pytest.raises(ConnectorError, match="belongs to another producer, which is alive"):
+        connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory())
+    producer.close()
+    connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory()).close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from kv_cache.connectors import segment, shared_memory
+segment.FOLDER = shared_memory.FOLDER = Path(sys.argv[1])
+from test_files import Memory, saved
+from test_shared_memory import FOUR_SLOTS, context_of, connect
+saved(connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory()), 1, 0, 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_blocks_of_a_killed_producer_are_read_and_replaced(folder: Path):
+    here = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), here], check=False)
+    assert done.returncode == -signal.SIGKILL
+    connector, memory = connect(context_of("consumer")), Memory()
+    finder, mover = connector.scheduler_half(), connector.worker_half(memory)
+    assert finder.find(NAMES) == 2
+    assert loaded(mover, 1, (1, 3)) == (1,)
+    assert memory.blocks[3] == bytes([1]) * SIZE
+    again = connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory())
+    assert finder.find(NAMES) == 0
+    saved(again, 1, 2)
+    assert finder.find([NAMES[2]]) == 1
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"", bytes(2**15), b"SPMDSHM1" + bytes(2**15)])
+def test_other_files_are_not_read(folder: Path, content: bytes):
+    (folder / "spmd-kv-a.0.0").write_bytes(content)
+    with pytest.raises(ConnectorError, match="is not a segment of blocks"):
+        Segment(folder / "spmd-kv-a.0.0", context_of("consumer"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "../x"}, r"name='\.\./x' must be at most 100 letters"),
+        ({"role": "both"}, "role='both' is not one of producer, consumer"),
+        ({"gib": "1e-9"}, "holds no block of 64 bytes"),
+        ({"size": "1"}, r"no option 'size'"),
+    ],
+)
+def test_invalid_options_are_rejected(options: dict[str, str], message: str):
+    with pytest.raises(ConnectorError, match=message):
+        connect(context_of("producer", **options)).worker_half(Memory())
+
+
+def test_memory_that_is_short_is_an_error(folder: Path):
+    with pytest.raises(ConnectorError, match=r"bytes of shared memory .* are not available"):
+        connect(context_of("producer", gib="1000000")).worker_half(Memory())
+    assert list(folder.iterdir()) == []
