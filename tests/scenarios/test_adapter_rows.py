@@ -110,7 +110,7 @@ def open_llm(model: Path, **arguments: Any) -> LLM:
 
 @cache
 def expected(dtype: str) -> list[Answer]:
-    """Of each row alone."""
+    """Answers of each row alone."""
     model, adapters = folders()
     with open_llm(model, dtype=dtype) as llm:
         return answers(llm, adapters, list(RANGE), are_alone=True)
@@ -183,7 +183,7 @@ def test_old_blocks_are_never_found(tmp_path: Path):
 
 
 def test_hundred_runs_of_one_row_agree():
-    """Among rows of other adapters, which change from run to run."""
+    """Rows of other adapters run beside it, each time others."""
     model, adapters = folders()
     wanted, prompt = 7, rows()[0][7]
     with open_llm(model, enable_prefix_caching=False) as llm:
@@ -263,6 +263,14 @@ def test_layouts_agree_and_survive_a_cut_file(tmp_path: Path):
             line = next(each for each in done.stdout.splitlines() if each.startswith(f"rank {rank}, {layout}: "))
             assert f"rank 1: {cut}" in line
             assert "truncated" in line
+
+
+@pytest.mark.control("Rows with adapters have equal answers in all layouts")
+def test_layout_comparison_detects_another_answer(control):
+    alone = expected("float32")
+    for layout in LAYOUTS:
+        with control():
+            check_layout(layout, [*alone[6:12], *alone[6:]], alone)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def differences(found: list[Any], expected: list[Any]) -> list[float]:
     return [one - other for one, other in pairs]
 
 
-@pytest.mark.guarantee("A merged adapter has the same bits in every layout that promises them")
+@pytest.mark.guarantee("A merged adapter has equal answers in all layouts", is_control_inside=True)
 def test_layouts_and_updates_of_merged_adapter(folders: tuple[Path, Path], tmp_path: Path):
     model, adapter = folders
     merged, another, cut = (tmp_path / name for name in ("adapter", "another", "cut"))
