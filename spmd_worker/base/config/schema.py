@@ -164,8 +164,6 @@ class ModelOptions:
         if isinstance(self.load_format, str) and self.load_format in _OTHER_LOAD_FORMATS:
             raise ConfigError(f"model.load_format={self.load_format}: {_OTHER_LOAD_FORMATS[self.load_format]}")
         check_options(self, "model")
-        if not self.adapters:
-            object.__setattr__(self, "adapters", None)
         _check_adapters(self)
         if self.lora_merge is not None and self.load_format == "sharded_state":
             raise ConfigError(
