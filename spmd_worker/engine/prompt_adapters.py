@@ -44,7 +44,7 @@ class PromptAdapters(Adapters):
             with self._change(partial(self._plan, request, digest, problem and f"rank 0: {problem}")) as change:
                 event = AddPromptAdapter(change.int_id, change.name, change.path, change.digest, change.evicted)
                 self._run_event(ADD_PROMPT_ADAPTER, change, event)
-            self._own_paths[number] = request.prompt_adapter_local_path
+            self._note_path(number, request.prompt_adapter_local_path)
             self._numbers[self._registry.entries[number].digest] = request.prompt_adapter_num_virtual_tokens
             return True
 
@@ -104,9 +104,11 @@ class PromptAdapters(Adapters):
                 if entry is None:
                     self.add(each)
                     self._wanted = (*self._wanted, entries[number].digest)
-                elif self._own_paths.get(number, entry.path) != each.prompt_adapter_local_path or (
-                    entry.name != each.prompt_adapter_name
-                ):
+<<<<<<< HEAD
+                elif (entry.name, self._path_of(entry)) != (each.prompt_adapter_name, each.prompt_adapter_local_path):
+=======
+                elif self._path_of(entry) != each.prompt_adapter_local_path or (entry.name != each.prompt_adapter_name):
+>>>>>>> w-train
                     raise AdapterError(_taken(each, entry.name, entry.path))
                 found[number] = VirtualTokens(entries[number].digest, each.prompt_adapter_num_virtual_tokens)
                 self._check_number(each, found[number])

@@ -245,6 +245,8 @@ class Requests:
             for digest in adapters_of(group.request):
                 with self._calls.lock:
                     self._adapter_uses[digest] -= 1
+                    if not self._adapter_uses[digest]:
+                        del self._adapter_uses[digest]
         return request_output(group, self._prompts.pop(request_id, None), self._tokenizer, metrics)
 
     def _check_adapter(self, digest: int) -> None:

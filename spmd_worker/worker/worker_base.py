@@ -205,6 +205,10 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
     def unstage_adapter(self) -> None:
         self.adapters.unstage()
 
+    def leave_adapters_to_engine(self) -> None:
+        """Reject `add_lora` and `remove_lora` of this worker alone from now on."""
+        self.adapters.leave_to_engine()
+
     @property
     def _adapter_calls(self) -> AdapterCalls:
         return self.adapters

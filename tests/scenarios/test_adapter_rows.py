@@ -31,11 +31,16 @@ RANKS = (4, 8, 16, 3, 20)
 SMALL = {"block_size": 2, "num_blocks": 60, "max_num_batched_tokens": 96, "max_num_seqs": 14, "max_model_len": 96}
 CASES: dict[str, dict[str, Any]] = {
     "batch": {},
-    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
-    "recomputed": {**SMALL, "preemption_mode": "recompute"},
-    "swapped, one adapter a step": {**SMALL, "preemption_mode": "swap", "max_loras": 1},
+    "swapped in chunks of 17, one adapter a step": {
+        **SMALL,
+        "max_num_batched_tokens": 17,
+        "preemption_mode": "swap",
+        "max_loras": 1,
+    },
 }
 MORE_CASES: dict[str, dict[str, Any]] = {
+    "recomputed": {**SMALL, "preemption_mode": "recompute"},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
     "two adapters a step": {"max_loras": 2},
     "chunks of 50": {"max_num_batched_tokens": 50, "max_num_seqs": 50},
     "whole prompts": {"enable_chunked_prefill": False},
@@ -65,7 +70,7 @@ def rows() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     """Greedy and sampled rows of 1 to 60 tokens; six neighbours have one prompt, each with another adapter."""
     ids = [3 + (7 * each + each * each) % 190 for each in range(60)]
     prompts = [{"prompt_token_ids": ids[: length_of(row)]} for row in RANGE]
-    greedy = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, "logprobs": 1}
+    greedy = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 1}
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.1, "top_p": 0.9, "top_k": 40}]
     return prompts, [SamplingParams(**{**greedy, **kinds[i // 6 % 3], "seed": i}) for i in RANGE]
 
@@ -105,7 +110,7 @@ def open_llm(model: Path, **arguments: Any) -> LLM:
 
 @cache
 def expected(dtype: str) -> list[Answer]:
-    """Of each row alone."""
+    """Answers of each row alone."""
     model, adapters = folders()
     with open_llm(model, dtype=dtype) as llm:
         return answers(llm, adapters, list(RANGE), are_alone=True)
@@ -178,7 +183,7 @@ def test_old_blocks_are_never_found(tmp_path: Path):
 
 
 def test_hundred_runs_of_one_row_agree():
-    """Among rows of other adapters, which change from run to run."""
+    """Rows of other adapters run beside it, each time others."""
     model, adapters = folders()
     wanted, prompt = 7, rows()[0][7]
     with open_llm(model, enable_prefix_caching=False) as llm:
@@ -192,7 +197,7 @@ def test_killed_job_with_adapters_resumes_with_equal_bytes(tmp_path: Path, monke
     model, adapters = folders()
     named = {f"a{number}": str(folder) for number, folder in enumerate(adapters)}
     prompts, _ = rows()
-    given = [{**prompts[row], "max_tokens": 4, "temperature": 0.9} for row in RANGE]
+    given = [{**prompts[row], "max_tokens": 4, "temperature": 0.9} for row in range(24)]
     given = [{**each, "adapter": f"a{row % 6}"} if row % 6 < NUM_ADAPTERS else each for row, each in enumerate(given)]
 
     def run(folder: Path) -> bytes:
@@ -202,7 +207,7 @@ def test_killed_job_with_adapters_resumes_with_equal_bytes(tmp_path: Path, monke
 
     unbroken = run(tmp_path / "unbroken")
     with monkeypatch.context() as patch:
-        end_after(patch, 20)
+        end_after(patch, 9)
         with pytest.raises(Ended):
             run(tmp_path / "killed")
     assert run(tmp_path / "killed") == unbroken
@@ -210,21 +215,19 @@ def test_killed_job_with_adapters_resumes_with_equal_bytes(tmp_path: Path, monke
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
     "replicas": {"data_parallel_size": 2},
     "stages": {"pipeline_parallel_size": 2},
     "tensor": {"tensor_parallel_size": 2},
 }
 
 
-def on_rank(model: Path, adapters: list[Path], cut: Path) -> None:
-    """All layouts, one after the other; on rank 1 the files of the last adapter are cut short at last."""
-    rank, found = os.environ["RANK"], {}
+def on_rank(model: Path, adapters: list[Path], cut: Path, alone: list[Answer]) -> None:
+    """All layouts, one after the other; on rank 1 the files of an adapter are cut short."""
+    rank = os.environ["RANK"]
     for name, layout in LAYOUTS.items():
         with open_llm(model, max_num_batched_tokens=64, max_num_seqs=24, **layout) as llm:
-            found[name] = answers(llm, adapters, list(RANGE))
-            if name == "one":
-                continue
+            found = answers(llm, adapters, list(RANGE))
+            check_layout(name, found, alone)
             broken = LoRARequest("cut", 99, str(cut if rank == "1" else adapters[0]), load_inplace=True)
             loaded = llm.llm_engine.list_loras()
             try:
@@ -232,11 +235,16 @@ def on_rank(model: Path, adapters: list[Path], cut: Path) -> None:
             except AdapterError as error:
                 print(f"rank {rank}, {name}: {error}".replace("\n", " "), flush=True)
             assert llm.llm_engine.list_loras() == loaded
-            assert answers(llm, adapters, list(RANGE)) == found[name]
-    assert found["one"] == found["replicas"] == found["stages"]
-    for one, other in zip(found["one"], found["tensor"], strict=True):
-        assert one[0] == other[0]
-        assert max(abs(ours - theirs) for ours, theirs in zip(one[1], other[1], strict=True)) < 1e-4
+            assert answers(llm, adapters, list(range(6))) == found[:6]
+
+
+def check_layout(name: str, found: list[Answer], alone: list[Answer]) -> None:
+    if name != "tensor":
+        assert found == alone, name
+        return
+    for (ids, logprobs), (expected_ids, others) in zip(found, alone, strict=True):
+        assert ids == expected_ids
+        assert max(abs(ours - theirs) for ours, theirs in zip(logprobs, others, strict=True)) < 1e-4
 
 
 @pytest.mark.guarantee("Rows with adapters have equal answers in all layouts")
@@ -246,7 +254,9 @@ def test_layouts_agree_and_survive_a_cut_file(tmp_path: Path):
     shutil.copytree(adapters[0], cut)
     weights = cut / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
-    done = ranks.run_forked([__file__, model, json.dumps([*map(str, adapters)]), cut], 2, timeout_s=120)
+    (tmp_path / "alone.json").write_text(json.dumps(expected("float32")))
+    arguments = [model, json.dumps([*map(str, adapters)]), cut, tmp_path / "alone.json"]
+    done = ranks.run_forked([__file__, *arguments], 2, timeout_s=120)
     assert done.returncode == 0, done.output
     for rank in (0, 1):
         for layout in ("replicas", "stages", "tensor"):
@@ -255,5 +265,14 @@ def test_layouts_agree_and_survive_a_cut_file(tmp_path: Path):
             assert "truncated" in line
 
 
+@pytest.mark.control("Rows with adapters have equal answers in all layouts")
+def test_layout_comparison_detects_another_answer(control):
+    alone = expected("float32")
+    for layout in LAYOUTS:
+        with control():
+            check_layout(layout, [*alone[6:12], *alone[6:]], alone)
+
+
 if __name__ == "__main__":
-    on_rank(Path(sys.argv[1]), [Path(each) for each in json.loads(sys.argv[2])], Path(sys.argv[3]))
+    answers_alone = [(ids, logprobs) for ids, logprobs in json.loads(Path(sys.argv[4]).read_text())]
+    on_rank(Path(sys.argv[1]), [Path(each) for each in json.loads(sys.argv[2])], Path(sys.argv[3]), answers_alone)

@@ -255,3 +255,21 @@ def test_lockstep_bench_has_row_per_ranks_and_sequences():
     for each in results:
         assert each["bytes_a_step_max"] >= each["bytes_a_step"] > 0
         assert all(value > 0 for key, value in each.items() if key.endswith("_us"))
+
+
+@pytest.mark.matrix
+def test_adapters_are_compared_in_turns(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"add {index} 7 =", "max_tokens": 5, "ignore_eos": True} for index in range(4)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    options = ("--adapters", "3", "--rank", "4", "--turns", "2", "--write", tmp_path / "kept")
+    figures = json.loads(run("bench_adapters.py", MODEL, path, *SETTINGS, *options).stdout.splitlines()[-1])
+    assert (figures["adapters"], figures["rank"], len(figures["ratios"])) == (3, 4, 2)
+    assert figures["ratio"] == pytest.approx(sum(figures["ratios"]) / 2, abs=1e-3)
+    named = [json.loads(line)["adapter"] for line in (tmp_path / "kept" / "rows.jsonl").read_text().splitlines()]
+    assert named == ["adapter-0", "adapter-1", "adapter-2", "adapter-0"]
+    assert set(load_file(tmp_path / "kept" / "adapter-1" / "adapter_model.safetensors")) >= {
+        f"base_model.model.model.layers.0.{part}.lora_{matrix}.weight"
+        for part in ("self_attn.q_proj", "mlp.down_proj")
+        for matrix in "AB"
+    }

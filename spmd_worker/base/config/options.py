@@ -109,6 +109,9 @@ def check_options(record: Any, group: str = "") -> None:
     for spec in dataclasses.fields(record):
         key, hint = f"{group}.{spec.name}" if group else spec.name, hints[spec.name]
         value = checked_value(key, getattr(record, spec.name), hint)
+        if value == {} and spec.default is None:
+            # A command line composes mappings from an empty one.
+            value = None
         # Frozen, but still under construction.
         object.__setattr__(record, spec.name, value)
         rules = spec.metadata.get(_RECORD)

@@ -164,8 +164,6 @@ class ModelOptions:
         if isinstance(self.load_format, str) and self.load_format in _OTHER_LOAD_FORMATS:
             raise ConfigError(f"model.load_format={self.load_format}: {_OTHER_LOAD_FORMATS[self.load_format]}")
         check_options(self, "model")
-        if not self.adapters:
-            object.__setattr__(self, "adapters", None)
         _check_adapters(self)
         if self.lora_merge is not None and self.load_format == "sharded_state":
             raise ConfigError(
@@ -362,6 +360,8 @@ class CacheConfig:
                 f"cache.host_tier_gib={self.host_tier_gib:g} keeps prefix blocks, and "
                 f"cache.enable_prefix_caching=false makes none: enable it, or leave cache.host_tier_gib at 0"
             )
+        if not self.connector_options:
+            object.__setattr__(self, "connector_options", None)
         if self.connector is None:
             if self.connector_options:
                 raise ConfigError("cache.connector_options are given without cache.connector: name the connector")

@@ -68,6 +68,19 @@ def test_transfers_complete_once_and_in_order():
     assert book.take_complete() == (2,)
 
 
+def test_transfer_that_failed_on_one_rank_has_failed():
+    book = TransferBook(3)
+    book.add(0, (1, 2))
+    book.add(1, (-1, 2))
+    book.add(2, (1, 2))
+    assert book.take_complete() == (-1, 2)
+    for number in (3, -4):
+        for rank in range(3):
+            book.add(rank, (number,))
+    assert book.take_complete() == (3, -4)
+    assert unpack_answer(pack_answer(DIGEST, (-7, 8))).finished_transfers == (-7, 8)
+
+
 def test_single_rank_transfer_counts_at_once():
     book = TransferBook(1)
     book.add(0, (4, 5))
