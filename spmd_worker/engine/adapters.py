@@ -166,11 +166,7 @@ class Adapters:
         if entry is None or request.load_inplace:
             self.add(request)
             return self._registry.entries[request.lora_int_id].digest
-<<<<<<< HEAD
-        is_same = entry.name == request.lora_name and self._path_of(entry) == request.lora_path
-=======
         is_same = (entry.name, self._path_of(entry)) == (request.lora_name, request.lora_path)
->>>>>>> w-train
         if is_same and request.lora_tensors is not None:
             # A trainer changes its tensors in place.
             is_same = self._executor.adapters.stage(request)[0] == entry.digest
@@ -180,14 +176,6 @@ class Adapters:
         return entry.digest
 
     def _note_path(self, int_id: int, path: str) -> None:
-<<<<<<< HEAD
-        """Note the folder that a call of this rank has loaded an adapter from."""
-        self._own_paths[int_id] = (self._registry.entries[int_id].number, path)
-
-    def _path_of(self, entry: RegisteredAdapter) -> str:
-        """The adapter's folder on this rank; rank 0's, if it was loaded at the start or while this rank followed."""
-        number, path = self._own_paths.get(entry.int_id, (-1, ""))
-=======
         """Note the folder from which this rank's own call has loaded an adapter."""
         self._own_paths[int_id] = (self._registry.entries[int_id].number, path)
 
@@ -195,7 +183,6 @@ class Adapters:
         """Folder by which this rank's callers name a loaded adapter."""
         number, path = self._own_paths.get(entry.int_id, (-1, ""))
         # Else it was loaded at the start, or by rank 0 while this rank followed.
->>>>>>> w-train
         return path if number == entry.number else entry.path
 
     @contextmanager

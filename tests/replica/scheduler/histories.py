@@ -142,9 +142,18 @@ def random_history(
     for _ in range(num_requests):
         length, family = chance.randint(1, 15), chance.choice([1, 1, 2])
         prompt = tuple(rename(1 + index * family % 4) for index in range(length))
-        run.admit(length, prompt, n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 9))
+        adapter = random_adapter(run, chance) if run.limits.max_loras else 0
+        run.admit(length, prompt, adapter, n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 9))
         for _ in range(chance.randint(0, 3)):
             step()
     while run.scheduler.has_unfinished:
         step()
     return history
+
+
+def random_adapter(run: Run, chance: random.Random) -> int:
+    """A loaded content, after an attempt to load one of five."""
+    int_id = chance.randint(1, 5)
+    if int_id not in run.adapters.entries:
+        load(run, int_id)
+    return chance.choice([0, *run.adapters.digests])
