@@ -152,6 +152,6 @@ def test_random_histories_answer_as_alone(preemption_mode: str):
 @pytest.mark.stress
 def test_history_detects_blocks_named_without_contents(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: blocks of one adapter are found by rows of another."""
-    monkeypatch.setattr(allocator, "root_hash", lambda version, _, *rest: root_hash(version, 0, *rest))
+    monkeypatch.setattr(allocator, "root_hash", lambda version, adapter_id, **rest: root_hash(version, **rest))
     with control():
         run_histories("recompute", 1)

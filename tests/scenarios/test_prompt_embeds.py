@@ -67,7 +67,7 @@ def llm(model: Path) -> Any:
 
 
 @pytest.mark.guarantee("a prompt's own embeddings give the bits of its ids")
-@pytest.mark.parametrize("places", [(0, 1, 2, 3, 4), (0, 3), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("places", [(0, 1, 2, 3, 4), (0, 3)], ids=str)
 def test_own_embeddings_give_the_bits_of_ids(llm: LLM, model: Path, places: tuple[int, ...]):
     expected = answers(llm, PROMPTS)
     before = llm.llm_engine.counters.num_preemptions
@@ -232,7 +232,7 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
             answers(made, PROMPTS),
             answers(made, prompts_of(table, (0, 1, 2, 3, 4))),
             made.llm_engine.counters.num_preemptions,
-            answers(made, prompts_of(table, (1, 2, 3)), gather=True),
+            [len(each.prompt_token_ids) for each in made.generate([{"prompt_embeds": table[:3]}], gather=True)],
         ]
         mine = {"prompt_embeds": table[:2] if rank else table[1:3]}
         try:
@@ -256,7 +256,8 @@ def test_embeddings_on_ranks_give_the_bits_of_ids(model: Path, layout: dict[str,
     assert done.returncode == 0, done.output
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir()))
     assert first[:2] == second[:2]
-    by_ids, by_rows, num_preemptions, _, problem = first
+    by_ids, by_rows, num_preemptions, lengths, problem = first
+    assert lengths == [3]
     assert by_rows == by_ids
     assert num_preemptions
     assert "prompts[0].prompt_embeds" in problem

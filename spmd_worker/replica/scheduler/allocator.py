@@ -227,4 +227,5 @@ class Allocator:
 
 
 def _root_hash(weight_version: int, request: Request) -> BlockHash:
-    return root_hash(weight_version, request.adapter, request.rope_regime, request.sampling.cache_salt)
+    parts = {"adapter_id": request.adapter, "rope_regime": request.rope_regime}
+    return root_hash(weight_version, **parts, cache_salt=request.sampling.cache_salt)

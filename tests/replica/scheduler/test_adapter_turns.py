@@ -5,8 +5,8 @@ from scheduler_runs import Run, cached_run, tokens
 
 from spmd_worker.replica.mirror.mirror import MirrorError
 from spmd_worker.replica.mirror.plan_check import AdapterRules
+from spmd_worker.replica.scheduler import allocator
 from spmd_worker.replica.scheduler.adapter_turns import AdapterTurns
-from spmd_worker.replica.scheduler.allocator import Allocator
 from spmd_worker.replica.sequence.request import RequestId
 
 A, B, C = 11, 12, 13
@@ -163,8 +163,8 @@ def test_blocks_are_found_by_an_adapters_content():
 @pytest.mark.control("An adapter's blocks are found by its content alone")
 def test_contents_check_detects_blocks_of_other_adapters(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: names of blocks without the adapter."""
-    root_hash = Allocator._root_hash
-    monkeypatch.setattr(Allocator, "_root_hash", lambda self, request: root_hash(self, _without_adapter(request)))
+    root_hash = allocator._root_hash
+    monkeypatch.setattr(allocator, "_root_hash", lambda version, request: root_hash(version, _without_adapter(request)))
     run = cached_run(max_loras=1)
     assert run.load(1, A)
     assert run.load(2, B)

@@ -151,7 +151,7 @@ def test_weight_version_changes_block_hashes_without_reset(monkeypatch: pytest.M
 
 @pytest.mark.control("Nothing computed with old weights is found")
 def test_contents_check_detects_found_old_weights(monkeypatch: pytest.MonkeyPatch, control):
-    monkeypatch.setattr(residency_module, "root_hash", lambda *_: bytes(16))
+    monkeypatch.setattr(residency_module, "root_hash", lambda *_, **__: bytes(16))
     monkeypatch.setattr(CacheManager, "reset_prefix_cache", lambda self: None)
     run = asked_once(tokens(1, 13))
     run.set_weight_version(1)
