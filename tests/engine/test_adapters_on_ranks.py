@@ -112,10 +112,9 @@ def follow(llm: LLM, request: LoRARequest) -> list[Any]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
         TP,
         {**PP, **MULTIPROC},
-        *(pytest.param(each, marks=pytest.mark.matrix) for each in (PP, DP, {**TP, **MULTIPROC})),
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in ({}, PP, DP, {**TP, **MULTIPROC})),
     ],
     ids=str,
 )
