@@ -15,7 +15,7 @@ model = arguments[0] if arguments else "scripts/demo/model"
 prompts = [f"sort 42 17 99 61 23 58 77 15 86 31 64 49 = 15 17 23 31 42 49 58 61 64 77 86 99; copy {x} =" for x in "abc"]
 
 connector = "kv_cache.connectors.shared_memory:connect"
-options = {"name": "example", "role": "producer" if "--prefill" in sys.argv else "consumer", "gib": 0.1}
+options = {"name": "example", "role": "producer" if "--prefill" in sys.argv else "consumer", "gib": 0.02}
 
 if "--prefill" in sys.argv:
     with LLM(model, num_blocks=64, connector=connector, connector_options=options) as llm:

@@ -21,7 +21,7 @@ class CacheBlocks:
     """Implements `BlockMemory` over an engine's cache, which may be released and allocated again."""
 
     def __init__(self, engine: CacheEngine) -> None:
-        self._engine = engine
+        self._engine, self._is_on_host = engine, engine.device.type == "cpu"
 
     @property
     def block_bytes(self) -> int:
@@ -30,7 +30,7 @@ class CacheBlocks:
     def read(self, block_ids: Sequence[BlockId]) -> list[memoryview]:
         """Views of the cache on the CPU, copies elsewhere."""
         cache = self._engine.device_cache
-        if not cache.is_cuda:
+        if self._is_on_host:
             return [_as_bytes(cache[:, block_id]) for block_id in block_ids]
         contents: list[memoryview] = []
         for turn in self._turns(len(block_ids)):
@@ -45,7 +45,7 @@ class CacheBlocks:
         for turn in self._turns(len(block_ids)):
             # [blocks, layers, *block_shape]
             blocks = [_from_bytes(each, cache.dtype, shape) for each in contents[turn]]
-            if not cache.is_cuda:
+            if self._is_on_host:
                 for block_id, block in zip(block_ids[turn], blocks, strict=True):
                     cache[:, block_id] = block
                 continue

@@ -150,6 +150,7 @@ def speed_parts(*, is_dry: bool) -> list[Part]:
         "8b": (f"scripts/gpu_speed.py 8b {ours}", 90.0),
         "matmul": ("scripts/gpu_probe.py --only matmul,gated", 30.0),
         "attention": ("scripts/gpu_probe.py --only attention", 20.0),
+        "adapter kernels": ("scripts/gpu_probe.py --only adapters", 15.0),
         "experts": (f"scripts/gpu_speed.py experts {ours}", 30.0),
         "135m": (f"scripts/gpu_speed.py 135m {ours}", 40.0),
         "fp8": (f"scripts/gpu_speed.py fp8 {ours}", 45.0),

@@ -1,6 +1,6 @@
 """Our GPU kernels by their public methods: bits that the contract rests on, and times beside the library and the floor.
 
-    python scripts/gpu_probe.py [--only bits,matmul,gated,attention] [--warm]        on a GPU
+    python scripts/gpu_probe.py [--only bits,matmul,gated,attention,adapters] [--warm]        on a GPU
     OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python scripts/gpu_probe.py --dry
                                       the same code on CPU tensors, tiny, nothing timed
 
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +28,7 @@ from torch import Tensor
 from spmd_worker.ops.attention import triton as offered_attention
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.triton import TritonBackend
+from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterSizes, AdapterStack
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 
 SHAPES = {
@@ -48,6 +49,9 @@ MODELS = {"8b": (32, 8, 128), "135m": (9, 3, 64), "gemma": (8, 4, 256)}
 DECODES = {"8b": ((256, 400), (256, 1500), (64, 4096), (1, 4096)), "135m": ((256, 400),), "gemma": ((256, 400),)}
 """Sequences, keys of each."""
 PROMPTS = {"8b": (2, 1024), "135m": (2, 1024), "gemma": (2, 1024)}
+ADAPTED = {"qkv": (4096, 1024, 1024), "o": (4096,), "gate_up": (14336, 14336), "down": (4096,)}
+"""Outputs of the parts of layers of `SHAPES`."""
+NUM_ADAPTERS, RANK = 8, 16
 BLOCK = 16
 MOST_OF_LIBRARY = {1: 1.0, 16: 1.0, 64: 1.0, 256: 1.2, 2048: 1.1}
 """How many times the library's time a matmul may take, by rows."""
@@ -101,6 +105,46 @@ class Probe:
                 self._time_decode(f"decode {name}, {batch} x {length}", batch, length, heads)
             count, length = (1, 20) if self.is_dry else PROMPTS[name]
             self._time_prompts(f"prompts {name}, {count} x {length}", count, length, heads)
+
+    def adapters(self) -> None:
+        kernels = self.kernels.adapter_kernels()
+        layers = {"tiny": (24, 16)} if self.is_dry else ADAPTED
+        stacks = {name: self._adapter_stack(kernels, name, widths) for name, widths in layers.items()}
+        rows = (3, 40) if self.is_dry else (1, 64, 256, 2048)
+        for name, stack in stacks.items():
+            n, k = self.shapes[name]
+            x, outputs = self.random(rows[-1], k), self.random(rows[-1], n)
+            whole = outputs.clone()
+            stack.add_(whole, x, kernels.step(self._adapter_slots(rows[-1])))
+            self.findings.must(f"{name}: adapters change outputs", bool((whole != outputs).any()), True)
+            for m in rows:
+                step, room = kernels.step(self._adapter_slots(m)), outputs[:m].clone()
+                stack.add_(room, x[:m], step)
+                same = torch.equal(room, whole[:m])
+                self.findings.must(f"{name}, {m} rows: bits of adapters", same, True, "tiles of 16 and of 64 rows")
+                us = self.clock.us([partial(stack.add_, room, x[:m], step)])
+                num_bytes = 2 * (min(m, NUM_ADAPTERS) * RANK * (len(layers[name]) * k + n) + m * k + 2 * m * n)
+                floor = self.rates.floor_us(num_bytes)
+                self.findings.figure(f"adapters of {name} {n}x{k}, {m} rows", us, "us", floor=floor)
+        for m in rows:
+            us = self.clock.us([partial(kernels.step, self._adapter_slots(m))])
+            self.findings.figure(f"rows by adapter, {m} rows", us, "us")
+            columns = self.random(m, 80 if self.is_dry else SHAPES["gate_up"][0])
+            us = self.clock.us([partial(self.kernels.silu_and_mul, columns)])
+            floor = self.rates.floor_us(3 * columns.numel())
+            self.findings.figure(f"gates apart, {m} rows", us, "us", floor=floor)
+
+    def _adapter_stack(self, kernels: AdapterKernels, name: str, widths: Sequence[int]) -> AdapterStack:
+        """With `NUM_ADAPTERS` of `RANK`."""
+        (_, k), starts = self.shapes[name], (0, *accumulate(widths))
+        parts = tuple(pairwise(starts))
+        stack = kernels.new_stack(AdapterSizes(NUM_ADAPTERS, RANK, k, parts, self.dtype, self.device))
+        for slot in range(NUM_ADAPTERS):
+            stack.write(slot, [(self.random(RANK, k, scale=k**-0.5), self.random(w, RANK)) for w in widths])
+        return stack
+
+    def _adapter_slots(self, count: int) -> Tensor:
+        return torch.arange(count, dtype=torch.int32, device=self.device) % NUM_ADAPTERS
 
     def _is_offered(self, name: str, heads: tuple[int, int, int]) -> bool:
         """Whether this version has attention for heads of this size."""
@@ -256,7 +300,7 @@ class Sequences:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="on CPU tensors, interpreted, nothing timed")
-    parser.add_argument("--only", default="bits,matmul,gated,attention", help="parts, separated by commas")
+    parser.add_argument("--only", default="bits,matmul,gated,attention,adapters", help="parts, separated by commas")
     parser.add_argument("--warm", action="store_true", help="launch each kernel once, time nothing")
     arguments = parser.parse_args()
     findings = Findings()
@@ -268,6 +312,7 @@ def main() -> int:
         "matmul": probe.matmul,
         "gated": probe.gated,
         "attention": probe.attention,
+        "adapters": probe.adapters,
     }
     for name in arguments.only.split(","):
         with findings.part(name), torch.inference_mode():

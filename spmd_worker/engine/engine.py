@@ -196,8 +196,8 @@ class Engine:
         finished_transfers = self.lockstep.take_finished_transfers()
         with self.calls.lock:
             events: tuple[Event, ...] = (*self.calls.take(), *self._interrupt_events())
-            if self.outside is not None:
-                events = self.outside.with_found(events, self.scheduler)
+        if self.outside is not None:
+            events = self.outside.with_found(events, self.scheduler)
         if finished_transfers:
             events = (FinishTransfers(finished_transfers), *events)
         self.times.end("schedule")

@@ -43,7 +43,7 @@ def block_identity(resolved: ResolvedRun, arithmetic: str, weights: str) -> dict
         "block size": f"{config.cache.block_size} tokens",
         "layout": _text(parallel),
         "experts": "" if resolved.layout.experts is None else _text(asdict(resolved.layout.experts)),
-        "kernels": f"{arithmetic}; torch {torch.__version__}",
+        "kernels": f"{config.executor.device_backend}, {arithmetic}; torch {torch.__version__}",
         "code": code_fingerprint(),
     }
 

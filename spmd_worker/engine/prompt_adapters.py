@@ -104,7 +104,7 @@ class PromptAdapters(Adapters):
                 if entry is None:
                     self.add(each)
                     self._wanted = (*self._wanted, entries[number].digest)
-                elif self._path_of(entry) != each.prompt_adapter_local_path or (entry.name != each.prompt_adapter_name):
+                elif (entry.name, self._path_of(entry)) != (each.prompt_adapter_name, each.prompt_adapter_local_path):
                     raise AdapterError(_taken(each, entry.name, entry.path))
                 found[number] = VirtualTokens(entries[number].digest, each.prompt_adapter_num_virtual_tokens)
                 self._check_number(each, found[number])

@@ -111,8 +111,8 @@ class ModelSaver:
                     self._write_tensors(agreement, folder, plan, None if is_streamed else max_bytes, is_streamed)
                 elif self._writes:
                     for tensors in in_rounds(plan):
-                        self._send(tensors)
                         agreement(False)
+                        self._send(tensors)
                 agreement.wait_until_all()
 
     def _check_saveable(self) -> None:
@@ -202,25 +202,22 @@ class ModelSaver:
                 with SafetensorsWriter(folder / name, part, metadata_of(is_streamed=is_streamed), alignment) as writer:
                     for each in part:
                         writer.write(source.read(each.name) if each in others else next(tensors))
-            # The agreement of the last round.
-            left = next(tensors, None)
-            assert left is None, "all tensors are in a file"
             write_index(folder, files)
         finally:
             source.close()
 
     def _full_tensors(self, agreement: SaveAgreement, plan: Sequence[FullTensor]) -> Iterator[Tensor]:
-        """The tensors of all ranks, on the first, in rounds. Each round is received before anything of it is written,
-        so that the others are in its agreement if that fails.
+        """The tensors of all ranks, on the first, in rounds. A round is received before anything of it is written, so
+        that the others are in the agreement of the next one if that fails.
         """
         for tensors in in_rounds(plan):
+            agreement(False)
             received = {}
             for rank in range(1, self._replica.size):
                 num_bytes = num_bytes_from(rank, tensors)
                 if num_bytes:
                     received[rank] = self._replica.receive_bytes(num_bytes, rank)
             yield from assembled(tensors, self._model.weights.held, received)
-            agreement(False)
 
     def _send(self, tensors: Sequence[FullTensor]) -> None:
         """Send this rank's slices of a round; zeros before an error is raised: the first rank waits for them."""

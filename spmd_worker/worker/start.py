@@ -30,7 +30,13 @@ from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.worker.memory.estimate import activation_bytes
-from spmd_worker.worker.memory.plan import check_cache_blocks, is_estimate_enough, num_step_blocks, size_rank
+from spmd_worker.worker.memory.plan import (
+    adapters_bytes_of,
+    check_cache_blocks,
+    is_estimate_enough,
+    num_step_blocks,
+    size_rank,
+)
 from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
 from spmd_worker.worker.running_worker import RunningWorker
@@ -81,10 +87,12 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
     """Memory of the largest step; on the CPU estimated, if the estimate already leaves enough."""
     opened, model = loaded.opened, loaded.model
     weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-    if opened.device.type == "cuda":
-        return measure_cuda(opened.device, weights, opened.readings, prepare_max_step(loaded, spec))
     resolved, environment = opened.resolved, opened.environment
     scheduler, rank = resolved.config.scheduler, environment.rank
+    # On the CPU they take their memory when they are loaded.
+    weights += adapters_bytes_of(resolved, rank)
+    if opened.device.type == "cuda":
+        return measure_cuda(opened.device, weights, opened.readings, prepare_max_step(loaded, spec))
     estimate = activation_bytes(
         resolved.model_config,
         resolved.layout,

@@ -30,14 +30,23 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 # What `vllm` offers in 0.32, and what scripts import from its modules.
 VLLM_NAMES = (
-    *("LLM", "PromptType", "TextPrompt", "TokensPrompt", "SamplingParams", "RequestOutput", "CompletionOutput"),
+    *(
+        "LLM",
+        "PromptType",
+        "TextPrompt",
+        "TokensPrompt",
+        "EmbedsPrompt",
+        "SamplingParams",
+        "RequestOutput",
+        "CompletionOutput",
+    ),
     *("PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput"),
     *("ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput", "LLMEngine", "EngineArgs"),
     *("PoolingParams", "__version__", "BeamSearchParams", "GuidedDecodingParams", "StructuredOutputsParams"),
     *("RequestOutputKind", "Logprob"),
 )
 VLLM_ABSENT = (
-    *("ModelRegistry", "AsyncLLMEngine", "AsyncEngineArgs", "initialize_ray_cluster", "EmbedsPrompt"),
+    *("ModelRegistry", "AsyncLLMEngine", "AsyncEngineArgs", "initialize_ray_cluster", "DataPrompt"),
     "FlexibleArgumentParser",
 )
 

@@ -102,13 +102,15 @@ class NaiveCache:
         rest = names[len(prefix) :]
         if not self.has_connector or not rest:
             return None
-        if rest[0] in self.loading:
-            return self.loading[rest[0]]
+        awaited = None
+        while rest and rest[0] in self.loading:
+            awaited = self.loading[rest[0]]
+            rest = rest[1:]
         places = self.tier.find_chain(rest)
-        on_device = [index for index in range(len(places)) if rest[index] in self.device.names]
-        places = places[: on_device[0]] if on_device else places
+        is_here = [name in self.device.names or name in self.loading for name in rest]
+        places = places[: is_here.index(True)] if True in is_here else places
         if not places or not self.can_start(prefix, num_tokens, True):
-            return None
+            return awaited
         # Reserved first: what the load drives out is stored, and must not take these places.
         self.tier.pick_up(places)
         self.planned["places"] += places

@@ -380,3 +380,17 @@ def test_bert_tokenizers_normalizer_is_that_of_transformers(
     assert [ours.encode(text) for text in texts] == [theirs(text).input_ids for text in texts]
     is_other = any(ours.encode(text) != backend.encode(text).ids for text in texts)
     assert not is_other or "the tokenizer's class and tokenizer_config.json override the normalizer's" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm"])
+def test_own_embeddings_give_the_bits_of_ids(name: str):
+    """Types, positions and the norm before the layers apply to given rows as to tokens."""
+    with LLM(encoder_folder(name), device="cpu", dtype="float32", runner="pooling") as llm:
+        table = backbone(name).get_input_embeddings().weight.detach().float()
+        # A row is no padding token, which has no position.
+        prompts = [[token for token in prompt if token != 1] for prompt in PROMPTS]
+        rows = [{"prompt_embeds": table[prompt]} for prompt in prompts]
+        expected = [output.outputs.embedding for output in llm.embed(ids(prompts), use_tqdm=False)]
+        assert [output.outputs.embedding for output in llm.embed(rows[::-1], use_tqdm=False)] == expected[::-1]
+        with pytest.raises(ValueError, match="truncate_prompt_tokens cuts token ids"):
+            llm.embed(rows, truncate_prompt_tokens=3, use_tqdm=False)

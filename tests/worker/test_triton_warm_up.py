@@ -196,8 +196,9 @@ def test_warm_up_covers_experts_without_counting_tokens(
         assert compiled == ({"place_slots", "gate_up", "expert_linear"} if is_control else set())
 
 
-@pytest.mark.parametrize("is_control", [False, True], ids=["", "control: rows of warm-up have none"])
+@pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.stress)], ids=["", "control"])
 def test_warm_up_covers_steps_with_adapters(forms: set[tuple], monkeypatch: pytest.MonkeyPatch, is_control: bool):
+    """Control: rows of warm-up have none."""
     if is_control:
         for module in (triton_backend, dummy_steps):
             monkeypatch.setattr(module, "with_adapter", lambda scheduled, adapter: scheduled)

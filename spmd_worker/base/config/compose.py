@@ -8,9 +8,10 @@ import dataclasses
 import difflib
 import os
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -116,9 +117,10 @@ def register_schema() -> None:
             OmegaConf.set_readonly(node, None)
             node._set_flag("readonly", False)
     for key in _KEYS.values():
-        if key.default is None and dict[str, str] in get_args(key.hint):
-            # Values are merged into a mapping, and Hydra cannot merge them into null.
-            schema[key.group][key.field] = {}
+        if key.default is None and dict[str, str] in typing.get_args(key.hint):
+            # OmegaConf merges no mapping into None, and a node in struct mode takes no new names.
+            OmegaConf.update(schema, key.name, {}, merge=False)
+            OmegaConf.set_struct(OmegaConf.select(schema, key.name), False)
     store.store(name=SCHEMA_NAME, node=schema)
 
 

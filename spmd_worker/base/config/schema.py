@@ -360,6 +360,8 @@ class CacheConfig:
                 f"cache.host_tier_gib={self.host_tier_gib:g} keeps prefix blocks, and "
                 f"cache.enable_prefix_caching=false makes none: enable it, or leave cache.host_tier_gib at 0"
             )
+        if not self.connector_options:
+            object.__setattr__(self, "connector_options", None)
         if self.connector is None:
             if self.connector_options:
                 raise ConfigError("cache.connector_options are given without cache.connector: name the connector")

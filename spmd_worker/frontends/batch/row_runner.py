@@ -1,5 +1,7 @@
 """Runs rows through one engine: every admitted row returns as its output line."""
 
+from dataclasses import replace
+
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.engine_models import engine_models
@@ -59,7 +61,8 @@ class RowRunner:
             adapter=encoded.adapter_id,
             rows=encoded.rows,
         )
-        self._rows[request_id] = encoded
+        # The engine holds its rows of embeddings.
+        self._rows[request_id] = encoded if encoded.rows is None else replace(encoded, rows=None)
         return None
 
     def step(self) -> list[RowAnswer]:

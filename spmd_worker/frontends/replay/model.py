@@ -135,7 +135,7 @@ def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
 
 
 def _add_prompt_adapter(executor: UniProcExecutor, event: AddPromptAdapter) -> str:
-    """As `_add_adapter`."""
+    """Load a prompt adapter, otherwise as `_add_adapter`."""
     what = f"prompt adapter {event.int_id} ({event.name!r})"
     for int_id in event.evicted:
         executor.remove_prompt_adapter(int_id)

@@ -43,14 +43,14 @@ class LoadedAdapters:
 
     def __init__(self, model: DecoderForCausalLM, limits: AdapterLimits) -> None:
         self._limits, self._kernels, self._dtype = limits, model.model.adapter_kernels, model.model.dtype
-        self._targets, device = AdapterTargets(model), next(model.parameters()).device
+        self.targets, device = AdapterTargets(model), next(model.parameters()).device
         self._slots: dict[int, int] = {}
         """Slot of each adapter, by its digest."""
         self._num_commits: dict[int, int] = {}
         self.adapted_layers: frozenset[str] = frozenset()
         """Layers that a loaded adapter has matrices for: steps skip the others."""
-        for name, parts in self._targets.parts.items():
-            layer, bounds = self._targets.layers[name], tuple((part.start, part.stop) for part in parts)
+        for name, parts in self.targets.parts.items():
+            layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
             layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes))
 
@@ -66,7 +66,7 @@ class LoadedAdapters:
         found: dict[str, str] = {}
         problems: list[str] = []
         for module, pair in source.modules.items():
-            name, problem = self._targets.find(module)
+            name, problem = self.targets.find(module)
             problem = problem or self._problem(source, module, name)
             if not problem and name in found.values():
                 problem = "a second adapter of its module"
@@ -75,7 +75,7 @@ class LoadedAdapters:
             elif not (is_finite(pair.a, self._dtype) and is_finite(scaled(pair), self._dtype)):
                 problems.append(f"{module}: has numbers that are too large for {self._dtype}: set another model.dtype")
             found[module] = name
-        if source.config.is_transposed and not self._targets.are_transposed:
+        if source.config.is_transposed and not self.targets.are_transposed:
             problems.insert(0, f"{source.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
         saved = source.config.saved or tuple(source.saved)
         if saved:
@@ -87,7 +87,7 @@ class LoadedAdapters:
             layer: [
                 part.matrices(modules[part.module], self._dtype) if part.module in modules else None for part in parts
             ]
-            for layer, parts in self._targets.parts.items()
+            for layer, parts in self.targets.parts.items()
         }
         return StagedAdapter(source.digest, source.rank, {name: each for name, each in matrices.items() if any(each)})
 
@@ -103,7 +103,7 @@ class LoadedAdapters:
         slot = next((each for each in range(self._limits.max_cpu_loras) if each not in used), None)
         assert slot is not None, f"{len(used)} adapters are loaded, the most that model.max_cpu_loras allows"
         for name, parts in staged.matrices.items():
-            stack = self._targets.layers[name].adapters
+            stack = self.targets.layers[name].adapters
             assert stack is not None, name
             stack.write(slot, parts)
         self._slots[digest] = slot
@@ -120,8 +120,8 @@ class LoadedAdapters:
             return
         del self._num_commits[digest]
         slot = self._slots.pop(digest)
-        for name in self._targets.parts:
-            stack = self._targets.layers[name].adapters
+        for name in self.targets.parts:
+            stack = self.targets.layers[name].adapters
             assert stack is not None, name
             stack.clear(slot)
         self._note_layers()
@@ -135,9 +135,9 @@ class LoadedAdapters:
 
         matrices = {
             name: [
-                (zeros(1, num_inputs(self._targets.layers[name])), zeros(part.stop - part.start, 1)) for part in parts
+                (zeros(1, num_inputs(self.targets.layers[name])), zeros(part.stop - part.start, 1)) for part in parts
             ]
-            for name, parts in self._targets.parts.items()
+            for name, parts in self.targets.parts.items()
         }
         self.commit(StagedAdapter(_PLACEHOLDER, 1, matrices))
         try:
@@ -146,7 +146,7 @@ class LoadedAdapters:
             self.remove(_PLACEHOLDER)
 
     def _note_layers(self) -> None:
-        stacks = {name: self._targets.layers[name].adapters for name in self._targets.parts}
+        stacks = {name: self.targets.layers[name].adapters for name in self.targets.parts}
         self.adapted_layers = frozenset(name for name, stack in stacks.items() if stack and not stack.is_empty)
 
     def slot_of(self, digest: int) -> int:
@@ -159,7 +159,7 @@ class LoadedAdapters:
 
     def _problem(self, source: AdapterSource, module: str, name: str) -> str:
         """Reason why the matrices do not fit the module `name` of the checkpoint, or nothing."""
-        pair, (outputs, inputs) = source.modules[module], self._targets.sizes(name)
+        pair, (outputs, inputs) = source.modules[module], self.targets.sizes(name)
         if (pair.a.shape[1], len(pair.b)) != (inputs, outputs):
             shapes = f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
             return f"{shapes}, but the model's module has {inputs} inputs and {outputs} outputs"

@@ -74,14 +74,14 @@ class AdapterTargets:
             for name, shape in model.weights.shapes.items()
             if name.endswith(".weight") and len(shape) == 2
         }
-        self._linears = tuple(name for name in self._shapes if name in tops or self._inside(name) in endings)
+        self.linears = tuple(name for name in self._shapes if name in tops or self._inside(name) in endings)
         self.parts = self._own_parts(model.weights.slices)
 
     def find(self, module: str) -> tuple[str, str]:
         """The checkpoint's name of a module that PEFT calls `module`, and the reason if it takes no adapter."""
         (name,) = self._names.parts(f"{module}.weight", ())
         name = name.removesuffix(".weight")
-        if name in self._linears:
+        if name in self.linears:
             return name, ""
         if _EXPERTS in name.split("."):
             return name, "experts are not adapted: target attention, dense layers and shared experts"
@@ -114,7 +114,7 @@ class AdapterTargets:
         for piece in slices:
             layer, _, leaf = piece.parameter_name.rpartition(".")
             module = piece.checkpoint_name.removesuffix(".weight")
-            if layer in found and leaf == "weight" and module in self._linears and volume(piece.source):
+            if layer in found and leaf == "weight" and module in self.linears and volume(piece.source):
                 found[layer].setdefault(module, []).append(piece)
         return {
             name: tuple(sorted((_part(*each) for each in of_layer.items()), key=lambda part: part.start))

@@ -144,7 +144,7 @@ class WeightStore:
         return DummyWeights(self.tensors, self.slices, seed, staging)
 
     @torch.no_grad()
-    def fill(self, source: WeightSource, num_threads: int = 1, block_bytes: int = _BLOCK_BYTES) -> LoadReport:
+    def fill(self, source: WeightSource, num_threads: int = 1, block_bytes: int | None = None) -> LoadReport:
         """Fill all parameters, not packed yet or by `pack_empty`, from the source. Idempotent. Threads, which must not
         start others (`use_single_threaded_torch`), share the blocks; on the CPU files are read by one, the fastest way
         there unless weights are packed meanwhile.
@@ -164,7 +164,7 @@ class WeightStore:
             if held.stored is not None:
                 jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
                 continue
-            jobs += [(held, block) for block in source.blocks(name, held.piece.source, block_bytes)]
+            jobs += [(held, block) for block in source.blocks(name, held.piece.source, block_bytes or _BLOCK_BYTES)]
         # Threads do not take over a caller's inference mode, in which the parameters may have been made.
         write = partial(self._write_block, source, torch.is_inference_mode_enabled())
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
 from spmd_worker.model_config.layer_config import float32_elements, layer_elements
@@ -22,6 +23,9 @@ OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Prefill operations of a device per byte moved between it and the host: about 1 TFLOP/s to 7 GB/s in host memory, 400
 TFLOP/s to 50 GB/s of PCIe 5. Only the order of magnitude matters (docs/internals/cache.md).
 """
+
+_RANK_STEP: Final = 16
+"""Kernels pad the ranks of adapters to a multiple of it."""
 
 StoredFormats = Mapping[int, StoredFormat]
 NOT_STORED: Final[StoredFormats] = {}
@@ -100,6 +104,30 @@ def weights_bytes(
             for (outputs, inputs, is_gated), count in shapes.items()
         )
     return num_bytes
+
+
+def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, limits: AdapterLimits) -> int:
+    """Bytes of one rank's LoRA adapters if as many are loaded as `limits` allow, of the largest rank, with matrices for
+    all linear layers but experts. Of modules that a checkpoint fuses, which share A, less is needed.
+    """
+    sizes, stage, total = rank_sizes(model_config, layout, rank), stage_of(layout, model_config, rank), 0
+    hidden, tensor_rank = model_config.hidden_size, layout.tensor_rank(rank)
+    for index in range(stage.start, stage.stop):
+        layer = model_config.layers[index]
+        query, key_value = sizes.num_heads * layer.head_size, sizes.num_kv_heads * layer.head_size
+        share = expert_share(layout, layer, index, tensor_rank)
+        columns = sizes.num_columns if share is None else share.num_shared_columns
+        modules = [(hidden, query), (hidden, key_value), (hidden, key_value), (query, hidden)]
+        if columns:
+            modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
+        total += sum(inputs + outputs for inputs, outputs in modules)
+    total += (
+        (stage.is_first + stage.is_last)
+        * (hidden + model_config.own_embedding_size)
+        * (model_config.own_embedding_size > 0)
+    )
+    padded_rank = -(-limits.max_lora_rank // _RANK_STEP) * _RANK_STEP
+    return total * padded_rank * limits.max_cpu_loras * DTYPE_BYTES[dtype]
 
 
 def _packed_bytes(num_outputs: int, num_inputs: int, is_gated: bool, dtype: str, device: str) -> int:

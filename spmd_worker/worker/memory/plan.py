@@ -14,7 +14,7 @@ from kv_cache.cache_sizing import (
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, cache_spec, weights_bytes
+from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, adapter_bytes, cache_spec, weights_bytes
 
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
 """Per rank."""
@@ -92,6 +92,14 @@ def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
     """One rank's share of the cache."""
     block_size = resolved.config.cache.block_size
     return cache_spec(resolved.model_config, resolved.layout, rank, resolved.dtype, block_size)
+
+
+def adapters_bytes_of(resolved: ResolvedRun, rank: int) -> int:
+    """Bytes that a rank's LoRA adapters may take; 0 for a run without adapters."""
+    limits = resolved.config.model.adapter_limits
+    if limits is None:
+        return 0
+    return adapter_bytes(resolved.model_config, resolved.layout, rank, resolved.dtype, limits)
 
 
 def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) -> CacheSizing:

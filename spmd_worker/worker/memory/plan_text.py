@@ -26,6 +26,7 @@ from spmd_worker.worker.memory.estimate import (
     weights_bytes,
 )
 from spmd_worker.worker.memory.plan import (
+    adapters_bytes_of,
     cache_spec_of,
     check_cache_blocks,
     check_memory,
@@ -143,6 +144,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         *_int8(plan),
         *_head_argmax(plan),
         *_experts(plan),
+        *_adapters(plan),
         f"computes   {_where(plan)}",
         f"ranks      {ranks}",
         *_replicas(plan),
@@ -171,7 +173,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     quantization = resolved.config.model.quantization
     stored = planned_stored_experts(resolved).formats
     weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization, stored)
-    weights += _argmax_bytes(resolved, rank)
+    weights += _argmax_bytes(resolved, rank) + adapters_bytes_of(resolved, rank)
     return RankShare(
         rank_sizes(model_config, layout, rank),
         weights,
@@ -275,6 +277,18 @@ def _experts(plan: MemoryPlan) -> list[str]:
         f"experts    {format_bytes(model_config.num_expert_parameters * size - saved)} of "
         f"{format_bytes(model_config.num_parameters * size - saved)} of weights: {sparse[0].num_experts} in each of "
         f"{len(sparse)} layers, {sparse[0].num_chosen} per token; a rank has {part}, at most {format_bytes(max_bytes)}"
+    ]
+
+
+def _adapters(plan: MemoryPlan) -> list[str]:
+    """Bytes of the adapters of the rank whose are largest."""
+    limits = plan.resolved.config.model.adapter_limits
+    if limits is None:
+        return []
+    num_bytes = max(adapters_bytes_of(plan.resolved, rank) for rank in range(plan.resolved.layout.world_size))
+    return [
+        f"adapters   at most {limits.max_cpu_loras} of rank {limits.max_lora_rank} (model.max_cpu_loras, "
+        f"model.max_lora_rank), up to {format_bytes(num_bytes)} of a rank's weights; {limits.max_loras} in a step"
     ]
 
 

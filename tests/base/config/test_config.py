@@ -134,6 +134,21 @@ def test_quoted_values_escape_hydra_syntax():
     assert composed("job.input=-").job.input == "-"
 
 
+def test_options_by_name_compose_as_texts():
+    """OmegaConf merges no mapping into a null of the schema."""
+    given = ("cache.connector=a:b", "cache.connector_options={folder:'/x y/\u00e9',gib:20,half:0.5,is_new:true}")
+    options = {"folder": "/x y/\u00e9", "gib": "20", "half": "0.5"}
+    found = composed(*given).cache.connector_options
+    assert {name: found[name] for name in options} == options
+    assert found["is_new"].lower() == "true"
+    assert composed().cache.connector_options is None
+    assert composed(*given, "cache.connector_options=null").cache.connector_options is None
+    made = CacheConfig(connector="a:b", connector_options={"folder": Path("/x"), "gib": np.int64(20), "half": 0.5})
+    assert made.connector_options == {"folder": "/x", "gib": "20", "half": "0.5"}
+    with pytest.raises(ConfigError, match=r"cache\.connector_options=3 must be texts by name"):
+        composed("cache.connector=a:b", "cache.connector_options=3")
+
+
 def test_config_yaml_can_be_read_again():
     config = composed("experiment=demo")
     assert yaml.safe_load(as_yaml(config)) == dataclasses.asdict(config)

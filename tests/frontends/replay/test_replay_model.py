@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from lora_folders import write_lora
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tools_main import tool
 
 from kv_cache.cache_engine import CacheEngine
-from spmd_worker import LLM, LoRARequest, SamplingParams
+from spmd_worker import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
 from spmd_worker.base.config.schema import (
     CacheConfig,
     JobConfig,
@@ -194,3 +195,37 @@ def test_rows_with_adapters_are_recomputed(tmp_path: Path, run_script):
     write_lora(tmp_path / "a", 9)
     _, _, errors = run_script(writer.path, "--with-model")
     assert f"the run had adapter 1 ('a'), whose folder {folders['a']} has another content" in errors
+
+
+def test_prompt_adapters_are_read_again_and_embeddings_end_replay(tmp_path: Path, run_script):
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLM(DEMO / "model", num_blocks=64, block_size=8) as llm, open_step_log(llm.llm_engine, tmp_path) as writer:
+        config = llm.llm_engine.resolved.model_config
+        widths = {
+            "PROMPT_TUNING": config.embedding_size,
+            "PREFIX_TUNING": sum(2 * layer.num_kv_heads * layer.head_size for layer in config.layers),
+        }
+        for number, (kind, width) in enumerate(widths.items(), start=1):
+            folder = tmp_path / kind
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text(json.dumps({"peft_type": kind, "num_virtual_tokens": 9}))
+            tensor = torch.randn(9, width, generator=torch.Generator().manual_seed(number))
+            save_file({"prompt_embeddings": tensor}, folder / "adapter_model.safetensors")
+            request = PromptAdapterRequest(kind, number, str(folder), 9)
+            llm.generate(["3 + 4 =", "a b"], greedy, prompt_adapter_request=request, use_tqdm=False)
+        llm.generate({"prompt_embeds": torch.zeros(7, config.embedding_size)}, greedy, use_tqdm=False)
+    code, output, errors = run_script(writer.path, "--with-model")
+    assert code == 2
+    assert re.search(
+        r"step \d+ computes with the embeddings of request 4 \(prompt_embeds\), which the log does not", errors
+    )
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal == num_all == 20
+    code, output, _ = run_script(writer.path)
+    assert code == 0
+    assert "digests equal" in output
+    assert "7 prompt tokens" in run_script(writer.path, "--row", "4")[1]
+    (tmp_path / "PREFIX_TUNING" / "adapter_model.safetensors").unlink()
+    code, output, errors = run_script(writer.path, "--with-model")
+    assert code == 2
+    assert "prompt adapter 2 ('PREFIX_TUNING')" in errors

@@ -64,6 +64,7 @@ class Variant:
     `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
     `instruction`: what multiplies, if it is not MATRIX_INSTRUCTION. `stack_bytes`: what may lie on the stack. `chips`:
     those that launch it. `adds_parts`: on sm_90 products leave the matrix unit before they are added to a sum.
+    `sums_as`: a variant whose first sum is spread over threads in the same way, and so has the same order.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Variant:
     stack_bytes: int = 0
     chips: tuple[int, ...] = tuple(SHARED_BYTES)
     adds_parts: bool = False
+    sums_as: "Variant | None" = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Compiled:
     has_matrix_instruction: bool
     num_async_copies: int
     adds_parts: bool
+    sum_layout: str
 
 
 def compile_for(variant: Variant, capability: int) -> Compiled:
@@ -118,7 +121,15 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
         has_matrix_instruction=_instruction(variant, capability) in ptx,
         num_async_copies=len(re.findall(r"cp\.async\.(?:c[ag]|bulk\.tensor)", ptx)),
         adds_parts=re.search(r"= (arith\.addf|math\.fma) .*#mma", compiled.asm["ttgir"]) is not None,
+        sum_layout=_sum_layout(compiled.asm["ttgir"]),
     )
+
+
+def _sum_layout(ttgir: str) -> str:
+    """Shape of the first sum's operand, and how it is spread over threads; "" without a sum."""
+    found = re.search(r'"tt\.reduce".*?arith\.addf.*?: \(tensor<(\S+), (#\w+)>', ttgir, re.DOTALL)
+    layout = found and re.search(rf"^{found[2]} = (.*)$", ttgir, re.MULTILINE)
+    return f"{found[1]} {layout[1]}" if found and layout else ""
 
 
 def _instruction(variant: Variant, capability: int) -> str:
@@ -142,6 +153,8 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
         wrong.append(f"multiplies without {_instruction(variant, capability)}")
     if variant.adds_parts and capability == 90 and not found.adds_parts:
         wrong.append("adds in the matrix unit")
+    if variant.sums_as is not None and found.sum_layout != compile_for(variant.sums_as, capability).sum_layout:
+        wrong.append(f"adds in another order than {variant.sums_as.name}: {found.sum_layout}")
     # mma.sync takes operands from registers: they have left the last stage by then.
     is_from_registers = _instruction(variant, capability) == "mma.sync"
     stages = variant.options.get("num_stages", 1)
@@ -176,11 +189,7 @@ _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
 def variants(element: str = "bf16") -> Iterator[Variant]:
     """Every kernel that a step of a dense model launches, in the shapes of three models."""
     yield from attention_variants(element)
-    for width in (576, 896, 4096):
-        types = _typed(row_kernels.add_rms_norm, element)
-        constants = {"BH": power_of_two(width), "ADDS": True}
-        options = rows.row_options(width)
-        yield Variant(f"add_rms_norm {width}", row_kernels.add_rms_norm, types, constants, options, ("H",))
+    yield from (norm_variant(width, element) for width in (576, 896, 4096))
     types, constants = _typed(row_kernels.silu_and_mul, element), {"BN": 1024}
     yield Variant("silu_and_mul", row_kernels.silu_and_mul, types, constants, row_kernels.LAUNCH, ("N", "stride"))
     types = _typed(row_kernels.full_norm, element)
@@ -192,6 +201,11 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     yield from sum_variants(element)
     yield from fp8_variants(element)
     yield from int8_variants(element)
+
+
+def norm_variant(width: int, element: str = "bf16") -> Variant:
+    types, constants = _typed(row_kernels.add_rms_norm, element), {"BH": power_of_two(width), "ADDS": True}
+    return Variant(f"add_rms_norm {width}", row_kernels.add_rms_norm, types, constants, rows.row_options(width), ("H",))
 
 
 HEAD_SIZES = {"96": (8, 8, 96), "192": (8, 2, 192), "256": (8, 4, 256), "64 of one": (64, 1, 128)}
@@ -578,6 +592,18 @@ def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
     yield Variant(
         "fp8 quantise groups", fp8_kernels.quantise_groups, types, constants, options, ("K", "stride_x"), chips=chips
     )
+    made = {"numbers": "*fp8e4nv", "scales": "*fp32"}
+    for is_grouped in (False, True):
+        kernel, kind = fp8_kernels.add_rms_norm, "groups" if is_grouped else "rows"
+        for width in (576, 4096):
+            plain = norm_variant(width, element)
+            constants = {"BH": power_of_two(width), "IS_GROUPED": is_grouped}
+            sizes = (_typed(kernel, element) | made, constants, plain.options, ("H",))
+            yield Variant(f"fp8 add_rms_norm {width} {kind}", kernel, *sizes, chips=chips, sums_as=plain)
+        kernel, block = fp8_kernels.silu_and_mul, 4096 if is_grouped else 16384
+        options = fp8_kernels.LAUNCH | {"num_warps": fp8.num_warps(block)}
+        sizes = (_typed(kernel, element) | made, {"BN": block, "IS_GROUPED": is_grouped}, options, ("N", "stride"))
+        yield Variant(f"fp8 silu_and_mul {kind} {block}", kernel, *sizes, chips=chips)
     others = tuple(each for each in chips if each != 90)
     for is_gated in (False, True):
         for kind in SCALES:
@@ -674,7 +700,10 @@ def planted() -> dict[str, Variant]:
     large = matmul_variant(tiles.Tile(128, 256, 64, 8, 5), by_tma, 90, is_gated=False)
     plain = matmul_variant(tiles.FLOAT32, by_pointers, 90, is_gated=False, element="fp32")
     prompts = attend_variant("attend llama-8b many", *MODELS["llama-8b"], "bf16")
+    normed = next(each for each in fp8_variants() if each.sums_as is not None)
+    slow = replace(normed.sums_as or normed, options=normed.options | {"num_warps": 1})
     return {
+        "adds in another order": replace(normed, sums_as=slow),
         "spills": replace(prompts, options=prompts.options | {"maxnreg": 168}),
         "shared memory": large,
         "is not pipelined": replace(base, aligned=()),
@@ -709,7 +738,13 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
         *(each.name for each in choice_variants()),
         *(each.name for each in penalty_variants()),
         *(each.name for each in sum_variants()),
-        *("fp8 quantise 14336", "fp8 linear rows 64x128x1", "fp8 linear gated rows 64x64x1", "int8 linear 128x256"),
+        *(
+            "fp8 add_rms_norm 4096 rows",
+            "fp8 quantise 14336",
+            "fp8 linear rows 64x128x1",
+            "fp8 linear gated rows 64x64x1",
+            "int8 linear 128x256",
+        ),
     )
     found = [each for each in variants() if not is_short or each.name.startswith(first)]
     matmuls = matmul_variants(capability)

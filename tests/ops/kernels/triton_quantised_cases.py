@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from triton_cases import run
 
 from spmd_worker.ops.kernels.fp8 import Fp8Weights, ReferenceFp8Kernels, products, quantised, scales_of
 from spmd_worker.ops.kernels.int8 import Int8Kernels, row_maxima
-from spmd_worker.ops.kernels.triton import attention_kernels, fp8, int8
+from spmd_worker.ops.kernels.triton import attention_kernels, fp8, int8, rows
 from spmd_worker.ops.kernels.triton.fp8 import Fp8Tile, Fp8TritonKernels
 from spmd_worker.ops.kernels.triton.int8 import Int8Tile, Int8TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
@@ -131,6 +133,61 @@ def rows_longer_than_registers_are_quantised_alike() -> None:
         whole, scales = int8.quantise(x, given)
         with mock.patch.object(int8, "_MOST_IN_REGISTERS", 256):
             assert all(map(torch.equal, int8.quantise(x, given), (whole, scales)))
+
+
+def producers_of_rows(
+    dtype: torch.dtype, width: int
+) -> Iterator[tuple[Callable[..., Any], Callable[[], list[Tensor]]]]:
+    """A norm and gates: with what kind of scales and numbers they quantise their rows; and the rows, not quantised."""
+    x, residual, weight = (activations(6, width, dtype), numbers(6, width, dtype=dtype), numbers(width, dtype=dtype))
+    columns = activations(6, 2 * width, dtype)
+
+    def normed(**how: Any) -> list[Tensor]:
+        stream = residual.clone()
+        return [*fp8.add_rms_norm(x, stream, weight, 1e-5, **how), stream]
+
+    def plainly_normed() -> list[Tensor]:
+        stream = residual.clone()
+        return [rows.add_rms_norm(x, stream, weight, 1e-5), stream]
+
+    yield normed, plainly_normed
+    yield partial(fp8.silu_and_mul, columns), lambda: [rows.silu_and_mul(columns)]
+
+
+def producers_quantise_as_a_launch_of_its_own() -> None:
+    kinds = (torch.float32, *(() if is_interpreted() else (torch.float8_e4m3fn,)))
+    for dtype in DTYPES:
+        for width, kind, is_grouped in product((640,) if is_interpreted() else (128, 640, 4096), kinds, (False, True)):
+            for quantising, plain in producers_of_rows(dtype, width):
+                made, found, scales, *stream = quantising(is_grouped=is_grouped, dtype=kind)
+                expected, *expected_stream = plain()
+                assert torch.equal(bits(made), bits(expected)), (dtype, width)
+                assert all(map(torch.equal, map(bits, stream), map(bits, expected_stream)))
+                wanted, wanted_scales = fp8.quantise(expected, is_grouped=is_grouped, dtype=kind)
+                assert torch.equal(bits(found), bits(wanted)), (dtype, width, is_grouped)
+                assert torch.equal(scales, wanted_scales)
+
+
+def matmuls_take_rows_that_are_quantised() -> None:
+    x, residual, weight = numbers(5, 256), numbers(5, 256), numbers(256)
+    kernels = Fp8TritonKernels(torch.float32)
+    packed, gates = kernels.pack(numbers(48, 256)), numbers(5, 512)
+    apart = grouped(numbers(48, 256))
+    makes = (lambda: kernels.add_rms_norm(x, residual.clone(), weight, 1e-5), lambda: kernels.silu_and_mul(gates))
+    for make, is_grouped in product(makes, (False, True)):
+        kernels._is_grouped, of = is_grouped, apart if is_grouped else packed
+        made = make()
+        # A copy is quantised by a launch of its own, and so is what was quantised in another way.
+        expected = kernels.linear(made.clone(), of, None)
+        other = kernels.linear(made, packed if is_grouped else apart, None)
+        assert torch.equal(other, kernels.linear(made.clone(), packed if is_grouped else apart, None))
+        with mock.patch.object(fp8, "quantise", side_effect=AssertionError("quantised twice")):
+            assert torch.equal(kernels.linear(made, of, None), expected)
+        # Control: numbers of other rows.
+        fp8._with_quantised(made, *fp8.quantise(made.flip(0), is_grouped=is_grouped))
+        assert not torch.equal(kernels.linear(made, of, None), expected)
+    plain = numbers(5, 40)
+    assert torch.equal(kernels.silu_and_mul(plain), rows.silu_and_mul(plain)), "20 inputs are not quantised"
 
 
 def values_that_are_not_finite_stay_so() -> None:
@@ -393,6 +450,8 @@ def an_int8_engine_has_the_tokens_of_the_cpu() -> None:
 GATE: tuple[Callable[[], None], ...] = (
     activations_are_quantised_as_torch_does,
     rows_longer_than_registers_are_quantised_alike,
+    producers_quantise_as_a_launch_of_its_own,
+    matmuls_take_rows_that_are_quantised,
     values_that_are_not_finite_stay_so,
     fp8_matmuls_are_the_definition,
     a_row_beside_one_that_is_not_finite_keeps_its_bits,

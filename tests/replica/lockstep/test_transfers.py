@@ -22,6 +22,7 @@ from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConf
 from spmd_worker.base.errors import ReplicaDivergedError
 from spmd_worker.engine.engine import Engine
 from spmd_worker.executor.adapters import ExecutorAdapters
+from spmd_worker.executor.prompt_adapters import ExecutorPromptAdapters
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel
 from spmd_worker.replica.lockstep import lockstep as lockstep_module
@@ -65,6 +66,19 @@ def test_transfers_complete_once_and_in_order():
     assert book.take_complete() == ()
     book.add(1, (2,))
     assert book.take_complete() == (2,)
+
+
+def test_transfer_that_failed_on_one_rank_has_failed():
+    book = TransferBook(3)
+    book.add(0, (1, 2))
+    book.add(1, (-1, 2))
+    book.add(2, (1, 2))
+    assert book.take_complete() == (-1, 2)
+    for number in (3, -4):
+        for rank in range(3):
+            book.add(rank, (number,))
+    assert book.take_complete() == (3, -4)
+    assert unpack_answer(pack_answer(DIGEST, (-7, 8))).finished_transfers == (-7, 8)
 
 
 def test_single_rank_transfer_counts_at_once():
@@ -224,7 +238,7 @@ class MadeUpExecutor:
     is_sleeping: bool = False
 
     def __post_init__(self) -> None:
-        self.adapters = ExecutorAdapters(self, 0)
+        self.adapters, self.prompt_adapters = ExecutorAdapters(self, 0), ExecutorPromptAdapters(self)
         self._mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
         self._in_flight: deque[tuple[int, int]] = deque()
 

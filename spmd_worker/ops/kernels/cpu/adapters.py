@@ -68,6 +68,11 @@ class NativeStack:
         return not self._tensors
 
     @property
+    def num_bytes(self) -> int:
+        """Of the packed matrices."""
+        return sum(each.nbytes for tensors in self._tensors.values() for each in tensors)
+
+    @property
     def address(self) -> int:
         """Of the structure that describes the stack."""
         return ctypes.addressof(self.structure)

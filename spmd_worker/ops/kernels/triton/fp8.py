@@ -6,15 +6,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd_worker.model_config.byte_rows import GROUP
+from spmd_worker.model_config.byte_rows import GROUP, fits_bytes
 from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights
-from spmd_worker.ops.kernels.triton import fp8_kernels
+from spmd_worker.ops.kernels.triton import fp8_kernels, rows
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels, TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 
 FIRST_CAPABILITY: Final = (8, 9)
 """The first chips that multiply e4m3."""
+NUMBERS: Final = torch.float8_e4m3fn
 _HOPPER: Final = (9, 0)
 _MOST_IN_REGISTERS: Final = 1 << 14
 _GROUPS_IN_REGISTERS: Final = 1 << 12
@@ -104,12 +105,10 @@ def num_warps(block: int) -> int:
     return max(1, min(16, block // _PER_WARP))
 
 
-def quantise(x: Tensor, *, is_grouped: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, *, is_grouped: bool, dtype: torch.dtype = NUMBERS) -> tuple[Tensor, Tensor]:
     """[M, K] -> e4m3 [M, K] and float32 scales [M] or [M, K / 128]. `dtype` float32: the numbers before rounding."""
     num_rows, num_inputs = x.shape
-    out = torch.empty((num_rows, num_inputs), dtype=dtype, device=x.device)
-    shape = (num_rows, num_inputs // GROUP) if is_grouped else (num_rows,)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    out, scales = _room(num_rows, num_inputs, x.device, dtype, is_grouped=is_grouped)
     if num_rows == 0:
         return out, scales
     block = min(max(power_of_two(num_inputs), GROUP), _GROUPS_IN_REGISTERS if is_grouped else _MOST_IN_REGISTERS)
@@ -121,6 +120,54 @@ def quantise(x: Tensor, *, is_grouped: bool, dtype: torch.dtype = torch.float8_e
         constants = {"BLOCK": block, "IS_WHOLE": num_inputs <= block}
         fp8_kernels.quantise_rows[(num_rows,)](x, out, scales, num_inputs, x.stride(0), **constants, **options)
     return out, scales
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, is_grouped: bool, dtype: torch.dtype = NUMBERS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rows.add_rms_norm` of [M, K], and `quantise` of the result, in one launch."""
+    assert residual.is_contiguous(), residual.stride()
+    x, width = x.contiguous(), x.shape[1]
+    out, numbers, scales = torch.empty_like(x), *_room(len(x), width, x.device, dtype, is_grouped=is_grouped)
+    if out.numel():
+        options = rows.row_options(width)
+        fp8_kernels.add_rms_norm[(len(x),)](
+            *(x, residual, weight, out, numbers, scales, width, eps),
+            BH=power_of_two(width),
+            IS_GROUPED=is_grouped,
+            **options,
+        )
+    return out, numbers, scales
+
+
+def silu_and_mul(gate_up: Tensor, *, is_grouped: bool, dtype: torch.dtype = NUMBERS) -> tuple[Tensor, Tensor, Tensor]:
+    """`rows.silu_and_mul` of [M, 2 N], and `quantise` of the result, in one launch."""
+    width = gate_up.shape[1] // 2
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    out = gate_up.new_empty((len(gate_up), width))
+    numbers, scales = _room(len(out), width, out.device, dtype, is_grouped=is_grouped)
+    if out.numel():
+        block = max(power_of_two(width), GROUP)
+        options = fp8_kernels.LAUNCH | {"num_warps": num_warps(block)}
+        fp8_kernels.silu_and_mul[(len(out),)](
+            *(gate_up, out, numbers, scales, width, gate_up.stride(0)), BN=block, IS_GROUPED=is_grouped, **options
+        )
+    return out, numbers, scales
+
+
+def fits_registers(width: int, *, is_grouped: bool) -> bool:
+    """Whether rows of this width are quantised by the kernel that makes them, which holds a row in registers."""
+    most = _GROUPS_IN_REGISTERS if is_grouped else _MOST_IN_REGISTERS
+    return fits_bytes(width) and GROUP <= width <= most
+
+
+def _room(
+    num_rows: int, num_inputs: int, device: torch.device, dtype: torch.dtype, *, is_grouped: bool
+) -> tuple[Tensor, Tensor]:
+    """Uninitialised numbers and scales of quantised rows."""
+    shape = (num_rows, num_inputs // GROUP) if is_grouped else (num_rows,)
+    numbers = torch.empty((num_rows, num_inputs), dtype=dtype, device=device)
+    return numbers, torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def multiply(
@@ -170,10 +217,53 @@ class Fp8TritonKernels(Fp8Packing, PackedTritonKernels):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype, self.weights, self.head = dtype, Fp8Weights(dtype), TritonKernels()
+        self._is_grouped = False
+        """Whether a checkpoint's weights have scales of groups: then activations too."""
+
+    def pack_stored(self, weight: Tensor, scales: Tensor) -> Tensor:
+        self._is_grouped |= scales.shape[1] > 1
+        return super().pack_stored(weight, scales)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.ndim != 2 or not fits_registers(x.shape[1], is_grouped=self._is_grouped):
+            return rows.add_rms_norm(x, residual, weight, eps)
+        normed, *quantised = add_rms_norm(x, residual, weight, eps, is_grouped=self._is_grouped)
+        return _with_quantised(normed, *quantised)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.ndim != 2 or not fits_registers(gate_up.shape[1] // 2, is_grouped=self._is_grouped):
+            return rows.silu_and_mul(gate_up)
+        gated, *quantised = silu_and_mul(gate_up, is_grouped=self._is_grouped)
+        return _with_quantised(gated, *quantised)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        quantised = quantise(rows if rows.stride(1) == 1 else rows.contiguous(), is_grouped=weight.ndim > 2)
         numbers, scales = self.weights.numbers(weight), self.weights.scales(weight)
-        result = multiply(*quantised, numbers, scales, bias, x.dtype, is_gated=is_gated, is_blocked=weight.ndim == 4)
+        result = multiply(
+            *_quantised_of(x, is_grouped=weight.ndim > 2),
+            numbers,
+            scales,
+            bias,
+            x.dtype,
+            is_gated=is_gated,
+            is_blocked=weight.ndim == 4,
+        )
         return result.view(*x.shape[:-1], -1)
+
+
+_QUANTISED: Final = "quantised_rows"
+"""Attribute of rows that were quantised where they were made: it ends with the tensor, and no view of it has it."""
+
+
+def _with_quantised(made: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
+    """The rows, which nothing changes in place before a GEMM takes them."""
+    setattr(made, _QUANTISED, (numbers, scales))
+    return made
+
+
+def _quantised_of(x: Tensor, *, is_grouped: bool) -> tuple[Tensor, Tensor]:
+    """`quantise` of x [..., K], unless the kernel that made it has done so."""
+    made: tuple[Tensor, Tensor] | None = getattr(x, _QUANTISED, None)
+    if made is not None and (made[1].ndim > 1) == is_grouped:
+        return made
+    flat = x.reshape(-1, x.shape[-1])
+    return quantise(flat if flat.stride(1) == 1 else flat.contiguous(), is_grouped=is_grouped)

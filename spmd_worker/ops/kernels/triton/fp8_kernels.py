@@ -14,6 +14,7 @@ is one of float16 there, with other bits.
 import triton
 import triton.language as tl
 
+from spmd_worker.ops.kernels.triton.norm_kernels import store_normed
 from spmd_worker.ops.kernels.triton.tile_kernels import load_tile, silu_times, store_tile, tile_indices
 
 LAUNCH = {"enable_fp_fusion": False}
@@ -93,6 +94,58 @@ def quantise_groups(x, out, scales, K, stride_x, BLOCK: tl.constexpr):
     quotient = _quotients(value, scale[:, None], tl.min(scale, 0), tl.max(scale, 0))
     tl.store(out + row * K + k, tl.reshape(quotient, [BLOCK]).to(out.dtype.element_ty), mask=k < K)
     tl.store(scales + row * (K // STEP) + group, scale, mask=group < K // STEP)
+
+
+@triton.jit
+def _store_quantised(
+    value, numbers, scales, row, K, BLOCK: tl.constexpr, IS_GROUPED: tl.constexpr, TOGETHER: tl.constexpr
+):  # fmt: skip
+    """Float32 `value` [BLOCK], a row of K and zeros, as `quantise_rows` or `quantise_groups` stores it."""
+    # As many together as of the row itself, else the compiler would add up its squares in another order.
+    k = tl.max_contiguous(tl.arange(0, BLOCK), TOGETHER)
+    if IS_GROUPED:
+        groups: tl.constexpr = BLOCK // STEP
+        group = tl.arange(0, groups)
+        value = tl.reshape(value, [groups, STEP])
+        scale = _scales_of(tl.max(tl.abs(value), 1))
+        quotient = _quotients(value, scale[:, None], tl.min(scale, 0), tl.max(scale, 0))
+        quotient = tl.reshape(quotient, [BLOCK])
+        tl.store(scales + row * (K // STEP) + group, scale, mask=group < K // STEP)
+    else:
+        scale = _scales_of(tl.max(tl.abs(value), 0))
+        quotient = _quotients(value, scale, scale, scale)
+        tl.store(scales + row, scale)
+    tl.store(numbers + row * K + k, quotient.to(numbers.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def add_rms_norm(
+    x, residual, weight, out, numbers, scales, H, eps, BH: tl.constexpr, IS_GROUPED: tl.constexpr
+):  # fmt: skip
+    """`row_kernels.add_rms_norm`, whose rows are quantised too, with the bits of a launch of their own."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BH)
+    inside = h < H
+    value = tl.load(x + row * H + h, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + row * H + h, mask=inside, other=0.0).to(tl.float32)
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(residual + row * H + h, rounded, mask=inside)
+    stored = store_normed(rounded.to(tl.float32), weight, out + row * H, h, inside, H, eps)
+    together: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    _store_quantised(stored.to(tl.float32), numbers, scales, row, H, BH, IS_GROUPED, together)
+
+
+@triton.jit
+def silu_and_mul(gate_up, out, numbers, scales, N, stride, BN: tl.constexpr, IS_GROUPED: tl.constexpr):
+    """`row_kernels.silu_and_mul`, whose rows are quantised too; a program a row."""
+    row, n = tl.program_id(0).to(tl.int64), tl.arange(0, BN)
+    inside = n < N
+    gate = tl.load(gate_up + row * stride + n, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + N + n, mask=inside, other=0.0).to(tl.float32)
+    element: tl.constexpr = out.dtype.element_ty
+    stored = silu_times(gate, up, element).to(element)
+    tl.store(out + row * N + n, stored, mask=inside)
+    _store_quantised(stored.to(tl.float32), numbers, scales, row, N, BN, IS_GROUPED, BN)
 
 
 @triton.jit

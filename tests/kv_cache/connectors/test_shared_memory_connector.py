@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_files import IDENTITY, NAMES, SIZE, Memory, loaded, saved
+from forked_child import in_child
+from test_file_connector import IDENTITY, NAMES, SIZE, Memory, loaded, saved
 
 from kv_cache.connectors import segment, shared_memory
 from kv_cache.connectors.interface import ConnectorContext, ConnectorError
@@ -138,23 +137,13 @@ def test_second_living_producer_is_rejected(producer):
     connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory()).close()
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from kv_cache.connectors import segment, shared_memory
-segment.FOLDER = shared_memory.FOLDER = Path(sys.argv[1])
-from test_files import Memory, saved
-from test_shared_memory import FOUR_SLOTS, context_of, connect
-saved(connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory()), 1, 0, 1)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def produce_and_die() -> None:
+    saved(connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory()), 1, 0, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_blocks_of_a_killed_producer_are_read_and_replaced(folder: Path):
-    here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), here], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert in_child(produce_and_die) == -signal.SIGKILL
     connector, memory = connect(context_of("consumer")), Memory()
     finder, mover = connector.scheduler_half(), connector.worker_half(memory)
     assert finder.find(NAMES) == 2
