@@ -250,7 +250,7 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         executor.initialize_from_config(64, 0)
         assert [executor.add_lora(each) for each in requests] == [True] * 3
         assert (executor.pin_lora(2), executor.remove_lora(1), executor.list_loras()) == (True, False, {2, 3})
-        with pytest.raises(AdapterError, match="^/nowhere: is not a folder"):
+        with pytest.raises(AdapterError, match=r"^/nowhere: is not a folder"):
             executor.add_lora(LoRARequest("x", 8, "/nowhere"))
         assert (executor.remove_lora(3), executor.list_loras()) == (True, {2})
         wrapper = executor.driver_worker
