@@ -230,7 +230,7 @@ EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {
     CommitWeights: lambda event: f"{event.num_tensors} new weights are committed as version {event.version}",
     FinishTransfers: lambda event: (
         f"transfers {shorten(event.numbers)} have finished on every rank"
-        f"{' (below 0: failed)' if min(event.numbers, default=0) < 0 else ''}"
+        f"{' (those below 0 have failed on some)' if min(event.numbers, default=0) < 0 else ''}"
     ),
     FoundBlocks: lambda event: f"{len(event.hashes)} blocks were found outside the engine",
     WorkerEvent: lambda event: f"worker event {event.number} ({event.name}) is prepared",
