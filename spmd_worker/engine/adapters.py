@@ -28,7 +28,7 @@ from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_additi
 from spmd_worker.replica.scheduler.adapter_registry import RegisteredAdapter
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA, AdapterChange
 from spmd_worker.replica.sequence.events import Event, PinAdapter, RemoveAdapter
-from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.lora_request import LoRARequest, TensorSnapshot
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 
 
@@ -57,6 +57,8 @@ class Adapters:
         """Number and folder of the adapters that this rank's own calls have loaded, by id: rank 0's folders may have
         other paths.
         """
+        self._loaded_requests: dict[int, tuple[int, LoRARequest]] = {}
+        """Number and request of the adapters that this rank's own calls have loaded, by id."""
         self._wanted: tuple[int, ...] = ()
 
     def add(self, request: LoRARequest) -> bool:
@@ -78,6 +80,7 @@ class Adapters:
             with self._change(plan) as change:
                 self._run_event(ADD_LORA, change, addition_of(change))
             self._note_path(request.lora_int_id, request.lora_path)
+            self._loaded_requests[request.lora_int_id] = (self._own_paths[request.lora_int_id][0], request)
             return True
 
     def remove(self, int_id: int) -> bool:
@@ -94,6 +97,7 @@ class Adapters:
             with self._change(partial(plan_removal, self._registry, number, self._requests.num_with_adapter)) as change:
                 self._run_event(REMOVE_LORA, change, RemoveAdapter(number))
             self._own_paths.pop(number, None)
+            self._loaded_requests.pop(number, None)
             return True
 
     def pin(self, int_id: int) -> bool:
@@ -167,13 +171,19 @@ class Adapters:
             self.add(request)
             return self._registry.entries[request.lora_int_id].digest
         is_same = (entry.name, self._path_of(entry)) == (request.lora_name, request.lora_path)
-        if is_same and request.lora_tensors is not None:
+        if is_same and request.lora_tensors is not None and not self._is_loaded_snapshot(request, entry):
             # A trainer changes its tensors in place.
             is_same = self._executor.adapters.stage(request)[0] == entry.digest
             self._executor.adapters.unstage()
         if not is_same:
             raise AdapterError(taken(request, entry))
         return entry.digest
+
+    def _is_loaded_snapshot(self, request: LoRARequest, entry: RegisteredAdapter) -> bool:
+        """Whether a request has the snapshot that this rank's own call has loaded under the id."""
+        number, last = self._loaded_requests.get(request.lora_int_id, (-1, request))
+        is_same = request.lora_tensors is last.lora_tensors and request.peft_config is last.peft_config
+        return number == entry.number and is_same and isinstance(request.lora_tensors, TensorSnapshot)
 
     def _note_path(self, int_id: int, path: str) -> None:
         """Note the folder from which this rank's own call has loaded an adapter."""

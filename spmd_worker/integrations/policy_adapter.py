@@ -20,7 +20,7 @@ from typing import Any, Final
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.llm import LLM
-from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.lora_request import LoRARequest, TensorSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +137,12 @@ def _rank_and_reason(generation: Any) -> tuple[int, str]:
     return rank, ""
 
 
-def _tensors(model: Any, name: str) -> dict[str, Any]:
+def _tensors(model: Any, name: str) -> TensorSnapshot:
     """The adapter's tensors, by the names of PEFT's files."""
     peft: Any = import_module("peft")
     found = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     # Copies: the trainer changes its own, and calls name what was pushed.
-    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in found.items()}
+    return TensorSnapshot.of(found)
 
 
 @contextmanager

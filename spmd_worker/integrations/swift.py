@@ -24,7 +24,7 @@ from spmd_worker.compat.engine_args import EngineArgs
 from spmd_worker.integrations.vllm_modules import check_release, install_modules, run_program
 from spmd_worker.llm import LLM
 from spmd_worker.llm_engine import LLMEngine
-from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.lora_request import LoRARequest, TensorSnapshot
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
@@ -86,7 +86,7 @@ class SwiftEngine(LLMEngine):
         pushed = LoRARequest(
             lora_request.lora_name,
             lora_request.lora_int_id,
-            lora_tensors={name: each.detach().to("cpu", copy=True) for name, each in lora_request.lora_tensors.items()},
+            lora_tensors=TensorSnapshot.of(lora_request.lora_tensors),
             peft_config=lora_request.peft_config,
             load_inplace=lora_request.load_inplace,
         )

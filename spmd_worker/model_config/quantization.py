@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.model_config.bounded_patterns import MAX_PATTERN, MAX_REPEATS, is_bounded
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.weight_format import CLASS_OF_ALL, REGEX, FormatGroup, Quantization, WeightFormat
 
@@ -31,8 +32,6 @@ _UNSUPPORTED: Final = {
 _MAX_GROUP: Final = 1 << 20
 _MAX_NAMES: Final = 100_000
 _MAX_NAME: Final = 80
-_MAX_PATTERN: Final = 500
-_MAX_REPEATS: Final = 4
 
 
 def read_quantization(config: Mapping[str, Any], path: Path) -> Quantization | None:
@@ -228,16 +227,9 @@ def _one_format(
 
 def _checked_pattern(pattern: str, where: str) -> str:
     """`pattern`. Rejects those that may take years to match, as in an untrusted file: repeated groups, many repeats."""
-    num_repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
-    has_repeated_group = re.search(r"\)[*+{]|\\\d", pattern) is not None
-    try:
-        re.compile(pattern)
-        is_pattern = True
-    except (re.error, RecursionError, OverflowError):
-        is_pattern = False
-    if not is_pattern or has_repeated_group or num_repeats > _MAX_REPEATS or len(pattern) > _MAX_PATTERN:
+    if not is_bounded(pattern):
         raise ModelConfigError(
-            f"{where} has the pattern {shown(pattern)}: a pattern must be a regular expression of {_MAX_PATTERN} "
-            f"characters and {_MAX_REPEATS} repeats at most, none of a group"
+            f"{where} has the pattern {shown(pattern)}: a pattern must be a regular expression of {MAX_PATTERN} "
+            f"characters and {MAX_REPEATS} repeats at most, none of a group"
         )
     return pattern

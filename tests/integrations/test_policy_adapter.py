@@ -6,16 +6,20 @@ After each sync the log-probabilities of what the engine samples are those of PE
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from adapter_folders import adapter_tensors
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference_models import checkpoint_folder, mixed_prompts, open_reference
 
-from spmd_worker import RequestOutput, SamplingParams
+from spmd_worker import LoRARequest, RequestOutput, SamplingParams
+from spmd_worker.base.errors import AdapterError
 from spmd_worker.integrations import policy_adapter
 from spmd_worker.integrations.policy_adapter import PolicyLLM, pushed_at_start, pushed_at_sync
+from spmd_worker.replica.sequence.lora_request import TensorSnapshot
 
 LLM: Any = PolicyLLM  # the name that the integration replaces in TRL's module
 PROMPTS = mixed_prompts(4, 40, seed=3)
@@ -133,6 +137,38 @@ def test_after_each_sync_log_probabilities_are_the_policys(name: str, sleeps: bo
     # The weights once, or once after each sleep.
     assert generation.num_pushed == num_weights * (4 if sleeps else 1)
     generation.llm.close()
+
+
+def test_snapshot_is_compared_when_it_is_loaded_alone(monkeypatch: pytest.MonkeyPatch):
+    """A call that names a pushed policy again reads and hashes no tensor; one with the trainer's own tensors does."""
+    tensors, config = adapter_tensors(checkpoint_folder("llama3"), 1)
+    snapshot = LoRARequest("policy", 1, lora_tensors=TensorSnapshot.of(tensors), peft_config=config)
+    own = LoRARequest("policy", 1, lora_tensors=tensors, peft_config=config)
+    num_staged = 0
+
+    def counted(adapters: Any, *given: Any) -> Any:
+        nonlocal num_staged
+        num_staged += 1
+        return stage(adapters, *given)
+
+    with PolicyLLM(checkpoint_folder("llama3"), num_blocks=64, enable_lora=True) as llm:
+        kind = type(llm.llm_engine.executor.adapters)
+        stage = kind.stage
+        monkeypatch.setattr(kind, "stage", counted)
+        digest_of = llm.llm_engine.adapters.digest_of
+        digest = digest_of(snapshot)
+        assert (digest_of(snapshot), num_staged) == (digest, 1)
+        assert (digest_of(own), num_staged) == (digest, 2)
+        for tensor in tensors.values():
+            tensor.add_(1.0)
+        with pytest.raises(AdapterError, match="lora_int_id=1 is loaded as 'policy'"):
+            digest_of(own)
+        assert digest_of(snapshot) == digest
+        # Other contents under the id, also of the same name: the snapshot is not what is loaded.
+        assert digest_of(replace(own, load_inplace=True)) != digest
+        with pytest.raises(AdapterError, match="lora_int_id=1 is loaded as 'policy'"):
+            digest_of(snapshot)
+        assert digest_of(replace(snapshot, load_inplace=True)) == digest
 
 
 @pytest.mark.parametrize(

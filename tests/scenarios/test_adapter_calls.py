@@ -108,7 +108,7 @@ def test_engine_requests_have_their_adapters(llm: LLM, alone: dict[str | None, A
     ordered = [outputs[str(number)] for number in range(len(MIXED))]
     assert bits(ordered) == expected(alone, MIXED)
     assert [output.lora_request for output in ordered] == MIXED
-    with pytest.raises(ValueError, match="lora_request is for requests with a name"):
+    with pytest.raises(ValueError, match="adapters are for requests with a name"):
         engine.add_request([1, 2], GREEDY, lora_request=REQUESTS[0])
 
 

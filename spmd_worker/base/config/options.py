@@ -180,9 +180,8 @@ def _as_type(value: Any, kind: Any) -> Any:
         return plain
     if typing.get_origin(kind) is list and isinstance(value, list | tuple):
         return [_as_type(each, *typing.get_args(kind)) for each in value]
-    if typing.get_origin(kind) is dict and isinstance(value, Mapping):
-        key_kind, value_kind = typing.get_args(kind)
-        return {_as_type(name, key_kind): _as_type(each, value_kind) for name, each in value.items()}
+    if kind == dict[str, str] and isinstance(value, Mapping):
+        return {_as_type(name, str): _as_text(each) for name, each in value.items()}
     if typing.get_origin(kind) or not isinstance(value, kind):
         raise TypeError
     return value
@@ -207,6 +206,6 @@ _TYPE_WORDS: Final[dict[Any, str]] = {
     str: "text",
     list[int]: "a list of whole numbers, such as [10,8]",
     list[str]: "a list of texts, such as [a,b]",
-    dict[str, str]: "names and texts, such as {a: b}",
+    dict[str, str]: "texts by name, such as {a: b}",
     types.NoneType: "null",
 }

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, StepAdapter
 
 logger = logging.getLogger(__name__)
 
-NO_ADAPTER = 0
+_NO_SCORES: Final[Mapping[str, Tensor]] = {}
+NO_ADAPTER: Final = 0
 """Digest of a row without an adapter."""
 _PLACEHOLDER = 1
 """Digest of an adapter that adds nothing."""
@@ -29,11 +31,14 @@ _PLACEHOLDER = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedAdapter:
-    """A checked adapter that no row can use yet: this rank's matrices of each layer's parts, in host memory."""
+    """A checked adapter that no row can use yet: this rank's matrices of each layer's parts, and parameters that
+    replace the pooler's, all in host memory.
+    """
 
     digest: int
     rank: int
     matrices: Mapping[str, Sequence[Matrices | None]]
+    scores: Mapping[str, Tensor]
 
 
 class LoadedAdapters:
@@ -49,6 +54,8 @@ class LoadedAdapters:
         self._num_commits: dict[int, int] = {}
         self.adapted_layers: frozenset[str] = frozenset()
         """Layers that a loaded adapter has matrices for: steps skip the others."""
+        self._scores: dict[int, dict[str, Tensor]] = {}
+        self._device = device
         for name, parts in self.targets.parts.items():
             layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
@@ -77,11 +84,8 @@ class LoadedAdapters:
             found[module] = name
         if source.config.is_transposed and not self.targets.are_transposed:
             problems.insert(0, f"{source.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
-        saved = source.config.saved or tuple(source.saved)
-        if saved:
-            key = "modules_to_save" if source.config.saved else "tensors beside lora_A and lora_B"
-            problems.append(f"{source.config.subject}: {key}={list(saved)}: full weights are not replaced for rows")
-        raise_problems(source.subject, problems)
+        saved, faults = self._saved(source)
+        raise_problems(source.subject, problems + faults)
         modules = {name: source.modules[module] for module, name in found.items()}
         matrices = {
             layer: [
@@ -89,7 +93,8 @@ class LoadedAdapters:
             ]
             for layer, parts in self.targets.parts.items()
         }
-        return StagedAdapter(source.digest, source.rank, {name: each for name, each in matrices.items() if any(each)})
+        of_layers = {name: each for name, each in matrices.items() if any(each)}
+        return StagedAdapter(source.digest, source.rank, of_layers, self.targets.scores(saved))
 
     def commit(self, staged: StagedAdapter) -> None:
         """Load a prepared adapter, for rows of the next step on. One whose content is loaded shares its slot, and is
@@ -108,6 +113,8 @@ class LoadedAdapters:
             stack.write(slot, parts)
         self._slots[digest] = slot
         self._note_layers()
+        if staged.scores:
+            self._scores[digest] = {name: each.to(self._device) for name, each in staged.scores.items()}
 
     def discard(self, staged: StagedAdapter) -> None:
         """Forget a prepared adapter that another rank refused."""
@@ -120,6 +127,7 @@ class LoadedAdapters:
             return
         del self._num_commits[digest]
         slot = self._slots.pop(digest)
+        self._scores.pop(digest, None)
         for name in self.targets.parts:
             stack = self.targets.layers[name].adapters
             assert stack is not None, name
@@ -139,7 +147,7 @@ class LoadedAdapters:
             ]
             for name, parts in self.targets.parts.items()
         }
-        self.commit(StagedAdapter(_PLACEHOLDER, 1, matrices))
+        self.commit(StagedAdapter(_PLACEHOLDER, 1, matrices, _NO_SCORES))
         try:
             yield _PLACEHOLDER
         finally:
@@ -153,9 +161,26 @@ class LoadedAdapters:
         """Slot of a row's adapter; -1 for `NO_ADAPTER`."""
         return -1 if digest == NO_ADAPTER else self._slots[digest]
 
+    def scores_of(self, digest: int) -> Mapping[str, Tensor]:
+        """Parameters of the pooler that the adapter replaces, float32, by their names there."""
+        return self._scores.get(digest, _NO_SCORES)
+
     def step(self, slots: Tensor) -> StepAdapters:
         """Adapters of a step's tokens by slot, int32 [T] on the device."""
         return self._kernels.step(slots)
+
+    def _saved(self, source: AdapterSource) -> tuple[dict[str, Tensor], list[str]]:
+        """Full weights by the checkpoint's names, and what is wrong with them."""
+        config, found, problems = source.config, {}, []
+        for given_name, tensor in source.saved.items():
+            name, problem = self.targets.find_score(given_name, tensor.shape)
+            found[name] = tensor
+            if problem:
+                problems.append(f"{given_name} (modules_to_save): {problem}")
+        if config.saved and not source.saved:
+            rule = "no such weights are in the file: it is not complete, or they are not saved"
+            problems.append(f"{config.subject}: modules_to_save={list(config.saved)}: {rule}")
+        return found, problems
 
     def _problem(self, source: AdapterSource, module: str, name: str) -> str:
         """Reason why the matrices do not fit the module `name` of the checkpoint, or nothing."""

@@ -11,6 +11,7 @@ from math import isfinite, sqrt
 from typing import Any, Final
 
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.model_config.bounded_patterns import MAX_PATTERN, MAX_REPEATS, is_bounded
 
 CONFIG_FILE: Final = "adapter_config.json"
 
@@ -76,7 +77,8 @@ class PeftConfig:
         if self.targets is None or self.targets == "all-linear":
             return True
         if isinstance(self.targets, str):
-            return re.fullmatch(self.targets, module) is not None
+            # Trainers write long ones, which might take years to match; the tensors are the truth.
+            return not is_bounded(self.targets) or re.fullmatch(self.targets, module) is not None
         return any(module == each or module.endswith(f".{each}") for each in self.targets)
 
 
@@ -146,10 +148,9 @@ def _pattern(config: Mapping[str, Any], key: str, refuse: Any) -> dict[str, Any]
     if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
         raise refuse(key, "must map regular expressions of module names to numbers")
     for each in value:
-        try:
-            re.compile(each)
-        except re.error as error:
-            raise refuse(key, f"{each!r} is not a regular expression: {error}") from None
+        if not is_bounded(each):
+            rule = f"of {MAX_PATTERN} characters and {MAX_REPEATS} repeats at most, none of a group"
+            raise refuse(key, f"{each!r} must be a regular expression {rule}")
     return dict(value)
 
 
@@ -159,7 +160,7 @@ def _targets(config: Mapping[str, Any], refuse: Any) -> tuple[str, ...] | str | 
         return _names(config, "target_modules", refuse) or None
     try:
         re.compile(value)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise refuse("target_modules", f"is not a regular expression: {error}") from None
     return value
 

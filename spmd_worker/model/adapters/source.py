@@ -29,6 +29,8 @@ _MAX_CONFIG_BYTES: Final = 1 << 24
 _MAX_LISTED: Final = 20
 _PREFIX: Final = "base_model.model."
 _NAME: Final = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
+_SAVED: Final = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
+"""Part of the names of full weights in PEFT's model in memory."""
 _NUM_DIGESTS: Final[int] = (1 << 63) - 1
 
 
@@ -148,7 +150,7 @@ def _source(subject: str, config: PeftConfig, tensors: Mapping[str, Tensor]) -> 
         elif "lora_" in name:
             problems.append(f"{name}: {_reason(name)}")
         else:
-            saved[name.removeprefix(_PREFIX)] = tensor
+            saved[_SAVED.sub("", name.removeprefix(_PREFIX))] = tensor
     modules = {}
     for module, pair in pairs.items():
         problem = _pair_problem(config, module, pair)

@@ -5,7 +5,7 @@ of B, so that each rank's part of a sum gets its part of the adapter's. A module
 ours is one part of the merged layer; modules that are separate there are parts of their own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +27,7 @@ _LINEARS: Final = (
 )
 """Linear layers of a decoder layer, by our names."""
 _EXPERTS: Final = "experts"
+_POOLER: Final = "pooler."
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,16 @@ class AdapterTargets:
         }
         self.linears = tuple(name for name in self._shapes if name in tops or self._inside(name) in endings)
         self.parts = self._own_parts(model.weights.slices)
+        pooling = model.model_config.pooling
+        has_scores = pooling is not None and pooling.task == "classify" and not pooling.label_token_ids
+        tops = (self._table.classifier, self._table.head_dense, self._table.head_norm)
+        self._score_modules = tuple(each for each in tops if each and has_scores)
+        self._all_shapes = model.weights.shapes
+        self._scores = {
+            piece.checkpoint_name: piece.parameter_name.removeprefix(_POOLER)
+            for piece in model.weights.slices
+            if piece.parameter_name.startswith(_POOLER)
+        }
 
     def find(self, module: str) -> tuple[str, str]:
         """The checkpoint's name of a module that PEFT calls `module`, and the reason if it takes no adapter."""
@@ -88,6 +99,23 @@ class AdapterTargets:
         if name in self._shapes:
             return name, "adapters of embeddings, token heads and routers are not supported"
         return name, "the model has no such module"
+
+    def find_score(self, given_name: str, shape: Sequence[int]) -> tuple[str, str]:
+        """The checkpoint's name of a full weight that a file calls `given_name`, and the reason if it cannot be
+        replaced for the rows of an adapter: only scores of a model that classifies, and the layers before them, can.
+        """
+        (name,) = self._names.parts(given_name, ())
+        if name.rpartition(".")[0] not in self._score_modules or name not in self._all_shapes:
+            return name, "full weights are replaced for rows only where they are scores of a model that classifies"
+        if tuple(shape) != self._all_shapes[name]:
+            return name, f"has the shape {list(shape)}, but the model's has {list(self._all_shapes[name])}"
+        return name, ""
+
+    def scores(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters of the pooler by their names there, float32, from full weights by the checkpoint's names; none on
+        a stage without a pooler.
+        """
+        return {self._scores[name]: each.float() for name, each in saved.items() if name in self._scores}
 
     def sizes(self, name: str) -> tuple[int, int]:
         """Outputs and inputs of a module on all ranks."""

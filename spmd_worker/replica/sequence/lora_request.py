@@ -7,6 +7,16 @@ from typing import Any
 from spmd_worker.base.config.plain_values import plain_bool, plain_int, plain_text, shown
 
 
+class TensorSnapshot(dict[str, Any]):
+    """Copies of a trainer's tensors on the host, which nobody changes: a request that has the same snapshot as the one
+    that was loaded names that, and its contents need not be compared again.
+    """
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any]) -> "TensorSnapshot":
+        return cls({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()})
+
+
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """An adapter: a name, an id from 1 on, and either `lora_path`, its PEFT folder, or `lora_tensors`, tensors by the

@@ -126,7 +126,8 @@ class ModelRunner:
         self.rows, self.prefixes = rows, prefixes
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
-        self._pooling = RowPooling(model.pooler) if model.pooler is not None else None
+        scores_of = None if adapters is None else adapters.scores_of
+        self._pooling = RowPooling(model.pooler, scores_of) if model.pooler is not None else None
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         has_state = keeps_state and not model.model_config.is_encoder

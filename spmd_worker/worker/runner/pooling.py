@@ -6,12 +6,13 @@ mean do not depend on how its prompt was split into chunks.
 T: tokens of the step; R: its rows; H: hidden size.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.ops.kernels.host_copies import to_device
@@ -20,6 +21,7 @@ from spmd_worker.replica.sequence.pooling_params import vector_digest
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampled import NON_FINITE
 
+ScoresOf = Callable[[int], Mapping[str, Tensor]]
 Vectors = tuple[tuple[RequestId, bytes], ...]
 
 
@@ -53,8 +55,9 @@ def _indices(values: Sequence[int], device: torch.device) -> Tensor:
 class RowPooling:
     """Pools the rows of one engine and keeps the partial results of unfinished rows."""
 
-    def __init__(self, pooler: Pooler) -> None:
-        self._pooler = pooler
+    def __init__(self, pooler: Pooler, scores_of: ScoresOf | None = None) -> None:
+        """`scores_of`: parameters of the pooler that a row's adapter replaces (`Request.adapter`)."""
+        self._pooler, self._scores_of = pooler, scores_of
         self._begun: dict[RequestId, tuple[int, Tensor]] = {}
         """Number of pooled tokens and their total, by request."""
 
@@ -75,12 +78,17 @@ class RowPooling:
                 continue
             params, request_id = each.sequence.request.pooling, each.sequence.request.request_id
             assert params is not None, "all rows of a pooling run are pooled"
-            vector = self._pooler(
-                pooled,
-                dimensions=params.dimensions,
-                normalizes=bool(params.normalize),
-                activates=bool(params.use_activation),
-            )
+            options = {
+                "dimensions": params.dimensions,
+                "normalizes": bool(params.normalize),
+                "activates": bool(params.use_activation),
+            }
+            adapter = each.sequence.request.adapter
+            scores = self._scores_of(adapter) if adapter and self._scores_of is not None else {}
+            if scores:
+                vector = functional_call(self._pooler, dict(scores), (pooled,), options)
+            else:
+                vector = self._pooler(pooled, **options)
             if not vector.isfinite().all():
                 digests.append(NON_FINITE)
                 continue

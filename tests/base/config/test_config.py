@@ -279,7 +279,7 @@ REFUSED = [
         "scheduler.max_num_batched_tokens=2048 is below scheduler.max_num_seqs=4096: each running sequence needs a "
         "token a step; raise the first or lower the second",
     ),
-    ("cache=nosuch", "cache=nosuch is not one of tiny"),
+    ("cache=nosuch", "cache=nosuch is not one of files, tiny"),
     ("experiment=nosuch", "experiment=nosuch is not one of demo"),
     ("model=null", "model=null is not the name of a set of values: choose a named set, as in model=NAME"),
     (

@@ -166,6 +166,8 @@ def test_numbers_too_large_for_the_dtype_are_named():
 
 
 def test_full_weights_are_refused_by_key(model: DecoderForCausalLM):
-    weights = {"base_model.model.score.weight": (2, 64)}
-    assert "modules_to_save=['score']" in problems(model, llama_source(0, saved=weights, modules_to_save=["score"]))
-    assert "tensors beside lora_A and lora_B=['score.weight']" in problems(model, llama_source(0, saved=weights))
+    weights = {"base_model.model.lm_head.weight": (96, 64)}
+    expected = "lm_head.weight (modules_to_save): full weights are replaced for rows only where they are scores"
+    for config in ({"modules_to_save": ["lm_head"]}, {}):
+        assert expected in problems(model, llama_source(0, saved=weights, **config))
+    assert "modules_to_save=['score']: no such weights" in problems(model, llama_source(0, modules_to_save=["score"]))

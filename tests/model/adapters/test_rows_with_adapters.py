@@ -16,7 +16,8 @@ from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model.adapters.loaded import LoadedAdapters
-from spmd_worker.model.adapters.source import AdapterSource, read_adapter
+from spmd_worker.model.adapters.source import AdapterModule, AdapterSource, read_adapter
+from spmd_worker.model.adapters.targets import TargetPart
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.model_config import read_model_files
@@ -102,3 +103,15 @@ def test_quantised_sums_get_adapters_of_all_ranks():
         else:
             assert relative_error(shared, alone) < 0.02
             assert relative_error(shared, expected) < 0.4
+
+
+def test_comparison_detects_rows_of_other_outputs(monkeypatch: pytest.MonkeyPatch):
+    right = TargetPart.matrices
+
+    def shifted(part: TargetPart, module: AdapterModule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        a, b = right(part, module, dtype)
+        return a, b.roll(1, dims=0)
+
+    monkeypatch.setattr(TargetPart, "matrices", shifted)
+    logits, reference = logits_on_ranks("gpt_neox", 2)[0], peft_model("gpt_neox")
+    assert relative_error(logits, peft_logits(reference, PROMPTS[0])) > 1e-2

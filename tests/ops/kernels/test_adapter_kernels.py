@@ -5,6 +5,7 @@ import torch
 from native_libraries import each_library, library_for
 from torch import Tensor
 
+from spmd_worker.ops.kernels import adapters
 from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterSizes, AdapterStack, ReferenceAdapterKernels
 from spmd_worker.ops.kernels.cpu.adapters import NativeAdapterKernels
 
@@ -71,6 +72,17 @@ def test_row_has_equal_bits_alone_and_batched(instruction_set: str, dtype: torch
         batched = added(kernels, stack, slots, x, y)
         rows = [added(kernels, stack, slots[row : row + 1], x[row : row + 1], y[row : row + 1]) for row in range(12)]
         assert torch.equal(torch.cat(rows), batched[:12])
+
+
+def test_comparison_detects_sums_that_depend_on_others(monkeypatch: pytest.MonkeyPatch):
+    right = adapters._row_by_row
+    monkeypatch.setattr(adapters, "_row_by_row", lambda x, matrix: right(x, matrix) * (1 + len(x) / 2**14))
+    kernels, (slots, x, y) = ReferenceAdapterKernels(), step_of("merged", torch.float32)
+    stack = new_stack(kernels, "merged", torch.float32)
+    batched = added(kernels, stack, slots, x, y)
+    row = int((slots >= 0).nonzero()[0])
+    alone = added(kernels, stack, *(each[row : row + 1] for each in (slots, x, y)))
+    assert not torch.equal(alone[0], batched[row])
 
 
 @each_dtype

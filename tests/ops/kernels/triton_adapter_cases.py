@@ -88,7 +88,7 @@ def adapters_add_what_the_reference_adds() -> None:
                 Layer(dtype, parts, is_reference=True)(outputs, x, slots),
             )
             # A sum near the middle between two numbers may be rounded to either.
-            room = 4e-6 if dtype == torch.float32 else torch.finfo(dtype).eps * expected.abs().max().item()
+            room = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps * expected.abs().max().item()
             assert (found - expected).abs().max().item() <= room, (dtype, parts)
             assert (found == expected).float().mean() > (0.3 if dtype == torch.float32 else 0.99), (dtype, parts)
             assert (found != outputs).any(1).tolist() == [slot >= 0 for slot in slots]
@@ -178,7 +178,8 @@ def numbers_between_the_products_keep_float32() -> None:
     expand = AdapterTile.expand_constants
     with mock.patch.object(AdapterTile, "expand_constants", lambda *args: expand(*args) | {"SPLITS": True}):
         found = layer(zeros, x, [0] * 19).double()
-    assert (found - exact).abs().max().item() < 2e-6
+    # A matrix unit cuts off what it adds.
+    assert (found - exact).abs().max().item() < 2e-5
     # Control: what is between them, rounded.
     assert (rounded - exact).abs().max().item() > 1e-4
 

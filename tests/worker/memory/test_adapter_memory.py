@@ -23,7 +23,7 @@ LIMITS = AdapterLimits(max_loras=1, max_lora_rank=32, max_cpu_loras=3)
 
 
 def held_bytes(model: DecoderForCausalLM) -> int:
-    """Of as many adapters of the largest rank as may be loaded, for all modules."""
+    """Bytes of as many adapters of the largest rank as may be loaded, for all modules."""
     loaded, num_bytes = LoadedAdapters(model, LIMITS), 0
     modules = loaded.targets.linears
     for seed in range(LIMITS.max_cpu_loras):

@@ -8,9 +8,11 @@ import torch
 from decoding_steps import decoding
 from step_histories import BLOCK_SIZE, run_history
 
-from kv_cache.block import num_blocks_for
+from kv_cache.block import BlockId, num_blocks_for
 from spmd_worker.replica.mirror.mirror import Mirror, MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.metadata import SequenceGroupMetadataDelta
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.worker.runner import batch_state
 from spmd_worker.worker.runner.batch import Batch, build_batch
@@ -196,3 +198,28 @@ def test_nothing_is_held_of_who_has_ended():
     later = [dataclasses.replace(each.sequence, request=each.sequence.request) for each in scheduled[:5]]
     again = tuple(ScheduledSequence(each, 1, 1) for each in later)
     assert_same(state.build(again), build_batch(again, BLOCK_SIZE, CPU))
+
+
+def test_slots_of_adapters_are_kept_as_rebuilt():
+    slots, state = {7: 0, 9: 3}, BatchState(BLOCK_SIZE, CPU, lambda digest: -1 if digest == 0 else slots[digest])
+    sequences = []
+    for index, adapter in enumerate((0, 7, 9, 7)):
+        request = Request(RequestId(index), tuple(range(3 + index)), SamplingParams(), index, adapter=adapter)
+        sequences.append(MirroredSequence(request, 0, [], [BlockId(8 * index + block) for block in range(8)], 0, 1))
+    first = tuple(ScheduledSequence(each, each.num_tokens, 1) for each in sequences)
+    kept = state.build(first)
+    assert kept.adapter_slots is not None
+    assert kept.adapter_slots.tolist() == [-1] * 3 + [0] * 4 + [3] * 5 + [0] * 6
+    assert kept.adapter_slots.dtype == torch.int32
+    for _ in range(2):
+        for each in sequences:
+            each.num_computed_tokens = each.num_tokens
+            each.output_token_ids.append(5)
+        scheduled = tuple(each.decode_row for each in sequences)
+        kept, anew = state.build(scheduled), build_batch(scheduled, BLOCK_SIZE, CPU, slot_of=state._slot_of)
+        assert kept.adapter_slots.tolist() == anew.adapter_slots.tolist() == [-1, 0, 3, 0]
+    assert kept.adapter_slots is state._layout.adapter_slots
+    others = tuple(each.decode_row for each in sequences[:1])
+    assert state.build(others).adapter_slots is build_batch(others, BLOCK_SIZE, CPU).adapter_slots is None
+    with pytest.raises(AssertionError, match="the model takes none"):
+        build_batch(scheduled, BLOCK_SIZE, CPU)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
+from lora_folders import write_lora
 from ranks import REPOSITORY
 from reference_models import checkpoint_folder
 
-from spmd_worker import LLM, SamplingParams
+from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.model.decoder import DecoderLayer
 from spmd_worker.ops.attention.metadata import WantedTokens
 from spmd_worker.worker.runner import batch as batch_module
@@ -116,3 +117,26 @@ def test_what_is_wanted_is_told_literally():
     assert wanted.metadata.token_blocks.tolist() == [5, 2, 3]
     assert wanted.metadata.token_offsets.tolist() == [2, 3, 0]
     assert [table[:2] for table in wanted.metadata.block_tables.tolist()] == [[5, 0], [7, 2], [0, 3]]
+
+
+def test_adapters_of_wanted_tokens_are_their_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Prompts of several lengths with two adapters and none; with others' adapters the answers differ."""
+    prompts = [[3 + (row * 31 + at * 17) % 90 for at in range(length)] for row, length in enumerate((70, 9, 40, 23))]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    options = {"enable_lora": True, "max_loras": 2}
+    requests = [LoRARequest(str(seed), seed, write_lora(tmp_path / str(seed), seed)) for seed in (1, 2)]
+    with LLM(DEMO, dtype="bfloat16", num_blocks=64, max_num_batched_tokens=48, max_num_seqs=8, **options) as llm:
+        engine, found = llm.llm_engine, []
+        digests = [0, *(engine.adapters.digest_of(request) for request in requests)]
+        for least in (1, 10**6):
+            monkeypatch.setattr(batch_module, "_MIN_LEFT_OUT", least)
+            for order in ((1, 0, 2, 1), (2, 1, 0, 0)):
+                engine.changes.reset_prefix_cache()
+                for prompt, adapter in zip(prompts, order, strict=True):
+                    engine.requests.add(prompt, params, adapter=digests[adapter])
+                answers = {}
+                while engine.has_unfinished_requests():
+                    answers |= {int(each.request_id): each.outputs[0].token_ids for each in engine.step()}
+                found.append([answers[number] for number in sorted(answers)])
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]

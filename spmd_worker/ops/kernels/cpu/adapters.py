@@ -69,12 +69,12 @@ class NativeStack:
 
     @property
     def num_bytes(self) -> int:
-        """Of the packed matrices."""
+        """Bytes of the packed matrices."""
         return sum(each.nbytes for tensors in self._tensors.values() for each in tensors)
 
     @property
     def address(self) -> int:
-        """Of the structure that describes the stack."""
+        """Address of the structure that describes the stack."""
         return ctypes.addressof(self.structure)
 
     def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:

@@ -74,6 +74,7 @@ class AdapterTile:
 
 FEW_ROWS = AdapterTile(16, 64, 128, 4, 4, 128, 32, 4)
 MANY_ROWS = AdapterTile(64, 64, 64, 4, 4, 64, 32, 8)
+"""Estimates, not measured yet."""
 FLOAT16 = AdapterTile(16, 64, 128, 4, 3, 32, 16, 4)
 FLOAT32 = AdapterTile(16, 32, 32, 4, 2, 32, 16, 4)
 """Plain FMA: see `matmul.FLOAT32`."""
