@@ -143,7 +143,12 @@ class LoadedAdapters:
 
     @contextmanager
     def placeholder(self) -> Iterator[int]:
-        """Context with the digest of an adapter of all layers that adds nothing, for steps of warm-up and profiling."""
+        """Context with the digest of an adapter for steps of warm-up and profiling, whose results nobody reads: one of
+        all layers that adds nothing, or, if no slot is free, one that is loaded.
+        """
+        if len(self._slots) == self._limits.max_cpu_loras:
+            yield next(iter(self._slots))
+            return
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=self._dtype)

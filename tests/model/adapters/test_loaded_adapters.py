@@ -181,3 +181,17 @@ def test_full_weights_are_refused_by_key(model: DecoderForCausalLM):
     for config in ({"modules_to_save": ["lm_head"]}, {}):
         assert expected in problems(model, llama_source(0, saved=weights, **config))
     assert "modules_to_save=['score']: no such weights" in problems(model, llama_source(0, modules_to_save=["score"]))
+
+
+def test_placeholder_needs_no_free_slot(model: DecoderForCausalLM):
+    loaded = LoadedAdapters(model, LIMITS)
+    with loaded.placeholder() as digest:
+        assert loaded.digests == (digest,)
+    sources = [llama_source(1), llama_source(2)]
+    for source in sources:
+        loaded.commit(loaded.prepare(source))
+    before = logits(loaded, model, sources[0].digest)
+    with loaded.placeholder() as digest:
+        assert loaded.slot_of(digest) in range(LIMITS.max_cpu_loras)
+    assert loaded.digests == tuple(source.digest for source in sources)
+    assert torch.equal(logits(loaded, model, sources[0].digest), before)
