@@ -58,12 +58,13 @@ class WorkerAdapters:
         self._read = None
         try:
             source = read_adapter(path) if tensors is None else adapter_from_tensors(peft_config or {}, tensors)
+            digest = source.digest
         except Exception as error:  # the other ranks must learn of any failure
             known = isinstance(error, AdapterError)
             self._read = _Read(int_id, None, str(error) if known else f"{type(error).__name__}: {error}")
             return 0, self._read.problem
         self._read = _Read(int_id, source)
-        return source.digest, ""
+        return digest, ""
 
     def unstage(self) -> None:
         """Forget what `stage` has read."""

@@ -14,6 +14,7 @@ from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.model.adapters import source
 from spmd_worker.ranks.environment import RankEnvironment
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "enable_lora": True, "max_cpu_loras": 2}
@@ -208,6 +209,25 @@ def test_workers_leave_their_adapters_to_the_engine(llm: LLM, requests: list[LoR
         with pytest.raises(AdapterError, match=f"call LLM.{method}"):
             llm.collective_rpc(method, args=(argument,))
     assert llm.list_loras() == llm.llm_engine.model_executor.list_loras() == llm.collective_rpc("list_loras")[0] == {1}
+
+
+def test_dummy_batch_with_all_adapters_loaded(llm: LLM, requests: list[LoRARequest]):
+    expected = tokens_with(llm, *requests[:2])
+    assert len(llm.list_loras()) == OPTIONS["max_cpu_loras"]
+    llm.llm_engine.model_executor.execute_dummy_batch()
+    assert tokens_with(llm, *requests[:2]) == expected
+
+
+def test_digest_that_cannot_be_computed_is_a_refusal(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """An error beside the event would leave the other ranks waiting for this one."""
+
+    def fail(state: object, tensor: object) -> None:
+        raise RuntimeError("no bytes")
+
+    monkeypatch.setattr(source, "_add_tensor", fail)
+    request = LoRARequest("t", 2, lora_tensors=lora_tensors(5), peft_config=CONFIG)
+    assert refusal(llm.add_lora, request) == "rank 0: RuntimeError: no bytes"
+    assert llm.list_loras() == set()
 
 
 def test_run_without_adapters_names_the_key(requests: list[LoRARequest]):

@@ -61,6 +61,15 @@ def plain_text(value: Any) -> str | None:
     return str.__str__(value) if isinstance(value, str) else None
 
 
+def sendable_text(name: str, text: str) -> str:
+    """`text`. Raises ValueError for text that cannot be sent to other ranks: half of a surrogate pair has no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={shown(text)} contains a lone surrogate, which UTF-8 cannot encode") from None
+    return text
+
+
 def asks(value: Any) -> bool:
     """Whether a value that may request nothing requests something: a value without a truth value does."""
     try:

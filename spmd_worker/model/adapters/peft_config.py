@@ -15,6 +15,8 @@ from spmd_worker.model_config.bounded_patterns import MAX_PATTERN, MAX_REPEATS, 
 
 CONFIG_FILE: Final = "adapter_config.json"
 
+_PEFT_ALPHA: Final = 8
+"""PEFT's `lora_alpha` where a file has none."""
 _PLAIN_STARTS: Final = (True, False, None, "gaussian", "orthogonal")
 """`init_lora_weights` that leave the base as it is."""
 _REFUSED: Final = {
@@ -107,7 +109,7 @@ def parse_config(config: Mapping[str, Any], subject: str) -> PeftConfig:
     if unknown:
         raise refuse(unknown[0], "an unknown key: set it to null if the adapter is plain LoRA without it")
     rank = _whole(config, "r", refuse)
-    alpha = _number(config.get("lora_alpha", rank), "lora_alpha", refuse)
+    alpha = _number(config.get("lora_alpha", _PEFT_ALPHA), "lora_alpha", refuse)
     ranks, alphas = _pattern(config, "rank_pattern", refuse), _pattern(config, "alpha_pattern", refuse)
     for value in ranks.values():
         if type(value) is not int or value < 1:

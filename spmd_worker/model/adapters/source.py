@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import AdapterError, CheckpointError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.model.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_config
@@ -118,6 +119,9 @@ def adapter_from_tensors(peft_config: Mapping[str, Any], tensors: Mapping[str, T
     """
     config = parse_config(peft_config, "peft_config")
     for name, tensor in tensors.items():
+        if not (isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided):
+            kind = getattr(tensor, "layout", type(tensor).__name__)
+            raise AdapterError(f"lora_tensors: {shown(name)} is a {kind}: give dense tensors by PEFT's names")
         try:
             check_data(name, tensor)
         except CheckpointError as error:
@@ -199,4 +203,5 @@ def _add_text(state: Any, text: str) -> None:
 
 def _add_tensor(state: Any, tensor: Tensor) -> None:
     _add_text(state, f"{tensor.dtype} {list(tensor.shape)}")
-    state.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    # Without dimensions it could not be viewed as bytes.
+    state.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from spmd_worker.base.config.plain_values import plain_bool, plain_int, plain_text, shown
+from spmd_worker.base.config.plain_values import plain_bool, plain_int, plain_text, sendable_text, shown
 
 
 class TensorSnapshot(dict[str, Any]):
@@ -26,8 +26,8 @@ class LoRARequest:
     are computed with an adapter's contents: equal contents share cached blocks under any name, and other contents never
     do.
 
-    Raises ValueError for an id below 1, an empty name, and unless exactly one of path and tensors is given; TypeError
-    for other types.
+    Raises ValueError for an id below 1, an empty name, text that UTF-8 cannot encode, and unless exactly one of path
+    and tensors is given; TypeError for other types.
     """
 
     lora_name: str
@@ -47,6 +47,8 @@ class LoRARequest:
             found = plain(value)
             if found is None:
                 raise TypeError(f"LoRARequest.{name}={shown(value)} is a {type(value).__name__}: give {kind}")
+            if isinstance(found, str):
+                sendable_text(f"LoRARequest.{name}", found)
             object.__setattr__(self, name, found)
         if not 1 <= self.lora_int_id < 2**63:
             raise ValueError(f"LoRARequest.lora_int_id={self.lora_int_id} must be from 1 to {2**63 - 1}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from spmd_worker.base.config.plain_values import plain_int, plain_text, shown
+from spmd_worker.base.config.plain_values import plain_int, plain_text, sendable_text, shown
 from spmd_worker.replica.sequence.input_rows import EMBEDDINGS, KEYS_VALUES, InputRows
 from spmd_worker.replica.sequence.record_checks import CheckedRecord
 
@@ -17,7 +17,7 @@ class PromptAdapterRequest:
 
     An id belongs to one adapter until that is removed or evicted. Rows are computed with an adapter's contents: equal
     contents share cached blocks under any name, and other contents never do. Raises ValueError for an id or a number
-    below 1 and for an empty name or path; TypeError for other types.
+    below 1, for an empty name or path and for one that UTF-8 cannot encode; TypeError for other types.
     """
 
     prompt_adapter_name: str
@@ -34,7 +34,7 @@ class PromptAdapterRequest:
                 raise TypeError(f"PromptAdapterRequest.{name}={shown(value)} is a {type(value).__name__}: give text")
             if not text:
                 raise ValueError(f"PromptAdapterRequest.{name} is empty")
-            object.__setattr__(self, name, text)
+            object.__setattr__(self, name, sendable_text(f"PromptAdapterRequest.{name}", text))
         for name in ("prompt_adapter_id", "prompt_adapter_num_virtual_tokens"):
             value = getattr(self, name)
             number = plain_int(value)

@@ -154,6 +154,30 @@ def test_patterns_match_ends_of_paths():
     assert config.scaling_of("model.layers.0.self_attn.q_proj") == 4 / 3**0.5
 
 
+def test_alpha_that_is_not_given_is_pefts():
+    config = {key: value for key, value in CONFIG.items() if key != "lora_alpha"}
+    # The default of peft.LoraConfig, whatever the rank.
+    assert parse_config(config, "config").scaling_of("q_proj") == 8 / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("x", 3, "'x' is a int"),
+        (3, torch.ones(2), "3 is a torch.strided"),
+        ("x", torch.ones(2, 2).to_sparse(), "'x' is a torch.sparse_coo"),
+    ],
+)
+def test_what_is_no_dense_tensor_is_named(name: Any, value: Any, words: str):
+    with pytest.raises(AdapterError, match=rf"lora_tensors: {words}: give dense tensors"):
+        adapter_from_tensors(CONFIG, tensors() | {name: value})
+
+
+def test_number_without_dimensions_is_in_the_digest():
+    digests = [adapter_from_tensors(CONFIG, tensors() | {"x": torch.tensor(each)}).digest for each in (1.0, 2.0)]
+    assert digests[0] != digests[1]
+
+
 def test_tensors_of_a_trainer_are_copied():
     weights = tensors()
     source = adapter_from_tensors(CONFIG, weights)

@@ -7,6 +7,7 @@ from spmd_worker.replica.scheduler.adapter_plans import plan_addition, plan_remo
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.events import AddAdapter
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 
 
 def registry_of(*digests: int, max_adapters: int = 3) -> AdapterRegistry:
@@ -87,6 +88,15 @@ def test_name_is_that_of_the_last_loaded():
 
 def request(int_id: int, *, load_inplace: bool = False, name: str = "") -> LoRARequest:
     return LoRARequest(name or f"name {int_id}", int_id, "folder", load_inplace=load_inplace)
+
+
+def test_text_without_utf8_is_refused():
+    """It could not be sent to the other ranks: the event would fail halfway."""
+    for given in (("\ud800", 1, "folder"), ("name", 1, "/folder/\udc80")):
+        with pytest.raises(ValueError, match="contains a lone surrogate"):
+            LoRARequest(*given)
+        with pytest.raises(ValueError, match="contains a lone surrogate"):
+            PromptAdapterRequest(*given, 4)
 
 
 def test_loaded_id_with_other_content_is_refused():
