@@ -54,7 +54,7 @@ def fill_from_files(
             streamed.staging = ReusedStaging()
             model.weights.pack_empty()
             return model.weights.fill(streamed, _STREAM_READERS, CHUNK_BYTES)
-        # Merging takes more than reading: threads share it.
-        return model.weights.fill(
-            merged, num_readers if merged is source else max(num_readers, torch.get_num_threads())
-        )
+        if merged is not source and staging.device.type == "cpu":
+            # Merging takes longer than reading: threads share it.
+            num_readers = torch.get_num_threads()
+        return model.weights.fill(merged, num_readers)
