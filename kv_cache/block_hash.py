@@ -3,6 +3,7 @@
 A block's hash covers everything that its bytes depend on:
 
     its own tokens, and all before them     the hash of the previous block, and the tokens
+    rows given in place of tokens           the digests of their contents, beside the tokens (`GivenRows`)
     the weights                             `weight_version`, in the root
     the adapter                             `adapter_id`, in the root
     how its row's positions are rotated     `rope_regime`, in the root: fixed when the row is admitted
@@ -19,7 +20,7 @@ others of the same bytes.
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 from kv_cache.block import BlockHash
 
@@ -27,6 +28,16 @@ NUM_HASH_BYTES: Final = 16
 _PERSON: Final = b"spmd-kv-block-1"
 _EMPTY: Final = blake2b(digest_size=NUM_HASH_BYTES, person=_PERSON)
 """Copied for each hash: setting up another takes longer than hashing a block."""
+
+
+class GivenRows(NamedTuple):
+    """`num_rows` positions from `start` on whose vectors are given, and whose token ids are placeholders. `content` is
+    one digest of all these vectors, or the digest of each, one after another.
+    """
+
+    content: bytes
+    start: int
+    num_rows: int
 
 
 def root_hash(
@@ -41,8 +52,11 @@ def root_hash(
     return _digest(struct.pack("<qqq", weight_version, adapter_id, rope_regime) + salt)
 
 
-def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids`, in order; `parent` is the previous block's hash, or the root.
+def hash_blocks(
+    parent: BlockHash, token_ids: Sequence[int], block_size: int, rows: Sequence[GivenRows] = ()
+) -> list[BlockHash]:
+    """Hashes of the full blocks of `token_ids`, in order; `parent` is the previous block's hash, or the root. Starts of
+    `rows` count from the first of these tokens: below 0 for rows that begin in an earlier block.
 
     Tokens after the last full block have no hash. Takes about a microsecond a block.
     """
@@ -53,9 +67,29 @@ def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) ->
     for start in range(0, num_blocks * num_bytes, num_bytes):
         hasher = _EMPTY.copy()
         hasher.update(parent + data[start : start + num_bytes])
+        if rows:
+            # Longer than the tokens alone: no list of ids has this hash.
+            hasher.update(_rows_between(rows, start // 8, start // 8 + block_size))
         parent = BlockHash(hasher.digest())
         hashes.append(parent)
     return hashes
+
+
+def _rows_between(rows: Sequence[GivenRows], first: int, end: int) -> bytes:
+    """Position and count, then digests, of each of `rows` in a block: those of its rows there, or that of all its rows
+    with the number of the first.
+    """
+    parts = []
+    for content, start, num_rows in rows:
+        begin, stop = max(start, first), min(start + num_rows, end)
+        if begin >= stop:
+            continue
+        parts.append(struct.pack("<2q", begin - first, stop - begin))
+        if len(content) == NUM_HASH_BYTES:
+            parts.append(content + struct.pack("<q", begin - start))
+        else:
+            parts.append(content[NUM_HASH_BYTES * (begin - start) : NUM_HASH_BYTES * (stop - start)])
+    return b"".join(parts)
 
 
 def _digest(data: bytes) -> BlockHash:

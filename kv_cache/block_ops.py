@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kv_cache.block import BlockId
+from kv_cache.block import BlockHash, BlockId
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,13 @@ class BlockOps:
     load: tuple[tuple[int, BlockId], ...] = ()
     """(the connector's slot, device block)."""
     transfer: int = 0
-    """Number of the transfer that the stores and loads make; 0 without any."""
+    """Number of the transfer that the stores and loads, or saves and fetches, make; 0 without any."""
+    save: tuple[tuple[BlockId, BlockHash], ...] = ()
+    """(device block, name), to a connector outside the engine: run after the forward pass, which completes them."""
+    fetch: tuple[tuple[BlockHash, BlockId], ...] = ()
+    """(name, device block), from a connector outside the engine: run with the loads."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.swap_in or self.swap_out or self.copy or self.store or self.load)
+        moves = (self.swap_in, self.swap_out, self.copy, self.store, self.load, self.save, self.fetch)
+        return not any(moves)

@@ -1,7 +1,6 @@
 """The scheduler's interface to the cache: device tables, swapping, and the connector."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from kv_cache.block import BlockHash, BlockId, num_blocks_for
 from kv_cache.block_ops import BlockOps
@@ -9,6 +8,7 @@ from kv_cache.block_pool import BlockPool
 from kv_cache.block_table import BlockTable
 from kv_cache.connector import Connector, Transfers
 from kv_cache.device_tables import DeviceTables, count_listings
+from kv_cache.outside_transfers import OutsideTransfers
 from kv_cache.swap_space import SwapSpace
 
 
@@ -23,14 +23,15 @@ class CacheManager(DeviceTables):
         *,
         num_host_blocks: int = 0,
         connector: Connector | None = None,
+        outside: OutsideTransfers | None = None,
     ) -> None:
-        """`num_host_blocks`: capacity of the swap space; `connector`: receives evicted blocks that have a hash.
-
-        The rest is as in `DeviceTables`.
+        """`num_host_blocks`: capacity of the swap space; `connector`: receives evicted blocks that have a hash;
+        `outside`, instead: saves blocks as soon as they are complete. The rest is as in `DeviceTables`.
         """
+        assert connector is None or outside is None, "one connector at most"
         super().__init__(BlockPool(num_blocks, records_evictions=connector is not None), block_size, watermark_blocks)
         self._swap = SwapSpace(num_host_blocks)
-        self._transfers = Transfers(connector) if connector is not None else None
+        self._transfers = Transfers(connector) if connector is not None else outside
 
     @property
     def num_host_blocks(self) -> int:
@@ -40,7 +41,12 @@ class CacheManager(DeviceTables):
     @property
     def num_tier_blocks(self) -> int:
         """Capacity of the connector in blocks."""
-        return 0 if self._transfers is None else self._transfers.connector.num_slots
+        return 0 if self._transfers is None else self._transfers.num_slots
+
+    @property
+    def looks_outside(self) -> bool:
+        """Whether blocks may be found outside the engine (`add_found`)."""
+        return isinstance(self._transfers, OutsideTransfers) and not self._transfers.is_off
 
     @property
     def num_used_host_blocks(self) -> int:
@@ -54,6 +60,37 @@ class CacheManager(DeviceTables):
         self._fresh.clear()
         if self._transfers is not None:
             self._transfers.forget()
+
+    def turn_off_outside(self) -> None:
+        """Load and save nothing outside the engine any more: equal hashes may mean other bytes by now. Comes after
+        `reset_prefix_cache`.
+        """
+        if isinstance(self._transfers, OutsideTransfers):
+            self._transfers.turn_off()
+
+    def set_hashes(
+        self,
+        table: BlockTable,
+        hashes: Sequence[BlockHash],
+        first_index: int,
+        num_written_tokens: int,
+        num_saved_blocks: int = 0,
+    ) -> None:
+        """`DeviceTables.set_hashes`; the first `num_saved_blocks` of the table go to a connector outside the engine."""
+        super().set_hashes(table, hashes, first_index, num_written_tokens)
+        if self._transfers is not None:
+            for index in range(first_index, min(len(hashes), num_saved_blocks)):
+                self._transfers.save(hashes[index])
+
+    def num_missing(self, hashes: Sequence[BlockHash]) -> int:
+        """Number of the last `hashes` that are neither on the device nor known to exist outside."""
+        rest = hashes[len(self._pool.find_chain(hashes)) :]
+        return len(rest) - (0 if self._transfers is None else self._transfers.lookup(rest))
+
+    def add_found(self, hashes: Sequence[BlockHash]) -> None:
+        """Blocks that exist outside the engine, by an event."""
+        assert self._transfers is not None, "there is no connector"
+        self._transfers.add_found(hashes)
 
     def swap_out(self, table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable | None:
         """Move a table's contents to the host: returns the host table and empties this one; None, without a change, if
@@ -114,13 +151,13 @@ class CacheManager(DeviceTables):
         in_flight = self._transfers.number_loading(rest[0])
         if in_flight is not None:
             return in_flight
-        num_found = self._transfers.connector.lookup(rest)
+        num_found = self._transfers.lookup(rest)
         # Blocks already on the device, after the gap, are not loaded again.
         num_wanted = next((i for i in range(num_found) if self._pool.find(rest[i]) is not None), num_found)
         if num_wanted == 0 or not self.can_start(prefix, num_tokens, keep_watermark=True):
             return None
         # Reserved first: blocks that `_take` evicts are stored, and must not evict what is about to be loaded.
-        slots = self._transfers.connector.load(rest[:num_wanted])
+        slots = self._transfers.reserve(rest[:num_wanted])
         # Shared meanwhile, so that `_take` does not evict the prefix for the blocks after it.
         self._pool.share(prefix)
         block_ids = self._take(num_wanted)
@@ -128,7 +165,9 @@ class CacheManager(DeviceTables):
         return self._transfers.load(rest[:num_wanted], slots, block_ids)
 
     def finish_transfer(self, number: int) -> None:
-        """Apply a transfer that every rank has finished: its loaded blocks can be found from now on."""
+        """Apply a transfer that every rank has finished: its loaded blocks can be found from now on. A negative number
+        is that of a transfer that has failed on some rank: none of its loaded blocks can be found.
+        """
         assert self._transfers is not None, f"transfer {number} without a connector"
         arrived = self._transfers.finish(number)
         for block_hash, block_id in arrived:
@@ -140,8 +179,7 @@ class CacheManager(DeviceTables):
         """Return this step's moves, once: the next call is for the next step."""
         block_ops = self._moves.take()
         if self._transfers is not None:
-            number, stores, loads = self._transfers.take()
-            block_ops = replace(block_ops, transfer=number, store=stores, load=loads)
+            block_ops = self._transfers.add_to(block_ops, self._pool.find)
         self._swap.end_step()
         self._fresh.clear()
         return block_ops

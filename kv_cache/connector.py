@@ -7,10 +7,12 @@ is what one step stores and loads; it counts when every rank has finished it, wh
 (KVConnectorBase_V1), cut to three verbs.
 """
 
-from collections.abc import Sequence
-from typing import NewType, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, NewType, Protocol
 
 from kv_cache.block import BlockHash, BlockId
+from kv_cache.block_ops import BlockOps
 
 TierSlot = NewType("TierSlot", int)
 """Index at which a connector keeps one block: the same on every rank."""
@@ -61,6 +63,8 @@ _Move = tuple[BlockHash, BlockId, TierSlot]
 class Transfers:
     """Transfers of one manager: the one being planned, and those in flight. Numbers go up by one."""
 
+    is_off: Final = False
+
     def __init__(self, connector: Connector) -> None:
         self.connector = connector
         self._number = 1
@@ -84,6 +88,31 @@ class Transfers:
         self._loads += zip(hashes, block_ids, slots, strict=True)
         self._loading.update(dict.fromkeys(hashes, self._number))
         return self._number
+
+    @property
+    def num_slots(self) -> int:
+        """Capacity of the connector in blocks."""
+        return self.connector.num_slots
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> int:
+        """Number of leading hashes whose blocks can be loaded."""
+        return self.connector.lookup(hashes)
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Sequence[TierSlot]:
+        """Slots of blocks about to be loaded, which keep their contents until then."""
+        return self.connector.load(hashes)
+
+    def save(self, block_hash: BlockHash) -> None:
+        """A complete block needs nothing: it is stored when it is evicted."""
+
+    def add_found(self, hashes: Sequence[BlockHash]) -> None:
+        """Nothing exists outside."""
+        raise AssertionError(f"{len(hashes)} blocks were found outside, and there is no such connector")
+
+    def add_to(self, block_ops: BlockOps, holder: Callable[[BlockHash], BlockId | None]) -> BlockOps:
+        """The step's moves with its transfer."""
+        number, stores, loads = self.take()
+        return replace(block_ops, transfer=number, store=stores, load=loads) if number else block_ops
 
     def take(self) -> tuple[int, tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]:
         """The step's transfer: its number (0: none), its (device block, slot) and its (slot, device block) pairs."""

@@ -135,8 +135,8 @@ class Pass:
         }
 
 
-def run_rows(engine: Any, watch: "StepWatch | None" = None) -> Pass:
-    """As the job does, without its files: parse, admit, step, format."""
+def run_rows(engine: Any, watch: "StepWatch | None" = None, path: str | None = None) -> Pass:
+    """As the job does, without its files: parse, admit, step, format. `path`: rows other than the configuration's."""
     from spmd_worker.frontends.batch.input.row_reader import RowReader
     from spmd_worker.frontends.batch.row_runner import RowRunner
     from spmd_worker.frontends.openai.row import Row
@@ -144,7 +144,7 @@ def run_rows(engine: Any, watch: "StepWatch | None" = None) -> Pass:
 
     done = Pass()
     runner = RowRunner(engine, "model")
-    rows = iter(RowReader.of(engine.config.job.input))
+    rows = iter(RowReader.of(path or engine.config.job.input))
     most_unfinished, has_ended = 2 * engine.config.scheduler.max_num_seqs, False
     answers: dict[int, list[int]] = {}
     num_steps, began_s = engine.times.step, time.perf_counter()

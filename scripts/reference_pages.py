@@ -17,7 +17,14 @@ from spmd_worker import ABSENT, OFFERED
 from spmd_worker.base.config.options import Key, command_text, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
-from spmd_worker.compat.methods import ENGINE_ABSENT, ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
+from spmd_worker.compat.methods import (
+    ENGINE_ABSENT,
+    ENGINE_METHODS,
+    EXECUTOR_NAMES,
+    LLM_ABSENT,
+    LLM_METHODS,
+    WORKER_NAMES,
+)
 from spmd_worker.model_config.families.listing import describe_families
 from spmd_worker.model_config.quantization import READ_METHODS
 from spmd_worker.replica.sequence.sampling_params import DIFFERENT_FIELDS, REJECTED, SAMPLING_KEYS, WITHOUT_EFFECT
@@ -238,10 +245,15 @@ def sampling_section() -> str:
 
 
 def methods() -> str:
-    """The methods of `LLM` and `LLMEngine`."""
-    llm, engine = with_absent(LLM_METHODS, LLM_ABSENT), with_absent(ENGINE_METHODS, ENGINE_ABSENT)
+    """The methods of `LLM`, `LLMEngine`, the executor and its workers."""
+    tables = {
+        "method of `LLM`": with_absent(LLM_METHODS, LLM_ABSENT),
+        "method of `LLMEngine`": with_absent(ENGINE_METHODS, ENGINE_ABSENT),
+        "name of the executor, `llm.llm_engine.model_executor`": with_absent(EXECUTOR_NAMES, {}),
+        "name of a worker, by `collective_rpc` or `driver_worker`": with_absent(WORKER_NAMES, {}),
+    }
     return "\n".join(
-        ["## Methods", "", *table("method of `LLM`", llm), "", *table("method of `LLMEngine`", engine), ""]
+        ["## Methods", "", *(line for title, words in tables.items() for line in (*table(title, words), ""))]
     )
 
 

@@ -26,6 +26,7 @@ from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.calls.pooling_calls import PoolingCalls
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
+from spmd_worker.engine.calls.saving_calls import SavingCalls
 from spmd_worker.engine.calls.weight_calls import WeightCalls
 from spmd_worker.engine.calls.worker_calls import WorkerCalls
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
@@ -94,6 +95,7 @@ class LLM:
             PoolingCalls: PoolingCalls(engine, encoder, runner),
             WeightCalls: WeightCalls(engine, turns),
             WorkerCalls: WorkerCalls(engine, turns),
+            SavingCalls: SavingCalls(engine, turns),
         }
 
     # Methods of the objects in engine/calls/, which have their signatures, docstrings and code.
@@ -121,6 +123,10 @@ class LLM:
     remove_lora = _forward(WorkerCalls, WorkerCalls.remove_lora)
     pin_lora = _forward(WorkerCalls, WorkerCalls.pin_lora)
     list_loras = _forward(WorkerCalls, WorkerCalls.list_loras)
+    add_prompt_adapter = _forward(WorkerCalls, WorkerCalls.add_prompt_adapter)
+    remove_prompt_adapter = _forward(WorkerCalls, WorkerCalls.remove_prompt_adapter)
+    pin_prompt_adapter = _forward(WorkerCalls, WorkerCalls.pin_prompt_adapter)
+    list_prompt_adapters = _forward(WorkerCalls, WorkerCalls.list_prompt_adapters)
 
     sleep = _forward(WorkerCalls, WorkerCalls.sleep)
     wake_up = _forward(WorkerCalls, WorkerCalls.wake_up)
@@ -129,6 +135,10 @@ class LLM:
     worker_event = _forward(WorkerCalls, WorkerCalls.worker_event)
     start_profile = _forward(WorkerCalls, WorkerCalls.start_profile)
     stop_profile = _forward(WorkerCalls, WorkerCalls.stop_profile)
+
+    save_sharded_state = _forward(SavingCalls, SavingCalls.save_sharded_state)
+    save_checkpoint = _forward(SavingCalls, SavingCalls.save_checkpoint)
+    save_streamed = _forward(SavingCalls, SavingCalls.save_streamed)
 
     @contextmanager
     def turns(self) -> Iterator[None]:

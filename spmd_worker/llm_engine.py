@@ -13,19 +13,24 @@ from spmd_worker.compat.call_arguments import check_extras, check_request_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import explain_in_keywords
+from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
+from spmd_worker.compat.prompt_adapter_requests import check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.engine.adapters import Adapters
+from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
+from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
-from spmd_worker.replica.sequence.events import Event
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.request import RequestId, check_sampling
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
@@ -40,13 +45,16 @@ class NamedRequests:
         self._tokenizer = tokenizer
         self._ids: dict[str, RequestId] = {}
         self._names: dict[RequestId, str] = {}
+        self._lora_requests: dict[RequestId, LoRARequest] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
 
     def has(self, name: str) -> bool:
         return name in self._ids
 
-    def add(self, name: str, request_id: RequestId) -> None:
+    def add(self, name: str, request_id: RequestId, lora_request: LoRARequest | None) -> None:
         self._ids[name], self._names[request_id] = request_id, name
+        if lora_request is not None:
+            self._lora_requests[request_id] = lora_request
 
     def track(self, request_id: RequestId, params: SamplingParams, text: str | None) -> None:
         """Prepare partial outputs of a request, if it wants them."""
@@ -65,6 +73,7 @@ class NamedRequests:
         request_id = RequestId(int(output.request_id))
         partial = self._partials.pop(request_id, None)
         name = self._names.pop(request_id, None)
+        set_in_output(output, self._lora_requests.pop(request_id, None))
         if name is not None:
             del self._ids[name]
             output.request_id = name
@@ -85,6 +94,7 @@ class NamedRequests:
             output = partial.partial(group, metrics_of(group)) if group is not None else None
             if output is not None:
                 output.request_id = self._names.get(request_id, output.request_id)
+                set_in_output(output, self._lora_requests.get(request_id))
                 outputs.append(output)
         return outputs
 
@@ -130,11 +140,12 @@ class LLMEngine(AdapterMethods, Engine):
         prompt: Prompt | SamplingParams,
         params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         prompt_text: str | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         *,
         custom_id: str | None = None,
         index: int | None = None,
@@ -143,7 +154,8 @@ class LLMEngine(AdapterMethods, Engine):
         """Queue a request, whose outputs have `request_id`. Without a seed, its position among the requests names its
         random stream. `params.output_kind` selects partial outputs from `step`. With PoolingParams, in a pooling run,
         `step` returns a PoolingRequestOutput, as `LLM.encode` does. `arrival_time`, in seconds since the epoch, is for
-        its metrics; `prompt_text` is its output's `prompt`.
+        its metrics; `prompt_text` is its output's `prompt`. An adapter that is not loaded is loaded first, in steps of
+        the engine (`add_lora`).
 
         `add_request(token_ids, params)` queues a request without a name and returns its number; `custom_id` or `index`
         name its random stream, as for the rows of a job.
@@ -152,7 +164,9 @@ class LLMEngine(AdapterMethods, Engine):
         and for unsupported arguments; TypeError for an invalid type.
         """
         check_request_extras(trace_headers, others)
-        check_extras(1, lora_request, [priority], tokenization_kwargs)
+        check_extras(1, [priority], tokenization_kwargs)
+        check_lora_request(lora_request)
+        check_prompt_adapter(prompt_adapter_request)
         if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
             raise TypeError(
                 f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch, or leave it out"
@@ -160,6 +174,8 @@ class LLMEngine(AdapterMethods, Engine):
         if not isinstance(prompt_text, str | None):
             raise TypeError(f"prompt_text is a {type(prompt_text).__name__}: give text")
         if params is None:
+            if lora_request is not None or prompt_adapter_request is not None:
+                raise ValueError("adapters are for requests with a name: add_request(name, prompt, params, ...)")
             return self._add_unnamed(request_id, prompt, custom_id, index)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}: give text")
@@ -168,22 +184,29 @@ class LLMEngine(AdapterMethods, Engine):
         if not isinstance(params, PoolingParams):
             check_sampling(params)
         is_truncated = params.truncate_prompt_tokens is not None
-        encoded = encode_prompt(prompt, self.need_tokenizer, None if is_truncated else self.limits.check_text)
+        check_text, read_rows = None if is_truncated else self.limits.check_text, row_reading(self.limits)
+        encoded = encode_prompt(prompt, self.need_tokenizer, check_text, read_rows)
         if encoded.error is not None:
             raise ValueError(encoded.error)
+        # Not in the lock: an adapter that is not loaded takes steps.
+        adapter = 0 if lora_request is None else self.adapters.digest_of(lora_request)
+        if prompt_adapter_request is not None and isinstance(params, PoolingParams):
+            raise ValueError("prompt_adapter_request is for generated text: leave it out, or give prompt_embeds")
+        (virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
         # Locked: a request might end before the thread that added it has stored its name.
         with self.calls.lock:
             if self._named.has(request_id):
                 raise ValueError(f"request_id={request_id!r} is the name of an open request: give another")
             text = encoded.text if prompt_text is None else prompt_text
             if isinstance(params, PoolingParams):
-                number = self._add_pooled(encoded, params, text)
+                number = self._add_pooled(encoded, params, text, adapter)
             else:
-                number = self.requests.add(encoded.token_ids, encoded.salted(params), prompt=text)
+                given = (encoded.token_ids, encoded.salted(params))
+                number = self.requests.add(*given, prompt=text, adapter=adapter, rows=encoded.rows, virtual=virtual)
                 self._named.track(number, params, text)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
-            self._named.add(request_id, number)
+            self._named.add(request_id, number, lora_request)
         return request_id
 
     def _add_unnamed(self, token_ids: Any, sampling: Any, custom_id: str | None, index: int | None) -> RequestId:
@@ -197,7 +220,7 @@ class LLMEngine(AdapterMethods, Engine):
             self._named.track(number, sampling, None)
         return number
 
-    def _add_pooled(self, encoded: Encoded, params: PoolingParams, text: str | None) -> RequestId:
+    def _add_pooled(self, encoded: Encoded, params: PoolingParams, text: str | None, adapter: int) -> RequestId:
         config = self.limits.pooling
         apply_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
         if encoded.error is not None:
@@ -205,8 +228,9 @@ class LLMEngine(AdapterMethods, Engine):
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
         token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
-        self.requests.check(token_ids, sampling, encoded.pooling)
-        return self.requests.admit(token_ids, sampling, prompt=text, pooling=encoded.pooling)
+        self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows)
+        given = (token_ids, sampling)
+        return self.requests.admit(*given, prompt=text, pooling=encoded.pooling, adapter=adapter, rows=encoded.rows)
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
         """End requests at the next step; their outputs so far are returned with finish reason "abort". Names without an
@@ -280,22 +304,14 @@ class LLMEngine(AdapterMethods, Engine):
         """Same as `LLM.set_weight_version`."""
         self.changes.set_weight_version(version)
 
-    def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
-        """Same as `Changes.worker_event`."""
-        return self.changes.worker_event(name, payload, then, self.run_step)
-
     @property
     def _adapter_calls(self) -> Adapters:
-        """Of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
+        """The calls of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
         return self.adapters
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Same as `LLM.sleep`."""
-        self.changes.sleep(level, mode, self.run_step)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Same as `LLM.wake_up`."""
-        self.changes.wake_up(tags, self.run_step)
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapters:
+        return self.prompt_adapters
 
     def is_sleeping(self) -> bool:
         """Whether weights or cache are asleep."""

@@ -99,8 +99,8 @@ def test_generate_and_chat_reject_invalid_argument_types(llm: LLM):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"multi_modal_data": {"image": b""}}, "no key multi_modal_data: give prompt or prompt_token_ids"),
-        ({"prompt_embeds": None, 3: 4}, "no key prompt_embeds, 3: give prompt or prompt_token_ids"),
+        ({"multi_modal_data": {"image": b""}}, "no key multi_modal_data: give prompt, prompt_token_ids, prompt_embeds"),
+        ({"prompt_embeds": None, 3: 4}, "no key 3: give prompt, prompt_token_ids, prompt_embeds"),
     ],
 )
 def test_unknown_prompt_key_is_an_error(llm: LLM, extra: dict[object, object], words: str):
@@ -116,7 +116,10 @@ def test_unknown_prompt_key_is_an_error(llm: LLM, extra: dict[object, object], w
 def test_prompt_without_text_or_ids_is_an_error(llm: LLM):
     for prompt in ({}, {"prompt": None}, {"prompt": [1, 2]}):
         (output,) = run(llm, prompt, on_error="row")
-        assert output.error == f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}"
+        assert (
+            output.error
+            == f"a prompt needs text under prompt, prompt_token_ids or prompt_embeds; this one has {[*prompt]}"
+        )
 
 
 def test_invalid_prompt_gets_error_row_among_answers(llm: LLM):
@@ -137,7 +140,7 @@ def test_invalid_prompt_gets_error_row_among_answers(llm: LLM):
         "has no tokens",
         "211 is outside the vocabulary of 211",
         "-1 is outside the vocabulary",
-        "a prompt has no key text: give prompt or prompt_token_ids and nothing else",
+        "a prompt has no key text: give prompt, prompt_token_ids, prompt_embeds and nothing else",
         "no tokenizer.json",
         "prompt_token_ids[0]='a' is a str: give a whole number",
         "prompt_token_ids is a NoneType: give a list of whole numbers",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from reference_models import checkpoint_folder, mixed_prompts, write_text_checkpoint
 
-from spmd_worker import LLM, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from spmd_worker import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, RequestOutputKind, SamplingParams
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -79,7 +79,8 @@ def test_a_request_is_aborted_by_its_name(engine: LLMEngine):
         ({"prompt": {"prompt": "a", "multi_modal_data": 1}}, ValueError, "a prompt has no key multi_modal_data"),
         ({"prompt": []}, ValueError, r"prompt .*no tokens"),
         ({"prompt": "hello " * 999}, ValueError, "but max_model_len is"),
-        ({"lora_request": "x"}, ValueError, "lora_request=x"),
+        ({"lora_request": "x"}, TypeError, "lora_request='x' is a str: give LoRARequest"),
+        ({"lora_request": LoRARequest("a", 1, "/a")}, ConfigError, "no adapters: set enable_lora=True"),
         ({"priority": 1}, ValueError, "^priority "),
         ({"trace_headers": {"a": "b"}}, ValueError, "trace_headers={'a': 'b'}"),
     ],
@@ -313,7 +314,7 @@ def test_requests_without_names_have_numbers_and_partial_outputs(llm: LLM):
             ValueError,
             "tokenization_kwargs={'a': 1}",
         ),
-        (lambda engine: engine.add_lora(3), AttributeError, "'add_lora': adapters are not supported: merge them"),
+        (lambda engine: engine.add_lora(3), ConfigError, "this run has no adapters: set "),
         (lambda engine: engine.vllm_config, AttributeError, "'vllm_config': the configuration is `config`"),
         (lambda engine: engine.add_requests, AttributeError, "'add_requests': did you mean add_request?"),
         (lambda engine: engine.sleep(levle=1), TypeError, "LLMEngine.sleep has no keyword levle: did you mean level?"),

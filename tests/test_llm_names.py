@@ -69,8 +69,7 @@ def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"lora_request": "an adapter"}, "lora_request=an adapter"),
-        ({"lora_request": [None, object()]}, "lora_request="),
+        ({"lora_request": [None, None]}, "2 lora requests for 5 prompts"),
         ({"priority": [1, 0, 0, 0, 0]}, "^priority is rejected"),
         ({"tokenization_kwargs": {"a": 1}}, "tokenization_kwargs={'a': 1}"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs={'a': 1}"),
@@ -346,7 +345,7 @@ def test_non_text_message_is_an_error(text_llm: LLM, message: Any, words: str):
     [
         ({"continue_final_message": True}, "pass add_generation_prompt=False with it"),
         ({"chat_template_content_format": "list"}, r"chat_template_content_format='list' must .*auto"),
-        ({"lora_request": "an adapter"}, "lora_request=an adapter"),
+        ({"lora_request": [None, None]}, "2 lora requests for 1 prompts"),
     ],
 )
 def test_invalid_chat_options_are_rejected(text_llm: LLM, options: dict[str, Any], words: str):

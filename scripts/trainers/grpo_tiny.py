@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="tensor_parallel_size of the engine")
     parser.add_argument("--sleep", action="store_true", help="give the engine's memory back while the trainer trains")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--lora", action="store_true", help="train adapters of PEFT; they are merged at each sync")
+    parser.add_argument("--lora", action="store_true", help="train an adapter of PEFT, which each sync pushes")
     parser.add_argument("--tools", action="store_true", help="let completions call a tool, again and again")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the likeliest alone")
     parser.add_argument("--skip-sync", action="store_true", help="never sync, to see how that looks")

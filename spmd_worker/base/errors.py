@@ -205,6 +205,14 @@ class WorkerEventError(SpmdError, RuntimeError):
         self.problem = problem
 
 
+class SaveError(SpmdError, RuntimeError):
+    """A model could not be saved: nothing of it is left, and what was there before is unchanged. Every rank raises it,
+    or the rank's own error.
+    """
+
+    names_rank = True
+
+
 # Jobs and their files.
 
 

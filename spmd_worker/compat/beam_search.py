@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
 from spmd_worker.base.names import with_keyword_hints
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, REJECTED, SamplingParams
 
@@ -88,7 +89,7 @@ class BeamSearchSequence:
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass
@@ -101,10 +102,16 @@ class BeamSearchOutput:
 class BeamSearch:
     """The beams of one prompt."""
 
-    def __init__(self, prompt_token_ids: Sequence[int], params: BeamSearchParams, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        eos_token_ids: Sequence[int],
+        lora_request: LoRARequest | None = None,
+    ) -> None:
         self._params = params
         self._eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
-        self._beams = [BeamSearchSequence(list(prompt_token_ids))]
+        self._beams = [BeamSearchSequence(list(prompt_token_ids), lora_request=lora_request)]
         self._ended: list[BeamSearchSequence] = []
 
     def prompts(self, max_model_len: int) -> list[dict[str, Any]]:

@@ -6,11 +6,11 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.base.names import hint
 
-_UNSUPPORTED: Final = ("prompt_adapter_request", "data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
+_UNSUPPORTED: Final = ("data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
 """Further arguments of vLLM's `add_request`."""
 _NAMED: Final = (
     *("request_id", "prompt", "params", "arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"),
-    *("priority", "prompt_text", "custom_id", "index"),
+    *("priority", "prompt_text", "prompt_adapter_request", "custom_id", "index"),
 )
 
 
@@ -26,9 +26,7 @@ def check_request_extras(trace_headers: Any, others: Mapping[str, Any]) -> None:
             )
 
 
-def check_extras(
-    num_prompts: int, lora_request: Any, priority: Any = None, tokenization: Any = None, mm_processor: Any = None
-) -> None:
+def check_extras(num_prompts: int, priority: Any = None, tokenization: Any = None, mm_processor: Any = None) -> None:
     """Raise ValueError for an argument with an effect, naming it and the alternative."""
     if tokenization:
         raise ValueError(
@@ -38,12 +36,6 @@ def check_extras(
     if mm_processor:
         raise ValueError(
             f"mm_processor_kwargs={str(mm_processor)[:80]} is rejected: text models have no such inputs; leave it out"
-        )
-    adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
-    if any(each is not None for each in adapters):
-        raise ValueError(
-            f"lora_request={str(lora_request)[:80]} is rejected: adapters are not supported; merge it into the "
-            f"checkpoint (PEFT's merge_and_unload)"
         )
     if priority is None:
         return

@@ -144,13 +144,11 @@ _WITHOUT_EFFECT: Final = {
         "numa_bind=false numa_bind_nodes numa_bind_cpus renderer_num_workers=1 tokenizer_pool_size=0 "
         "tokenizer_pool_type tokenizer_pool_extra_config"
     ),
-    "adapters have the model's dtype, go by the tensors in their files, and share nothing": (
-        "lora_dtype=auto max_lora_cls_labels lora_target_modules "
-        "lora_extra_vocab_size=256 long_lora_scaling_factors fully_sharded_loras=false enable_lora_bias=false "
-        "default_mm_loras enable_tower_connector_lora=false specialize_active_lora=false "
-        "enable_mixed_moe_lora_format=false enable_moe_shared_loras=false max_prompt_adapters=1 "
-        "max_prompt_adapter_token=0"
-    ),
+    "steps without adapters are computed as in a run without any": "specialize_active_lora=false",
+    "labels are those of the adapter's own files": "max_lora_cls_labels",
+    "prompt adapters are loaded when they are added": "enable_prompt_adapter=false",
+    "virtual tokens count in `max_model_len`": "max_prompt_adapter_token=0",
+    "prompts of embeddings are always accepted": "enable_prompt_embeds=false",
     "text models have no multimodal inputs": (
         "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb=4 mm_processor_cache_type "
         "mm_hasher_algorithm mm_shm_cache_max_object_size_mb=128 mm_encoder_tp_mode=weights "
@@ -199,7 +197,18 @@ _REJECTED: Final = {
         "speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens"
     ),
     "give enable_lora and a LoRARequest, or adapters={name: folder}: leave it out": "qlora_adapter_name_or_path",
-    "prompt adapters are not supported: leave it out": "enable_prompt_adapter=false",
+    "adapters are computed in the model's dtype: leave it out": "lora_dtype=auto",
+    "an adapter changes the modules of which its files have tensors: leave it out": "lora_target_modules",
+    "adapters add no tokens: leave it out, or add them to the checkpoint": "lora_extra_vocab_size=256|0",
+    "adapters have one scaling for all lengths: leave it out": "long_lora_scaling_factors",
+    "each rank has the rows or columns of an adapter that belong to its weights: leave it out": (
+        "fully_sharded_loras=false"
+    ),
+    "adapters have no biases: leave it out, or merge the adapter (PEFT's merge_and_unload)": "enable_lora_bias=false",
+    "experts have no adapters: leave it out": "enable_mixed_moe_lora_format=false enable_moe_shared_loras=false",
+    "adapters of text models have no multimodal parts: leave it out": (
+        "default_mm_loras enable_tower_connector_lora=false"
+    ),
     "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",
     "config.json defines it: edit it and leave this out": "hf_overrides rope_scaling rope_theta hf_config_path",
@@ -229,7 +238,7 @@ _REJECTED: Final = {
     "answers are not watermarked: leave it out": "watermark_config",
     "sleep level 2 drops all weights: leave it out, or sleep at level 1": "sleep_preserve_parameter_names",
     "masks are not returned: leave it out; top_k 0, top_p 1 and min_p 0 keep all tokens": "return_sampling_mask=false",
-    "prompts are text or token ids: leave it out": "enable_prompt_embeds=false enable_mm_embeds=false",
+    "text models have no embeddings of images: leave it out, or give prompt_embeds": "enable_mm_embeds=false",
     "text models have no multimodal encoder: leave it out": "mm_encoder_only=false",
     "engines exchange nothing: leave it out": "kv_transfer_config kv_events_config ec_transfer_config",
     "a failure of one rank ends all ranks, and a job resumes: leave it out": "enable_fault_tolerance=false",

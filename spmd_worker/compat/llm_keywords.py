@@ -42,16 +42,14 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "node_rank": Any, "nnodes": Any, "data_parallel_address": Any, "data_parallel_rpc_port": Any,
     "ray_workers_use_nsight": Any, "numa_bind": Any, "numa_bind_nodes": Any, "numa_bind_cpus": Any,
     "renderer_num_workers": Any, "tokenizer_pool_size": Any, "tokenizer_pool_type": Any,
-    "tokenizer_pool_extra_config": Any, "lora_dtype": Any, "max_lora_cls_labels": Any, "lora_target_modules": Any,
-    "lora_extra_vocab_size": Any, "long_lora_scaling_factors": Any, "fully_sharded_loras": Any,
-    "enable_lora_bias": Any, "default_mm_loras": Any, "enable_tower_connector_lora": Any,
-    "specialize_active_lora": Any, "enable_mixed_moe_lora_format": Any, "enable_moe_shared_loras": Any,
-    "max_prompt_adapters": Any, "max_prompt_adapter_token": Any, "limit_mm_per_prompt": Any,
-    "mm_processor_kwargs": Any, "mm_processor_cache_gb": Any, "mm_processor_cache_type": Any,
-    "mm_hasher_algorithm": Any, "mm_shm_cache_max_object_size_mb": Any, "mm_encoder_tp_mode": Any,
-    "mm_encoder_attn_backend": Any, "mm_encoder_attn_dtype": Any, "mm_encoder_fp8_scale_path": Any,
-    "mm_encoder_fp8_scale_save_path": Any, "mm_encoder_fp8_scale_save_margin": Any, "mm_tensor_ipc": Any,
-    "mm_processor_device": Any, "mm_ipc_gpu_memory_gb": Any, "mm_device_do_normalize": Any, "media_io_kwargs": Any,
+    "tokenizer_pool_extra_config": Any, "specialize_active_lora": Any, "max_lora_cls_labels": Any,
+    "enable_prompt_adapter": Any, "max_prompt_adapter_token": Any, "enable_prompt_embeds": Any,
+    "limit_mm_per_prompt": Any, "mm_processor_kwargs": Any, "mm_processor_cache_gb": Any,
+    "mm_processor_cache_type": Any, "mm_hasher_algorithm": Any, "mm_shm_cache_max_object_size_mb": Any,
+    "mm_encoder_tp_mode": Any, "mm_encoder_attn_backend": Any, "mm_encoder_attn_dtype": Any,
+    "mm_encoder_fp8_scale_path": Any, "mm_encoder_fp8_scale_save_path": Any,
+    "mm_encoder_fp8_scale_save_margin": Any, "mm_tensor_ipc": Any, "mm_processor_device": Any,
+    "mm_ipc_gpu_memory_gb": Any, "mm_device_do_normalize": Any, "media_io_kwargs": Any,
     "interleave_mm_strings": Any, "language_model_only": Any, "skip_mm_profiling": Any, "video_pruning_rate": Any,
     "video_pruning_method": Any, "disable_mm_preprocessor_cache": Any, "disable_chunked_mm_input": Any,
     "enable_multimodal_encoder_data_parallel": Any, "allowed_local_media_path": Any, "allowed_media_domains": Any,
@@ -74,8 +72,11 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "weight_transfer_config": Any, "additional_config": Any, "override_neuron_config": Any, "max_logprobs": Any,
     "quantization_config": Any, "kv_cache_dtype": Any, "speculative_config": Any, "speculative_model": Any,
     "num_speculative_tokens": Any, "spec_method": Any, "spec_model": Any, "spec_tokens": Any,
-    "qlora_adapter_name_or_path": Any, "enable_prompt_adapter": Any, "logits_processors": Any, "hf_overrides": Any,
-    "rope_scaling": Any, "rope_theta": Any, "hf_config_path": Any, "disable_sliding_window": Any, "model_impl": Any,
+    "qlora_adapter_name_or_path": Any, "lora_dtype": Any, "lora_target_modules": Any, "lora_extra_vocab_size": Any,
+    "long_lora_scaling_factors": Any, "fully_sharded_loras": Any, "enable_lora_bias": Any,
+    "enable_mixed_moe_lora_format": Any, "enable_moe_shared_loras": Any, "default_mm_loras": Any,
+    "enable_tower_connector_lora": Any, "logits_processors": Any, "hf_overrides": Any, "rope_scaling": Any,
+    "rope_theta": Any, "hf_config_path": Any, "disable_sliding_window": Any, "model_impl": Any,
     "model_class_overrides": Any, "model_weights": Any, "task": Any, "convert": Any, "pooler_config": Any,
     "override_pooler_config": Any, "diffusion_config": Any, "tokenizer": Any, "tokenizer_mode": Any,
     "scheduling_policy": Any, "scheduler_cls": Any, "kv_cache_memory_bytes": Any, "kv_offloading_size": Any,
@@ -83,10 +84,10 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "data_parallel_rank": Any, "data_parallel_start_rank": Any, "data_parallel_size_local": Any,
     "data_parallel_hybrid_lb": Any, "data_parallel_external_lb": Any, "data_parallel_multi_port_external_lb": Any,
     "device_ids": Any, "enable_return_routed_experts": Any, "aux_output_config": Any, "watermark_config": Any,
-    "sleep_preserve_parameter_names": Any, "return_sampling_mask": Any, "enable_prompt_embeds": Any,
-    "enable_mm_embeds": Any, "mm_encoder_only": Any, "kv_transfer_config": Any, "kv_events_config": Any,
-    "ec_transfer_config": Any, "enable_fault_tolerance": Any, "enable_trace_replay": Any,
-    "model_loader_extra_config": Any, "override_attention_dtype": Any,
+    "sleep_preserve_parameter_names": Any, "return_sampling_mask": Any, "enable_mm_embeds": Any,
+    "mm_encoder_only": Any, "kv_transfer_config": Any, "kv_events_config": Any, "ec_transfer_config": Any,
+    "enable_fault_tolerance": Any, "enable_trace_replay": Any, "model_loader_extra_config": Any,
+    "override_attention_dtype": Any,
 }, total=False)
 # fmt: on
 
@@ -111,6 +112,7 @@ class LLMKeywords(_Others, total=False):
     max_loras: int | None
     max_lora_rank: int | None
     max_cpu_loras: int | None
+    max_prompt_adapters: int | None
     adapters: dict[str, str] | None
     lora_merge: str | None
     tensor_parallel_size: int | None
@@ -137,6 +139,8 @@ class LLMKeywords(_Others, total=False):
     swap_space: float | None
     enable_prefix_caching: bool | None
     host_tier_gib: float | None
+    connector: str | None
+    connector_options: dict[str, str] | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_chunked_prefill: bool | None

@@ -1,4 +1,5 @@
-"""Tables of the methods of vLLM's `LLM` and `LLMEngine`: differences of the supported ones, alternatives to the others.
+"""Tables of vLLM's names of `LLM`, `LLMEngine`, executor and worker: differences of the supported ones, alternatives to
+the others.
 
 A missing attribute is an AttributeError with these texts, so `hasattr` is correct.
 """
@@ -43,7 +44,6 @@ CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "generate": {
         **_OF_PARAMS,
         "prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]',
-        "prompt_adapter_request": "adapters are not supported: leave it out",
         "guided_options_request": "give structured_outputs of SamplingParams",
     },
     "chat": {
@@ -79,7 +79,7 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
 
 ENGINE_METHODS: Final[Mapping[str, str]] = {
     "from_engine_args": "further arguments have no effect",
-    "add_request": "returns the name; `lora_request`, `priority` and tracing are not supported",
+    "add_request": "returns the name; `priority` and tracing are not supported",
     "step": "partial outputs only if `output_kind` requests them",
     "abort_request": "",
     "has_unfinished_requests": "",
@@ -99,6 +99,10 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "remove_lora": "refused while requests with the adapter are unanswered",
     "pin_lora": "",
     "list_loras": "",
+    "add_prompt_adapter": "PEFT's prompt tuning, p-tuning and prefix tuning; on all ranks together, or on none",
+    "remove_prompt_adapter": "refused while requests with the adapter are unanswered",
+    "pin_prompt_adapter": "",
+    "list_prompt_adapters": "",
 }
 """Supported methods of `LLMEngine`, the class of `llm.llm_engine`."""
 
@@ -119,3 +123,65 @@ ENGINE_ABSENT: Final[Mapping[str, str]] = {
     "init_weight_transfer_engine": "weights are changed in this process: use LLM.update_weights or apply_model",
 }
 """Missing methods and attributes of `LLMEngine`, and their alternatives."""
+
+EXECUTOR_NAMES: Final[Mapping[str, str]] = {
+    "get_class": "takes `executor.backend` and the rank's environment",
+    "collective_rpc": "as `LLM`'s",
+    "execute_model": "takes a step plan; sampling is a part of it",
+    "initialize_from_config": "takes the numbers of device and host blocks",
+    "determine_available_memory": "bytes for each worker's cache, of complete blocks",
+    "determine_num_available_blocks": "(device, host) blocks that fit on every worker",
+    "get_kv_cache_specs": "bytes of a block and of a layer, on each worker",
+    "supported_tasks": "",
+    "max_concurrent_batches": "steps in flight",
+    "sleep": "as `LLM`'s, with a warning for a second one",
+    "wake_up": "as `LLM`'s, with a warning where nothing sleeps",
+    "is_sleeping": "",
+    "sleeping_tags": "a tuple",
+    "check_health": "every worker computes something",
+    "register_failure_callback": "",
+    "shutdown": "",
+    "execute_dummy_batch": "between requests; no replica needs it, because replicas wait for nothing of each other",
+    "take_draft_token_ids": "None: no tokens are drafted",
+    "profile": "takes the folder to write to",
+    "reset_mm_cache": "no effect: text models have no multimodal inputs",
+    "init_kv_output_aggregator": "a transfer of blocks is finished when every worker has finished it",
+    "reinitialize_distributed": "called by `LLM.reinitialize_distributed`",
+    "uses_ray": "False",
+    "supports_pp": "True",
+}
+"""Names of vLLM's executor, `llm.llm_engine.model_executor`, and their differences."""
+
+WORKER_NAMES: Final[Mapping[str, str]] = {
+    "rank": "",
+    "local_rank": "",
+    "device": "",
+    "model_runner": "its `model` takes new weights",
+    "is_driver_worker": "first of the ranks that share its layers",
+    "vocab_size": "",
+    "max_model_len": "",
+    "init_device": "no generator is seeded: randomness is counter-based",
+    "load_model": "",
+    "get_kv_cache_spec": "one record for all layers",
+    "determine_available_memory": "bytes for the cache, of complete blocks",
+    "determine_num_available_blocks": "(device, host) blocks",
+    "initialize_cache": "takes the numbers of device and host blocks",
+    "compile_or_warm_up_model": "",
+    "execute_model": "takes a step plan; None if `sample_tokens` follows",
+    "sample_tokens": "takes no grammar output: this worker computes its masks itself",
+    "execute_dummy_batch": "in a cache of its own",
+    "check_health": "",
+    "get_model": "",
+    "apply_model": "the function gets the checkpoint's names",
+    "get_model_inspection": "with the slices of the checkpoint that this rank has, such as `rows 192 to 288 of 288`",
+    "get_cache_block_size_bytes": "",
+    "get_supported_tasks": "",
+    "profile": "of this rank alone",
+    "reset_mm_cache": "no effect: text models have no multimodal inputs",
+    "kv_cache": "one list of layers, which steps in flight share",
+    "do_metadata_broadcast": "False: a step's metadata comes with the agreed plan",
+    "shutdown": "",
+}
+"""Names of vLLM's worker and their differences. `sleep`, `wake_up` and adapters are calls of the executor or of `LLM`,
+which change all workers between the same two steps.
+"""

@@ -9,14 +9,17 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, resolve_pooling, truncated_row
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest, VirtualTokens
 from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, `{"prompt_embeds": rows}`, or token ids."""
 
 
 class TextPrompt(TypedDict):
@@ -34,12 +37,24 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType = str | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """vLLM's name of a prompt of embeddings, a dict: a tensor [tokens, width]. `prompt` is their text, which the output
+    repeats.
+    """
+
+    prompt_embeds: Any
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | TextPrompt | TokensPrompt | EmbedsPrompt
 """vLLM's name."""
 CheckText = Callable[..., None]
 """`RequestLimits.check_text`, called before texts are encoded."""
+ReadRows = Callable[[Any], PromptRows]
+"""Checks a tensor of `prompt_embeds`. Raises ValueError."""
 
-_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds")
 _EMPTY_KEYS: Final = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "token_type_ids")
 """Further keys of vLLM's, accepted if empty."""
 _SALT_KEY: Final = "cache_salt"
@@ -58,7 +73,9 @@ class Encoded:
     """An encoded prompt, or the `error` for which it is not one. `is_ids`: it was given as ids, and `text` is the
     caller's text of them. `rope_regime` None is derived from its length and parameters. `pooling` is normalised
     (`resolve_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
-    `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters.
+    `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters. `adapter` is the digest of
+    the contents of its `lora_request`, once that is loaded, 0 without one. The first of the ids are placeholders of
+    `rows`. `virtual` are those of its `prompt_adapter`, once that is loaded.
     """
 
     text: str | None
@@ -71,18 +88,37 @@ class Encoded:
     num_first_tokens: int | None = None
     form: StructuredOutputsParams | None = None
     cache_salt: str | None = None
+    lora_request: LoRARequest | None = None
+    adapter: int = 0
+    rows: PromptRows | None = None
+    prompt_adapter: PromptAdapterRequest | None = None
+    virtual: VirtualTokens | None = None
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        """Tokens of the prompt adapter, before it is loaded too."""
+        return 0 if self.prompt_adapter is None else self.prompt_adapter.prompt_adapter_num_virtual_tokens
 
     def salted(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the prompt's salt. Raises ValueError for an invalid salt."""
         return params if self.cache_salt is None else replace(params, cache_salt=self.cache_salt).frozen()
 
 
-def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer], check_text: CheckText | None = None) -> Encoded:
+def _reject_rows(value: Any) -> PromptRows:
+    raise ValueError("prompt_embeds are not supported here: give text or token ids")
+
+
+def encode_prompt(
+    prompt: Any,
+    need_tokenizer: Callable[[], Tokenizer],
+    check_text: CheckText | None = None,
+    read_rows: ReadRows = _reject_rows,
+) -> Encoded:
     """Encode a prompt, or a TextPair. `need_tokenizer` is called for text only, and raises ConfigError if there is no
     tokenizer. `check_text` is None for a prompt that will be truncated.
     """
     if isinstance(prompt, Mapping):
-        return _encode_mapping(prompt, need_tokenizer, check_text)
+        return _encode_mapping(prompt, need_tokenizer, check_text, read_rows)
     pair = prompt if isinstance(prompt, TextPair) else None
     text = plain_text(prompt)
     if pair is None and text is None:
@@ -124,6 +160,8 @@ def apply_pooling(
             token_ids, encoded.num_first_tokens = encode_pooled_text(config.text, need_tokenizer(), first, second, most)
             encoded.token_ids = tuple(token_ids)
     else:
+        if encoded.rows is not None and length is not None:
+            raise ValueError("truncate_prompt_tokens cuts token ids, and this prompt has prompt_embeds: cut its rows")
         num_tokens, encoded.token_ids = len(encoded.token_ids), truncated_row(encoded.token_ids, length, max_model_len)
         num_dropped = num_tokens - len(encoded.token_ids)
         # Ids are truncated from the left, where the caller has counted those of the first text.
@@ -136,26 +174,44 @@ def apply_pooling(
 
 
 def _encode_mapping(
-    prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer], check_text: CheckText | None
+    prompt: Mapping[str, Any],
+    need_tokenizer: Callable[[], Tokenizer],
+    check_text: CheckText | None,
+    read_rows: ReadRows,
 ) -> Encoded:
     if _SALT_KEY in prompt:
         plain = {key: each for key, each in prompt.items() if key != _SALT_KEY}
-        salted = _encode_mapping(plain, need_tokenizer, check_text)
+        salted = _encode_mapping(plain, need_tokenizer, check_text, read_rows)
         salted.cache_salt = prompt[_SALT_KEY]
         return salted
     given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
+    given = [key for key in given if key != "prompt_embeds" or prompt[key] is not None]
     unknown = [str(key) for key in given if key not in _PROMPT_KEYS]
     if unknown:
         return Encoded(
-            None, (), f"a prompt has no key {', '.join(unknown)}: give {' or '.join(_PROMPT_KEYS)} and nothing else"
+            None, (), f"a prompt has no key {', '.join(unknown)}: give {', '.join(_PROMPT_KEYS)} and nothing else"
         )
+    if prompt.get("prompt_embeds") is not None:
+        if "prompt_token_ids" in prompt:
+            return Encoded(None, (), "a prompt has prompt_token_ids or prompt_embeds: leave one out")
+        return _encode_rows(prompt, read_rows)
     if "prompt_token_ids" in prompt:
         encoded = _encode_ids(prompt["prompt_token_ids"])
         encoded.is_ids, encoded.text = True, prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
         return encoded
     if isinstance(prompt.get("prompt"), str):
-        return encode_prompt(prompt["prompt"], need_tokenizer, check_text)
-    return Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
+        return encode_prompt(prompt["prompt"], need_tokenizer, check_text, read_rows)
+    keys = "text under prompt, prompt_token_ids or prompt_embeds"
+    return Encoded(None, (), f"a prompt needs {keys}; this one has {[*prompt]}")
+
+
+def _encode_rows(prompt: Mapping[str, Any], read_rows: ReadRows) -> Encoded:
+    text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
+    try:
+        rows = read_rows(prompt["prompt_embeds"])
+    except (TypeError, ValueError) as error:
+        return Encoded(text, (), str(error))
+    return Encoded(text, (PLACEHOLDER,) * rows.num_rows, is_ids=True, rows=rows)
 
 
 def _encode_ids(token_ids: Any) -> Encoded:

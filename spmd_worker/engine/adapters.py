@@ -25,6 +25,7 @@ from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition, plan_removal, taken, unanswered
+from spmd_worker.replica.scheduler.adapter_registry import RegisteredAdapter
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA, AdapterChange
 from spmd_worker.replica.sequence.events import Event, PinAdapter, RemoveAdapter
 from spmd_worker.replica.sequence.lora_request import LoRARequest
@@ -52,8 +53,10 @@ class Adapters:
         self._requests, self._registry = requests, requests.adapters
         self._channel, self._engine_channel = channels
         self._limits, self._weak_run_step = limits, run_step
-        self._own_paths: dict[int, str] = {}
-        """Folders that this rank has loaded adapters from, by id: rank 0's may have other paths."""
+        self._own_paths: dict[int, tuple[int, str]] = {}
+        """Number and folder of the adapters that this rank's own calls have loaded, by id: rank 0's folders may have
+        other paths.
+        """
         self._wanted: tuple[int, ...] = ()
 
     def add(self, request: LoRARequest) -> bool:
@@ -74,7 +77,7 @@ class Adapters:
             plan = partial(plan_addition, self._registry, request, staged, num_with, self._wanted.__contains__)
             with self._change(plan) as change:
                 self._run_event(ADD_LORA, change, addition_of(change))
-            self._own_paths[request.lora_int_id] = request.lora_path
+            self._note_path(request.lora_int_id, request.lora_path)
             return True
 
     def remove(self, int_id: int) -> bool:
@@ -163,8 +166,7 @@ class Adapters:
         if entry is None or request.load_inplace:
             self.add(request)
             return self._registry.entries[request.lora_int_id].digest
-        path = self._own_paths.get(request.lora_int_id, entry.path)
-        is_same = entry.name == request.lora_name and path == request.lora_path
+        is_same = (entry.name, self._path_of(entry)) == (request.lora_name, request.lora_path)
         if is_same and request.lora_tensors is not None:
             # A trainer changes its tensors in place.
             is_same = self._executor.adapters.stage(request)[0] == entry.digest
@@ -172,6 +174,16 @@ class Adapters:
         if not is_same:
             raise AdapterError(taken(request, entry))
         return entry.digest
+
+    def _note_path(self, int_id: int, path: str) -> None:
+        """Note the folder from which this rank's own call has loaded an adapter."""
+        self._own_paths[int_id] = (self._registry.entries[int_id].number, path)
+
+    def _path_of(self, entry: RegisteredAdapter) -> str:
+        """Folder by which this rank's callers name a loaded adapter."""
+        number, path = self._own_paths.get(entry.int_id, (-1, ""))
+        # Else it was loaded at the start, or by rank 0 while this rank followed.
+        return path if number == entry.number else entry.path
 
     @contextmanager
     def _change(self, plan: Callable[[], AdapterChange]) -> Iterator[AdapterChange]:

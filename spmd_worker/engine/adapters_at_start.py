@@ -46,6 +46,7 @@ def load_at_start(
     limits = model.adapter_limits
     if limits is None:
         return AdapterRegistry()
+    together(_PHASE, partial(executor.collective_rpc, "leave_adapters_to_engine"))
     paths = {name: str(Path(path).expanduser()) for name, path in sorted((model.adapters or {}).items())}
     named = [RegisteredAdapter(index, name, paths[name], 0, True) for index, name in enumerate(paths, start=1)]
     wanted: Iterable[RegisteredAdapter] = named if earlier is None else earlier

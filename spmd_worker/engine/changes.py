@@ -145,7 +145,7 @@ class Changes:
             if checked_level(level) == 1:
                 self.commit_weights()
             # Cached blocks are lost with their memory, as are their unfinished transfers.
-            self.run_worker_event(SLEEP, level, [ResetPrefixCache()], run_step)
+            self.run_worker_event(SLEEP, level, [ResetPrefixCache(keeps_names=True)], run_step)
 
     def wake_up(self, tags: Sequence[str] | None, run_step: RunStep) -> None:
         with self._calls.inside("wake_up", is_alone=True):

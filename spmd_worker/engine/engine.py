@@ -11,7 +11,7 @@ step (`changes.py`).
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -27,8 +27,10 @@ from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.interruption import Interruption
+from spmd_worker.engine.kv_connector import OutsideBlocks
 from spmd_worker.engine.life import Life, State
 from spmd_worker.engine.pipeline import StepPipeline
+from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.requests import Requests
 from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.weight_updates import WeightUpdates
@@ -77,6 +79,7 @@ class Engine:
         lockstep: Lockstep,
         scheduler: Scheduler,
         watchdog: Watchdog | None,
+        outside: OutsideBlocks | None = None,
     ) -> None:
         self.resolved, self.executor, self.watchdog = resolved, executor, watchdog
         self.config, self.tokenizer = resolved.config, resolved.tokenizer
@@ -85,25 +88,27 @@ class Engine:
         self.lockstep, self.scheduler = lockstep, scheduler
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         self.calls = CallGuard()
-        self.life = Life(executor, lockstep, (channel, engine_channel), watchdog, self.times.heartbeat)
-        self.requests = Requests(resolved, self.calls, self.life, scheduler.adapters)
+        self.outside = outside
+        channels = (channel, engine_channel) if outside is None else (channel, engine_channel, outside)
+        self.life = Life(executor, lockstep, channels, watchdog, self.times.heartbeat)
+        # Only the leader's rows are computed with, and its worker adds them to the embeddings.
+        hold_rows = (lambda *rows: executor.hold_rows(*rows)) if channel.rank == 0 else (lambda *rows: None)
+        self.requests = Requests(
+            resolved, self.calls, self.life, scheduler.adapters, scheduler.prompt_adapters, hold_rows
+        )
         self.limits = self.requests.limits
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
         )
-        self.adapters = Adapters(
-            executor,
-            self.changes,
-            self.calls,
-            self.life,
-            self.requests,
-            (channel, engine_channel),
-            resolved.config.model.adapter_limits,
-            # Weak: an engine without references is freed at once.
-            WeakMethod(self.run_step),
-        )
+        of_changes = (executor, self.changes, self.calls, self.life, self.requests, (channel, engine_channel))
+        limits = resolved.config.model.adapter_limits
+        # Weak: an engine without references is freed at once.
+        self.adapters = Adapters(*of_changes, limits, WeakMethod(self.run_step))
+        self.prompt_adapters = PromptAdapters(*of_changes, None, WeakMethod(self.run_step))
         executor.adapters.watch(ref(self.adapters))
+        executor.prompt_adapters.watch(ref(self.prompt_adapters))
+        executor.attach_engine(self)
         parallel = resolved.config.parallel
         stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._in_flight = StepPipeline(executor, channel, *stages)
@@ -191,6 +196,8 @@ class Engine:
         finished_transfers = self.lockstep.take_finished_transfers()
         with self.calls.lock:
             events: tuple[Event, ...] = (*self.calls.take(), *self._interrupt_events())
+            if self.outside is not None:
+                events = self.outside.with_found(events, self.scheduler)
         if finished_transfers:
             events = (FinishTransfers(finished_transfers), *events)
         self.times.end("schedule")
@@ -276,6 +283,18 @@ class Engine:
             yield self._interruption
         finally:
             self._interruption = None
+
+    def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
+        """Same as `Changes.worker_event`."""
+        return self.changes.worker_event(name, payload, then, self.run_step)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Same as `LLM.sleep`."""
+        self.changes.sleep(level, mode, self.run_step)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Same as `LLM.wake_up`."""
+        self.changes.wake_up(tags, self.run_step)
 
     def follow(self) -> None:
         """Run steps until rank 0 calls `close_followers`: the loop of a rank without requests of its own. Call it again

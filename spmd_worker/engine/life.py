@@ -10,6 +10,7 @@ from typing import Final
 from spmd_worker.base.errors import AbortedError, RankFailedError
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.engine.kv_connector import OutsideBlocks
 from spmd_worker.executor.executor import Executor
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.lockstep import Lockstep
@@ -52,12 +53,12 @@ class Life:
         self,
         executor: Executor,
         lockstep: Lockstep,
-        channels: Iterable[ControlChannel],
+        channels: Iterable[ControlChannel | OutsideBlocks],
         watchdog: Watchdog | None,
         heartbeat: Heartbeat,
     ) -> None:
         self._executor, self._lockstep = executor, lockstep
-        self._channels: tuple[Lockstep | ControlChannel, ...] = (lockstep, *channels)
+        self._channels: tuple[Lockstep | ControlChannel | OutsideBlocks, ...] = (lockstep, *channels)
         self._watchdog, self._heartbeat = watchdog, heartbeat
         self._state = self._after_step = State.OPEN
         self._owner = os.getpid()

@@ -33,9 +33,9 @@ def request_output(
     output = RequestOutput(
         request_id=str(request.request_id),
         prompt=prompt,
-        prompt_token_ids=list(request.prompt_token_ids),
+        prompt_token_ids=list(request.own_token_ids),
         finished=True,
-        num_cached_tokens=group.num_cached_tokens or 0,
+        num_cached_tokens=max((group.num_cached_tokens or 0) - request.num_virtual_tokens, 0),
     )
     if request.pooling is None:
         output.error_code, output.error = _error_of(group) or (None, None)
@@ -82,7 +82,7 @@ def _non_finite_position(group: SequenceGroup) -> str | None:
     """Description of the first position with non-finite logits: of the prompt, else of the first such sample."""
     for position, entries in enumerate(group.prompt_logprobs):
         if entries is not None and any(math.isnan(entry.logprob) for entry in entries.values()):
-            return f"token {position} of the prompt"
+            return f"token {position - group.request.num_virtual_tokens} of the prompt"
     return _position(group, FinishReason.ERROR)
 
 
@@ -142,7 +142,7 @@ def token_texts(sequence: Sequence, tokenizer: Tokenizer | None) -> TokenTexts |
     """Texts of a sequence's tokens, from the first on; None without a tokenizer."""
     if tokenizer is None:
         return None
-    return TokenTexts(tokenizer, sequence.request.prompt_token_ids, sequence.request.sampling.skip_special_tokens)
+    return TokenTexts(tokenizer, sequence.request.known_token_ids, sequence.request.sampling.skip_special_tokens)
 
 
 def logprobs_with_text(
@@ -163,15 +163,21 @@ def logprobs_with_text(
 
 
 def _prompt_logprobs(group: SequenceGroup, tokenizer: Tokenizer | None) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the prompt's tokens; the first has none."""
-    positions = list(group.prompt_logprobs)
+    """Log-probabilities of the prompt's tokens; the first has none, nor have rows of embeddings."""
+    request = group.request
+    positions, ids = list(group.prompt_logprobs), list(request.prompt_token_ids)
+    for rows in reversed(request.rows):
+        positions[rows.start : rows.end] = [None] * len(positions[rows.start : rows.end])
+        del ids[rows.start : rows.end]
+    del positions[: request.num_virtual_tokens]
+    positions[:1] = [None] * len(positions[:1])
     if tokenizer is None or not positions:
         return positions
-    texts = TokenTexts(tokenizer, (), group.request.sampling.skip_special_tokens)
-    ids = group.request.prompt_token_ids
-    num_without = next((i for i, each in enumerate(positions) if each is not None), len(positions))
-    texts.decode([[token_id] for token_id in ids[:num_without]], is_last=False)
-    return [*positions[:num_without], *logprobs_with_text(positions[num_without:], texts, is_last=True)]
+    texts = TokenTexts(tokenizer, (), request.sampling.skip_special_tokens)
+    num_with = len(positions) - positions.count(None)
+    texts.decode([[token_id] for token_id in ids[: len(ids) - num_with]], is_last=False)
+    with_text = iter(logprobs_with_text(positions, texts, is_last=True))
+    return [None if each is None else next(with_text) for each in positions]
 
 
 def _truncate_logprobs(logprobs: list[TokenLogprobs], num_characters: int) -> list[TokenLogprobs]:
@@ -204,7 +210,7 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
         return ""
     if sequence.text is not None:
         return sequence.text
-    decoder = IncrementalDecoder(tokenizer, sequence.request.prompt_token_ids, sampling.skip_special_tokens)
+    decoder = IncrementalDecoder(tokenizer, sequence.request.known_token_ids, sampling.skip_special_tokens)
     # The text of a token that ended the sequence is treated as a stop string.
     ends_by_id = sequence.finish_reason is FinishReason.STOP and not isinstance(sequence.stop_reason, str)
     is_hidden = ends_by_id and not sampling.include_stop_str_in_output

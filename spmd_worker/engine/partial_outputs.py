@@ -50,10 +50,10 @@ class PartialOutputs:
         return RequestOutput(
             request_id=str(group.request.request_id),
             prompt=self.prompt,
-            prompt_token_ids=list(group.request.prompt_token_ids),
+            prompt_token_ids=list(group.request.own_token_ids),
             outputs=found,
             finished=False,
-            num_cached_tokens=group.num_cached_tokens or 0,
+            num_cached_tokens=max((group.num_cached_tokens or 0) - group.request.num_virtual_tokens, 0),
             metrics=metrics,
         )
 
@@ -114,7 +114,7 @@ class PartialOutputs:
             return text[: max(len(text) - num_held, 0)]
         shown = self._shown[sequence.sample_index]
         if shown.decoder is None:
-            prompt = sequence.request.prompt_token_ids
+            prompt = sequence.request.known_token_ids
             shown.decoder = IncrementalDecoder(self.tokenizer, prompt, sampling.skip_special_tokens)
         shown.text += shown.decoder.append(sequence.output_token_ids[shown.num_decoded :])
         shown.num_decoded = len(sequence.output_token_ids)

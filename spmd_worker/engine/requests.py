@@ -1,21 +1,26 @@
 """Requests of an engine on this rank: ids, limits, prompts and times, from admission to output."""
 
+import glob
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.engine.call_guard import CallGuard
+from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.events import Abort, Admit
+from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, InputRows, PromptRows
 from spmd_worker.replica.sequence.outputs import RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens, digest_in
 from spmd_worker.replica.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
 from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -27,10 +32,19 @@ from spmd_worker.resolved import ResolvedRun
 class Requests:
     """Requests added on this rank. Only rank 0's are answered: other ranks count the requests of its events.
 
-    Any thread may call `add`, `admit` and `abort` while another one steps.
+    Any thread may call `add`, `admit` and `abort` while another one steps. `hold_rows` gives the workers the rows of a
+    request that is admitted here.
     """
 
-    def __init__(self, resolved: ResolvedRun, calls: CallGuard, life: Life, adapters: AdapterRegistry) -> None:
+    def __init__(
+        self,
+        resolved: ResolvedRun,
+        calls: CallGuard,
+        life: Life,
+        adapters: AdapterRegistry,
+        prompt_adapters: AdapterRegistry,
+        hold_rows: Callable[[int, bytes, bytes], None] = lambda *rows: None,
+    ) -> None:
         model_config, tokenizer = resolved.model_config, resolved.tokenizer
         self.limits = RequestLimits(
             model_config.vocab_size,
@@ -38,7 +52,14 @@ class Requests:
             has_tokenizer=tokenizer is not None,
             grammars=GrammarCompiler(lambda: tokenizer, model_config.vocab_size, model_config.eos_token_ids),
             pooling=model_config.pooling,
+            rows=EmbedsReader(
+                model_config.embedding_size,
+                resolved.dtype,
+                resolved.max_model_len,
+                _folder_of_input(resolved.config.job.input),
+            ),
         )
+        self._hold_rows = hold_rows
         self.num_requests = 0
         self.num_calls = 0
         """Number of calls with a list of prompts: the same on every rank."""
@@ -47,6 +68,7 @@ class Requests:
         self.times = RequestTimes()
         self.adapters = adapters
         """The loaded LoRA adapters."""
+        self.prompt_adapters = prompt_adapters
         self.leaving_adapters: tuple[int, ...] = ()
         """Digests of adapters that a change in progress drops: no request may have them."""
         self.kept_outputs: list[Any] | None = None
@@ -86,10 +108,15 @@ class Requests:
             )
 
     def check(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, pooling: PoolingParams | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        pooling: PoolingParams | None = None,
+        rows: PromptRows | None = None,
+        num_virtual: int = 0,
     ) -> None:
         """Raise ValueError for a request that cannot be answered, TypeError for an invalid type. Local to this rank."""
-        self.limits.check(prompt_token_ids, sampling, pooling)
+        self.limits.check(prompt_token_ids, sampling, pooling, rows, num_virtual)
         self._normalised(sampling)
 
     def add(
@@ -101,15 +128,27 @@ class Requests:
         custom_id: str | None = None,
         index: int | None = None,
         adapter: int = 0,
+        rows: PromptRows | None = None,
+        virtual: VirtualTokens | None = None,
     ) -> RequestId:
         """Check a request, with the errors of `check`, and queue it (`admit`)."""
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} is a {type(text).__name__}: give text")
         prompt, custom_id = plain_text(prompt), plain_text(custom_id)
-        prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling)
-        self.check(prompt_token_ids, sampling)
-        return self.admit(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index, adapter=adapter)
+        num_virtual = 0 if virtual is None else virtual.num_tokens
+        prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling, rows, num_virtual)
+        self.check(prompt_token_ids, sampling, rows=rows, num_virtual=num_virtual)
+        return self.admit(
+            prompt_token_ids,
+            sampling,
+            prompt=prompt,
+            custom_id=custom_id,
+            index=index,
+            adapter=adapter,
+            rows=rows,
+            virtual=virtual,
+        )
 
     def admit(
         self,
@@ -123,17 +162,26 @@ class Requests:
         rope_regime: int | None = None,
         pooling: PoolingParams | None = None,
         adapter: int = 0,
+        rows: PromptRows | None = None,
+        virtual: VirtualTokens | None = None,
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
         `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
         from its length and parameters. `pooling` is normalised (`resolve_pooling`), with the `sampling` of
         `pooled_sampling`. `adapter` is the digest of a loaded LoRA adapter (`Adapters.digest_of`), 0 for none; raises
-        AdapterError for one that is not loaded any more.
+        AdapterError for one that is not loaded any more. `rows` are computed in place of the first ids, and the
+        `virtual` tokens of a loaded prompt adapter before all.
         """
         with self._calls.queueing("add_request"):
             self._life.check_not_closed()
             self._life.check_awake()
             self._check_adapter(adapter)
+            token_ids: tuple[int, ...] = tuple(prompt_token_ids)
+            given_rows: tuple[InputRows, ...] = () if rows is None else (rows.at(0),)
+            if virtual is not None:
+                self._check_prompt_adapter(virtual.digest)
+                token_ids = (PLACEHOLDER,) * virtual.num_tokens + token_ids
+                given_rows = (virtual.rows, *[replace(each, start=virtual.num_tokens) for each in given_rows])
             seed, request_id = self._resolved.config.seed, RequestId(self.num_requests)
             if custom_id is None and index is None:
                 stream = unnamed_stream(seed, sampling.seed, self.num_unnamed)
@@ -141,13 +189,15 @@ class Requests:
             else:
                 row = 0 if index is None else whole_number("index", index)
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
-            regime = self.rope_regime(len(prompt_token_ids), sampling) if rope_regime is None else rope_regime
-            given = (tuple(prompt_token_ids), self._normalised(sampling), stream, regime, pooling, adapter)
-            request = Request(request_id, *given)
+            regime = self.rope_regime(len(token_ids), sampling) if rope_regime is None else rope_regime
+            given = (token_ids, self._normalised(sampling), stream, regime, pooling, adapter, given_rows)
+            request = Request(request_id, *given, 0 if virtual is None else virtual.num_tokens)
+            if rows is not None:
+                self._hold_rows(request_id, rows.content, rows.data)
             self.num_requests += 1
             self._prompts[request_id] = prompt
-            if adapter:
-                self._adapter_uses[adapter] = self._adapter_uses.get(adapter, 0) + 1
+            for digest in adapters_of(request):
+                self._adapter_uses[digest] = self._adapter_uses.get(digest, 0) + 1
             self.times.add(request_id)
             self._calls.queue(Admit(request))
             return request_id
@@ -191,15 +241,21 @@ class Requests:
     def finish(self, group: SequenceGroup) -> RequestOutput:
         request_id, metrics = group.request.request_id, self.metrics(group)
         self.times.forget(request_id)
-        adapter = group.request.adapter
-        if adapter and request_id in self._prompts:
-            with self._calls.lock:
-                self._adapter_uses[adapter] -= 1
+        if request_id in self._prompts:
+            for digest in adapters_of(group.request):
+                with self._calls.lock:
+                    self._adapter_uses[digest] -= 1
+                    if not self._adapter_uses[digest]:
+                        del self._adapter_uses[digest]
         return request_output(group, self._prompts.pop(request_id, None), self._tokenizer, metrics)
 
     def _check_adapter(self, digest: int) -> None:
         if digest and (not self.adapters.has(digest) or digest in self.leaving_adapters):
             raise AdapterError("the request's adapter is not loaded any more: add it again")
+
+    def _check_prompt_adapter(self, digest: int) -> None:
+        if not self.prompt_adapters.has(digest) or digest in self.leaving_adapters:
+            raise AdapterError("the request's prompt adapter is not loaded any more: add it again")
 
     def _normalised(self, sampling: SamplingParams) -> SamplingParams:
         """Normalise parameters; the last result is cached, because rows often share their parameters."""
@@ -209,6 +265,20 @@ class Requests:
             frozen = sampling.frozen()
             last = self._last_normalised = (frozen, resolve_params(frozen, self._tokenizer, self.limits.vocab_size))
         return last[1]
+
+
+def adapters_of(request: Request) -> tuple[int, ...]:
+    """Digests of the LoRA and prompt adapters that a request needs."""
+    prompt_adapter = digest_in(request.rows[0]) if request.num_virtual_tokens else 0
+    return tuple(digest for digest in (request.adapter, prompt_adapter) if digest)
+
+
+def _folder_of_input(name: str | None) -> Path | None:
+    """Folder under which the rows of a job may name files: that of its input, or that above the first pattern."""
+    if name is None or name == "-":
+        return None
+    folder = Path(name).absolute().parent
+    return next((each for each in (folder, *folder.parents) if not glob.has_magic(str(each)) or each.is_dir()), None)
 
 
 class RequestTimes:

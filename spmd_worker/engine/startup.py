@@ -18,6 +18,7 @@ import numpy
 import tokenizers
 import torch
 
+from kv_cache.outside_transfers import OutsideTransfers
 from spmd_worker.base.config.schema import ParallelConfig, RunConfig
 from spmd_worker.base.errors import ConfigError, RankFailedError
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
@@ -26,7 +27,15 @@ from spmd_worker.base.metrics.log import leave_to_rank_0
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.engine.adapters_at_start import load_at_start
 from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.kv_connector import (
+    OutsideBlocks,
+    block_identity,
+    check_connector,
+    open_connector,
+    weights_digest,
+)
 from spmd_worker.executor.executor import Executor
+from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
@@ -150,12 +159,13 @@ def _start(
             # No two ranks of the engine, of any replica, may share a GPU.
             gpus = engine_channel.gather(canonical([each.gpu_identity for each in executor.reports()]))
             check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
-            sizes = _load(resolved, executor, channel, engine_channel, watchdog)
+            sizes, outside = _load(resolved, executor, channel, engine_channel, watchdog)
             watchdog.heartbeat.enter("agreeing on the start")
             together = partial(_together, engine_channel, watchdog)
             least = channel.minimum((int(all(each.keeps_histories for each in executor.reports())),))
             adapters = load_at_start(resolved, executor, engine_channel, earlier, together)
-            scheduler = _new_replica(resolved, sizes, adapters, keeps_histories=bool(least[0]))
+            transfers = None if outside is None else outside.new_transfers()
+            scheduler = _new_replica(resolved, sizes, adapters, transfers, keeps_histories=bool(least[0]))
             if config.executor.digest_every:
                 # Known once the kernels are built and the memory is measured. Replicas may differ in their number of
                 # blocks, but must compute the same bits.
@@ -179,7 +189,7 @@ def _start(
             executor.shutdown()
             raise
         watchdog.heartbeat.enter(BETWEEN_STEPS)
-        return engine_class(resolved, executor, channel, engine_channel, lockstep, scheduler, watchdog)
+        return engine_class(resolved, executor, channel, engine_channel, lockstep, scheduler, watchdog, outside)
 
 
 def _load(
@@ -188,9 +198,12 @@ def _load(
     channel: ControlChannel,
     engine_channel: ControlChannel,
     watchdog: Watchdog,
-) -> CacheSizes:
-    """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's sizes."""
+) -> tuple[CacheSizes, OutsideBlocks | None]:
+    """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's sizes, and
+    its view of a connector.
+    """
     config = resolved.config
+    check_connector(resolved)
     together = partial(_together, engine_channel, watchdog)
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, resolved)
@@ -204,8 +217,34 @@ def _load(
     if sizes.num_tier_blocks:
         allocate_tier = partial(executor.collective_rpc, "initialize_host_tier", args=(sizes.num_tier_blocks,))
         together("allocating the host tier", allocate_tier)
+    outside = None
+    if config.cache.connector is not None:
+        outside = _connect(resolved, executor, channel, engine_channel, together)
     together("warming up", partial(executor.collective_rpc, "compile_or_warm_up_model"))
-    return sizes
+    return sizes, outside
+
+
+def _connect(
+    resolved: ResolvedRun,
+    executor: Executor,
+    channel: ControlChannel,
+    engine_channel: ControlChannel,
+    together: Callable[[str, Callable[[], Any]], Any],
+) -> OutsideBlocks:
+    """Make both halves of the connector: rank 0's first, which may make what the others open."""
+    name = resolved.config.cache.connector
+    assert name is not None, resolved.config.cache
+    is_first = engine_channel.rank == 0
+    own = together("reading the weights' digest", partial(weights_digest, resolved) if is_first else str)
+    weights = engine_channel.gather(own.encode())[0].decode()
+    identity = block_identity(resolved, executor.reports()[0].arithmetic, weights)
+    connector = together("making the connector", partial(open_connector, resolved, identity))
+    outside: OutsideBlocks = together(
+        "opening the connector", partial(OutsideBlocks, connector, name, is_leader=channel.rank == 0)
+    )
+    args = (name, dict(resolved.config.cache.connector_options or {}), identity)
+    together("connecting the workers", partial(executor.collective_rpc, "initialize_connector", args=args))
+    return outside
 
 
 def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
@@ -226,7 +265,12 @@ def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
 
 
 def _new_replica(
-    resolved: ResolvedRun, sizes: CacheSizes, adapters: AdapterRegistry, *, keeps_histories: bool
+    resolved: ResolvedRun,
+    sizes: CacheSizes,
+    adapters: AdapterRegistry,
+    outside: OutsideTransfers | None,
+    *,
+    keeps_histories: bool,
 ) -> Scheduler:
     """This rank's replica of the scheduler, empty."""
     config, model_config = resolved.config, resolved.model_config
@@ -242,9 +286,10 @@ def _new_replica(
         resolved.num_steps_ahead,
         keeps_histories,
         0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
+        config.model.max_prompt_adapters,
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
-    return new_scheduler(limits, sizes, *given, adapters)
+    return new_scheduler(limits, sizes, *given, adapters, outside)
 
 
 def package_versions() -> dict[str, str]:
@@ -263,7 +308,7 @@ def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: Resol
     # The memory budget may differ: the ranks agree on the minimum number of blocks.
     del settings["cache"]["gpu_memory_utilization"]
     # So may folders: the contents of files are compared.
-    settings["model"]["path"] = settings["parallel"]["expert_placement"] = None
+    settings["model"]["path"] = settings["model"]["lora_merge"] = settings["parallel"]["expert_placement"] = None
     settings["model"]["adapters"] = sorted(resolved.config.model.adapters or ())
     value = {
         "config": settings,
@@ -275,6 +320,10 @@ def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: Resol
         "tokenizer": resolved.tokenizer.fingerprint() if resolved.tokenizer is not None else None,
     }
     check_equal("settings", channel.gather(canonical(value)))
+    merged = resolved.config.model.merged_adapter
+    if merged is not None:
+        read = _together(channel, watchdog, "reading the adapter", partial(read_adapter, merged))
+        check_equal("adapters", channel.gather(canonical({"model.lora_merge": read.digest})))
     if resolved.config.model.load_format != "dummy":
         pooling = resolved.model_config.pooling
         inside = () if pooling is None else pooling.weight_folders

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int, shown
+from spmd_worker.engine.embeds_reader import EmbedsReader
+from spmd_worker.engine.request_error import RequestError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
+from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_task
 from spmd_worker.replica.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.replica.sequence.resolved_params import truncated_prompt
@@ -47,18 +50,10 @@ def _as_request_id(value: Any) -> RequestId:
     return RequestId(number)
 
 
-class RequestError(ValueError):
-    """A request that cannot be answered: the message says what to change, `code` is the code of an error row."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
-    which are rejected without it. With `pooling` all rows are pooled.
+    which are rejected without it; `rows` reads prompts of embeddings. With `pooling` all rows are pooled.
     """
 
     vocab_size: int
@@ -66,22 +61,44 @@ class RequestLimits:
     has_tokenizer: bool
     grammars: GrammarCompiler | None = None
     pooling: PoolingConfig | None = None
+    rows: EmbedsReader | None = None
 
-    def truncate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Sequence[int]:
-        """Apply `truncate_prompt_tokens` to a prompt. Raises TypeError for an invalid type."""
+    def truncate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        rows: PromptRows | None = None,
+        num_virtual: int = 0,
+    ) -> Sequence[int]:
+        """Apply `truncate_prompt_tokens` to a prompt, which follows `num_virtual` tokens of a prompt adapter. Raises
+        TypeError for an invalid type, RequestError for a prompt of embeddings (`rows`).
+        """
         check_sampling(sampling)
         if sampling.truncate_prompt_tokens is None:
             return prompt_token_ids
+        if rows is not None:
+            message = "truncate_prompt_tokens cuts token ids, and this prompt has prompt_embeds: cut its rows"
+            raise RequestError("conflicting_keys", message)
         sampling.check()
-        return truncated_prompt(self._token_ids(prompt_token_ids), sampling, self.max_model_len)
+        return truncated_prompt(self._token_ids(prompt_token_ids), sampling, self.max_model_len - num_virtual)
 
     def check(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, pooling: PoolingParams | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        pooling: PoolingParams | None = None,
+        rows: PromptRows | None = None,
+        num_virtual: int = 0,
     ) -> None:
-        """Raise RequestError for the first invalid value, TypeError for an invalid type."""
+        """Raise RequestError for the first invalid value, TypeError for an invalid type. The first of the ids are
+        placeholders of `rows`; the prompt follows `num_virtual` tokens of a prompt adapter.
+        """
         check_sampling(sampling)
         self.check_runner(pooling)
-        self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling)
+        if rows is not None and sampling.prompt_logprobs is not None and rows.num_rows == len(prompt_token_ids):
+            message = "prompt_logprobs are those of token ids, and prompt_embeds have none: leave prompt_logprobs out"
+            raise RequestError("conflicting_keys", message)
+        self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual)
         sampling.check()
         self._check_sampling(sampling)
 
@@ -129,7 +146,11 @@ class RequestLimits:
             ) from None
 
     def _check_prompt(
-        self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams, pooling: PoolingParams | None
+        self,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        pooling: PoolingParams | None,
+        num_virtual: int,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
@@ -141,8 +162,9 @@ class RequestLimits:
             )
         # A prompt that is only scored or pooled needs no slot for an output token: it is not computed.
         is_all = pooling is not None or (sampling.prompt_logprobs is not None and sampling.max_tokens == 1)
-        if len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
-            raise self._too_long(str(len(prompt_token_ids)))
+        if num_virtual + len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
+            count = str(len(prompt_token_ids))
+            raise self._too_long(f"{num_virtual} virtual and {count}" if num_virtual else count)
 
     def _too_long(self, count: str) -> RequestError:
         held = "the prompt: truncate it with truncate_prompt_tokens=-1,"

@@ -1,4 +1,4 @@
-"""LoRA adapters of an executor's workers, which have each adapter all or none."""
+"""LoRA and prompt adapters of an executor's workers, which have each adapter all or none."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -8,7 +8,8 @@ from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_additi
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA, AdapterChange
 from spmd_worker.replica.sequence.lora_request import LoRARequest
-from spmd_worker.worker.adapter_methods import AdapterCalls
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
+from spmd_worker.worker.adapter_methods import AdapterCalls, PromptAdapterCalls
 
 
 class _Executor(Protocol):
@@ -91,3 +92,49 @@ class ExecutorAdapters:
         self._executor.end_event(is_committed=not problem)
         if problem:
             raise AdapterError(problem)
+
+
+class ExecutorPromptAdapters:
+    """Implements `PromptAdapterCalls`: by the engine that drives the executor (`watch`), or, without one, on each
+    worker for itself.
+    """
+
+    def __init__(self, executor: _Executor) -> None:
+        self._executor = executor
+        self._engine: Callable[[], PromptAdapterCalls | None] = lambda: None
+
+    def watch(self, adapters: Callable[[], PromptAdapterCalls | None]) -> None:
+        """`ExecutorAdapters.watch`."""
+        self._engine = adapters
+
+    def stage(self, request: PromptAdapterRequest) -> tuple[int, str]:
+        """`ExecutorAdapters.stage`, for the worker event `add_prompt_adapter`."""
+        number, path = request.prompt_adapter_id, request.prompt_adapter_local_path
+        given = (number, path, request.prompt_adapter_num_virtual_tokens)
+        digest, problem = self._executor.collective_rpc("stage_prompt_adapter", args=given)[0]
+        return digest, problem
+
+    def add(self, request: PromptAdapterRequest) -> bool:
+        engine = self._engine()
+        return self._on_all("add_prompt_adapter", request) if engine is None else engine.add(request)
+
+    def remove(self, int_id: int) -> bool:
+        engine = self._engine()
+        return self._on_all("remove_prompt_adapter", int_id) if engine is None else engine.remove(int_id)
+
+    def pin(self, int_id: int) -> bool:
+        engine = self._engine()
+        return self._on_all("pin_prompt_adapter", int_id) if engine is None else engine.pin(int_id)
+
+    def list(self) -> set[int]:
+        """Raises RanksDisagreeError if a worker has others."""
+        expected, *others = [set(each) for each in self._executor.collective_rpc("list_prompt_adapters")]
+        for index, found in enumerate(others, start=1):
+            if found != expected:
+                raise RanksDisagreeError(
+                    f"worker {index} has the prompt adapters {sorted(found)}, not {sorted(expected)}"
+                )
+        return expected
+
+    def _on_all(self, method: str, argument: Any) -> bool:
+        return all(self._executor.collective_rpc(method, args=(argument,)))

@@ -2,26 +2,30 @@
 
 import logging
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ClassVar, Final, Protocol
 from weakref import proxy
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import RunConfig
-from spmd_worker.base.errors import ConfigError, ReplicaDivergedError
-from spmd_worker.executor.adapters import ExecutorAdapters
+from spmd_worker.base.errors import ConfigError, ReplicaDivergedError, WorkerEventError
+from spmd_worker.executor.adapters import ExecutorAdapters, ExecutorPromptAdapters
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.lockstep.transfers import TransferBook
-from spmd_worker.replica.sequence.sleep_tags import tags_after
+from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_level, checked_tags, tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods, PromptAdapterCalls
+from spmd_worker.worker.save_options import DEFAULT_SIZE
 from spmd_worker.worker.worker_base import WorkerReport
 from spmd_worker.worker.worker_wrapper import resolve_class
 
@@ -37,6 +41,16 @@ BACKENDS = {
 }
 
 
+class EventEngine(Protocol):
+    """The engine whose steps carry the worker events of its executors."""
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+
+    def worker_event(self, name: str, payload: Any = None) -> list[Any]: ...
+
+
 class Executor(AdapterMethods, ABC):
     """Call `start`, `load_model`, `determine_num_available_blocks`, `initialize_from_config`, then steps, last
     `shutdown`.
@@ -44,6 +58,8 @@ class Executor(AdapterMethods, ABC):
 
     has_local_workers = True
     """Whether the workers are in this process, so that tensors can be passed to them."""
+    uses_ray: ClassVar[bool] = False
+    supports_pp: ClassVar[bool] = True
 
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         self.resolved, self.environment = resolved, environment
@@ -57,6 +73,8 @@ class Executor(AdapterMethods, ABC):
         self._prepared_event: tuple[str, Any] = ("", None)
         limits = resolved.config.model.adapter_limits
         self.adapters = ExecutorAdapters(proxy(self), 0 if limits is None else limits.max_cpu_loras)
+        self.prompt_adapters = ExecutorPromptAdapters(proxy(self))
+        self._engine: Callable[[], EventEngine | None] = lambda: None
 
     @property
     def config(self) -> RunConfig:
@@ -128,6 +146,10 @@ class Executor(AdapterMethods, ABC):
         counts = self.collective_rpc("determine_num_available_blocks")
         return min(device for device, _ in counts), min(host for _, host in counts)
 
+    def determine_available_memory(self) -> list[int]:
+        """Bytes of memory that each worker has for its cache, in rank order."""
+        return self.collective_rpc("determine_available_memory")
+
     @abstractmethod
     def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate every worker's cache."""
@@ -144,6 +166,10 @@ class Executor(AdapterMethods, ABC):
     def wait_for_step(self, step: Future[StepResult]) -> StepResult:
         """Result of a future of `execute_model`, in the order of the calls. Raises the step's error."""
         return step.result()
+
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        """Give the workers the rows of a request that this rank admits (`WorkerBase.hold_rows`)."""
+        self.collective_rpc("hold_rows", args=(request_id, content, data))
 
     def prepare_event(self, name: str, payload: Any) -> str:
         """Have every worker prepare a worker event. Returns "" or why the lowest rank that rejects it does so."""
@@ -164,6 +190,76 @@ class Executor(AdapterMethods, ABC):
     def _adapter_calls(self) -> AdapterCalls:
         return self.adapters
 
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+        return self.prompt_adapters
+
+    def attach_engine(self, engine: EventEngine) -> None:
+        """Register the engine that drives this executor: `sleep`, `wake_up` and `profile` go through its steps. The
+        executor does not keep it alive.
+        """
+        self._engine = weakref.ref(engine)
+
+    def sleep(self, level: int = 1) -> None:
+        """Release the workers' memory until `wake_up`, as `LLM.sleep` does; every rank calls this. Warns if they sleep
+        already: level 2 then drops weights that slept at level 1, level 1 changes nothing. Logs the time.
+
+        Raises ValueError for another level, RuntimeError while requests are unanswered, WorkerEventError if a worker
+        cannot; nothing sleeps then that did not before.
+        """
+        if checked_level(level) and self.is_sleeping:
+            logger.warning("sleep(level=%d): %s sleep already", level, " and ".join(self.sleeping_tags))
+        started, engine = perf_counter(), self._engine()
+        if engine is None:
+            self._run_event(SLEEP, level)
+        else:
+            engine.sleep(level)
+        logger.info("all workers fell asleep in %.3f s", perf_counter() - started)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the released memory of `tags` again (None: all), as `LLM.wake_up` does; every rank calls this. Warns
+        if none of them sleeps. Logs the time. Raises ValueError for unknown tags, WorkerEventError if a worker has too
+        little memory.
+        """
+        waking = [tag for tag in checked_tags(tags) if tag in self.sleeping_tags]
+        if not waking:
+            logger.warning("wake_up(%s): nothing of it sleeps", "" if tags is None else list(tags))
+            return
+        started, engine = perf_counter(), self._engine()
+        if engine is None:
+            self._run_event(WAKE_UP, waking)
+        else:
+            engine.wake_up(waking)
+        logger.info("%s of all workers woke up in %.3f s", " and ".join(waking), perf_counter() - started)
+
+    def profile(self, is_start: bool = True, folder: str | Path | None = None) -> list[Any]:
+        """Start every worker's profiler, which will write to `folder`, or stop it and return the paths of the traces,
+        as `LLM.start_profile` and `stop_profile` do; every rank calls this. Raises ValueError for a start without a
+        folder, WorkerEventError if a worker cannot.
+        """
+        if is_start and folder is None:
+            raise ValueError("profile needs the folder to write to: profile(folder=...)")
+        engine = self._engine()
+        run = self._run_event if engine is None else engine.worker_event
+        return run("start_profile", str(folder)) if is_start else run("stop_profile", None)
+
+    def execute_dummy_batch(self) -> None:
+        """Have every worker compute one token that belongs to no request; every rank calls this. Raises RuntimeError
+        while requests are unanswered or the workers sleep.
+        """
+        if self._num_in_flight():
+            raise RuntimeError(f"{self._num_in_flight()} requests are being answered: call this between them")
+        if self.is_sleeping:
+            raise RuntimeError("the workers sleep: call wake_up first")
+        self._call_or_fail("execute_dummy_batch")
+
+    def reset_mm_cache(self) -> None:
+        """No effect: the workers have no multimodal cache."""
+        self.collective_rpc("reset_mm_cache")
+
+    def take_draft_token_ids(self) -> None:  # nothing to do
+        """None: no tokens are drafted."""
+
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """Register the count of requests in flight, during which no weight may change."""
         self._num_in_flight = num_in_flight
@@ -174,6 +270,24 @@ class Executor(AdapterMethods, ABC):
 
     def end_weight_update(self) -> None:
         self.collective_rpc("end_weight_update")
+
+    def save_sharded_state(
+        self,
+        path: str | Path,
+        pattern: str | None = None,
+        max_size: int | str | None = None,
+        weight_version: int | None = None,
+    ) -> None:
+        """Save every rank's parameters: `LLM.save_sharded_state`, without its step. Every rank's executor is called."""
+        self.collective_rpc("save_sharded_state", args=(str(path), pattern, max_size, weight_version))
+
+    def save_checkpoint(self, path: str | Path, max_size: int | str | None = DEFAULT_SIZE) -> None:
+        """Save in the hub's names: `LLM.save_checkpoint`, without its step. Every rank's executor is called."""
+        self.collective_rpc("save_checkpoint", args=(str(path), max_size))
+
+    def save_streamed(self, path: str | Path) -> None:
+        """Save the model in one file: `LLM.save_streamed`, without its step. Every rank's executor is called."""
+        self.collective_rpc("save_streamed", args=(str(path),))
 
     def check_health(self) -> None:
         """Raise if a worker can no longer compute."""
@@ -245,6 +359,14 @@ class Executor(AdapterMethods, ABC):
         """`collective_rpc` whose error fails the executor, as in a step, because workers may then differ."""
         with self._failing_for_good():
             return self.collective_rpc(method, args=args)
+
+    def _run_event(self, name: str, payload: Any) -> list[Any]:
+        """Worker event of an executor that no engine drives. Raises WorkerEventError if it was undone."""
+        problem = self.prepare_event(name, payload)
+        results = self.end_event(is_committed=not problem)
+        if problem:
+            raise WorkerEventError(f"worker event {name!r} was undone: {problem}")
+        return results
 
     def _run_step(self, plan: StepPlan) -> StepResult:
         with self._failing_for_good():

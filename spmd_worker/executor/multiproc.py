@@ -136,6 +136,10 @@ class MultiprocExecutor(Executor):
             self._wait_for(step.answers, "step", self._step_timeout_s)
             return step.result()
 
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        """Does not wait: the workers take rows and steps in the order of the calls."""
+        self._pool.submit(FrameKind.CALL, "hold_rows", encode_call("hold_rows", (request_id, content, data), {}))
+
     def get_weight_updates(self) -> list[WeightUpdateReport | None]:
         """Asks the workers only after calls that may have loaded weights."""
         if not self._may_have_update:

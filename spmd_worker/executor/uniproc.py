@@ -65,6 +65,7 @@ class UniProcExecutor(Executor):
         self.collective_rpc("initialize_cache", args=(num_device_blocks, num_host_blocks))
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
+        super().watch_requests(num_in_flight)
         # The worker itself rejects new weights.
         self.collective_rpc("watch_requests", args=(num_in_flight,))
 

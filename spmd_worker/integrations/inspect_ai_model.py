@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 2 -m spmd_worker.integrations.inspect_ai_model eval TASK.py \\
         --model spmd_worker/FOLDER -M tensor_parallel_size=2
 
-`-M` arguments are `LLM`'s. Samples send requests at any time, many at once: a thread steps the engine, and every
-request is parsed as a row of the OpenAI-compatible frontend. Under torchrun rank 0 runs inspect's command line and
-sends the others the engine's arguments; they follow its steps. If a row has no seed, its content and the number of
-equal requests before it name its random stream, so that no answer depends on the order of samples.
+`-M` arguments are `LLM`'s, and `adapter`, a name of `adapters`, for all samples. Samples send requests at any time,
+many at once: a thread steps the engine, and every request is parsed as a row of the OpenAI-compatible frontend. Under
+torchrun rank 0 runs inspect's command line and sends the others the engine's arguments; they follow its steps. If a row
+has no seed, its content and the number of equal requests before it name its random stream, so that no answer depends on
+the order of samples.
 """
 
 import asyncio
@@ -41,6 +42,7 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.openai.engine_models import engine_models
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.serve.engine_loop import EngineLoop
 from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange
@@ -66,7 +68,8 @@ _open: Final[list["SpmdWorkerAPI"]] = []
 
 @modelapi(name="spmd_worker")
 class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no dependency
-    """`model_name` is a model folder, or a name on the hub; `model_args` are `LLM`'s.
+    """`model_name` is a model folder, or a name on the hub; `model_args` are `LLM`'s. `adapter` is a name of its
+    `adapters`.
 
     Answers are text: a sample with tools is rejected, because nothing here parses tool calls. Raises ConfigError for a
     second model under torchrun, where the ranks follow one.
@@ -78,14 +81,20 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         base_url: str | None = None,
         api_key: str | None = None,
         config: GenerateConfig = GenerateConfig(),  # noqa: B008  # inspect's own signature
+        adapter: str | None = None,
         **model_args: Any,
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
+        known = model_args.get("adapters") or {}
+        if adapter is not None and adapter not in known:
+            raise ConfigError(f"adapter={adapter} is not one of adapters: {', '.join(known) or 'none are given'}")
+        self._adapter = adapter
         arguments = {"model": model_name, **model_args}
         _send_arguments(arguments)
         self.llm = LLM(**arguments)
         engine = self.llm.llm_engine
-        self._reader = RequestReader(engine.default_sampling, engine.config.limits, engine.limits, engine.tokenizer)
+        limits, models = engine.config.limits, engine_models(engine)
+        self._reader = RequestReader(engine.default_sampling, limits, engine.limits, engine.tokenizer, models=models)
         self._exchange = RequestExchange(_MOST_SEQUENCES)
         self._loop = EngineLoop(engine, self._exchange, _DRAIN_S)
         self._asked: Counter[str] = Counter()
@@ -170,7 +179,8 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
             json_schema = {"name": config.response_schema.name, "schema": schema, "strict": True}
             options["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         given = {key: value for key, value in options.items() if value is not None}
-        return {"messages": [_as_json(message) for message in messages], **given}
+        model = {} if self._adapter is None else {"model": self._adapter}
+        return {"messages": [_as_json(message) for message in messages], **given, **model}
 
     def _model_output(self, output: RequestOutput) -> ModelOutput:
         num_input, num_output = len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs)

@@ -23,6 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.llm import LLM
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -41,7 +42,8 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
     effect. All others are `LLM`'s.
 
     `max_length` is the most tokens before a scored one, `max_gen_toks` the most that are generated if a task names no
-    number. Text is encoded with the tokenizer's default special tokens, unless `add_bos_token` decides.
+    number. `lora_local_path` is the folder of a LoRA adapter (`use_adapter`). Text is encoded with the tokenizer's
+    default special tokens, unless `add_bos_token` decides.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         prefix_token_id: int | None = None,
         add_bos_token: bool | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
+        lora_local_path: str | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         **options: Any,
@@ -60,7 +63,12 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         super().__init__()
         # The harness passes its own devices, such as cpu and cuda:0.
         options["device"] = str(options.get("device") or "auto").split(":")[0]
+        if lora_local_path is not None:
+            options.setdefault("enable_lora", True)
         self.llm = LLM(pretrained, **options)
+        self._lora_request: LoRARequest | None = None
+        self._adapter_ids: dict[str, int] = {}
+        self.use_adapter(lora_local_path)
         self.tokenizer = self.llm.llm_engine.need_tokenizer()
         self._max_gen_toks, self._name = max_gen_toks, str(pretrained)
         self._prefix_token_id, self._add_bos_token = prefix_token_id, add_bos_token
@@ -70,6 +78,15 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         if max_length is not None and max_length > most:
             raise ConfigError(f"max_length={max_length} must be at most {most}, two below max_model_len={most + 2}")
         self._max_length = max_length or most
+
+    def use_adapter(self, path: str | None) -> None:
+        """Answer later requests with the LoRA adapter in a folder, None: without one. So one engine evaluates several
+        checkpoints of a fine-tune one after the other; answers that the harness has cached are not renewed.
+        """
+        self._lora_request = None
+        if path is not None:
+            number = self._adapter_ids.setdefault(str(path), len(self._adapter_ids) + 1)
+            self._lora_request = LoRARequest(str(path), number, str(path))
 
     @property
     def max_length(self) -> int:
@@ -193,7 +210,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
     ) -> list[RequestOutput]:
         """Raises ValueError for a request that cannot be answered: scores without it would be wrong."""
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return self.llm.generate(given, params, use_tqdm=not disable_tqdm)
+        return self.llm.generate(given, params, use_tqdm=not disable_tqdm, lora_request=self._lora_request)
 
 
 def _score(prompt: list[int], num_scored: int, output: RequestOutput) -> tuple[float, bool]:

@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import parse_json_object, read_regular_file
 from spmd_worker.llm import LLM
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 _NAMES: Final = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Names of prompts by kind of text, in sentence-transformers, if the task has no prompt of its own."""
 
 
 class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that may not be there
-    """`model_name` is a folder or a name on the hub; `options` are `LLM`'s, `prompts` replace the folder's. Texts
-    beyond the model's length are truncated, as in sentence-transformers.
+    """`model_name` is a folder or a name on the hub; `options` are `LLM`'s, `prompts` replace the folder's,
+    `lora_request` is a LoRA adapter for all texts. Texts beyond the model's length are truncated, as in
+    sentence-transformers.
     """
 
     def __init__(
@@ -35,10 +37,14 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         device: str | None = None,
         *,
         prompts: dict[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> None:
         # mteb passes its own devices, such as cuda:0. Prompts are prepended to texts here, by their kind.
         own = str(device or "auto").split(":")[0]
+        self._lora_request = lora_request
+        if lora_request is not None:
+            options.setdefault("enable_lora", True)
         self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", default_prompt_name="", **options)
         path = self.llm.llm_engine.resolved.model_folder / "config_sentence_transformers.json"
         settings = parse_json_object(read_regular_file(path)) if path.exists() else {}
@@ -60,5 +66,5 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         prompt = next((self._prompts[name] for name in names if name in self._prompts), "")
         texts = [prompt + text for batch in inputs for text in batch["text"]]
         is_shown = bool(options.get("show_progress_bar"))
-        outputs = self.llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=is_shown)
+        outputs = self.llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=is_shown, lora_request=self._lora_request)
         return np.array([each.outputs.embedding for each in outputs], dtype=np.float32)

@@ -7,13 +7,15 @@
 
 ms-swift uses any module `vllm` as vLLM, so modules of that name are installed in `sys.modules`, with only the names
 that its colocate mode reads. An installed vLLM is not used then. Another release of ms-swift than RELEASE, or a vLLM
-that was imported already, is an error before anything is replaced.
+that was imported already, is an error before anything is replaced. With `--vllm_enable_lora true` ms-swift pushes the
+policy as an adapter at each sync; otherwise it merges the adapter and pushes all weights.
 """
 
 import importlib
 import logging
 import sys
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Any, Final
@@ -22,6 +24,7 @@ from spmd_worker.compat.engine_args import EngineArgs
 from spmd_worker.integrations.vllm_modules import check_release, install_modules, run_program
 from spmd_worker.llm import LLM
 from spmd_worker.llm_engine import LLMEngine
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
@@ -34,8 +37,38 @@ VERSION: Final = "0.31.0"
 """Version of vLLM reported to ms-swift: the last one whose calls it knows."""
 
 
+class SwiftLoRARequest(LoRARequest):
+    """vLLM's `LoRARequest`, which ms-swift derives its own with tensors from: those have a path that is no folder."""
+
+    def __init__(
+        self,
+        lora_name: str,
+        lora_int_id: int,
+        lora_path: str = "",
+        *,
+        lora_tensors: Mapping[str, Any] | None = None,
+        peft_config: Mapping[str, Any] | None = None,
+        load_inplace: bool = False,
+    ) -> None:
+        path = lora_path if lora_tensors is None else ""
+        super().__init__(
+            lora_name,
+            lora_int_id,
+            path,
+            lora_tensors=lora_tensors,
+            peft_config=peft_config,
+            load_inplace=load_inplace,
+        )
+
+
 class SwiftEngine(LLMEngine):
-    """Engine with the methods that ms-swift calls in addition to vLLM's."""
+    """Engine with ms-swift's way to push a policy: requests name it by its id, with a path that is no folder."""
+
+    @property
+    def _pushed(self) -> dict[int, LoRARequest]:
+        """The adapters that were pushed as tensors, by id."""
+        pushed: dict[int, LoRARequest] = self.__dict__.setdefault("_pushed_adapters", {})
+        return pushed
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> "SwiftEngine":
@@ -46,9 +79,34 @@ class SwiftEngine(LLMEngine):
             arguments["logprobs_mode"] = "tempered_logprobs"
         return super().from_engine_args(EngineArgs(**arguments))
 
-    def list_loras(self) -> set[int]:
-        """Empty: ms-swift merges adapters and sends complete weights."""
-        return set()
+    def add_lora(self, lora_request: Any) -> bool:
+        """`LLMEngine.add_lora`; tensors are copied, because the trainer changes its own."""
+        if lora_request.lora_tensors is None:
+            return super().add_lora(lora_request)
+        pushed = LoRARequest(
+            lora_request.lora_name,
+            lora_request.lora_int_id,
+            lora_tensors={name: each.detach().to("cpu", copy=True) for name, each in lora_request.lora_tensors.items()},
+            peft_config=lora_request.peft_config,
+            load_inplace=lora_request.load_inplace,
+        )
+        added = super().add_lora(pushed)
+        self._pushed[pushed.lora_int_id] = replace(pushed, load_inplace=False)
+        return added
+
+    def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        """`LLMEngine.add_request`, in which an id that was pushed names what was pushed."""
+        given = kwargs.get("lora_request")
+        if given is not None:
+            kwargs["lora_request"] = self._pushed.get(given.lora_int_id, given)
+        return super().add_request(*args, **kwargs)
+
+
+class _LoRAManager:
+    """Placeholder of vLLM's loader of adapters: ms-swift replaces its method, and this engine calls neither."""
+
+    def _load_adapter(self, lora_request: Any) -> Any:
+        raise NotImplementedError(lora_request)
 
 
 class _Absent:
@@ -57,7 +115,7 @@ class _Absent:
     def __init__(self, *_: Any, **__: Any) -> None:
         raise RuntimeError(
             f"{type(self).__name__} was called: only ms-swift's colocate mode runs on spmd_worker "
-            f"(--vllm_mode colocate, without --vllm_enable_lora)"
+            f"(--vllm_mode colocate)"
         )
 
     @staticmethod
@@ -89,7 +147,10 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
     },
     "vllm.pooling_params": {"PoolingParams": _absent("PoolingParams")},
     "vllm.lora": {},
-    "vllm.lora.request": {"LoRARequest": _absent("LoRARequest")},
+    "vllm.lora.request": {"LoRARequest": SwiftLoRARequest},
+    "vllm.lora.worker_manager": {"LRUCacheWorkerLoRAManager": _LoRAManager},
+    "vllm.lora.lora_model": {"LoRAModel": _absent("LoRAModel")},
+    "vllm.lora.utils": {"get_adapter_absolute_path": str},
     "vllm.engine": {},
     "vllm.engine.async_llm_engine": {},
     "vllm.distributed": {},

@@ -4,10 +4,12 @@
 
     python -m spmd_worker.integrations.trl train.py ...
     torchrun --nproc-per-node 2 -m spmd_worker.integrations.trl train.py ...
+    python -m spmd_worker.integrations.trl --merge-lora train.py ...
 
 For `use_vllm=True, vllm_mode="colocate"`. Five names of `trl.generation.vllm_generation` become this package's; no
 package named vllm is needed, and an installed one is not used by that mode. Importing this module does it; another
-release of TRL than RELEASE is an error before anything is replaced.
+release of TRL than RELEASE is an error before anything is replaced. A policy that PEFT trains by LoRA is pushed as an
+adapter at each sync (`policy_adapter.py`); with `--merge-lora` TRL merges it into the weights and pushes those.
 
 The tool loops of its trainers run in turns (`LLM.turns`): each rank asks as often as its own tools require, and none
 waits for ever for a rank that has left its loop. Log-probabilities are those of the logits divided by the temperature,
@@ -25,8 +27,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.integrations import policy_adapter
+from spmd_worker.integrations.policy_adapter import PolicyLLM
 from spmd_worker.integrations.vllm_modules import check_release, run_program
-from spmd_worker.llm import LLM
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
@@ -37,8 +40,8 @@ RELEASE: Final = "1.16"
 """Supported release of TRL."""
 
 
-class TrainerLLM(LLM):
-    """`LLM` with the trainer's kind of log-probabilities.
+class TrainerLLM(PolicyLLM):
+    """`LLM` with the trainer's kind of log-probabilities, and its policy.
 
     `logprobs_mode="processed_logprobs"`, which TRL asks for, becomes `tempered_logprobs`: they differ if tokens were
     filtered or penalised before sampling, which the trainer's own ignore.
@@ -123,10 +126,12 @@ def install() -> str:
     version = str(getattr(trl, "__version__", "of no version"))
     check_release("trl", version, RELEASE)
     module: Any = import_module("trl.generation.vllm_generation")
-    if not callable(getattr(module, "is_vllm_available", None)) or not hasattr(module, "VLLMGeneration"):
+    generation: Any = getattr(module, "VLLMGeneration", None)
+    methods = [getattr(generation, name, None) for name in ("_init_vllm", "sync_weights", "_iter_named_params")]
+    if not callable(getattr(module, "is_vllm_available", None)) or not all(map(callable, methods)):
         raise ImportError(
-            f"trl.generation.vllm_generation of trl {version} has no is_vllm_available or VLLMGeneration: nothing is "
-            f"replaced"
+            f"trl.generation.vllm_generation of trl {version} has no is_vllm_available or VLLMGeneration with "
+            f"_init_vllm, sync_weights and _iter_named_params: nothing is replaced"
         )
     instead = "vLLM's" if hasattr(module, "LLM") else "none: vLLM is not installed"
     names = ", ".join(REPLACEMENTS)
@@ -134,6 +139,8 @@ def install() -> str:
     if getattr(module, "LLM", None) is not TrainerLLM:
         for name, value in REPLACEMENTS.items():
             setattr(module, name, value)
+        generation._init_vllm = policy_adapter.pushed_at_start(generation._init_vllm)
+        generation.sync_weights = policy_adapter.pushed_at_sync(generation.sync_weights)
         grpo: Any = import_module("trl.trainer.grpo_trainer")
         distillation: Any = import_module("trl.trainer.distillation_trainer")
         # The other trainers of TRL inherit the loop, or have no tools.
@@ -147,7 +154,9 @@ def install() -> str:
 
 def main(arguments: list[str]) -> None:
     """Run a script as `python SCRIPT ...` does, with the names replaced. Raises SystemExit without one."""
-    run_program(arguments, "spmd_worker.integrations.trl SCRIPT.py", replaced)
+    if arguments[:1] == ["--merge-lora"]:
+        policy_adapter.is_pushing, arguments = False, arguments[1:]
+    run_program(arguments, "spmd_worker.integrations.trl [--merge-lora] SCRIPT.py", replaced)
 
 
 replaced: Final = install()

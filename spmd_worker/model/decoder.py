@@ -22,6 +22,7 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
+    TokenRows,
     TokenTypeEmbedding,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
@@ -170,6 +171,8 @@ class DecoderStack(nn.Module):
                 context.of_head, model_config.num_embeddings, model_config.embedding_size
             )
             self._multiplier = model_config.embedding_multiplier
+            # As transformers does: Gemma's embedding includes the multiplier, Granite applies it to any rows.
+            self._multiplies_rows = not model_config.rounds_multiplier
             if model_config.rounds_multiplier:
                 self._multiplier = float(torch.tensor(self._multiplier, dtype=context.dtype))
             if self._has_positions:
@@ -212,10 +215,12 @@ class DecoderStack(nn.Module):
         token_types: Tensor | None = None,
         wanted: WantedTokens | None = None,
         adapters: StepAdapters | None = None,
+        given: TokenRows | None = None,
     ) -> Tensor:
         """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` [layers, blocks,
         ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
-        `supports_wanted`, [W, hidden]: the last layer computes no other tokens.
+        `supports_wanted`, [W, hidden]: the last layer computes no other tokens. `given` are input embeddings, as
+        transformers takes them (`inputs_embeds`): the first stage computes with them in place of their tokens' own.
 
         `incoming` is the residual stream [T, hidden] of the previous stage, changed in place; every stage but the last
         returns it for the next.
@@ -225,7 +230,7 @@ class DecoderStack(nn.Module):
         be one call, or attention and gates one with the GEMM before.
         """
         ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
-        residual = self._embed(token_ids, positions, token_types, adapters) if self._stage.is_first else incoming
+        residual = self._embed(token_ids, positions, token_types, adapters, given) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first needs the residual stream"
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
         joined = self.joined_layers if is_fused else None
@@ -256,11 +261,19 @@ class DecoderStack(nn.Module):
         return self._group.size == 1 and self._stage.is_last and bool(self.layers[-1].supports_wanted)
 
     def _embed(
-        self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None, adapters: StepAdapters | None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None,
+        adapters: StepAdapters | None,
+        given: TokenRows | None,
     ) -> Tensor:
-        x: Tensor = self.embed_tokens(token_ids)
+        x: Tensor = self.embed_tokens(token_ids, given)
         if self._multiplier != 1.0:
+            rows = None if given is None or self._multiplies_rows else x[given.places]
             x = x * self._multiplier
+            if given is not None and rows is not None:
+                x = x.index_copy_(0, given.places, rows)
         if self.project_in is not None:
             x = self.project_in(x, adapters)
         if self.embed_token_types is not None:

@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 _SETTINGS: Final = ("config.json", "generation_config.json", *POOLING_FILES)
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
-_FILES: Final = (
-    *_SETTINGS,
-    *_WEIGHTS,
+TOKENIZER_FILES: Final = (
     *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template*", "additional_chat_templates/*.jinja"),
 )
+"""Patterns of a tokenizer's files."""
+_FILES: Final = (*_SETTINGS, *_WEIGHTS, *TOKENIZER_FILES)
 """Files to fetch: weights as safetensors, configuration, tokenizer. No code and no pickle."""
 _NOT_FETCHED: Final = ("*/*.safetensors*", "tokenizer*/*", "consolidated*")
 """Weights and tokenizers in folders inside, and copies of the weights under other names. Folders of modules are fetched

@@ -12,6 +12,8 @@ from spmd_worker.base import files
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 """Weight files of a model folder: a single file, or several with this index."""
+STATE_FILE: Final = "sharded_state.json"
+"""Describes the files of a sharded state, which has neither."""
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000
 

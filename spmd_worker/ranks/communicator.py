@@ -128,6 +128,15 @@ class GroupHandle:
             dist.broadcast(tensor, src=self.ranks[source], group=self.group)
         return tensor
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send to the rank at index `to`, which calls `receive` with an equal shape and dtype; returns once it has."""
+        dist.send(tensor.contiguous(), dst=self.ranks[to], group=self.group)
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Receive from the rank at index `source`, in place; returns its argument."""
+        dist.recv(tensor, src=self.ranks[source], group=self.group)
+        return tensor
+
     def send_next(self, tensor: Tensor) -> Transfer:
         """Send to the next rank of the group, which calls `receive_previous` with an equal shape and dtype; returns
         before that has arrived, unless it is two messages behind. Wait for the last transfer first.

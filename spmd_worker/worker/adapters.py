@@ -17,7 +17,7 @@ from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What this rank's own caller has given for an id: the adapter, or why it cannot be used."""
+    """An id's adapter as this rank's own caller has given it, or why it cannot be used."""
 
     int_id: int
     source: AdapterSource | None
@@ -45,6 +45,7 @@ class WorkerAdapters:
         self.ids: dict[int, int] = {}
         self._loaded, self._max_adapters = loaded, max_adapters
         self._read: _Read | None = None
+        self._has_engine = False
 
     def has(self, digest: int) -> bool:
         """Whether rows may have this content."""
@@ -57,8 +58,9 @@ class WorkerAdapters:
         self._read = None
         try:
             source = read_adapter(path) if tensors is None else adapter_from_tensors(peft_config or {}, tensors)
-        except (AdapterError, OSError, MemoryError) as error:
-            self._read = _Read(int_id, None, str(error) or type(error).__name__)
+        except Exception as error:  # the other ranks must learn of any failure
+            known = isinstance(error, AdapterError)
+            self._read = _Read(int_id, None, str(error) if known else f"{type(error).__name__}: {error}")
             return 0, self._read.problem
         self._read = _Read(int_id, source)
         return source.digest, ""
@@ -99,10 +101,15 @@ class WorkerAdapters:
         self._drop(change)
         return self.ids.pop(change.int_id, None) is not None
 
+    def leave_to_engine(self) -> None:
+        """Reject `add` and `remove` from now on: an engine's adapters are those of all ranks."""
+        self._has_engine = True
+
     def add(self, request: LoRARequest) -> bool:
         """Load an adapter on this worker alone, for a caller that drives it without an engine. Nothing is evicted.
         Raises AdapterError.
         """
+        self._check_alone("add_lora")
         int_id = request.lora_int_id
         digest, problem = self.stage(int_id, request.lora_path, request.peft_config, request.lora_tensors)
         before = self.ids.get(int_id, digest)
@@ -117,18 +124,25 @@ class WorkerAdapters:
 
     def remove(self, int_id: int) -> bool:
         """Remove an adapter from this worker alone; returns whether it was loaded."""
+        self._check_alone("remove_lora")
         others = [content for key, content in self.ids.items() if key != int_id]
         dropped = tuple(content for key, content in self.ids.items() if key == int_id and content not in others)
         return self.commit_remove_lora(AdapterChange(int_id, "", "", 0, (), dropped))
 
     def pin(self, int_id: int) -> bool:
-        """Without effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
+        """No effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
         if int_id not in self.ids:
             raise AdapterError(f"adapter {int_id} cannot be pinned: it is not loaded")
         return True
 
     def list(self) -> set[int]:
         return set(self.ids)
+
+    def _check_alone(self, call: str) -> None:
+        if self._has_engine:
+            raise AdapterError(
+                f"{call} on one worker would make its adapters differ from other ranks': call LLM.{call}"
+            )
 
     def _check(self, change: AdapterChange) -> LoadedAdapters:
         if change.problem:

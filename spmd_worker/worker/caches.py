@@ -1,9 +1,13 @@
-"""The paged cache of one worker and its host tier, allocated and released together."""
+"""The paged cache of one worker and its host tier, allocated and released together, and its half of a connector."""
+
+from collections.abc import Callable
 
 import torch
 
+from kv_cache.block_memory import CacheBlocks
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_engine import CacheEngine
+from kv_cache.connectors.interface import BlockMemory, WorkerHalf
 from kv_cache.host_tier_engine import HostTierEngine
 
 
@@ -15,6 +19,7 @@ class WorkerCaches:
         self._block_bytes, self._is_on_cpu = block_bytes, device.type == "cpu"
         self._tier: HostTierEngine | None = None
         self._num_tier_slots = 0
+        self._connector: WorkerHalf | None = None
 
     @property
     def num_device_bytes(self) -> int:
@@ -35,6 +40,16 @@ class WorkerCaches:
         self._num_tier_slots = num_slots
         self._tier = HostTierEngine(self.engine, num_slots)
 
+    def connect(self, new_half: Callable[[BlockMemory], WorkerHalf]) -> None:
+        """Make this worker's half of a connector; called once. Raises ConnectorError."""
+        self._connector = new_half(CacheBlocks(self.engine))
+
+    def disconnect(self) -> None:
+        """Close this worker's half of the connector, if it has one. Idempotent."""
+        connector, self._connector = self._connector, None
+        if connector is not None:
+            connector.close()
+
     def allocate(self) -> None:
         """Allocate everything again, after `release`."""
         self.engine.allocate()
@@ -47,12 +62,21 @@ class WorkerCaches:
         self.engine.release()
 
     def move(self, block_ops: BlockOps) -> None:
+        """Everything that comes before the forward pass."""
         if self._tier is not None:
             self._tier.store(block_ops.transfer, block_ops.store)
         self.engine.execute(block_ops)
         if self._tier is not None:
             self._tier.load(block_ops.transfer, block_ops.load)
+        if self._connector is not None and (block_ops.fetch or block_ops.save):
+            self._connector.load(block_ops.transfer, block_ops.fetch)
+
+    def save(self, block_ops: BlockOps) -> None:
+        """Everything that comes after the forward pass."""
+        if self._connector is not None and (block_ops.fetch or block_ops.save):
+            self._connector.save(block_ops.transfer, block_ops.save)
 
     def take_finished_transfers(self) -> tuple[int, ...]:
-        """Ids of the tier's transfers that finished since the last call."""
-        return () if self._tier is None else self._tier.finished()
+        """Ids of the transfers that finished since the last call; negative if a load failed."""
+        halves = [each for each in (self._tier, self._connector) if each is not None]
+        return tuple(number for each in halves for number in each.finished())

@@ -26,11 +26,15 @@ from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.step_masks import GrammarMasks
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.backends.backend import Operations
+from spmd_worker.worker.file_formats import fill_from_files
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.memory.plan import check_memory
+from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice
 from spmd_worker.worker.runner.model_runner import ModelRunner
+from spmd_worker.worker.runner.prefix_store import PrefixStore
+from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 from spmd_worker.worker.stored_experts import stored_experts_of
 
@@ -75,8 +79,13 @@ class LoadedModel:
             open_tokenizer = partial(Tokenizer.open_if_present, resolved.model_folder)
             grammars = GrammarMasks(GrammarCompiler(open_tokenizer, vocab_size, eos_ids))
         block_size, keeps_state = resolved.config.cache.block_size, self.opened.backend.keeps_state
+        rows = None
+        if model.stage.is_first:
+            size, dtype = model_config.embedding_size, getattr(torch, resolved.dtype)
+            rows = RowStore(size, dtype, self.opened.device, is_holder=groups.tensor.rank == 0)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
-        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters)
+        prefixes = PrefixStore(self.operations.attention, block_size, self.opened.device)
+        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters, rows=rows, prefixes=prefixes)
 
     def expert_loads(self) -> dict[int, list[int]]:
         """`WorkerReport.expert_loads`."""
@@ -139,11 +148,11 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
     num_threads = torch.get_num_threads() if device.type == "cpu" else max(num_cores, _MIN_READERS)
     if is_dummy:
         num_generators = num_threads if device.type == "cpu" else min(num_threads, _MAX_GENERATORS)
-        report = model.weights.fill(model.weights.dummy(staging=staging), num_generators)
+        dummy = with_merged_adapter(model.weights.dummy(staging=staging), model.weights, options)
+        report = model.weights.fill(dummy, num_generators)
     else:
         num_readers = 1 if device.type == "cpu" else min(num_threads, _MAX_READERS)
-        with model.weights.open(resolved.model_folder, resolved.model_config.quantization, staging) as checkpoint:
-            report = model.weights.fill(checkpoint, num_readers)
+        report = fill_from_files(model, resolved, environment.rank, staging, num_readers)
         logger.info("loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds)
     if model.pooler is not None:
         denses = model.pooler.config.denses

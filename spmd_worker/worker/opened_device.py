@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from spmd_worker.worker.backends.backend import DeviceBackend
 from spmd_worker.worker.backends.choice import new_backend
 from spmd_worker.worker.device import choose_device
 from spmd_worker.worker.memory.device import DeviceReading, read_cuda
+
+_BFLOAT16_CAPABILITY: Final = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,7 @@ def open_device(resolved: ResolvedRun, environment: RankEnvironment) -> OpenedDe
     """
     device = choose_device(resolved.config.device, environment.local_rank, is_callers_world=dist.is_initialized())
     if device.type == "cuda":
-        if resolved.dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
-            name = torch.cuda.get_device_name(device)
-            raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
+        check_dtype(resolved.dtype, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
         if resolved.layout.world_size > 1 and not dist.is_initialized():
             # The world will be ours, and so is the process.
             torch.cuda.set_device(device)
@@ -54,6 +55,16 @@ def open_device(resolved: ResolvedRun, environment: RankEnvironment) -> OpenedDe
             groups.destroy()
             raise
     return OpenedDevice(resolved, environment, device, backend, groups, tuple(readings))
+
+
+def check_dtype(dtype: str, gpu: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a dtype that a GPU of this name and compute capability does not compute."""
+    if dtype == "bfloat16" and capability < _BFLOAT16_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (_BFLOAT16_CAPABILITY, capability))
+        raise ConfigError(
+            f"model.dtype=bfloat16 needs a GPU of compute capability {needed} or more, and {gpu} has {found}: set "
+            f"model.dtype=float16, or float32 for weights that exceed its range"
+        )
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:

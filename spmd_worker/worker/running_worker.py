@@ -12,6 +12,8 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
+from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
+from spmd_worker.worker.runner.dummy_steps import prepared_step, prompt_step
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.sleep import WorkerSleep
 
@@ -29,6 +31,7 @@ class RunningWorker:
     clock: StageClock
     sleep: WorkerSleep
     adapters: WorkerAdapters
+    prompt_adapters: WorkerPromptAdapters
     event_handlers: tuple[object, ...]
     waits_before: ThreadPoolCounters | None
 
@@ -52,9 +55,11 @@ class RunningWorker:
             return StepResult(plan.step)
         self.caches.move(plan.block_ops)
         if not scheduled:
+            self.caches.save(plan.block_ops)
             return StepResult(plan.step, finished_transfers=self.caches.take_finished_transfers())
         with self._threads():
             self.runner.forward(plan.step, scheduled, plan.num_ahead)
+        self.caches.save(plan.block_ops)
         return None
 
     def sample_tokens(self) -> StepResult:
@@ -72,6 +77,14 @@ class RunningWorker:
         """Give the mirror the sampled ids of a step, which plans made ahead lack, and complete the result."""
         self.mirror.take_sampled(result.step, SampledIds(result.token_ids, result.num_token_ids))
         return replace(result, finished_transfers=self.caches.take_finished_transfers())
+
+    def execute_dummy_batch(self) -> None:
+        """`WorkerBase.execute_dummy_batch`, in a cache of one block. The token counts in `expert_loads`."""
+        resolved, spec = self.loaded.opened.resolved, self.caches.engine.spec
+        pooling, engine = resolved.model_config.pooling, self.loaded.new_cache_engine(spec, 1, 0)
+        scheduled = prompt_step(1, resolved.max_model_len, spec.block_size, 1, pooling)
+        with prepared_step(self.loaded.model, engine, self.loaded.new_runner, scheduled) as run, self._threads():
+            run()
 
     def thread_waits(self) -> dict[str, float]:
         if self.waits_before is None:

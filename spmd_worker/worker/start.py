@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+import torch
+
 from kv_cache import host_reserve
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement
 from kv_cache.cache_spec import CacheSpec
@@ -35,6 +37,7 @@ from spmd_worker.worker.memory.plan import (
     num_step_blocks,
     size_rank,
 )
+from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.sleep import WorkerSleep
@@ -44,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_COMPILED_BLOCKS: Final = 16
 
-EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler, WorkerAdapters)
+EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler, WorkerAdapters, WorkerPromptAdapters)
 """Classes of the objects that handle worker events next to the worker; `allocate` makes one of each."""
 
 
@@ -143,7 +146,7 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
     try:
         engine.allocate(host_reserve.offered())
         host_reserve.offer(None)
-        graphs = opened.backend.new_graphs(model, opened.groups.tensor)
+        graphs = opened.backend.new_graphs(model, opened.groups.tensor, loaded.adapters)
         clock = StageClock(resolved.layout.pipeline_rank(opened.environment.rank))
         runner = loaded.new_runner(engine, clock, graphs)
     except BaseException:
@@ -155,7 +158,13 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
     limits = resolved.config.model.adapter_limits
     adapters = WorkerAdapters(loaded.adapters, 0 if limits is None else limits.max_cpu_loras)
     rules = None if limits is None else AdapterRules(adapters.has, limits.max_loras)
-    event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters)
+    assert runner.prefixes is not None, "made with each runner"
+    dtype, tensor = getattr(torch, resolved.dtype), opened.groups.tensor
+    stores = (runner.rows, runner.prefixes)
+    prompt_adapters = WorkerPromptAdapters(
+        *stores, resolved.model_config, dtype, model.stage, (tensor.rank, tensor.size)
+    )
+    event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters, prompt_adapters)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     return RunningWorker(
         loaded,
@@ -165,6 +174,7 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
         clock,
         sleep,
         adapters,
+        prompt_adapters,
         event_handlers,
         thread_waits() if device.type == "cpu" else None,
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 from kv_cache.cache_sizing import CacheSizing
 from kv_cache.cache_spec import CacheSpec
+from kv_cache.connectors.interface import ConnectorContext
 from spmd_worker.base.metrics.start_times import StartTimes
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
@@ -25,11 +26,16 @@ from spmd_worker.worker.inspection import describe_model, describe_slices
 from spmd_worker.worker.loaded_model import LoadedModel, load_model
 from spmd_worker.worker.memory.device import give_back_freed
 from spmd_worker.worker.memory.plan import cache_spec_of
+from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
+from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.running_worker import RunningWorker
+from spmd_worker.worker.save_options import DEFAULT_SIZE, saved_folder, size_in_bytes, tensorizer_folder
+from spmd_worker.worker.saving import ModelSaver
 from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, compile_ahead, measure
 from spmd_worker.worker.worker_base import WorkerBase, WorkerReport
+from spmd_worker.worker.worker_wrapper import connector_errors, new_connector
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +60,30 @@ class Worker(WorkerBase):
         self._opened: OpenedDevice | None = None
         self._loaded: LoadedModel | None = None
         self._running: RunningWorker | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rank in the world, the wrapper's `global_rank`."""
+        return self.environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.environment.local_rank
+
+    @property
+    def is_driver_worker(self) -> bool:
+        """Whether this is the first of the ranks that share its layers."""
+        return self.layout.tensor_rank(self.rank) == 0
+
+    @property
+    def do_metadata_broadcast(self) -> bool:
+        """False: every rank gets the metadata of a step with the agreed plan."""
+        return False
+
+    @property
+    def kv_cache(self) -> list[list[torch.Tensor]]:
+        """One list, because steps in flight share their blocks: this rank's cache [blocks, *block_shape] by layer."""
+        return [list(self.running.caches.engine.device_cache)]
 
     @property
     def vocab_size(self) -> int:
@@ -103,6 +133,12 @@ class Worker(WorkerBase):
         logger.info("%s", self.sizing.reason)
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
 
+    def determine_available_memory(self) -> int:
+        # Measured once: later the cache itself takes the memory.
+        sizing = self.sizing
+        num_blocks = self.determine_num_available_blocks()[0] if sizing is None else sizing.num_device_blocks
+        return num_blocks * self.get_cache_block_size_bytes()
+
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         with self.start_times.part("cache"):
             self._running = allocate(self.loaded, self.get_kv_cache_spec(), num_device_blocks, num_host_blocks)
@@ -110,6 +146,14 @@ class Worker(WorkerBase):
 
     def initialize_host_tier(self, num_slots: int) -> None:
         self.running.caches.add_tier(num_slots)
+
+    def initialize_connector(self, factory: str, options: dict[str, str], identity: dict[str, str]) -> None:
+        num_ranks = self.layout.tensor_parallel_size * self.layout.pipeline_parallel_size
+        replica, rank = divmod(self.rank, num_ranks)
+        context = ConnectorContext(options, identity, rank, num_ranks, replica)
+        connector = new_connector(factory, context)
+        with connector_errors(factory):
+            self.running.caches.connect(connector.worker_half)
 
     def compile_or_warm_up_model(self) -> None:
         times, graphs = self.start_times, self.running.runner.graphs
@@ -125,6 +169,11 @@ class Worker(WorkerBase):
 
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         return self.running.execute_model(plan)
+
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        rows = self.running.runner.rows
+        if rows is not None:
+            rows.hold(request_id, content, data)
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """`grammar_output` must be None: this worker computes its grammars itself."""
@@ -144,6 +193,9 @@ class Worker(WorkerBase):
         self._launched = tuple(rest)
         return launched if isinstance(launched, StepResult) else self.running.note(launched.collect())
 
+    def execute_dummy_batch(self) -> None:
+        self.running.execute_dummy_batch()
+
     @property
     def event_handlers(self) -> tuple[object, ...]:
         return (self,) if self._running is None else (self, *self._running.event_handlers)
@@ -151,6 +203,10 @@ class Worker(WorkerBase):
     @property
     def adapters(self) -> WorkerAdapters:
         return self.running.adapters
+
+    @property
+    def prompt_adapters(self) -> WorkerPromptAdapters:
+        return self.running.prompt_adapters
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         pooling = self.model_config.pooling
@@ -203,14 +259,42 @@ class Worker(WorkerBase):
         self._check_graph_addresses()
 
     def reload_weights(self, folder: str | None = None) -> None:
-        """Reload all weights from safetensors files, the model's own or those of `folder`. Raises CheckpointError, with
-        the weights unchanged, if names or shapes in the folder are not the model's.
+        """Reload all weights from safetensors files, the model's own or those of `folder`; the adapter of
+        `model.lora_merge` is read again and merged into them. Raises CheckpointError or AdapterError, with the weights
+        unchanged, if names or shapes in a folder are not the model's.
         """
         weights = self.loaded.model.weights
         path = self.resolved.model_folder if folder is None else Path(folder)
         with weights.open(path, self.model_config.quantization) as checkpoint:
-            weights.reload(checkpoint)
+            weights.reload(with_merged_adapter(checkpoint, weights, self.resolved.config.model))
         self._check_graph_addresses()
+
+    def save_sharded_state(
+        self,
+        path: str,
+        pattern: str | None = None,
+        max_size: int | str | None = None,
+        weight_version: int | None = None,
+    ) -> None:
+        """Save this rank's parameters, together with the other ranks, which call this too: `ModelSaver`."""
+        self._saver.save_sharded_state(saved_folder(path), pattern, size_in_bytes(max_size), weight_version)
+
+    def save_checkpoint(self, path: str, max_size: int | str | None = DEFAULT_SIZE) -> None:
+        """Save the model of all ranks, which call this too, in the hub's names: `ModelSaver`."""
+        self._saver.save_checkpoint(saved_folder(path), size_in_bytes(max_size))
+
+    def save_streamed(self, path: str) -> None:
+        """`save_checkpoint` into one file that is read by several threads."""
+        self._saver.save_checkpoint(saved_folder(path), None, is_streamed=True)
+
+    def save_tensorized_model(self, tensorizer_config: Any) -> None:
+        """`save_streamed` into the folder of vLLM's `TensorizerConfig`, of a dict of its fields, or of their JSON."""
+        self._saver.save_checkpoint(tensorizer_folder(tensorizer_config), None, is_streamed=True)
+
+    @property
+    def _saver(self) -> ModelSaver:
+        groups = _existing(self.groups, "init_device")
+        return ModelSaver(self.loaded.model, self.resolved, self.environment, groups)
 
     def get_model_inspection(self) -> str:
         model = self.get_model()
@@ -220,6 +304,7 @@ class Worker(WorkerBase):
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups are kept."""
         if self._running is not None:
+            self._running.caches.disconnect()
             self._running.caches.release()
         # Attention holds tensors of the last step.
         self.model_runner = self._running = self._loaded = self._opened = None

@@ -1,10 +1,10 @@
 """WorkerBase: the interface between an executor and the worker of one rank, whatever its device.
 
 Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
-optionally `initialize_host_tier`, `compile_or_warm_up_model`; then for each step `execute_model` and, if that returned
-None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step` instead. Between two steps
-`prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow vLLM's. Imports no torch at run
-time, so that a worker process can set its environment before torch reads it.
+optionally `initialize_host_tier` or `initialize_connector`, `compile_or_warm_up_model`; then for each step
+`execute_model` and, if that returned None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step`
+instead. Between two steps `prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow
+vLLM's. Imports no torch at run time, so that a worker process can set its environment before torch reads it.
 
 A worker event NAME consists of up to three methods of the worker, of its extension, or of one of its `event_handlers`:
 
@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.base.errors import AdapterError
+from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
-from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
+from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods, PromptAdapterCalls
 from spmd_worker.worker.memory import host
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from spmd_worker.model.weights.weight_update import WeightUpdateReport
     from spmd_worker.ranks.groups import ParallelGroups
     from spmd_worker.worker.adapters import WorkerAdapters
+    from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,10 @@ class WorkerBase(AdapterMethods, ABC):
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """(device blocks, host blocks) that fit in this rank's memory."""
 
+    def determine_available_memory(self) -> int:
+        """Bytes of memory for the cache: those of the device blocks that fit."""
+        return self.determine_num_available_blocks()[0] * self.get_cache_block_size_bytes()
+
     @abstractmethod
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the cache; the numbers are the same on every rank."""
@@ -107,6 +112,12 @@ class WorkerBase(AdapterMethods, ABC):
     @abstractmethod
     def initialize_host_tier(self, num_slots: int) -> None:
         """Allocate host memory for `num_slots` evicted prefix blocks, after `initialize_cache`."""
+
+    def initialize_connector(self, factory: str, options: dict[str, str], identity: dict[str, str]) -> None:
+        """Make this worker's half of the KV connector whose factory has this name, after `initialize_cache`. `options`
+        and `identity`: see `ConnectorContext`. Raises ConfigError.
+        """
+        raise ConfigError(f"cache.connector={factory}: {type(self).__name__} has no method initialize_connector")
 
     def compile_or_warm_up_model(self) -> None:  # optional
         """Run once what later steps run, after the cache is allocated, so that the first step is as fast as others."""
@@ -116,6 +127,12 @@ class WorkerBase(AdapterMethods, ABC):
         tokens. May be called while this rank computes the previous step; steps may also run unannounced.
         """
 
+    def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
+        """Take the input embeddings of a request (`PromptRows`), before the first step that computes it; released when
+        a plan lists the request as finished. Workers other than the first of the first stage have no use for them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not support prompts of embeddings")
+
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Cache operations and forward pass; None if `sample_tokens` must finish the step."""
@@ -123,6 +140,25 @@ class WorkerBase(AdapterMethods, ABC):
     @abstractmethod
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """Sample the tokens of the last `execute_model`."""
+
+    def execute_dummy_batch(self) -> None:
+        """Compute one token that belongs to no request, without a change of the cache; all ranks at once."""
+        raise NotImplementedError(f"{type(self).__name__} has no method execute_dummy_batch")
+
+    def profile(self, is_start: bool = True, folder: str | None = None) -> Any:
+        """Start this rank's profiler, which will write to `folder`, or stop it and return the path of the trace.
+        Raises ValueError for a start without a folder, RuntimeError if it cannot.
+        """
+        if is_start and folder is None:
+            raise ValueError("profile needs the folder to write to: profile(folder=...)")
+        problem = self.prepare_event("start_profile" if is_start else "stop_profile", folder if is_start else None)
+        result = self.end_event(is_committed=not problem)
+        if problem:
+            raise RuntimeError(problem)
+        return result
+
+    def reset_mm_cache(self) -> None:  # optional
+        """No effect: text models have no multimodal cache."""
 
     @property
     def event_handlers(self) -> tuple[object, ...]:
@@ -168,9 +204,26 @@ class WorkerBase(AdapterMethods, ABC):
     def unstage_adapter(self) -> None:
         self.adapters.unstage()
 
+    def leave_adapters_to_engine(self) -> None:
+        """Reject `add_lora` and `remove_lora` of this worker alone from now on."""
+        self.adapters.leave_to_engine()
+
     @property
     def _adapter_calls(self) -> AdapterCalls:
         return self.adapters
+
+    @property
+    def prompt_adapters(self) -> "WorkerPromptAdapters":
+        """This worker's prompt adapters, one of its `event_handlers`."""
+        raise AdapterError(f"{type(self).__name__} takes no prompt adapters")
+
+    def stage_prompt_adapter(self, int_id: int, path: str, num_tokens: int) -> tuple[int, str]:
+        """`WorkerPromptAdapters.stage`: read an adapter for the worker event `add_prompt_adapter` that follows."""
+        return self.prompt_adapters.stage(int_id, path, num_tokens)
+
+    @property
+    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+        return self.prompt_adapters
 
     @abstractmethod
     def check_health(self) -> None:

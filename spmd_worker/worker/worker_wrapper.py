@@ -6,15 +6,18 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from kv_cache.connectors.interface import ConnectorContext, KVConnector
 from spmd_worker.base.errors import ConfigError, PluginError
 from spmd_worker.base.liveness.failure_diagnosis import is_secondary
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,15 @@ class WorkerWrapper:
         if runner is None:
             raise RuntimeError("this worker has no model: its LLM was closed, or has not started")
         return runner
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Other public attributes are the worker's: `rank`, `device`, `model_config`."""
+            worker = None if name.startswith("_") else vars(self).get("worker")
+            if worker is None:
+                raise AttributeError(f"WorkerWrapper has no attribute {name!r}")
+            return getattr(worker, name)
 
     def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
         """Renumber this worker, once all exist: `rpc_rank` by the mapping, and `global_rank` if it is the same."""
@@ -94,6 +106,22 @@ class WorkerWrapper:
         """`WorkerBase.list_loras`."""
         return set(self.execute_method("list_loras"))
 
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        """`WorkerBase.add_prompt_adapter`, on this worker alone."""
+        return bool(self.execute_method("add_prompt_adapter", prompt_adapter_request))
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """`WorkerBase.remove_prompt_adapter`, on this worker alone."""
+        return bool(self.execute_method("remove_prompt_adapter", prompt_adapter_id))
+
+    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """`WorkerBase.pin_prompt_adapter`."""
+        return bool(self.execute_method("pin_prompt_adapter", prompt_adapter_id))
+
+    def list_prompt_adapters(self) -> set[int]:
+        """`WorkerBase.list_prompt_adapters`."""
+        return set(self.execute_method("list_prompt_adapters"))
+
     def execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a public method of the worker by name. Raises AttributeError if there is none. A failed step is logged
         before the error is raised, because peers may be waiting.
@@ -126,6 +154,31 @@ def load_plugins() -> None:
             text = f"plug-in {entry.name!r} ({entry.value}) failed: {type(error).__name__}: {error}"
             raise PluginError(text) from error
         logger.debug("plug-in %s (%s) is loaded", entry.name, entry.value)
+
+
+def new_connector(factory: str, context: ConnectorContext) -> KVConnector:
+    """The connector of `cache.connector`, `package.module:factory`. Raises ConfigError."""
+    with connector_errors(factory):
+        module_name, _, function_name = factory.partition(":")
+        if not (module_name and function_name):
+            raise ValueError("is not the name of a function: write it as package.module:factory")
+        try:
+            function = getattr(import_module(module_name), function_name, None)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"cannot be imported: {error}") from error
+        if not callable(function):
+            raise ValueError(f"{module_name} has no function {function_name}")
+        connector: KVConnector = function(context)
+        return connector
+
+
+@contextmanager
+def connector_errors(factory: str) -> Iterator[None]:
+    """Block in which a connector is made: its ValueError and OSError become a ConfigError that names the key."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"cache.connector={factory}: {error}") from error
 
 
 def extend_class(worker_class: type[WorkerBase], extension: type) -> type[WorkerBase]:

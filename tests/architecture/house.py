@@ -30,7 +30,10 @@ WITHOUT_TORCH = (
     *("spmd_worker.resolved", "spmd_worker.chat", "spmd_worker.compat"),
 )
 """Nothing in them imports torch, or what needs it, anywhere, in functions and for types either."""
-WITH_TORCH = ("kv_cache.cache_engine", "kv_cache.host_memory", "kv_cache.host_tier_engine")
+WITH_TORCH = (
+    *("kv_cache.block_memory", "kv_cache.cache_engine", "kv_cache.host_memory"),
+    "kv_cache.host_tier_engine",
+)
 """The exceptions to WITHOUT_TORCH: the cache's tensors."""
 TORCH_LATE = (
     *COMMANDS,
@@ -62,6 +65,7 @@ OPTIONAL = {
     "trl": ("spmd_worker.integrations.trl", "spmd_worker.integrations.swift"),
     "inspect_ai": ("spmd_worker.integrations.inspect_ai_model",),
     "mteb": ("spmd_worker.integrations.mteb_model",),
+    "peft": ("spmd_worker.integrations.policy_adapter",),
     "llguidance": ("spmd_worker.replica.grammar.llguidance_input",),
     "triton": ("spmd_worker.ops.kernels.triton",),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
@@ -89,7 +93,7 @@ COMPOSITION_NAMES = ("hydra", "omegaconf", "yaml")
 COMPOSITION_MODULES = ("spmd_worker.base.config.compose",)
 
 REPLICATED = ("kv_cache", "spmd_worker.replica")
-NOT_REPLICATED = (*WITH_TORCH, "kv_cache.cache_sizing")
+NOT_REPLICATED = (*WITH_TORCH, "kv_cache.cache_sizing", "kv_cache.connectors")
 
 FORBIDDEN_NAMES = (
     # Code or objects out of bytes.

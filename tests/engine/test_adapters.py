@@ -202,10 +202,18 @@ def test_adapters_of_the_configuration_are_pinned(folder: Path):
         LLM(MODEL, **options, adapters={"a": "/nowhere"})
 
 
+def test_workers_leave_their_adapters_to_the_engine(llm: LLM, requests: list[LoRARequest]):
+    assert llm.llm_engine.model_executor.add_lora(requests[0])
+    for method, argument in (("add_lora", requests[1]), ("remove_lora", 1)):
+        with pytest.raises(AdapterError, match=f"call LLM.{method}"):
+            llm.collective_rpc(method, args=(argument,))
+    assert llm.list_loras() == llm.llm_engine.model_executor.list_loras() == llm.collective_rpc("list_loras")[0] == {1}
+
+
 def test_run_without_adapters_names_the_key(requests: list[LoRARequest]):
     with LLM(MODEL, device="cpu", num_blocks=64) as llm:
         for call in (lambda: llm.add_lora(requests[0]), lambda: llm.llm_engine.adapters.digest_of(requests[0])):
-            with pytest.raises(ConfigError, match=r"set model\.enable_lora=true"):
+            with pytest.raises(ConfigError, match=r"this run has no adapters: set .*enable_lora="):
                 call()
         assert llm.list_loras() == set()
 
@@ -238,7 +246,7 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2 adapters are loaded, and max_loras needs 3"),
         ({"adapters": {"a": ""}}, "must map names to folders"),
         ({"max_lora_rank": 513}, "max_lora_rank=513 must be from 1 to 512"),
-        ({"adapters": ["a"]}, "must be names and texts, such as {a: b}"),
+        ({"adapters": ["a"]}, "must be texts by name, such as {a: b}"),
     ],
 )
 def test_settings_of_adapters_are_checked(given: dict[str, Any], words: str):

@@ -90,6 +90,9 @@ def follow(llm: LLM, request: LoRARequest) -> list[Any]:
     engine = llm.llm_engine
     if not engine.is_leader:
         engine.follow()
+        # Rank 0 has loaded it again from another folder, which is the one to name from now on.
+        assert engine.scheduler.adapters.entries[2].path != request.lora_path
+        tokens_with(llm, LoRARequest("b", 2, engine.scheduler.adapters.entries[2].path))
         return sorted(llm.list_loras())
     refused = refusal(engine.add_lora, LoRARequest("t", 9, lora_tensors=lora_tensors(9), peft_config=CONFIG))
     assert refused.startswith("rank 1: adapter 9 ('t') has tensors on rank 0 and none here"), refused
@@ -97,7 +100,10 @@ def follow(llm: LLM, request: LoRARequest) -> list[Any]:
     assert before == tokens_with(llm, request)
     engine.pin_lora(2)
     engine.remove_lora(3)
+    other = write_lora(Path(request.lora_path).parent / "other", 2)
+    engine.add_lora(LoRARequest("b", 2, other, load_inplace=True))
     engine.close_followers()
+    assert tokens_with(llm, LoRARequest("b", 2, other)) == before
     return sorted(llm.list_loras())
 
 
@@ -106,10 +112,9 @@ def follow(llm: LLM, request: LoRARequest) -> list[Any]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
         TP,
         {**PP, **MULTIPROC},
-        *(pytest.param(each, marks=pytest.mark.matrix) for each in (PP, DP, {**TP, **MULTIPROC})),
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in ({}, PP, DP, {**TP, **MULTIPROC})),
     ],
     ids=str,
 )

@@ -10,7 +10,8 @@ from ranks import REPOSITORY
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.engine.validation import RequestError, RequestLimits, as_request_ids
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.ranks.environment import RankEnvironment
 
@@ -46,9 +47,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     check = RequestLimits.check
 
-    def noting(limits: RequestLimits, prompt_token_ids: tuple[int, ...], *params: Any) -> None:
+    def noting(limits: RequestLimits, prompt_token_ids: tuple[int, ...], *params: Any, **others: Any) -> None:
         lengths.append(len(prompt_token_ids))
-        check(limits, prompt_token_ids, *params)
+        check(limits, prompt_token_ids, *params, **others)
 
     monkeypatch.setattr(RequestLimits, "check", noting)
     return lengths

@@ -463,6 +463,7 @@ class Rank:
         executor: Any = SimpleNamespace(
             num_workers=1,
             watch_requests=lambda num_in_flight: None,
+            attach_engine=lambda engine: None,
             get_weight_updates=lambda: [self.update.report(["a", "b"])],
             end_weight_update=self.update.end,
         )

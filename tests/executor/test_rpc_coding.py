@@ -103,8 +103,8 @@ class CacheSpecOfSomebodyElse(CacheSpec):
     ("value", "text"),
     [
         (
-            {1, 2},
-            "a value of type set cannot cross processes, because nothing is unpickled: use numbers, ",
+            frozenset({1, 2}),
+            "a value of type frozenset cannot cross processes, because nothing is unpickled: use numbers, ",
         ),
         (Unknown(), "a value of type test_rpc_coding.Unknown cannot cross processes"),
         (CacheSpecOfSomebodyElse(1, 1, 1, 1, 1), "a value of type test_rpc_coding.CacheSpecOfSomebodyElse cannot"),

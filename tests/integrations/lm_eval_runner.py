@@ -1,6 +1,7 @@
 """Runs the harness on local tasks and writes what it found: `TASKS_FOLDER OUT_FOLDER EVALUATIONS`.
 
-The evaluations are JSON: by name (which is a folder in OUT_FOLDER) the model, its arguments and whether it chats.
+The evaluations are JSON: by name (which is a folder in OUT_FOLDER) the model, its arguments, whether it chats, and the
+adapter to use after another.
 In a process of its own, and as a rank.
 """
 
@@ -14,12 +15,26 @@ os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABL
 TASKS = ["local_choice", "local_sums", "local_text"]
 
 
-def evaluate(tasks: Path, out: Path, *, model: str, arguments: str, chat: bool = False) -> None:
-    import lm_eval
-    from lm_eval.tasks import TaskManager
+def evaluate(
+    tasks: Path, out: Path, *, model: str, arguments: str, chat: bool = False, adapters: tuple[str | None, ...] = ()
+) -> None:
+    from lm_eval.api.registry import get_model
 
     if model == "spmd_worker":
         import spmd_worker.integrations.lm_eval_model  # noqa: F401  # registers the model
+    made = get_model(model).create_from_arg_string(arguments, {"device": "cpu"}) if adapters else None
+    for adapter in adapters:
+        # The results of the last one are kept.
+        made.use_adapter(adapter)
+        report(tasks, out, made, arguments, chat)
+    if not adapters:
+        report(tasks, out, model, arguments, chat)
+
+
+def report(tasks: Path, out: Path, model: object, arguments: str, chat: bool) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     results = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,

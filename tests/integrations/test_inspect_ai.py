@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import ranks
+from adapter_folders import demo_adapters
 from forked_child import in_child
 
-from spmd_worker import LLM, SamplingParams
+from spmd_worker import LLM, LoRARequest, SamplingParams
 
 MODULE = "spmd_worker.integrations.inspect_ai_model"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -36,7 +37,7 @@ class ModelAPI:
 
 
 @pytest.fixture
-def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def provider(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
     model, tool = ModuleType("inspect_ai.model"), ModuleType("inspect_ai.tool")
     records = dict.fromkeys((*RECORDS, "TopLogprob", "ChatMessage", "GenerateConfig"), Record)
     vars(model).update(records, ModelAPI=ModelAPI, modelapi=lambda name: lambda made: made)
@@ -48,7 +49,8 @@ def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    api = importlib.import_module(MODULE).SpmdWorkerAPI(str(MODEL), **OPTIONS)
+    more = getattr(request, "param", dict)()
+    api = importlib.import_module(MODULE).SpmdWorkerAPI(str(MODEL), **OPTIONS, **more)
     yield api
     api.shutdown()
     del sys.modules[MODULE]
@@ -116,3 +118,20 @@ def test_forked_process_ends_nothing_at_its_exit(provider: Any, monkeypatch: pyt
         # Negative control.
         patched.setattr(provider, "_owner", -1)
         assert in_child(lambda: (setattr(provider, "_owner", os.getpid()), provider.shutdown())) == 7
+
+
+@pytest.mark.parametrize("provider", [lambda: {"adapters": demo_adapters("a", "b"), "adapter": "b"}], indirect=True)
+def test_samples_get_the_adapter_that_is_named(provider: Any):
+    texts = [f"add {number} 3 =" for number in range(6)]
+    found = [output.choices[0].message.content for output in asked(provider, texts, temperature=0.0, max_tokens=6)]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    adapter = LoRARequest("b", 1, demo_adapters("b")["b"])
+    with LLM(MODEL, enable_lora=True, **OPTIONS) as llm:
+        talks = [[{"role": "user", "content": text}] for text in texts]
+        expected, plain = (
+            [output.outputs[0].text for output in llm.chat(talks, params, use_tqdm=False, lora_request=given)]
+            for given in (adapter, None)
+        )
+    assert found == expected != plain
+    with pytest.raises(ValueError, match="adapter=c is not one of adapters: a"):
+        type(provider)(str(MODEL), adapters={"a": "/a"}, adapter="c")

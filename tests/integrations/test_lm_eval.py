@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from adapter_folders import write_adapter
 
 RUNNER = Path(__file__).with_name("lm_eval_runner.py")
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -120,12 +121,17 @@ def tasks(folder: Path) -> Path:
 def alone(folder: Path, tasks: Path) -> dict[str, dict]:
     """One process's, of both models."""
     its_own = {"model": "hf", "arguments": arguments()}
+    adapter, other = (str(write_adapter(folder / f"adapter{seed}", MODEL, seed, scale=0.1)) for seed in (1, 2))
     evaluations = {
         "hf": its_own,
         "hf chat": {**its_own, "chat": True},
         "one rank": ours(),
         "chat": {**ours(), "chat": True},
         "short": ours(max_length=100),
+        "peft": {"model": "hf", "arguments": arguments(peft=adapter)},
+        "adapter": ours(lora_local_path=adapter),
+        "adapter after another": {**ours(enable_lora=True), "adapters": (other, None, adapter)},
+        "none after an adapter": {**ours(enable_lora=True), "adapters": (adapter, None)},
     }
     return evaluate(folder, tasks, 1, evaluations)
 
@@ -177,6 +183,15 @@ def test_three_tasks_score_like_the_harness_own_model(alone: dict, layout: str, 
 def test_comparison_detects_another_model(alone: dict):
     """The control: with a shorter window the long text scores otherwise."""
     assert [each for each in differences(alone["short"], alone["hf"]) if each.startswith("local_text")]
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapter after another"])
+def test_adapter_scores_like_peft_in_the_harness(alone: dict, name: str):
+    assert differences(alone[name], alone["peft"]) == []
+    assert alone[name] == alone["adapter"]
+    # Negative control: the adapter matters.
+    assert len(differences(alone[name], alone["hf"])) > 10
+    assert alone["none after an adapter"] == alone["one rank"]
 
 
 def test_chat_template_is_applied_like_in_transformers(alone: dict):

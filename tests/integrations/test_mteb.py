@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapter_folders import write_adapter
 from encoder_models import encoder_folder
+from pooling_models import pooling_folder
 
-from spmd_worker import LLM
+from spmd_worker import LLM, LoRARequest
 
 MODULE = "spmd_worker.integrations.mteb_model"
 OPTIONS = {"dtype": "float32"}
@@ -52,9 +54,9 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     encoder_class = importlib.import_module(MODULE).SpmdWorkerEncoder
     made = []
 
-    def make_encoder(settings: dict[str, Any] | None = None, **options: Any) -> Any:
+    def make_encoder(settings: dict[str, Any] | None = None, source: Path | None = None, **options: Any) -> Any:
         folder = tmp_path / f"model{len(made)}"
-        shutil.copytree(encoder_folder("bert_mean"), folder)
+        shutil.copytree(source or encoder_folder("bert_mean"), folder)
         if settings is not None:
             (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
         made.append(encoder_class(str(folder), device="cpu", **OPTIONS, **options))
@@ -100,3 +102,16 @@ def test_vectors_equal_embed_with_the_matching_prompt(make: Callable[..., Any]):
             assert found.tolist() == [each.outputs.embedding for each in expected], (kind, prompt_type)
     with pytest.raises(ValueError, match=r"^precision='int8': .*float32"):
         encoded(plain, "STS", None, precision="int8")
+
+
+def test_adapter_is_used_for_all_texts(make: Callable[..., Any], tmp_path: Path):
+    folder = pooling_folder("last")
+    adapter = LoRARequest("a", 1, write_adapter(tmp_path / "adapter", folder, 1))
+    found = encoded(make(None, folder, lora_request=adapter), "STS", None)
+    with LLM(folder, device="cpu", enable_lora=True, **OPTIONS) as llm:
+        texts = [text for batch in BATCHES for text in batch["text"]]
+        expected, plain = (
+            [each.outputs.embedding for each in llm.embed(texts, truncate_prompt_tokens=-1, lora_request=given)]
+            for given in (adapter, None)
+        )
+    assert found.tolist() == expected != plain

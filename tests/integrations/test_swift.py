@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import ranks
+from adapter_folders import adapter_tensors, write_adapter
 
-import spmd_worker.llm_engine  # noqa: F401  # with all it imports, before the path is another
+from spmd_worker import LLM, LoRARequest, SamplingParams  # with all they import, before the path is another
 
 MODULE = "spmd_worker.integrations.swift"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.matrix
 ENGINE = '''
     import importlib.util
     import inspect
+    from collections import OrderedDict
+    from dataclasses import field
 
     assert importlib.util.find_spec("vllm") is not None
     import vllm
@@ -43,7 +46,9 @@ ENGINE = '''
         raise AssertionError(name)
 
     class TensorLoRARequest(LoRARequest):
-        lora_tensors = None
+        peft_config: dict = field(default=None)
+        lora_tensors: dict = field(default=None)
+        lora_embeddings = None
 
     assert "listen_socket" not in inspect.signature(StatelessProcessGroup.create).parameters
     inspect.signature(PoolingParams)
@@ -94,6 +99,46 @@ ENGINE = '''
             engine.reset_prefix_cache()
             engine.sleep(2)
         assert engine.config.model.logprobs_mode == "tempered_logprobs"
+        engine.shutdown()
+        return sampled
+
+
+    def patch_vllm_load_adapter():
+        from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.utils import get_adapter_absolute_path
+        LRUCacheWorkerLoRAManager._old_load_adapter = LRUCacheWorkerLoRAManager._load_adapter
+
+
+    def run_policies(folder, policies):
+        """The calls of `--vllm_enable_lora true`: the weights once, then each policy. Returns what was sampled."""
+        patch_vllm_load_adapter()
+        engine = LLMEngine.from_engine_args(EngineArgs(
+            model=folder, dtype="float32", max_model_len=64, max_num_seqs=8, num_gpu_blocks_override=64,
+            distributed_executor_backend="external_launcher", enable_lora=True, max_loras=1, max_lora_rank=4,
+        ))
+        sampled = []
+        for number, (tensors, config) in enumerate(policies):
+            if number == 0:
+                inner = engine.model_executor.driver_worker.worker.model_runner.model
+                inner.load_weights(load_file(folder + "/model.safetensors").items())
+            trained = OrderedDict((name, tensor.clone()) for name, tensor in tensors.items())
+            engine.add_lora(TensorLoRARequest(
+                lora_name="swift_lora", lora_int_id=111, lora_path="swift_dummy_lora_path", peft_config=config,
+                lora_tensors=trained, load_inplace=True,
+            ))
+            for tensor in trained.values():
+                tensor.add_(1.0)  # the next step of the optimiser
+            engine.reset_prefix_cache()
+            assert 111 in engine.list_loras()
+            for index in range(4):
+                request = LoRARequest(lora_name="swift_lora", lora_int_id=111, lora_path="swift_dummy_lora_path")
+                params = SamplingParams(max_tokens=5, temperature=0)
+                engine.add_request(str(index), {"prompt_token_ids": [3, 4, 5 + index]}, params, lora_request=request)
+            outputs = {}
+            while engine.has_unfinished_requests():
+                outputs.update({output.request_id: output for output in engine.step() if output.finished})
+            sampled.append([list(outputs[str(index)].outputs[0].token_ids) for index in range(4)])
         engine.shutdown()
         return sampled
     '''
@@ -148,10 +193,27 @@ def test_colocate_mode_samples_with_this_engine(swift: Path, capsys: pytest.Capt
     module.main(["rlhf", str(MODEL)])
     assert f"sampled {[first, second]}" in capsys.readouterr().out
     assert len({tuple(each) for each in first}) > 1
-    with pytest.raises(RuntimeError, match=r"^TensorLoRARequest .*colocate"):
-        engine.TensorLoRARequest(lora_name="a")
+    with pytest.raises(RuntimeError, match=r"^AsyncLLMEngine .*colocate"):
+        engine.AsyncLLMEngine()
     with pytest.raises(RuntimeError, match="give --vllm_mode colocate"):
         engine.StatelessProcessGroup.create("a", 1, 0, 2)
+
+
+def test_policy_is_pushed_as_an_adapter(swift: Path, tmp_path_factory: pytest.TempPathFactory):
+    write_swift(swift)
+    importlib.import_module(MODULE)
+    engine: Any = importlib.import_module("swift.infer_engine.vllm_engine")
+    policies = [adapter_tensors(MODEL, seed) for seed in (1, 2)]
+    sampled = engine.run_policies(str(MODEL), policies)
+    with LLM(MODEL, dtype="float32", num_blocks=64, enable_lora=True) as llm:
+        prompts = [{"prompt_token_ids": [3, 4, 5 + index]} for index in range(4)]
+        sampling = SamplingParams(max_tokens=5, temperature=0)
+        for seed, found in zip((1, 2), sampled, strict=True):
+            folder = write_adapter(tmp_path_factory.mktemp("policy"), MODEL, seed)
+            request = LoRARequest("a", seed, str(folder))
+            outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=request)
+            assert found == [list(output.outputs[0].token_ids) for output in outputs]
+    assert sampled[0] != sampled[1]
 
 
 def test_other_release_is_rejected_before_anything_is_replaced(swift: Path):

@@ -29,20 +29,29 @@ GENERATION = '''
     class VLLMGeneration:
         """The calls of TRL's colocate mode, in its order."""
 
+        mode, model = "colocate", None
+
         def __init__(self, folder):
+            self.folder = folder
+            self._init_vllm()
+
+        def _init_vllm(self):
             assert is_vllm_available()
             self.llm = LLM(
-                model=folder, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=64, max_num_seqs=8,
+                model=self.folder, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=64, max_num_seqs=8,
                 enable_sleep_mode=True, model_impl="vllm", distributed_executor_backend="external_launcher", seed=0,
                 max_num_batched_tokens=4096, logprobs_mode="processed_logprobs", quantization=None,
                 trust_remote_code=False,
             )
             self.llm.sleep(level=2)
 
-        def sync_weights(self, pairs):
+        def _iter_named_params(self):
+            yield from load_file(self.folder + "/model.safetensors").items()
+
+        def sync_weights(self):
             self.llm.wake_up(tags=["weights"])
             model = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
-            for name, tensor in pairs:
+            for name, tensor in self._iter_named_params():
                 model.load_weights([(name, tensor)])
             self.llm.reset_prefix_cache()
 
@@ -163,16 +172,15 @@ TOOLS = """
 SCRIPT = """
     import sys
 
-    from safetensors.torch import load_file
     from trl.generation import vllm_generation
 
     generation = vllm_generation.VLLMGeneration(sys.argv[1])
     for _ in range(2):
-        generation.sync_weights(load_file(sys.argv[1] + "/model.safetensors").items())
+        generation.sync_weights()
         print([len(tokens) for tokens in generation.generate([[3, 4, 5], [3, 4, 6]])])
     form = vllm_generation.StructuredOutputsParams(regex="[ab]{3}")
     params = vllm_generation.SamplingParams(structured_outputs=form, temperature=1.0)
-    generation.sync_weights(load_file(sys.argv[1] + "/model.safetensors").items())
+    generation.sync_weights()
     generation.llm.wake_up(tags=["kv_cache"])
     print(generation.llm.generate([[3, 4, 5]], params, use_tqdm=False)[0].outputs[0].text)
     generation.llm.close()
@@ -238,7 +246,7 @@ def test_trl_script_runs_with_this_engine(ours: Ours, capfd: pytest.CaptureFixtu
     said = "spmd_worker samples for trl 1.16.0: is_vllm_available, LLM, SamplingParams, StructuredOutputsParams, "
     said += "RequestOutput of trl.generation.vllm_generation are replaced (none: vLLM is not installed)\n"
     assert output.err.startswith(said)
-    with pytest.raises(SystemExit, match=r"^usage: .*integrations.trl SCRIPT.py"):
+    with pytest.raises(SystemExit, match=r"^usage: .*integrations.trl \[--merge-lora\] SCRIPT.py"):
         sys.modules[MODULE].main([])
 
 

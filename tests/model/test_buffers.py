@@ -159,6 +159,7 @@ class Rank:
         executor: Any = SimpleNamespace(
             num_workers=1,
             watch_requests=lambda num_in_flight: None,
+            attach_engine=lambda engine: None,
             get_weight_updates=lambda: [self.update.report(["a", "b"], {"b"})],
             end_weight_update=self.update.end,
         )

@@ -175,6 +175,6 @@ def test_beam_search_rejects_invalid_prompts_and_parameters(llm: LLM):
         llm.beam_search("hello", params)
     with pytest.raises(TypeError, match=r"^params .*SamplingParams: .*BeamSearchParams"):
         llm.beam_search(PROMPTS, SamplingParams())
-    with pytest.raises(ValueError, match="lora_request=x"):
+    with pytest.raises(TypeError, match="lora_request='x' is a str: give LoRARequest"):
         llm.beam_search(PROMPTS, params, lora_request="x")
     assert llm.beam_search([], params) == []

@@ -35,6 +35,10 @@ PRINTED = {
         r"copy x y w = is nearest to copy x y z = \(0\.9\d\d\)\n"
         r"add 500 \+ 401 = is nearest to add 500 \+ 400 = \(0\.9\d\d\)\n"
     ),
+    "adapters.py": (
+        r"base: add 123 \+ 456 =' 579'\none: add 123 \+ 456 ='.*'\ntwo: add 123 \+ 456 ='.*'\n"
+        r"each as alone: \[True, True, True\]\n"
+    ),
     "scores.py": (
         r"sort 42 17 99 = and sort 42 17 98 = 0\.9\d\d\n"
         r"(sort 42 17 99 = and .* 0\.[0-8]\d\d\n){2}"

@@ -33,9 +33,12 @@ def load_model(
     model_config: ModelConfig | None = None,
     dtype: str = "float32",
     quantization: str | None = None,
+    lora_merge: Path | None = None,
 ) -> DecoderForCausalLM:
     """The model of a folder on one rank; another `shape` than the folder's own reads its weights wrongly."""
-    config = RunConfig(model=ModelOptions(path=str(folder), dtype=dtype, quantization=quantization), device="cpu")
+    merged = None if lora_merge is None else str(lora_merge)
+    options = ModelOptions(path=str(folder), dtype=dtype, quantization=quantization, lora_merge=merged)
+    config = RunConfig(model=options, device="cpu")
     resolved = resolve_run(config, "cpu")
     worker = Worker(replace(resolved, model_config=model_config or resolved.model_config), RankEnvironment())
     worker.init_device()

@@ -118,9 +118,17 @@ def without_names(body: JSON) -> JSON:
 class ServedHere:
     """An engine of one rank and its server, in threads of this process. Closed by `close`, or by leaving it."""
 
-    def __init__(self, max_num_seqs: int = 8, num_blocks: int = 256, model: Path = MODEL, **serve: Any) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int = 8,
+        num_blocks: int = 256,
+        model: Path = MODEL,
+        options: Mapping[str, Any] | None = None,
+        **serve: Any,
+    ) -> None:
+        """`options` are further keys of `model`, the other keywords those of `serve`."""
         config = RunConfig(
-            model=ModelOptions(path=str(model), dtype="float32"),
+            model=ModelOptions(path=str(model), dtype="float32", **(options or {})),
             cache=CacheConfig(num_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
             serve=ServeConfig(**serve),

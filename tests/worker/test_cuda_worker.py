@@ -80,7 +80,7 @@ def new_worker(dtype: str = "bfloat16", num_ranks: int = 1) -> Worker:
 
 def test_bfloat16_is_rejected_without_hardware_support(monkeypatch: pytest.MonkeyPatch):
     FakeCuda((7, 5), "T4").install(monkeypatch)
-    with pytest.raises(ConfigError, match="not supported by T4"):
+    with pytest.raises(ConfigError, match=r"dtype=bfloat16 .*capability 8\.0 .*T4 has 7\.5: .*model\.dtype=float16"):
         new_worker().init_device()
     new_worker("float16").init_device()
     FakeCuda((8, 0), "A100").install(monkeypatch)

@@ -7,15 +7,17 @@ import inspect
 import pytest
 from encoder_models import encoder_folder
 from expert_checkpoints import expert_folder
+from lora_folders import CONFIG, lora_tensors
 from pooling_models import pooling_folder
 from ranks import REPOSITORY
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
+from spmd_worker import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.triton import (
+    adapter_kernels,
     attention_kernels,
     expert_kernels,
     matmul,
@@ -29,6 +31,7 @@ from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.worker.backends import triton as triton_backend
 from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.backends.triton import TritonDevice
+from spmd_worker.worker.runner import dummy_steps
 
 pytestmark = pytest.mark.matrix
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -54,7 +57,7 @@ class Counted:
         bound, form, options = self._bind(*arguments, **keywords)
         self._forms.add((self._kernel.__name__, *map(str, form), str(sorted(options.items()))))
         for name, value in OUTPUTS.items():
-            if name in bound:
+            if bound.get(name) is not None:
                 # A descriptor has the tensor.
                 getattr(bound[name], "base", bound[name]).fill_(value)
         if "slots" in bound and "cache" in bound:
@@ -67,6 +70,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
     """Of every launch so far."""
     found: set[tuple] = set()
     for module in (
+        adapter_kernels,
         attention_kernels,
         expert_kernels,
         router_kernels,
@@ -190,3 +194,22 @@ def test_warm_up_covers_experts_without_counting_tokens(
         if is_control:
             compiled.discard("linear")
         assert compiled == ({"place_slots", "gate_up", "expert_linear"} if is_control else set())
+
+
+@pytest.mark.parametrize("is_control", [False, True], ids=["", "control: rows of warm-up have none"])
+def test_warm_up_covers_steps_with_adapters(forms: set[tuple], monkeypatch: pytest.MonkeyPatch, is_control: bool):
+    if is_control:
+        for module in (triton_backend, dummy_steps):
+            monkeypatch.setattr(module, "with_adapter", lambda scheduled, adapter: scheduled)
+    keys = {"enable_lora": True, "max_lora_rank": 16, "num_blocks": 512, "device_backend": "triton"}
+    with LLM(MODEL, device="cpu", dtype="bfloat16", **keys) as llm:
+        before = set(forms)
+        engine, adapter = llm.llm_engine, LoRARequest("a", 1, lora_tensors=lora_tensors(1), peft_config=CONFIG)
+        digest = engine.adapters.digest_of(adapter)
+        for counts in ((1,), (1, 70), (250,) * 5):
+            for count in counts:
+                engine.requests.add((5,) * count, SamplingParams(max_tokens=2), adapter=digest)
+            while engine.has_unfinished_requests():
+                engine.step()
+        compiled = {form[0] for form in forms - before}
+    assert compiled == ({"count_slots", "place_slots", "shrink", "expand"} if is_control else set())

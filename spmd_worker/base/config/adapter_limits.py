@@ -1,6 +1,10 @@
 """Limits of LoRA adapters, as the configuration gives them."""
 
 from dataclasses import dataclass
+from typing import Final
+
+MERGED: Final = "merged into the weights for all rows: answers have other bits than those of rows that name the adapter"
+"""What `model.lora_merge` does, as log, plan and manifest say it."""
 
 
 @dataclass(frozen=True, slots=True)

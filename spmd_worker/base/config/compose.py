@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -63,7 +63,9 @@ def compose_run(
     register_schema()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve()), job_name="launch"):
-            config = to_run_config(compose("config", [*plain, *folders]))
+            # A mapping's names are its own: Hydra adds keys only with a plus.
+            composed = compose("config", [*(f"+{each}" if "={" in each else each for each in plain), *folders])
+            config = to_run_config(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explained(error, plain) from None
     config = _with_paths(config, literal | dict(paths or {}))
@@ -113,6 +115,10 @@ def register_schema() -> None:
         if isinstance(node, DictConfig):
             OmegaConf.set_readonly(node, None)
             node._set_flag("readonly", False)
+    for key in _KEYS.values():
+        if key.default is None and dict[str, str] in get_args(key.hint):
+            # Values are merged into a mapping, and Hydra cannot merge them into null.
+            schema[key.group][key.field] = {}
     store.store(name=SCHEMA_NAME, node=schema)
 
 
@@ -241,8 +247,9 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     found = re.search(r"full_key: (\S+)", text)
     if found is None:
         return ConfigError(" ".join(text.split()))
-    # An entry of a list is a value of the key.
+    # An entry of a list or a mapping is a value of the key.
     key = re.sub(r"\[\d+\]$", "", found[1])
+    key = next((each for each in _KEYS if key.startswith(f"{each}.")), key)
     file = re.search(r"In '([^']+)'", text)
     # The override as typed; for a value in a file only the file's name is known.
     given = next((each for each in reversed(overrides) if each.partition("=")[0] == key), None)

@@ -6,6 +6,7 @@ pages.
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -108,6 +109,9 @@ def check_options(record: Any, group: str = "") -> None:
     for spec in dataclasses.fields(record):
         key, hint = f"{group}.{spec.name}" if group else spec.name, hints[spec.name]
         value = checked_value(key, getattr(record, spec.name), hint)
+        if value == {} and spec.default is None:
+            # A command line composes mappings from an empty one.
+            value = None
         # Frozen, but still under construction.
         object.__setattr__(record, spec.name, value)
         rules = spec.metadata.get(_RECORD)
@@ -184,6 +188,17 @@ def _as_type(value: Any, kind: Any) -> Any:
     return value
 
 
+def _as_text(value: Any) -> str:
+    """A text, or a number, a path, true or false as text. Raises TypeError for anything else."""
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    for kind in (str, bool, int, float):
+        plain = _PLAIN[kind](value)
+        if plain is not None:
+            return command_text(plain)
+    raise TypeError
+
+
 _PLAIN: Final[dict[Any, Any]] = {int: plain_int, float: plain_float, bool: plain_bool, str: plain_text}
 _TYPE_WORDS: Final[dict[Any, str]] = {
     int: "a whole number",
@@ -192,6 +207,6 @@ _TYPE_WORDS: Final[dict[Any, str]] = {
     str: "text",
     list[int]: "a list of whole numbers, such as [10,8]",
     list[str]: "a list of texts, such as [a,b]",
-    dict[str, str]: "names and texts, such as {a: b}",
+    dict[str, str]: "texts by name, such as {a: b}",
     types.NoneType: "null",
 }

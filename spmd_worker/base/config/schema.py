@@ -19,6 +19,19 @@ LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprob
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 _EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
 _DEVICE_BACKENDS: Final = ("auto", "cpu", "torch", "triton")
+_OTHER_LOAD_FORMATS: Final = {
+    **dict.fromkeys(
+        ("safetensors", "hf", "fastsafetensors", "runai_streamer", "instanttensor"),
+        "safetensors are read in large parts, on GPUs by several threads, without another reader: leave it out",
+    ),
+    "tensorizer": "nothing is read from tensorizer's files: save with save_streamed, and leave it out",
+    "runai_streamer_sharded": "set sharded_state, which reads what save_sharded_state wrote",
+    **dict.fromkeys(("pt", "npcache"), "pickles are never read: convert them to safetensors, and leave it out"),
+    "mistral": "consolidated files are not read: download the files in the hub's names, and leave it out",
+    "gguf": "GGUF is not read: use the safetensors that it was converted from",
+    "bitsandbytes": "its weights are not read: dequantise them with transformers and save_pretrained",
+}
+"""Values of vLLM's on a command line, and what to do instead. `LLM` takes those that have one here."""
 _MAX_MEMORY_GIB: Final = 2**20
 _MOST_LORAS: Final = 8
 """Adapters of a step where `max_loras` is not given: each more makes its products smaller."""
@@ -59,9 +72,14 @@ class ModelOptions:
     )
     load_format: str = vllm_option(
         "auto",
-        "`auto` reads safetensors, `dummy` makes deterministic random weights",
-        vllm_values={"safetensors": "auto", "hf": "auto"},
-        choices=("auto", "dummy"),
+        "`auto` reads safetensors, streamed ones in parallel; `sharded_state` reads what `save_sharded_state` wrote, "
+        "`streamed` only what `save_streamed` did, `dummy` makes deterministic random weights",
+        vllm_values={
+            **dict.fromkeys(("safetensors", "hf", "fastsafetensors", "runai_streamer", "instanttensor"), "auto"),
+            "tensorizer": "streamed",
+            "runai_streamer_sharded": "sharded_state",
+        },
+        choices=("auto", "dummy", "sharded_state", "streamed"),
     )
     quantization: str | None = vllm_option(
         None,
@@ -132,6 +150,9 @@ class ModelOptions:
         "and the number of `adapters`",
         least=1,
     )
+    max_prompt_adapters: int = vllm_option(
+        16, "prompt adapters that are loaded; one more evicts the one that was used longest ago", least=1
+    )
     adapters: dict[str, str] | None = option(
         None, "LoRA adapters to load at the start: name and PEFT folder, such as `{sql: /a/sql}`"
     )
@@ -140,12 +161,24 @@ class ModelOptions:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.load_format, str) and self.load_format in _OTHER_LOAD_FORMATS:
+            raise ConfigError(f"model.load_format={self.load_format}: {_OTHER_LOAD_FORMATS[self.load_format]}")
         check_options(self, "model")
         _check_adapters(self)
+        if self.lora_merge is not None and self.load_format == "sharded_state":
+            raise ConfigError(
+                "model.lora_merge is rejected with model.load_format=sharded_state, whose weights are read as they "
+                "were saved: merge the adapter into the original, and save that"
+            )
         if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
             raise ConfigError(
                 f"model.classifier_from_token={self.classifier_from_token} must be two tokens, such as [no,yes]"
             )
+
+    @property
+    def merged_adapter(self) -> str | None:
+        """Folder of the adapter that `lora_merge` merges into the weights."""
+        return None if self.lora_merge is None else (self.adapters or {}).get(self.lora_merge, self.lora_merge)
 
     @property
     def adapter_limits(self) -> AdapterLimits | None:
@@ -304,9 +337,17 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = vllm_option(True, "find full blocks again by what they hold", is_common=True)
     host_tier_gib: float = option(0.0, "GiB per rank to which evicted prefix blocks are offloaded", least=0)
+    connector: str | None = option(
+        None,
+        "where prefix blocks are kept outside the engine: `kv_cache.connectors.files:connect`, "
+        "`kv_cache.connectors.shared_memory:connect`, or a factory of yours, `package.module:factory`",
+    )
+    connector_options: dict[str, str] | None = option(
+        None, "options of the connector, such as `{folder:/data/kv,gib:20}`"
+    )
 
     def __post_init__(self) -> None:
-        """Check each key alone, and that a host tier has prefix blocks to keep."""
+        """Check each key alone, and that a host tier or a connector has prefix blocks to keep."""
         check_options(self, "cache")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"cache.block_size={self.block_size} must be a power of two, such as 16")
@@ -318,6 +359,20 @@ class CacheConfig:
             raise ConfigError(
                 f"cache.host_tier_gib={self.host_tier_gib:g} keeps prefix blocks, and "
                 f"cache.enable_prefix_caching=false makes none: enable it, or leave cache.host_tier_gib at 0"
+            )
+        if self.connector is None:
+            if self.connector_options:
+                raise ConfigError("cache.connector_options are given without cache.connector: name the connector")
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigError(
+                f"cache.connector={self.connector} keeps prefix blocks, and cache.enable_prefix_caching=false makes "
+                f"none: enable it, or leave cache.connector out"
+            )
+        if self.host_tier_gib:
+            raise ConfigError(
+                f"cache.connector={self.connector} and cache.host_tier_gib={self.host_tier_gib:g} both take evicted "
+                f"prefix blocks: leave one of them out"
             )
 
 
@@ -566,6 +621,11 @@ class RunConfig:
             raise ConfigError(
                 f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks "
                 f"report finished transfers with their digests; set executor.digest_every to 1 or more"
+            )
+        if self.cache.connector is not None and not self.executor.digest_every:
+            raise ConfigError(
+                f"cache.connector={self.cache.connector} cannot run with executor.digest_every=0: ranks report "
+                f"finished transfers with their digests; set executor.digest_every to 1 or more"
             )
 
 

@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any
 
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.prompts import Prompt
+from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
+from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, check_options, without_error
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 
 class BeamCalls:
@@ -28,19 +29,20 @@ class BeamCalls:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: Any = None,
+        lora_request: LoRARequests = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Beam search: the `beam_width` best continuations of each prompt, best first.
 
         Each token is a call of `generate` for all beams of all prompts, which share their prefixes in the prefix cache.
-        `concurrency_limit` is accepted for vLLM and has no effect. Raises ValueError for a prompt that cannot be
-        answered, and the errors of `generate`.
+        `lora_request` is as in `generate`. `concurrency_limit` is accepted for vLLM and has no effect. Raises
+        ValueError for a prompt that cannot be answered, and the errors of `generate`.
         """
         with self._engine.calls.inside("beam_search", is_alone=True):
             engine = self._engine
             engine.life.check_open()
+            adapters: list[LoRARequest | None] = []
 
             def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
                 check_options(None, False, use_tqdm)
@@ -48,28 +50,33 @@ class BeamCalls:
                 if not isinstance(params, BeamSearchParams):
                     raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
                 encoded = self._encoder.encode(prompts)
-                check_extras(len(encoded), lora_request, None)
+                set_lora_requests(encoded, lora_request)
+                adapters.extend(each.lora_request for each in encoded)
                 for each in encoded:
                     if each.error is not None:
                         raise ValueError(each.error)
                     if each.cache_salt is not None:
                         raise ValueError("cache_salt is not supported by beam_search: leave it out")
+                    if each.rows is not None:
+                        raise ValueError("prompt_embeds are not supported by beam_search: its beams are token ids")
                     engine.requests.check(each.token_ids, params.step_params)
                 return [each.token_ids for each in encoded], asdict(params)
 
             # In `turns()` each rank has its own beams.
             token_ids, _ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
             eos_token_ids = engine.resolved.model_config.eos_token_ids
-            searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
+            searches = [
+                BeamSearch(each, params, eos_token_ids, adapter)
+                for each, adapter in zip(token_ids, adapters, strict=True)
+            ]
             with contextlib.closing(CallBar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
                 for _ in range(params.max_tokens):
                     wanted = [search.prompts(engine.max_model_len) for search in searches]
                     flat = [prompt for each in wanted for prompt in each]
                     if not flat:
                         break
-                    outputs = iter(
-                        self._runner.run("generate", partial(self._encoder.encode, flat), params.step_params)
-                    )
+                    given = [adapter for adapter, each in zip(adapters, wanted) for _ in each]
+                    outputs = iter(self._runner.run("generate", partial(self._encode, flat, given), params.step_params))
                     for search, beams in zip(searches, wanted):
                         if beams:
                             search.advance([without_error(next(outputs)) for _ in beams])
@@ -80,3 +87,8 @@ class BeamCalls:
                 for beam in itertools.chain.from_iterable(found):
                     beam.text = tokenizer.decode(beam.tokens, params.skip_special_tokens)
             return [BeamSearchOutput(beams) for beams in found]
+
+    def _encode(self, prompts: Sequence[Prompt], adapters: list[LoRARequest | None]) -> list[Encoded]:
+        encoded = self._encoder.encode(prompts)
+        set_lora_requests(encoded, adapters)
+        return encoded

@@ -5,13 +5,14 @@ With `gather` and in `turns()` the prompts of a call, and its outputs, are this 
 """
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, get_args
 
 from spmd_worker.base.config.plain_values import plain_bool
 from spmd_worker.base.errors import PromptsRefusedError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.compat.lora_requests import set_in_output
 from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import Params, PromptEncoder
@@ -81,10 +82,11 @@ class CallRunner:
                 return self._answer_per_rank(call, prepare, on_error)
             given = agree_on_prompts(engine, call, prepare, {"on_error": "raise" if on_error is None else on_error})
             outputs = self._rejected(call, given, on_error)
+            self._load_adapters(given, outputs)
             prompts = _accepted(given, outputs)
             with contextlib.closing(CallBar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
                 outputs |= answer_prompts(engine, replicas, prompts, bar.update)
-            return [outputs[index] for index in range(len(given))]
+            return _in_order(given, outputs)
 
     def _answer_per_rank(
         self, call: str, prepare: Callable[[], _Given], on_error: OnError | None
@@ -97,6 +99,7 @@ class CallRunner:
         def prepare_accepted() -> list[CheckedPrompt]:
             given.extend(prepare())
             outputs.update(self._rejected(call, given, on_error))
+            self._load_adapters(given, outputs, is_per_rank=True)
             accepted.update(_accepted(given, outputs))
             return list(accepted.values())
 
@@ -108,7 +111,42 @@ class CallRunner:
         for (index, prompt), output in zip(accepted.items(), answered, strict=True):
             output.request_id, output.prompt = str(index), prompt.text
             outputs[index] = output
-        return [outputs[index] for index in range(len(given))]
+        return _in_order(given, outputs)
+
+    def _load_adapters(self, given: _Given, rejected: Collection[int], *, is_per_rank: bool = False) -> None:
+        """Set the digest of each prompt's adapter, which is loaded on all ranks if it is not yet. Per-rank prompts are
+        known to this rank alone: ValueError for an adapter that is not loaded.
+        """
+        accepted = [each for index, (each, _) in enumerate(given) if index not in rejected]
+        self._load_prompt_adapters(accepted, is_per_rank=is_per_rank)
+        adapted = [each for each in accepted if each.lora_request]
+        if not adapted:
+            return
+        requests = [each.lora_request for each in adapted]
+        adapters = self._engine.adapters
+        for request in requests if is_per_rank else ():
+            assert request is not None, "filtered above"
+            if request.load_inplace or request.lora_int_id not in adapters.list():
+                raise ValueError(
+                    f"lora_request={request} would be loaded, which all ranks do together, for prompts of this rank "
+                    f"alone: call add_lora before, on every rank, and leave out load_inplace here"
+                )
+        for each, digest in zip(adapted, adapters.digests_of(requests), strict=True):
+            each.adapter = digest
+
+    def _load_prompt_adapters(self, accepted: Sequence[Encoded], *, is_per_rank: bool) -> None:
+        requests = [each.prompt_adapter for each in accepted]
+        if not any(requests):
+            return
+        loaded = self._engine.prompt_adapters.list()
+        for request in requests if is_per_rank else ():
+            if request is not None and request.prompt_adapter_id not in loaded:
+                raise ValueError(
+                    f"prompt_adapter_request={request} would be loaded, which all ranks do together, for prompts of "
+                    f"this rank alone: call add_prompt_adapter before, on every rank"
+                )
+        for each, virtual in zip(accepted, self._engine.prompt_adapters.virtual_tokens(requests), strict=True):
+            each.virtual = virtual
 
     def _rejected(self, call: str, given: _Given, on_error: OnError | None) -> dict[int, RequestOutput]:
         """Error outputs, by index, of invalid prompts. Raises PromptsRefusedError unless `on_error` is "row"."""
@@ -117,8 +155,9 @@ class CallRunner:
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
-                each.token_ids = tuple(self._engine.limits.truncate(each.token_ids, sampling))
-                self._engine.requests.check(each.token_ids, sampling, each.pooling)
+                engine, num_virtual = self._engine, each.num_virtual_tokens
+                each.token_ids = tuple(engine.limits.truncate(each.token_ids, sampling, each.rows, num_virtual))
+                engine.requests.check(each.token_ids, sampling, each.pooling, each.rows, num_virtual)
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
@@ -131,10 +170,21 @@ class CallRunner:
 
 def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedPrompt]:
     return {
-        index: CheckedPrompt(each.token_ids, sampling, each.rope_regime, each.pooling, each.text)
+        index: CheckedPrompt(
+            *(each.token_ids, sampling, each.rope_regime, each.pooling, each.adapter),
+            rows=each.rows,
+            virtual=each.virtual,
+            text=each.text,
+        )
         for index, (each, sampling) in enumerate(given)
         if index not in rejected
     }
+
+
+def _in_order(given: _Given, outputs: dict[int, RequestOutput]) -> list[RequestOutput]:
+    for index, (each, _) in enumerate(given):
+        set_in_output(outputs[index], each.lora_request)
+    return [outputs[index] for index in range(len(given))]
 
 
 def without_error(output: RequestOutput) -> RequestOutput:

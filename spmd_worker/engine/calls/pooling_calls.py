@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from spmd_worker.compat.call_arguments import check_extras
+from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, apply_pooling
 from spmd_worker.engine.calls.call_runner import CallRunner, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
@@ -35,7 +36,7 @@ class _Arguments:
 
     params: GivenParams
     length: int | None
-    lora_request: Any
+    lora_request: LoRARequests
     tokenization_kwargs: Mapping[str, Any] | None
     gather: bool
     use_tqdm: UseTqdm
@@ -55,16 +56,16 @@ class PoolingCalls:
         use_tqdm: UseTqdm = True,
         truncate_prompt_tokens: int | None = None,
         gather: bool = False,
-        lora_request: Any = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed each prompt, in order: float32 vectors, the last hidden states pooled as the model folder's
         `modules.json` or `pooling_type` says. A vector does not depend on the other rows of a batch, chunks, preemption
         or the cache.
 
-        Needs a pooling model, or `runner="pooling"`. `truncate_prompt_tokens` is as in `PoolingParams`; `gather`, ranks
-        and rejected prompts are as in `generate`. Raises ValueError for a run of another task, naming it, and for a
-        non-finite vector.
+        Needs a pooling model, or `runner="pooling"`. `truncate_prompt_tokens` is as in `PoolingParams`; `gather`,
+        `lora_request`, ranks and rejected prompts are as in `generate`. Raises ValueError for a run of another task,
+        naming it, and for a non-finite vector.
         """
         given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, gather, use_tqdm)
         return self._pool("embed", "embed", prompts, given, EmbeddingOutput, EmbeddingRequestOutput)
@@ -78,7 +79,7 @@ class PoolingCalls:
         use_tqdm: UseTqdm = True,
         truncate_prompt_tokens: int | None = None,
         gather: bool = False,
-        lora_request: Any = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool each prompt: a vector or scores, as plain numbers. `pooling_task` is embed, classify, score or reward;
@@ -94,7 +95,7 @@ class PoolingCalls:
         pooling_params: GivenParams = None,
         use_tqdm: UseTqdm = True,
         gather: bool = False,
-        lora_request: Any = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Classify each prompt: the scores of all labels of a `*ForSequenceClassification`, from the last token, after
@@ -110,7 +111,7 @@ class PoolingCalls:
         pooling_params: GivenParams = None,
         use_tqdm: UseTqdm = True,
         gather: bool = False,
-        lora_request: Any = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Score each prompt with a reward model: the raw score of its only label. Otherwise as `classify`."""
@@ -125,13 +126,13 @@ class PoolingCalls:
         pooling_params: PoolingParams | None = None,
         use_tqdm: UseTqdm = True,
         truncate_prompt_tokens: int | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Score each text of `text_2` against its text of `text_1`, or the only one: the similarity of their vectors,
-        or the score that a model with one label gives to the pair. `chat_template` is not supported. Otherwise as
-        `embed`.
+        or the score that a model with one label gives to the pair. `chat_template` is not supported. A list of
+        `lora_request` is for pairs: vectors of two adapters cannot be compared. Otherwise as `embed`.
         """
         given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, False, use_tqdm)
         config = self._engine.limits.pooling
@@ -145,6 +146,8 @@ class PoolingCalls:
                     f"chat_template={repr(chat_template)[:80]} is rejected: the model's tokenizer joins the two "
                     f"texts; render them yourself and leave it out"
                 )
+            if isinstance(lora_request, Sequence) and not are_pairs:
+                raise ValueError("lora_request is a list, but vectors of two adapters cannot be compared: give one")
             firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
             num_firsts = len(firsts)
             if num_firsts not in (1, len(seconds)):
@@ -194,7 +197,8 @@ class PoolingCalls:
                 check_task(task, engine.limits.pooling)
             truncation = given.params if given.length is None else PoolingParams(truncate_prompt_tokens=-1)
             encoded = self._encoder.encode(prompts() if callable(prompts) else prompts, truncation)
-            check_extras(len(encoded), given.lora_request, None, given.tokenization_kwargs)
+            check_extras(len(encoded), None, given.tokenization_kwargs)
+            set_lora_requests(encoded, given.lora_request)
             for each, params in zip(encoded, _listed(given.params, len(encoded)), strict=True):
                 if task is not None and params.task not in (None, task):
                     raise ValueError(f"pooling_params.task={params.task!r} does not match the call: {task}")

@@ -6,6 +6,8 @@ from typing import Any, Final
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages
+from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
+from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, OnError, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
@@ -34,12 +36,13 @@ class PromptCalls:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: Any = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[RequestOutput]:
         """Generate completions; returns one output per prompt, in order. Prompts that cannot be answered (too long for
         the model, ...) raise PromptsRefusedError, a ValueError that names all of them, before anything is computed;
@@ -55,15 +58,25 @@ class PromptCalls:
         rejected prompts are an error of that rank, and no progress bar is shown. In `turns()` every call is such a
         call, and ranks may differ in their number of calls.
 
+        `lora_request` is the adapter of all prompts, or a list with one, or None, for each; those that are not loaded
+        are loaded first (`add_lora`), with its errors. With `gather` and in `turns()` they must be loaded before. So it
+        is with `prompt_adapter_request`, whose virtual tokens come before each prompt: they count in `max_model_len`,
+        and not in the prompt's tokens, log-probabilities and penalties.
+
+        A prompt `{"prompt_embeds": rows}` is a tensor [tokens, width] in place of ids: the rows that transformers takes
+        as `inputs_embeds`. Its output has placeholders as ids; `prompt_logprobs` and `truncate_prompt_tokens` reject
+        it, and penalties count its output alone.
+
         `use_tqdm` may be a function that makes the progress bar, such as `partial(tqdm, leave=False)`, which is called
-        on the first rank; its errors are logged. LoRA adapters are not supported and rows are served first come, first
-        served: a `lora_request`, a non-zero `priority`, `tokenization_kwargs` and `mm_processor_kwargs` raise
-        ValueError.
+        on the first rank; its errors are logged. Rows are served first come, first served: a non-zero `priority`,
+        `tokenization_kwargs` and `mm_processor_kwargs` raise ValueError.
         """
 
         def encode() -> list[Encoded]:
             encoded = self._encoder.encode(prompts, sampling_params)
-            check_extras(len(encoded), lora_request, priority, tokenization_kwargs, mm_processor_kwargs)
+            check_extras(len(encoded), priority, tokenization_kwargs, mm_processor_kwargs)
+            set_lora_requests(encoded, lora_request)
+            set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded
 
         return self._runner.run("generate", encode, sampling_params, on_error, gather, use_tqdm)
@@ -73,7 +86,7 @@ class PromptCalls:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: Any = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -89,6 +102,7 @@ class PromptCalls:
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the chat template, otherwise as `generate`.
 
@@ -116,7 +130,9 @@ class PromptCalls:
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
             encoded = self._encoder.render(messages, options, sampling_params)
-            check_extras(len(encoded), lora_request, priority, tokenization_kwargs, mm_processor_kwargs)
+            check_extras(len(encoded), priority, tokenization_kwargs, mm_processor_kwargs)
+            set_lora_requests(encoded, lora_request)
+            set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded
 
         return self._runner.run("chat", encode, sampling_params, on_error, gather, use_tqdm)
@@ -152,13 +168,14 @@ class PromptCalls:
         *,
         gather: bool = False,
         use_tqdm: UseTqdm = False,
+        lora_request: LoRARequests = None,
     ) -> list[list[float]]:
         """Log-probability of each token of `completions[i]`, token ids, given `prompts[i]` and the preceding tokens.
 
         They are computed by the kernels that sample, with the current weights. For completions of `generate` they are
         bit-identical to its `logprobs` (those of the unprocessed logits, `raw_logprobs`), however rows were batched,
         cut into chunks or preempted in either call (with `logprobs=-1` under tensor parallelism, up to the rounding of
-        a sum). `gather` is as in `generate`.
+        a sum). `gather` and `lora_request` are as in `generate`.
 
         `sampling_params` are those with which the completions were sampled. Only a model with LongRoPE needs them, if
         their `max_tokens` decides on the scaling of positions; they have no other effect.
@@ -187,9 +204,10 @@ class PromptCalls:
                 lengths.append(len(tokens))
                 error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
-                both.cache_salt = encoded.cache_salt
+                both.cache_salt, both.rows = encoded.cache_salt, encoded.rows
                 both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
                 joined.append(both)
+            set_lora_requests(joined, lora_request)
             return joined
 
         outputs = self._runner.run("score_tokens", encode, params, gather=gather, use_tqdm=use_tqdm)

@@ -8,6 +8,7 @@ from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
 from spmd_worker.compat.chat import ChatOptions, answer_form, render, warn_unread_tools
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
+from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -36,9 +37,9 @@ class PromptEncoder:
     def encode_one(self, prompt: Prompt | TextPair, is_truncated: bool) -> Encoded:
         # Encoding many prompts takes a while, and may be interrupted between two of them.
         deliver_signals()
-        return encode_prompt(
-            prompt, self._engine.need_tokenizer, None if is_truncated else self._engine.limits.check_text
-        )
+        limits = self._engine.limits
+        check_text = None if is_truncated else limits.check_text
+        return encode_prompt(prompt, self._engine.need_tokenizer, check_text, row_reading(limits))
 
     def _render(self, messages: Messages, options: ChatOptions, is_truncated: bool) -> Encoded:
         deliver_signals()

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from spmd_worker.base.liveness.deferred_signals import host_signals
+from spmd_worker.compat.prompt_adapter_requests import check_prompt_adapter
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.events import ResetPrefixCache
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.sleep_tags import check_mode, checked_level, checked_tags
 
 _Arguments = ParamSpec("_Arguments")
@@ -124,6 +126,47 @@ class WorkerCalls:
     def list_loras(self) -> set[int]:
         """Ids of the loaded adapters, the same on every rank."""
         return self._engine.adapters.list()
+
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        """Load a prompt adapter on every rank, or on none; returns True. Every rank calls this with the same name and
+        id, and with its own folder of the same content. Requests of `llm_engine.add_request` continue meanwhile.
+
+        The folder is PEFT's, of PROMPT_TUNING, P_TUNING or PREFIX_TUNING. An id that is loaded with the same name and
+        content is kept. If `max_prompt_adapters` are loaded, the one that was used longest ago gives way: never a
+        pinned one, nor one of unanswered requests. Raises TypeError for anything but a PromptAdapterRequest;
+        AdapterError, a ValueError, on every rank, for an adapter that a rank cannot load, naming rank, file and reason,
+        and for an id that has another adapter. Nothing is changed then.
+        """
+
+        def prepare() -> tuple[str, int, int]:
+            check_prompt_adapter(prompt_adapter_request)
+            if prompt_adapter_request is None:
+                raise TypeError("prompt_adapter_request is None: give a PromptAdapterRequest")
+            number, count = prompt_adapter_request.adapter_id, prompt_adapter_request.prompt_adapter_num_virtual_tokens
+            return prompt_adapter_request.name, number, count
+
+        with self._engine.calls.inside("add_prompt_adapter"):
+            self._agree("add_prompt_adapter", prepare)
+            return self._engine.prompt_adapters.add(prompt_adapter_request)
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Remove a prompt adapter from every rank; returns whether it was loaded. Every rank calls this. Raises
+        AdapterError while requests with it are unanswered, with their number.
+        """
+        with self._engine.calls.inside("remove_prompt_adapter"):
+            number = self._agree("remove_prompt_adapter", lambda: prompt_adapter_id)
+            return self._engine.prompt_adapters.remove(number)
+
+    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Keep a prompt adapter from being evicted; returns True. Every rank calls this. Raises AdapterError unless it
+        is loaded.
+        """
+        with self._engine.calls.inside("pin_prompt_adapter"):
+            return self._engine.prompt_adapters.pin(self._agree("pin_prompt_adapter", lambda: prompt_adapter_id))
+
+    def list_prompt_adapters(self) -> set[int]:
+        """Ids of the loaded prompt adapters, the same on every rank."""
+        return self._engine.prompt_adapters.list()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory until `wake_up`, on every rank or on none; every rank calls this, without unanswered requests.

@@ -177,5 +177,17 @@ def _digests(prompts: Sequence[tuple[Encoded, SamplingParams]]) -> list[str]:
 
 
 def _compared_fields(prompt: Encoded) -> dict[str, Any]:
-    ids = {"prompt_token_ids": list(prompt.token_ids)}
-    return ids if prompt.pooling is None else {**ids, "pooling": asdict(prompt.pooling)}
+    fields: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+    if prompt.rows is not None:
+        fields["prompt_embeds"] = blake2b(prompt.rows.content, digest_size=8).hexdigest()
+    if prompt.pooling is not None:
+        fields["pooling"] = asdict(prompt.pooling)
+    if prompt.lora_request is not None:
+        # The ranks' folders may differ: contents are compared when the adapter is loaded.
+        request = prompt.lora_request
+        fields["lora_request"] = {"lora_name": request.lora_name, "lora_int_id": request.lora_int_id}
+    if prompt.prompt_adapter is not None:
+        wanted = prompt.prompt_adapter
+        name, number, count = wanted.name, wanted.prompt_adapter_id, wanted.prompt_adapter_num_virtual_tokens
+        fields["prompt_adapter_request"] = {"name": name, "id": number, "num_virtual_tokens": count}
+    return fields

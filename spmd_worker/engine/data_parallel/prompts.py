@@ -14,8 +14,10 @@ from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
+from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -27,12 +29,17 @@ OnAnswered = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """A prompt that passed `Requests.check`. Its output repeats `text`, on the rank that has it."""
+    """A prompt that passed `Requests.check`. The first of its ids are placeholders of `rows`. Its output repeats
+    `text`, on the rank that has it.
+    """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     rope_regime: int | None = None
     pooling: PoolingParams | None = None
+    adapter: int = 0
+    rows: PromptRows | None = None
+    virtual: VirtualTokens | None = None
     text: str | None = field(default=None, metadata=NOT_SENT)
 
     @property
@@ -191,6 +198,9 @@ class _Run:
             call=self._call,
             rope_regime=prompt.rope_regime,
             pooling=prompt.pooling,
+            adapter=prompt.adapter,
+            rows=prompt.rows,
+            virtual=prompt.virtual,
         )
         self._open[number] = (index, prompt)
 

@@ -42,6 +42,7 @@ from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import OutputFile, VectorColumn
 from spmd_worker.frontends.batch.progress import Progress, format_summary
 from spmd_worker.frontends.batch.row_runner import RowRunner
+from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
     PROVENANCE_NAME,
@@ -179,7 +180,8 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes, is_own)
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
-    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
+    adapters = adapter_digests(config.model)
+    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths, adapters=adapters)
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
     is_resumed = check_manifest(run_dir, manifest, config.job.resume)
@@ -225,6 +227,7 @@ def _run(
                     watchdog.before_exit = run.before_exit
                 arithmetic = engine.executor.reports()[0].arithmetic
                 set_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic)
+                _check_adapters(engine, run.manifest)
                 run.lock.note("answers rows")
                 _lead(engine, replicas, config, run, started_s, loaded_s)
     except BaseException as error:  # reported to the other ranks, before anything is shut down, and re-raised
@@ -235,6 +238,13 @@ def _run(
         raise
     finally:
         engine.shutdown()
+
+
+def _check_adapters(engine: Engine, manifest: dict[str, Any]) -> None:
+    """Raise ConfigError for an adapter whose files changed before it was loaded: the manifest describes the others."""
+    for name, folder in (engine.config.model.adapters or {}).items():
+        if manifest["answers"][f"model.adapters.{name}"] != hex_digest(engine.adapters.digest_of_name(name)):
+            raise ConfigError(f"model.adapters.{name}={folder} changed while the job started: start it again")
 
 
 def _follow(engine: Engine, replicas: Replicas | None) -> None:
@@ -251,7 +261,8 @@ def _lead(
 ) -> None:
     job, run_dir = config.job, run.journal.folder
     num_rows, model_name = run.manifest["num_rows"], run.manifest["model_name"]
-    rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal)
+    adapters = config.model.adapters or {}
+    rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal, adapters)
     rows.may_read = run.check.may_read
     prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
     progress = Progress(num_rows, rows_before=run.journal.num_rows)
@@ -289,6 +300,7 @@ def _lead(
         "load_s": loaded_s - started_s,
         "generate_s": generated_s - loaded_s,
         "wall_s": time.perf_counter() - started_s,
+        "adapters": rows.num_rows_by_adapter,
     }
     write_json(run_dir / METRICS_NAME, metrics)
     write_provenance(run_dir, run.manifest, {"path": job.output or "", **digests}, chain_heads(reports))

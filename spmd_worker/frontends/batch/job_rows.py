@@ -31,13 +31,20 @@ class InputRow(NamedTuple):
 
 class JobInput:
     """Reads rows one by one, up to `job.max_rows`, and remembers every custom id. Rows in `journal` are skipped; `keys`
-    are of the returned rows that are not done.
+    are of the returned rows that are not done. `adapters` are the names that are counted in `num_rows_by_adapter`.
     """
 
     def __init__(
-        self, reader: RowReader, job: JobConfig, limits: RowLimits, defaults: SamplingParams, journal: RowJournal
+        self,
+        reader: RowReader,
+        job: JobConfig,
+        limits: RowLimits,
+        defaults: SamplingParams,
+        journal: RowJournal,
+        adapters: Iterable[str] = (),
     ) -> None:
         self.num_rows = 0
+        self.num_rows_by_adapter = dict.fromkeys(adapters, 0)
         self.has_ended = False
         self.may_read: Callable[[], bool] = lambda: True
         """Whether rows may be read; it may become true later."""
@@ -77,6 +84,9 @@ class JobInput:
                 return None
             self.num_rows += 1
             row = self._custom_ids.check(parse_row(index, line, self._defaults, self._limits))
+            name = None if isinstance(row, RowError) else row.adapter or row.model
+            if name in self.num_rows_by_adapter:
+                self.num_rows_by_adapter[name] += 1
             key = row_key(line)
             if not self._journal.has(index):
                 self.keys[index] = key

@@ -131,6 +131,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("time to generate", _duration(metrics, "generate_s")),
         ("total time", _duration(metrics, "wall_s")),
         ("peak memory", _memory(metrics)),
+        ("rows by adapter", _adapters(metrics)),
         ("replicas", _replicas(metrics)),
         ("steps", _count(metrics, "steps")),
         ("lockstep", _lockstep(metrics)),
@@ -140,6 +141,11 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("preemptions", _preemptions(metrics)),
         ("host tier", _tier(metrics)),
     ]
+
+
+def _adapters(metrics: Mapping[str, Any]) -> str | None:
+    counts = metrics.get("adapters") or {}
+    return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or None
 
 
 def _replicas(metrics: Mapping[str, Any]) -> str | None:

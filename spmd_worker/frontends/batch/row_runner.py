@@ -2,6 +2,7 @@
 
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
+from spmd_worker.frontends.openai.engine_models import engine_models
 from spmd_worker.frontends.openai.pooled_rows import PooledRows
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
 from spmd_worker.frontends.openai.row_parser import resolve
@@ -14,10 +15,10 @@ class RowRunner:
     """Rows in an engine, on rank 0 of its replica. Answers to rows that name no model name `model_name`."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
+        self._engine, self._models = engine, engine_models(engine, model_name)
         self._chat_format = model_chat_format(engine.config.model, engine.tokenizer)
         self._rows: dict[RequestId, EncodedRow] = {}
-        self._pooled = PooledRows(engine, model_name)
+        self._pooled = PooledRows(engine, self._models)
 
     @property
     def num_rows(self) -> int:
@@ -45,7 +46,8 @@ class RowRunner:
         if row.pooling is not None:
             return self._pooled.admit(row)
         engine = self._engine
-        encoded = resolve(row, engine.tokenizer, engine.limits, engine.config.limits, self._chat_format)
+        limits = engine.config.limits
+        encoded = resolve(row, engine.tokenizer, engine.limits, limits, self._chat_format, self._models)
         if isinstance(encoded, RowError):
             return error_result(encoded)
         request_id = engine.requests.admit(
@@ -54,6 +56,8 @@ class RowRunner:
             prompt=encoded.prompt,
             custom_id=encoded.custom_id,
             index=row.index,
+            adapter=encoded.adapter_id,
+            rows=encoded.rows,
         )
         self._rows[request_id] = encoded
         return None
@@ -69,7 +73,7 @@ class RowRunner:
         row = self._rows.pop(request_id)
         return RowAnswer(
             row.index,
-            format_result(row, output, self._model_name),
+            format_result(row, output, self._models.base),
             error_code_of(output) if output.error is not None else None,
             num_prompt_tokens=len(output.prompt_token_ids),
             num_cached_tokens=output.num_cached_tokens,

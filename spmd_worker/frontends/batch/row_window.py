@@ -9,7 +9,7 @@ from typing import Final
 
 from spmd_worker.engine.data_parallel.round import share_of
 from spmd_worker.frontends.batch.job_rows import JobInput
-from spmd_worker.frontends.openai.row import ChatPrompt, Prompt, Row, RowError, TextPrompt
+from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, Prompt, Row, RowError, TextPrompt
 
 _MAX_ROWS: Final = 4096
 _MAX_BYTES: Final = 64 << 20
@@ -82,4 +82,5 @@ def _prompt_length(prompt: Prompt) -> int:
         return len(prompt.text) // _CHARACTERS_PER_TOKEN
     if isinstance(prompt, ChatPrompt):
         return sum(len(str(message.get("content"))) for message in prompt.messages) // _CHARACTERS_PER_TOKEN
-    return len(prompt.token_ids)
+    # The number of rows is not known before they are read.
+    return 0 if isinstance(prompt, EmbedsPrompt) else len(prompt.token_ids)

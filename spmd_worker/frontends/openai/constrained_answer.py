@@ -6,7 +6,7 @@ from spmd_worker.chat.answer_grammar import AnswerGrammar, json_grammar
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_format import ChatFormat, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ChatRequest
-from spmd_worker.engine.validation import RequestError
+from spmd_worker.engine.request_error import RequestError
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import Row
 from spmd_worker.replica.sequence.sampling_params import SamplingParams

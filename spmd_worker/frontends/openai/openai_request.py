@@ -10,6 +10,7 @@ from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
     chat_prompt,
     check_keys,
+    embeds_prompt,
     model_name,
     sampling_from,
     text_prompt,
@@ -76,7 +77,7 @@ _COMMON_KEYS: Final = (
     *(*SAMPLING_KEYS, "max_completion_tokens", "response_format", "return_token_ids", "echo"),
     *(*IGNORED_KEYS, *_UNSUPPORTED),
 )
-_COMPLETION_KEYS: Final = ("prompt", *_COMMON_KEYS)
+_COMPLETION_KEYS: Final = ("prompt", "prompt_embeds", *_COMMON_KEYS)
 _CHAT_KEYS: Final = ("messages", "top_logprobs", "chat_template_kwargs", *_COMMON_KEYS)
 BODY_KEYS: Final = (*_COMPLETION_KEYS, *_CHAT_KEYS)
 
@@ -94,6 +95,8 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     body = fields["body"]
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body={shown(body)} must be an object")
+    if body.get("adapter") is not None:
+        raise InvalidRequestError("adapter is a key of a plain row: a body names its adapter in model", "unknown_key")
     url = fields["url"]
     if url == COMPLETIONS_URL:
         return _completion_row(index, custom_id, body, defaults)
@@ -106,9 +109,12 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
     _check_body(body, _COMPLETION_KEYS, _UNSUPPORTED)
-    if body.get("prompt") is None:
+    if body.get("prompt") is None and body.get("prompt_embeds") is None:
         raise InvalidRequestError("the body has no prompt", "missing_prompt")
-    prompt = _completion_prompt(body["prompt"])
+    if body.get("prompt") is not None and body.get("prompt_embeds") is not None:
+        raise InvalidRequestError("the body has prompt and prompt_embeds: give one of them", "conflicting_prompts")
+    is_embeds = body.get("prompt") is None
+    prompt = embeds_prompt("prompt_embeds", body["prompt_embeds"]) if is_embeds else _completion_prompt(body["prompt"])
     given, echo = _sampling_values(body), optional_flag(body, "echo")
     is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
     if is_alone:

@@ -35,6 +35,7 @@ DONE: Final = b"data: [DONE]\n\n"
 _STATUSES: Final = {
     "unsupported_url": 404,
     "not_found": 404,
+    "model_not_found": 404,
     "method_not_allowed": 405,
     "invalid_api_key": 401,
     "body_too_slow": 408,

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
-from spmd_worker.engine.validation import RequestError, RequestLimits
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import Prompt, Row, TextPrompt
 from spmd_worker.frontends.openai.row_parser import encode
+from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError
@@ -17,13 +19,16 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
-    """A row that can run: ids and parameters of its texts, or pairs; `measure` compares vectors for a score."""
+    """A row that can run: ids and parameters of its texts, or pairs; `measure` compares vectors for a score, and
+    `adapter_id` is the number of the row's adapter.
+    """
 
     row: Row
     params: PoolingParams
     texts: tuple[tuple[tuple[int, ...], PoolingParams], ...]
     are_pairs: bool
     measure: str = "cosine"
+    adapter_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,17 @@ class PooledOutput:
 
 
 @invalid_request(errors=RequestError)
-def encode_pooled(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits) -> EncodedPooledRow:
+def encode_pooled(
+    row: Row,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    limits: RowLimits,
+    models: ServedModels = ANY_MODEL,
+) -> EncodedPooledRow:
     """Encode a row's texts as ids within the limits of `engine`. Raises InvalidRequestError."""
     inputs = row.pooling
     assert inputs is not None, "a pooling row"
+    adapter_id = models.adapter_of(row)
     engine.check_runner(inputs.params)
     config = engine.pooling
     assert config is not None, "checked by check_runner"
@@ -75,7 +87,7 @@ def encode_pooled(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, 
             raise InvalidRequestError(message, "prompt_too_long")
         assert encoded.pooling is not None, "resolved by apply_pooling"
         texts.append((encoded.token_ids, encoded.pooling))
-    return EncodedPooledRow(row, params, tuple(texts), are_pairs, config.similarity)
+    return EncodedPooledRow(row, params, tuple(texts), are_pairs, config.similarity, adapter_id)
 
 
 def _truncated(

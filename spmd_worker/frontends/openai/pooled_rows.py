@@ -16,6 +16,7 @@ from spmd_worker.frontends.openai.row_writer import (
     json_line,
     response_line,
 )
+from spmd_worker.frontends.openai.served_models import ServedModels
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId
@@ -27,7 +28,10 @@ def admit_pooled(engine: Engine, encoded: EncodedPooledRow) -> list[RequestId]:
     config = engine.limits.pooling
     assert config is not None, "checked by encode_pooled"
     sampling, index = pooled_sampling(encoded.params, config), encoded.row.index
-    return [engine.requests.admit(ids, sampling, index=index, pooling=params) for ids, params in encoded.texts]
+    return [
+        engine.requests.admit(ids, sampling, index=index, pooling=params, adapter=encoded.adapter_id)
+        for ids, params in encoded.texts
+    ]
 
 
 @dataclass(slots=True)
@@ -42,8 +46,8 @@ class _PooledRow:
 class PooledRows:
     """Pooling part of `RowRunner`."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
+    def __init__(self, engine: Engine, models: ServedModels) -> None:
+        self._engine, self._models = engine, models
         self._rows: dict[RequestId, _PooledRow] = {}
         self.num_rows = 0
 
@@ -59,7 +63,7 @@ class PooledRows:
         """Queue a row's texts for the next step; returns the answer of one that cannot run."""
         engine = self._engine
         try:
-            encoded = encode_pooled(row, engine.tokenizer, engine.limits, engine.config.limits)
+            encoded = encode_pooled(row, engine.tokenizer, engine.limits, engine.config.limits, self._models)
         except InvalidRequestError as error:
             return error_result(row_error(row, error.code, str(error)))
         ids = admit_pooled(engine, encoded)
@@ -92,4 +96,4 @@ class PooledRows:
     def _line(self, encoded: EncodedPooledRow, outputs: Sequence[RequestOutput], format_vector: FormatVector) -> bytes:
         if encoded.row.kind == "pooled":
             return json_line(pooled_record(encoded.row, outputs[0], format_vector))
-        return response_line(encoded.row, pooling_body(encoded, outputs, self._model_name, format_vector))
+        return response_line(encoded.row, pooling_body(encoded, outputs, self._models.base, format_vector))

@@ -28,6 +28,7 @@ def pooled_record(row: Row, output: RequestOutput, format_vector: FormatVector =
     return {
         "custom_id": row.custom_id,
         "index": row.index,
+        **({} if row.adapter is None else {"adapter": row.adapter}),
         key: format_vector(output.vector),
         "usage": {"prompt_tokens": len(output.prompt_token_ids)},
         "error": None,

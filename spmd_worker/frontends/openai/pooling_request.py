@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.frontends.openai.prompt_values import (
+    adapter_name,
     check_keys,
     invalid_request,
     model_name,
@@ -24,7 +25,7 @@ _IGNORED_KEYS: Final = ("model", "user", "metadata")
 _EMBEDDING_KEYS: Final = ("input", "encoding_format", *_PARAM_KEYS, *_IGNORED_KEYS)
 _SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_IGNORED_KEYS)
 _RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_IGNORED_KEYS)
-PLAIN_KEYS: Final = (*PLAIN_TASKS, "custom_id", *_PARAM_KEYS)
+PLAIN_KEYS: Final = (*PLAIN_TASKS, "custom_id", "adapter", *_PARAM_KEYS)
 
 MAX_INPUTS: Final = 2048
 """Most texts of one row; OpenAI's limit for `input`."""
@@ -47,7 +48,8 @@ def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, An
     if others:
         raise InvalidRequestError(f"the row has {task} and {others[0]}: give one of them", "conflicting_prompts")
     prompt = _one(task, fields[task])
-    return Row(index, custom_id, "pooled", prompt, defaults, pooling=PoolingInputs((prompt,), _params(fields, task)))
+    inputs = PoolingInputs((prompt,), _params(fields, task))
+    return Row(index, custom_id, "pooled", prompt, defaults, pooling=inputs, adapter=adapter_name(fields))
 
 
 def _embedding(body: Mapping[str, Any]) -> PoolingInputs:

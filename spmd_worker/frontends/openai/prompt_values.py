@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
-from spmd_worker.engine.validation import RequestError
-from spmd_worker.frontends.openai.row import ChatPrompt, TextPrompt, TokensPrompt
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
 
@@ -66,6 +66,14 @@ def tokens_prompt(name: str, value: Any) -> TokensPrompt:
     return TokensPrompt(tuple(value))
 
 
+def embeds_prompt(name: str, value: Any) -> EmbedsPrompt:
+    """Embeddings, which are read later."""
+    if not isinstance(value, str | dict):
+        message = f"{name}={shown(value)} must be base64 text of a safetensors file, or an object with path"
+        raise InvalidRequestError(message)
+    return EmbedsPrompt(value)
+
+
 def chat_prompt(value: Any, template_kwargs: Any) -> ChatPrompt:
     """A conversation of at least one message. Raises InvalidRequestError naming the invalid message and key."""
     if not isinstance(value, list):
@@ -83,6 +91,14 @@ def model_name(body: Mapping[str, Any]) -> str | None:
     if model is not None and not isinstance(model, str):
         raise InvalidRequestError(f"model={shown(model)} must be a string")
     return model
+
+
+def adapter_name(fields: Mapping[str, Any]) -> str | None:
+    """The adapter that a plain row names. Raises InvalidRequestError."""
+    adapter = fields.get("adapter")
+    if adapter is not None and not isinstance(adapter, str):
+        raise InvalidRequestError(f"adapter={shown(adapter)} must be a string, a name of model.adapters")
+    return adapter
 
 
 def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
+from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.token_texts import TokenText
@@ -47,7 +48,14 @@ class ChatPrompt:
     add_generation_prompt: bool = True
 
 
-Prompt = TextPrompt | TokensPrompt | ChatPrompt
+@dataclass(frozen=True, slots=True)
+class EmbedsPrompt:
+    """Rows of input embeddings, as in the row (`EmbedsReader.of_value`): they are read when the row is encoded."""
+
+    value: str | Mapping[str, Any]
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ EchoKind = Literal["both", "prompt"]
 class Row:
     """One well-formed input row. `index` counts input rows from 0; `model` is the name in an OpenAI body, `request` the
     constraints on its answer. With `pooling` nothing is generated: `prompt` is the first of its prompts, and `sampling`
-    is unused. `returns_token_ids`: the answer has the ids of its prompt and texts.
+    is unused. `returns_token_ids`: the answer has the ids of its prompt and texts. `adapter` is named in a plain row.
     """
 
     index: int
@@ -84,6 +92,7 @@ class Row:
     request: ChatRequest | None = None
     echo: EchoKind | None = None
     returns_token_ids: bool = False
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +110,8 @@ class EncodedRow:
     number.
 
     `prompt` is the text that was encoded (a chat after its template), None for token ids. `reader` parses tool calls
-    and reasoning in the answers of a chat; None if they are only content.
+    and reasoning in the answers of a chat; None if they are only content. `adapter_id` is the number of the adapter
+    (`ServedModels`), `adapter` its name in a plain row. The ids are placeholders of `rows` of embeddings, if there are.
     """
 
     index: int
@@ -114,6 +124,9 @@ class EncodedRow:
     reader: AnswerReader | None = None
     echo: Echo | None = None
     returns_token_ids: bool = False
+    adapter_id: int = 0
+    adapter: str | None = None
+    rows: PromptRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +137,9 @@ class RowError:
     unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
-    grammar_refused, extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, for a row
-    that ran and could not be completed.
+    grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
+    embeddings_outside; and non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be
+    completed.
     """
 
     index: int

@@ -10,14 +10,17 @@ from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat, check_takes_tools
-from spmd_worker.engine.validation import RequestError, RequestLimits
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.constrained_answer import answer_reader, constrained_sampling, error_message
 from spmd_worker.frontends.openai.openai_request import BODY_KEYS, OPENAI_ROW_KEYS, parse_openai
 from spmd_worker.frontends.openai.pooling_request import PLAIN_KEYS as POOLING_KEYS
 from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
+    adapter_name,
     chat_prompt,
     check_keys,
+    embeds_prompt,
     invalid_request,
     sampling_from,
     text_prompt,
@@ -26,6 +29,7 @@ from spmd_worker.frontends.openai.prompt_values import (
 from spmd_worker.frontends.openai.row import (
     ChatPrompt,
     Echo,
+    EmbedsPrompt,
     EncodedRow,
     ErrorShape,
     Prompt,
@@ -34,6 +38,8 @@ from spmd_worker.frontends.openai.row import (
     TokensPrompt,
     row_error,
 )
+from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.incremental_decoder import num_unfinished
@@ -41,8 +47,8 @@ from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
-_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
-_PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds", "messages")
+_PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "adapter", "chat_template_kwargs", *SAMPLING_KEYS)
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
 
 
@@ -119,7 +125,7 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     check_keys(fields, _PLAIN_KEYS)
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
-    return Row(index, custom_id, "plain", prompt, sampling)
+    return Row(index, custom_id, "plain", prompt, sampling, adapter=adapter_name(fields))
 
 
 def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
@@ -138,6 +144,8 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
         return text_prompt("prompt", value)
     if given[0] == "prompt_token_ids":
         return tokens_prompt("prompt_token_ids", value)
+    if given[0] == "prompt_embeds":
+        return embeds_prompt("prompt_embeds", value)
     return chat_prompt(value, template_kwargs)
 
 
@@ -147,17 +155,23 @@ def resolve(
     engine: RequestLimits,
     limits: RowLimits = _DEFAULT_LIMITS,
     chat_format: ChatFormat = _NO_FORMAT,
+    models: ServedModels = ANY_MODEL,
 ) -> EncodedRow | RowError:
     """`encode_row`, with an error row for a row that cannot run."""
     try:
-        return encode_row(row, tokenizer, engine, limits, chat_format)
+        return encode_row(row, tokenizer, engine, limits, chat_format, models)
     except InvalidRequestError as error:
         return row_error(row, error.code, str(error))
 
 
 @invalid_request(errors=RequestError)
 def encode_row(
-    row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits, chat_format: ChatFormat
+    row: Row,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    limits: RowLimits,
+    chat_format: ChatFormat,
+    models: ServedModels = ANY_MODEL,
 ) -> EncodedRow:
     """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`. Raises
     InvalidRequestError.
@@ -165,6 +179,7 @@ def encode_row(
     `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
     at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning.
     """
+    adapter_id = models.adapter_of(row)
     engine.check_runner(None)
     if row.request is not None:
         check_takes_tools(row.request, chat_format)
@@ -175,11 +190,16 @@ def encode_row(
             most = None if is_cut else limits.max_prompt_tokens
             engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
 
-    text, token_ids = encode(row.prompt, tokenizer, check_text)
-    token_ids = tuple(engine.truncate(token_ids, row.sampling))
+    rows = None
+    if isinstance(row.prompt, EmbedsPrompt):
+        rows = _read_rows(row, row.prompt, engine)
+        text, token_ids = None, (PLACEHOLDER,) * rows.num_rows
+    else:
+        text, token_ids = encode(row.prompt, tokenizer, check_text)
+    token_ids = tuple(engine.truncate(token_ids, row.sampling, rows))
     sampling = constrained_sampling(row, text, tokenizer, chat_format)
     try:
-        engine.check(token_ids, sampling)
+        engine.check(token_ids, sampling, rows=rows)
     except RequestError as error:
         raise InvalidRequestError(error_message(row, error), error.code) from None
     echo = _echo(row, text, token_ids, tokenizer)
@@ -205,7 +225,17 @@ def encode_row(
         *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),
         echo=echo,
         returns_token_ids=row.returns_token_ids,
+        adapter_id=adapter_id,
+        adapter=row.adapter,
+        rows=rows,
     )
+
+
+def _read_rows(row: Row, prompt: EmbedsPrompt, engine: RequestLimits) -> PromptRows:
+    if row.echo is not None:
+        raise InvalidRequestError("echo repeats a prompt's text, and prompt_embeds have none: leave it out")
+    assert engine.rows is not None, "an engine's limits have a reader"
+    return engine.rows.of_value(prompt.value)
 
 
 def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> Echo | None:
@@ -236,6 +266,7 @@ def encode(
     """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
+    assert not isinstance(prompt, EmbedsPrompt), "read by encode_row"
     if tokenizer is None:
         raise InvalidRequestError("the model folder has no tokenizer.json: give prompt_token_ids", "tokenizer_missing")
     text = _render(prompt, tokenizer) if isinstance(prompt, ChatPrompt) else prompt.text

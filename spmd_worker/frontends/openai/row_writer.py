@@ -61,6 +61,7 @@ def _plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
     result: JsonObject = {
         "custom_id": row.custom_id,
         "index": row.index,
+        **({} if row.adapter is None else {"adapter": row.adapter}),
         "outputs": outputs,
         "usage": usage(output),
         "error": None,

@@ -58,9 +58,11 @@ class RowHistory:
 
     def write_request(self) -> None:
         request, sampling = self._request, self._request.sampling
-        prompt = shorten(request.prompt_token_ids)
-        self._write(f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens {prompt}")
-        self._write(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}")
+        prompt, num_virtual = shorten(request.own_token_ids), request.num_virtual_tokens
+        virtual = f", after {num_virtual} of a prompt adapter" if num_virtual else ""
+        self._write(f"request {request.request_id}: {len(request.own_token_ids)} prompt tokens {prompt}{virtual}")
+        adapter = f" adapter={request.adapter:016x}" if request.adapter else ""
+        self._write(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}{adapter}")
 
     def write_step(self, step: ReplayedStep, scheduler: Scheduler) -> None:
         """Write the step's effect on the request; `scheduler` is in its state after the step."""
@@ -169,9 +171,10 @@ class RowHistory:
                 text = f"weight version {event.version} after this step"
             elif isinstance(event, FinishTransfers):
                 for sample_index, state in self._states.items():
-                    if state.transfer in event.numbers:
-                        finished = f"transfer {state.transfer} has finished after this step"
-                        self._write_event(step.plan.step, sample_index, finished)
+                    number = state.transfer
+                    if number in event.numbers or -number in event.numbers:
+                        end = "failed: its blocks are computed" if -number in event.numbers else "finished"
+                        self._write_event(step.plan.step, sample_index, f"transfer {number} has {end} after this step")
             if text:
                 self._write_event(step.plan.step, None, text)
 

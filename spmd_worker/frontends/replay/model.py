@@ -18,25 +18,34 @@ from spmd_worker.base.errors import AdapterError, ReplayError
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.frontends.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.frontends.replay.step_log import StepLogHeader
+from spmd_worker.model.adapters.prompt_adapter import read_prompt_adapter
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA
 from spmd_worker.replica.sequence.events import (
     AddAdapter,
+    AddPromptAdapter,
     Admit,
     CommitWeights,
     EndWorkerEvent,
     RemoveAdapter,
+    RemovePromptAdapter,
     SetWeightVersion,
     WorkerEvent,
 )
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import (
+    ADD_PROMPT_ADAPTER,
+    REMOVE_PROMPT_ADAPTER,
+    PromptAdapterRequest,
+)
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import resolve_run
 
-_KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP, ADD_LORA, REMOVE_LORA})
+_ADAPTER_EVENTS: Final = (ADD_LORA, REMOVE_LORA, ADD_PROMPT_ADAPTER, REMOVE_PROMPT_ADAPTER)
+_KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP, *_ADAPTER_EVENTS})
 """Worker events that keep the weights, or are followed by a `CommitWeights`, or by an event of adapters."""
 
 
@@ -75,6 +84,11 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     f"step {step.plan.step} computes with {change}, which the log does not have: the steps before were "
                     f"recomputed"
                 )
+            if step.plan.block_ops.fetch:
+                raise ReplayError(
+                    f"step {step.plan.step} loads blocks by cache.connector, which the log does not have: the steps "
+                    f"before were recomputed"
+                )
             # Events take effect after the step.
             for event in step.events:
                 if isinstance(event, WorkerEvent):
@@ -85,6 +99,12 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     change = _add_adapter(executor, event) or change
                 elif isinstance(event, RemoveAdapter):
                     executor.remove_lora(event.int_id)
+                elif isinstance(event, AddPromptAdapter):
+                    change = _add_prompt_adapter(executor, event) or change
+                elif isinstance(event, RemovePromptAdapter):
+                    executor.remove_prompt_adapter(event.int_id)
+                elif isinstance(event, Admit) and len(event.request.rows) > (event.request.num_virtual_tokens > 0):
+                    change = f"the embeddings of request {event.request.request_id} (prompt_embeds)"
                 elif isinstance(event, EndWorkerEvent) and not event.problem and open_event not in _KEEP_ANSWERS:
                     change = f"the changes of worker event {open_event!r} of step {step.plan.step}"
             _check_runner(executor, step)
@@ -109,6 +129,21 @@ def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
         if executor.adapters.stage(request) != (event.digest, ""):
             return f"{what}, whose folder {event.path} has another content than in the run"
         executor.add_lora(request)
+    except AdapterError as error:
+        return f"{what} ({error})"
+    return ""
+
+
+def _add_prompt_adapter(executor: UniProcExecutor, event: AddPromptAdapter) -> str:
+    """As `_add_adapter`."""
+    what = f"prompt adapter {event.int_id} ({event.name!r})"
+    for int_id in event.evicted:
+        executor.remove_prompt_adapter(int_id)
+    try:
+        adapter = read_prompt_adapter(event.path)
+        if adapter.digest != event.digest:
+            return f"{what}, whose folder {event.path} has another content than in the run"
+        executor.add_prompt_adapter(PromptAdapterRequest(event.name, event.int_id, event.path, adapter.num_tokens))
     except AdapterError as error:
         return f"{what} ({error})"
     return ""
@@ -154,6 +189,7 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             runner=header.runner,
             pooling_type=header.pooling_type,
             classifier_from_token=None if header.classifier_from_token is None else list(header.classifier_from_token),
+            lora_merge=header.lora_merge,
             enable_lora=header.max_loras > 0,
             max_loras=header.max_loras or None,
             max_lora_rank=header.max_lora_rank or 1,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count, zip_longest
 from typing import NamedTuple
 
+from kv_cache.outside_transfers import OutsideTransfers
 from spmd_worker.base.errors import ReplayDivergedError, ReplayError
 from spmd_worker.frontends.replay.step_log import StepLog, StepLogHeader, header_to_json
 from spmd_worker.replica.lockstep.difference import Record, first_difference, record_of
@@ -288,9 +289,12 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.num_steps_ahead,
         header.keeps_histories,
         header.max_loras,
+        header.max_prompt_adapters,
     )
     sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
     columns = zip(count(1), header.adapter_names, header.adapter_paths, header.adapter_digests)
     adapters = [RegisteredAdapter(*each, is_pinned=True, last_use=each[0]) for each in columns]
+    saves = header.connector_saves
+    outside = None if saves is None else OutsideTransfers(saves=saves)
     given = (header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)
-    return new_scheduler(limits, sizes, *given, AdapterRegistry(header.max_cpu_loras, adapters))
+    return new_scheduler(limits, sizes, *given, AdapterRegistry(header.max_cpu_loras, adapters), outside)

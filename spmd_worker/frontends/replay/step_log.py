@@ -46,7 +46,8 @@ class StepLogHeader:
     `runner`, `pooling_type` and `classifier_from_token` decide whether rows generate or are pooled, and how. With
     `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read; `keeps_histories`: see
     `SchedulerLimits`. `max_loras` is 0 in a run without adapters; those that were loaded at the start, with ids from 1
-    on, are known by the digests of their contents.
+    on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
+    weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector.
     """
 
     code: str
@@ -79,12 +80,15 @@ class StepLogHeader:
     classifier_from_token: tuple[str, str] | None = None
     num_steps_ahead: int = 0
     keeps_histories: bool = False
+    lora_merge: str | None = None
+    max_prompt_adapters: int = 0
     max_loras: int = 0
     max_lora_rank: int = 0
     max_cpu_loras: int = 0
     adapter_names: tuple[str, ...] = ()
     adapter_paths: tuple[str, ...] = ()
     adapter_digests: tuple[int, ...] = ()
+    connector_saves: bool | None = None
     format_version: int = FORMAT_VERSION
 
     @property

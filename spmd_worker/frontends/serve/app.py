@@ -11,7 +11,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -74,12 +74,15 @@ class _DisconnectedError(Exception):
 
 
 class ServerApp:
-    """`asgi` is the application. `reader_s` is the time that a client may leave sent data unread."""
+    """`asgi` is the application. `roots` maps the name of each model of `reader` to its folder. `reader_s` is the time
+    that a client may leave sent data unread.
+    """
 
     def __init__(
-        self, exchange: RequestExchange, reader: RequestReader, model_name: str, api_key: str, reader_s: float
+        self, exchange: RequestExchange, reader: RequestReader, roots: Mapping[str, str], api_key: str, reader_s: float
     ) -> None:
-        self.exchange, self.reader, self.model_name, self.reader_s = exchange, reader, model_name, reader_s
+        self.exchange, self.reader, self.model_name, self.reader_s = exchange, reader, reader.models.base, reader_s
+        self._roots = dict(roots)
         self.num_answered = self.num_aborted = 0
         self._errors: dict[int, int] = collections.Counter()
         self._api_key = api_key.encode()
@@ -154,16 +157,25 @@ class ServerApp:
         return JsonResponse({"version": version()})
 
     async def models(self, request: "Request") -> AsgiApp:
-        model = {"id": self.model_name, "object": "model", "created": self._started_s, "owned_by": "spmd-worker"}
-        model["max_model_len"] = self.reader.engine_limits.max_model_len
         name = request.path_params.get("name")
         if name is None:
-            return JsonResponse({"object": "list", "data": [model]})
-        if name != self.model_name:
-            return self.error_response(
-                InvalidRequestError(f"unknown model {name[:100]!r}: use {self.model_name}", "not_found")
-            )
-        return JsonResponse(model)
+            return JsonResponse({"object": "list", "data": [self._model(each) for each in self._roots]})
+        if name not in self._roots:
+            message = f"unknown model {name[:100]!r}: use {', '.join(self._roots)}"
+            return self.error_response(InvalidRequestError(message, "not_found"))
+        return JsonResponse(self._model(name))
+
+    def _model(self, name: str) -> JsonObject:
+        """A model in the format of vLLM's list: the parent of an adapter is the base model."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "spmd-worker",
+            "root": self._roots[name],
+            "parent": None if name == self.model_name else self.model_name,
+            "max_model_len": self.reader.engine_limits.max_model_len,
+        }
 
     async def health(self, request: "Request") -> AsgiApp:
         """Respond with 200 while requests are accepted."""

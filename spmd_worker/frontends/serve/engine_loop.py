@@ -84,7 +84,13 @@ class EngineLoop:
         else:
             try:
                 request_id = self._engine.requests.admit(
-                    row.prompt_token_ids, row.sampling, prompt=row.prompt, custom_id=row.custom_id, index=row.index
+                    row.prompt_token_ids,
+                    row.sampling,
+                    prompt=row.prompt,
+                    custom_id=row.custom_id,
+                    index=row.index,
+                    adapter=row.adapter_id,
+                    rows=row.rows,
                 )
             except ValueError as error:
                 # Errors that only the engine detects, such as a bad word that is not a token.

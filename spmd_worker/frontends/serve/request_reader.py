@@ -22,6 +22,7 @@ from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
 from spmd_worker.frontends.openai.prompt_values import check_keys
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_parser import encode_row, parse_fields
+from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ class RequestReader:
     engine_limits: RequestLimits
     tokenizer: Tokenizer | None
     chat_format: ChatFormat = field(default_factory=ChatFormat)
+    models: ServedModels = ANY_MODEL
 
     def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow:
         """Parse a body; `custom_id` is the header's, `index` the request's number. Raises InvalidRequestError."""
@@ -91,13 +93,13 @@ class RequestReader:
             if is_streamed:
                 message = "vectors and scores cannot be streamed: leave out stream"
                 raise InvalidRequestError(message, "unsupported_value")
-            return encode_pooled(row, self.tokenizer, self.engine_limits, self.limits)
+            return encode_pooled(row, self.tokenizer, self.engine_limits, self.limits, self.models)
         # With echo and logprobs those of the prompt are in the choices.
         is_echoed = row.echo is not None and fields.get("prompt_logprobs") is None
         if is_streamed and row.sampling.prompt_logprobs is not None and not is_echoed:
             message = "prompt_logprobs cannot be streamed: leave out stream or prompt_logprobs"
             raise InvalidRequestError(message, "unsupported_value")
-        encoded = encode_row(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
+        encoded = encode_row(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format, self.models)
         return replace(encoded, custom_id=content_name(url, fields) if custom_id is None else custom_id)
 
 
@@ -118,7 +120,7 @@ def _prompts(url: str, fields: Mapping[str, Any]) -> list[Any]:
 
 
 def content_name(url: str, body: Mapping[str, Any]) -> str:
-    """Default name of a request: a digest of all that its answer depends on."""
+    """Default name of a request: a digest of all that its answer depends on besides the model."""
     fields = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
     text = json.dumps([url, fields], sort_keys=True, separators=(",", ":"))
     return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"

@@ -13,6 +13,7 @@ from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import read_run, start_engine
+from spmd_worker.frontends.openai.engine_models import engine_models
 from spmd_worker.frontends.serve.app import ServerApp
 from spmd_worker.frontends.serve.engine_loop import EngineLoop
 from spmd_worker.frontends.serve.exchange import RequestExchange
@@ -78,9 +79,10 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
     """Rank 0's part, with an engine that the other ranks follow."""
     config = engine.config
     chat_format = model_chat_format(config.model, engine.tokenizer)
-    reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer, chat_format)
-    model_name = engine.resolved.location.name
-    app = ServerApp(exchange, reader, model_name, listener.api_key, config.serve.reader_timeout_s)
+    models = engine_models(engine)
+    reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer, chat_format, models)
+    roots = {models.base: config.model.path or models.base, **(config.model.adapters or {})}
+    app = ServerApp(exchange, reader, roots, listener.api_key, config.serve.reader_timeout_s)
     loop = EngineLoop(engine, exchange, config.serve.drain_s)
     # Without its server the engine would wait for ever.
     has_ended = partial(exchange.end, "the server's thread has ended")
@@ -93,7 +95,7 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
     # The watchdog ends this process if the main thread waits for a rank that is gone.
     watchdog.before_exit = end_clients
     server.start()
-    logger.info("serving %s at %s", model_name, listener.url)
+    logger.info("serving %s at %s", ", ".join(models.names), listener.url)
     if listener.is_new_key:
         # Never logged.
         text = f"API key for clients of {listener.url} (set SPMD_WORKER_API_KEY to choose it):"

@@ -43,6 +43,7 @@ from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.sequence.events import (
     Abort,
     AddAdapter,
+    AddPromptAdapter,
     Admit,
     Close,
     CommitWeights,
@@ -50,9 +51,12 @@ from spmd_worker.replica.sequence.events import (
     EndWorkerEvent,
     Event,
     FinishTransfers,
+    FoundBlocks,
     Interrupt,
     PinAdapter,
+    PinPromptAdapter,
     RemoveAdapter,
+    RemovePromptAdapter,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
@@ -154,6 +158,7 @@ def print_run(log: StepLog) -> None:
     print(
         f"  prefix caching {'on' if header.enable_prefix_caching else 'off'}, preemption by {header.preemption_mode}, "
         f"{header.num_host_blocks} host blocks for swapping, {header.num_tier_blocks} in the host tier"
+        f"{', a connector to blocks outside' if header.connector_saves is not None else ''}"
     )
     if header.code != code_fingerprint():
         print("  the code has changed since the run: this may explain a difference of replay and run")
@@ -210,6 +215,8 @@ def print_block_ops(operations: BlockOps) -> None:
         ("swapped in, host>device", operations.swap_in),
         (f"transfer {operations.transfer} stores, device>tier", operations.store),
         (f"transfer {operations.transfer} loads, tier>device", operations.load),
+        (f"transfer {operations.transfer} saves, device>name", [(b, name.hex()) for b, name in operations.save]),
+        (f"transfer {operations.transfer} loads, name>device", [(name.hex(), b) for name, b in operations.fetch]),
     ):
         if pairs:
             print(f"  {name}: {shorten(f'{source}>{destination}' for source, destination in pairs)}")
@@ -221,7 +228,8 @@ EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {
     ResetPrefixCache: lambda event: "the prefix cache is reset",
     SetWeightVersion: lambda event: f"the weights are of version {event.version}",
     CommitWeights: lambda event: f"{event.num_tensors} new weights are committed as version {event.version}",
-    FinishTransfers: lambda event: f"transfers {shorten(event.numbers)} have finished on every rank",
+    FinishTransfers: lambda event: f"transfers {shorten(event.numbers)} have finished on every rank (below 0: failed)",
+    FoundBlocks: lambda event: f"{len(event.hashes)} blocks were found outside the engine",
     WorkerEvent: lambda event: f"worker event {event.number} ({event.name}) is prepared",
     EndWorkerEvent: lambda event: (
         f"worker event {event.number} is {'undone: ' + event.problem if event.problem else 'committed'}"
@@ -232,6 +240,9 @@ EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {
     ),
     RemoveAdapter: lambda event: f"adapter {event.int_id} is removed",
     PinAdapter: lambda event: f"adapter {event.int_id} is pinned",
+    AddPromptAdapter: lambda event: f"prompt adapter {event.int_id} ({event.name!r}) is loaded from {event.path}",
+    RemovePromptAdapter: lambda event: f"prompt adapter {event.int_id} is removed",
+    PinPromptAdapter: lambda event: f"prompt adapter {event.int_id} is pinned",
     EndRound: lambda event: "the replica has answered all its requests",
     Interrupt: lambda event: f"the call ends, interrupted on rank {event.rank}: {event.error}",
     Close: lambda event: "the engine ends",

@@ -5,10 +5,12 @@ nothing, `commit` puts it into a slot. Slots are numbers of this rank alone; row
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 _NO_SCORES: Final[Mapping[str, Tensor]] = {}
 NO_ADAPTER: Final = 0
 """Digest of a row without an adapter."""
+_PLACEHOLDER = 1
+"""Digest of an adapter that adds nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +57,8 @@ class LoadedAdapters:
         self._num_commits: dict[int, int] = {}
         self._scores: dict[int, dict[str, Tensor]] = {}
         self._device = device
+        self.adapted_layers: frozenset[str] = frozenset()
+        """Layers that a loaded adapter has matrices for: steps skip the others."""
         for name, parts in self.targets.parts.items():
             layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
@@ -115,6 +121,7 @@ class LoadedAdapters:
         self._slots[digest] = slot
         if staged.scores:
             self._scores[digest] = {name: each.to(self._device) for name, each in staged.scores.items()}
+        self._note_layers()
 
     def discard(self, staged: StagedAdapter) -> None:
         """Forget a prepared adapter that another rank refused."""
@@ -132,6 +139,30 @@ class LoadedAdapters:
             stack = self.targets.layers[name].adapters
             assert stack is not None, name
             stack.clear(slot)
+        self._note_layers()
+
+    @contextmanager
+    def placeholder(self) -> Iterator[int]:
+        """Context with the digest of an adapter of all layers that adds nothing, for steps of warm-up and profiling."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=self._dtype)
+
+        matrices = {
+            name: [
+                (zeros(1, num_inputs(self.targets.layers[name])), zeros(part.stop - part.start, 1)) for part in parts
+            ]
+            for name, parts in self.targets.parts.items()
+        }
+        self.commit(StagedAdapter(_PLACEHOLDER, 1, matrices, _NO_SCORES))
+        try:
+            yield _PLACEHOLDER
+        finally:
+            self.remove(_PLACEHOLDER)
+
+    def _note_layers(self) -> None:
+        stacks = {name: self.targets.layers[name].adapters for name in self.targets.parts}
+        self.adapted_layers = frozenset(name for name, stack in stacks.items() if stack and not stack.is_empty)
 
     def slot_of(self, digest: int) -> int:
         """Slot of a row's adapter; -1 for `NO_ADAPTER`."""

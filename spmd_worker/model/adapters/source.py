@@ -85,9 +85,19 @@ class AdapterSource:
 def read_adapter(path: str | Path) -> AdapterSource:
     """Read a PEFT folder. Raises AdapterError, which names the file and the key or tensor."""
     folder = Path(path)
+    config = parse_config(read_config(folder), str(folder / CONFIG_FILE))
+    return _source(str(folder / WEIGHTS_FILE), config, read_tensors(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of a PEFT folder's adapter_config.json. Raises AdapterError."""
     if not folder.is_dir():
         raise AdapterError(f"{folder}: is not a folder: an adapter is one with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    config = parse_config(_read_config(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    return _read_config(folder / CONFIG_FILE)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a PEFT folder, by name. Raises AdapterError."""
     file = folder / WEIGHTS_FILE
     if not file.is_file():
         found = "has neither" if not (folder / _PICKLE).exists() else f"has only {_PICKLE}, and no"
@@ -97,10 +107,9 @@ def read_adapter(path: str | Path) -> AdapterSource:
         header = read_header(file)
         with Checkpoint(folder, {file.name: header}, _file_of=dict.fromkeys(header.tensors, file.name)) as checkpoint:
             names = checkpoint.names()
-            tensors = {name: checkpoint.read(name, full_rectangle(checkpoint.shape(name))) for name in names}
+            return {name: checkpoint.read(name, full_rectangle(checkpoint.shape(name))) for name in names}
     except (CheckpointError, OSError) as error:
         raise AdapterError(f"{folder}: {error}") from None
-    return _source(str(file), config, tensors)
 
 
 def adapter_from_tensors(peft_config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> AdapterSource:

@@ -63,8 +63,8 @@ class PackedLayer(CheckpointLayer):
     weight: nn.Parameter
     weight_scales: Tensor
     stored: StoredFormat | None = None
-    _plain: tuple[tuple[int, int], torch.dtype]
-    """Shape and dtype of the dequantised weight, if it is held as stored."""
+    _plain: tuple[tuple[int, ...], torch.dtype]
+    """Shape and dtype of the weight before it was packed, or of the dequantised one if it is held as stored."""
     is_packed = False
     _kernels: Kernels
     _quantised: QuantisedKernels | None = None
@@ -91,10 +91,11 @@ class PackedLayer(CheckpointLayer):
         stored_weights.write_rows(self.stored, self.weight.data, self.weight_scales, start, numbers, scales)
 
     def pack_weights(self) -> None:
-        """Replace the plain weight by one in the kernels' order."""
-        if self.stored is not None:
+        """Replace the plain weight by one in the kernels' order, unless `pack_empty` has done it."""
+        if self.stored is not None or self.is_packed:
             self.is_packed = True
             return
+        self._plain = tuple(self.weight.shape), self.weight.dtype
         stored, scales = self.scale_kernels("weight"), self._all_scales()
         packed = self._packed() if stored is None or scales is None else stored.pack_stored(self.weight, scales)
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -125,11 +126,24 @@ class PackedLayer(CheckpointLayer):
             return None
         return torch.cat([each for _, each in found]).to(self.weight.device)
 
+    def pack_empty(self) -> None:
+        """Replace a plain weight that is not filled yet by zeros in the kernels' order, if they have such a tensor:
+        ranges of its rows are then packed as they are written, and no other copy of it exists.
+        """
+        empty = None if self.stored is not None or self._quantised is not None else self._empty_packed()
+        if empty is not None:
+            self._plain = tuple(self.weight.shape), self.weight.dtype
+            self.weight, self.is_packed = nn.Parameter(empty, requires_grad=False), True
+
     def _packed(self) -> Tensor:
         return self._kernels.pack(self.weight)
 
+    def _empty_packed(self) -> Tensor | None:
+        return self._kernels.empty_packed(self.weight, is_gated=False)
+
     def shape_of(self, parameter: str) -> tuple[int, ...]:
-        return super().shape_of(parameter) if self.stored is None or parameter != "weight" else self._plain[0]
+        is_plain = parameter != "weight" or (self.stored is None and not self.is_packed)
+        return super().shape_of(parameter) if is_plain else self._plain[0]
 
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
         if self.stored is not None and parameter == "weight":

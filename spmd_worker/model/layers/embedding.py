@@ -3,10 +3,11 @@
 The vocabulary is padded so that every shard has the same number of rows; padding rows are zero and their logits minus
 infinity, so that they are never sampled.
 
-T: tokens of the step; R: rows that sample; Vs: rows of one shard.
+T: tokens of the step; E: tokens whose rows are given; R: rows that sample; Vs: rows of one shard.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,15 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
 from spmd_worker.ops.kernels.int8 import row_maxima
 from spmd_worker.ranks.topology import vocabulary_rows
+
+
+class TokenRows(NamedTuple):
+    """Rows given in place of the embeddings of some tokens: `places` are the tokens' indices in the step, int64 [E],
+    `rows` [E, hidden_size] in the model's dtype; None on ranks that do not hold them.
+    """
+
+    places: Tensor
+    rows: Tensor | None
 
 
 class VocabularyShard:
@@ -62,14 +72,17 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         self.num_changes = 0
         """Number of writes to the weight."""
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size]. One rank has a row and the others add zero, so the sum is exact."""
+    def forward(self, token_ids: Tensor, given: TokenRows | None = None) -> Tensor:
+        """int64 [T] -> [T, hidden_size], with the `given` rows of the first rank in place of their tokens'. One rank
+        has a row and the others add zero, so the sum is exact.
+        """
         if self._group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return _with_rows(F.embedding(token_ids, self.weight), given)
         is_mine = (token_ids >= self.shard.start) & (token_ids < self.shard.stop)
         rows = F.embedding((token_ids - self.shard.start) * is_mine, self.weight)
         # A product with zero would not do: row 0, looked up for tokens of other ranks, may be NaN or infinite.
-        return self._group.all_reduce(rows.masked_fill_(~is_mine.unsqueeze(1), 0.0), is_exact=True)
+        part = _with_rows(rows.masked_fill_(~is_mine.unsqueeze(1), 0.0), given)
+        return self._group.all_reduce(part, is_exact=True)
 
     def pack_for_head(self) -> None:
         packed = self._kernels.pack(self.weight)
@@ -95,6 +108,13 @@ class VocabularyParallelEmbedding(CheckpointLayer):
 
     def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
         return self.shard.padding_slices(prefix, self.hidden_size)
+
+
+def _with_rows(x: Tensor, given: TokenRows | None) -> Tensor:
+    """`x` [T, hidden_size], changed in place."""
+    if given is None:
+        return x
+    return x.index_fill_(0, given.places, 0.0) if given.rows is None else x.index_copy_(0, given.places, given.rows)
 
 
 class PositionEmbedding(CheckpointLayer):
@@ -208,6 +228,10 @@ class VocabularyParallelHead(PackedLayer):
             tied_to.pack_for_head()
         if self._is_plain:
             self.argmax_module = self._kernels.argmax_module(self._gemm_weight)
+
+    def _empty_packed(self) -> Tensor | None:
+        """A tied head has a packed copy beside the embedding instead."""
+        return None if self.is_tied else super()._empty_packed()
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """`CheckpointLayer.write_region`; the argmax module is rebuilt at its next use."""

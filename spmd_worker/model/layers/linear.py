@@ -108,6 +108,9 @@ class GatedLinear(ColumnParallelLinear):
     def _packed(self) -> Tensor:
         return self._kernels.pack_gated(self.weight) if self._activation == "silu" else super()._packed()
 
+    def _empty_packed(self) -> Tensor | None:
+        return self._kernels.empty_packed(self.weight, is_gated=self._activation == "silu")
+
 
 class RowParallelLinear(AdaptableLayer):
     """[T, inputs of this rank] -> this rank's part of [T, output_size], which the next norm sums over the

@@ -25,7 +25,7 @@ from spmd_worker.model.weights.safetensors_header import (
 )
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
-from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
+from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, STATE_FILE
 
 STORED_DTYPES = {
     **WEIGHT_DTYPES,
@@ -270,6 +270,11 @@ def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, Safetensor
 def _nothing_found(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: is not a folder: a checkpoint is a folder with {SINGLE_FILE} or {INDEX_FILE}"
+    if (folder / STATE_FILE).is_file():
+        return (
+            f"{folder}: holds a sharded state, which is read only when a run starts: set model.load_format="
+            f"sharded_state there, and give a checkpoint of the hub's names (save_checkpoint) here"
+        )
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLE_SUFFIXES)
     if pickles:
         return (

@@ -77,6 +77,15 @@ class CheckpointNames:
             for piece in self._pieces(own)
         ]
 
+    @property
+    def are_transposed(self) -> bool:
+        """Whether matrices of layers are [inputs, outputs]."""
+        return self._names.are_transposed
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether a matrix, by its checkpoint name, is [inputs, outputs]."""
+        return self.are_transposed and self._layer_of(name) is not None
+
     def _layer_prefix(self, index: int) -> str:
         return f"{self._names.layers}.{self._numbers[index]}."
 

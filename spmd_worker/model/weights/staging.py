@@ -46,6 +46,25 @@ class HostStaging:
 HOST: Final = HostStaging()
 
 
+class ReusedStaging(HostStaging):
+    """Blocks that stay on the host, in one buffer of each thread: a block is valid until the thread reads another.
+    Allocated block by block, the C library would keep two or three for each thread.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = prod(shape) * dtype.itemsize
+        found: Tensor | None = getattr(self._local, "buffer", None)
+        if found is None or len(found) < num_bytes:
+            found = self._local.buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return found[:num_bytes].view(dtype).view(shape)
+
+    def finish(self) -> None:
+        self._local = threading.local()
+
+
 @dataclass(slots=True)
 class _Buffer:
     """Pinned bytes, and the event after their last copy."""

@@ -46,6 +46,7 @@ from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_pr
 from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.model.weights.dummy import DummyWeights
 from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_weights
+from spmd_worker.model.weights.merged_weights import source_of
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, finite_flag, tied_head_fault
 from spmd_worker.model.weights.weight_source import WeightSource
@@ -143,9 +144,10 @@ class WeightStore:
         return DummyWeights(self.tensors, self.slices, seed, staging)
 
     @torch.no_grad()
-    def fill(self, source: WeightSource, num_threads: int = 1) -> LoadReport:
-        """Fill all parameters, not packed yet, from the source. Idempotent. Threads, which must not start others
-        (`use_single_threaded_torch`), share the blocks; on the CPU files are read by one, the fastest way there.
+    def fill(self, source: WeightSource, num_threads: int = 1, block_bytes: int = _BLOCK_BYTES) -> LoadReport:
+        """Fill all parameters, not packed yet or by `pack_empty`, from the source. Idempotent. Threads, which must not
+        start others (`use_single_threaded_torch`), share the blocks; on the CPU files are read by one, the fastest way
+        there unless weights are packed meanwhile.
 
         Raises CheckpointError: before anything is written, for wrong names, shapes, dtypes or coverage; later, for a
         file that cannot be read, a tied head that differs and an element that is not finite.
@@ -162,7 +164,7 @@ class WeightStore:
             if held.stored is not None:
                 jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
                 continue
-            jobs += [(held, block) for block in source.blocks(name, held.piece.source, _BLOCK_BYTES)]
+            jobs += [(held, block) for block in source.blocks(name, held.piece.source, block_bytes)]
         # Threads do not take over a caller's inference mode, in which the parameters may have been made.
         write = partial(self._write_block, source, torch.is_inference_mode_enabled())
         try:
@@ -181,10 +183,23 @@ class WeightStore:
                 layer, scales = found
                 layer.keep_scales(held.rows, scales)
         for padding in self.paddings:
-            region = tuple(slice(*bounds) for bounds in padding.destination)
-            parameters[padding.parameter_name].data[region].zero_()
+            module, _, own = padding.parameter_name.rpartition(".")
+            padded = self._layers[module]
+            # `pack_empty` begins with zeros.
+            if not (own == "weight" and isinstance(padded, PackedLayer) and padded.is_packed):
+                region = tuple(slice(*bounds) for bounds in padding.destination)
+                parameters[padding.parameter_name].data[region].zero_()
         num_tensors = len({name for name, _ in pieces})
         return LoadReport(num_tensors, source.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
+
+    def pack_empty(self) -> None:
+        """Have weights packed while they are filled, where blocks of them are full rows."""
+        transposed = {
+            id(each.layer) for weight in self.held.values() for each in weight.pieces if each.piece.is_transposed
+        }
+        for layer in self._layers.values():
+            if isinstance(layer, PackedLayer) and id(layer) not in transposed:
+                layer.pack_empty()
 
     def pack(self) -> None:
         """Pack the weights of all `PackedLayer`, after they are filled."""
@@ -259,7 +274,7 @@ class WeightStore:
         is_head = self._is_tied_head(name)
         # A tied head is compared with the embedding, which is checked.
         if not is_head and not self._allows_nonfinite:
-            check_finite(subject, tensor.detach(), self._dtype_of(name))
+            check_finite(subject, tensor.detach(), self.dtype_of(name))
         own = self.held.get(name)
         stored_pieces = [] if source is None or own is None or self._stored_format(name) is None else own.pieces
         jobs = [(held, block) for held in stored_pieces for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
@@ -323,7 +338,7 @@ class WeightStore:
                 f"{name}: has the shape {shape} on this rank, not {given}: only its values can be changed"
             )
         if not self._allows_nonfinite:
-            check_finite(f"{name}: this rank's slice", values, self._dtype_of(name))
+            check_finite(f"{name}: this rank's slice", values, self.dtype_of(name))
         held.check_changes(values)
 
     def _check_covered(self, source: WeightSource, other_problems: Iterable[str] = ()) -> None:
@@ -336,7 +351,7 @@ class WeightStore:
         for name in self.tensors:
             source.dtype(name)
             if (stored := self._stored_format(name)) is not None:
-                _dequantised(source).check_stored(name, stored)
+                _dequantised(source, name).check_stored(name, stored)
 
     @torch.no_grad()
     def _write_block(self, source: WeightSource, is_inference: bool, job: tuple[HeldPiece, Rectangle]) -> Tensor | None:
@@ -352,7 +367,7 @@ class WeightStore:
                 if source.staging.device.type == "cpu":
                     self._check_block(source, name, block, values)
                 else:
-                    flag = finite_flag(values, self._dtype_of(name))
+                    flag = finite_flag(values, self.dtype_of(name))
             if parts is None:
                 held.write_block(block, values)
             else:
@@ -360,7 +375,7 @@ class WeightStore:
         return flag
 
     def _check_block(self, source: WeightSource, name: str, block: Rectangle, values: Tensor) -> None:
-        check_finite(_in_file(source, name), values, self._dtype_of(name), [start for start, _ in block])
+        check_finite(_in_file(source, name), values, self.dtype_of(name), [start for start, _ in block])
 
     def _raise_not_finite(
         self, source: WeightSource, jobs: Sequence[tuple[HeldPiece, Rectangle]], flags: Sequence[Tensor | None]
@@ -382,7 +397,8 @@ class WeightStore:
     def _is_tied_head(self, name: str) -> bool:
         return self.names.tied is not None and name == self.names.tied[1]
 
-    def _dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Dtype in which the model holds a weight that is not quantised."""
         return torch.float32 if self.tensors[name].is_float32 else self._dtype
 
 
@@ -406,8 +422,9 @@ def _shapes(layers: Mapping[str, CheckpointLayer]) -> dict[str, tuple[int, ...]]
     return dict(found.values())
 
 
-def _dequantised(source: WeightSource) -> DequantisedCheckpoint:
-    """A source of weights as they are stored. Raises CheckpointError."""
+def _dequantised(source: WeightSource, name: str) -> DequantisedCheckpoint:
+    """A source of a weight as it is stored. Raises CheckpointError."""
+    source = source_of(source, name)
     if not isinstance(source, DequantisedCheckpoint):
         raise CheckpointError(
             f"{source.folder}: has no quantised weights, and experts are held as files store them: set "
@@ -419,7 +436,7 @@ def _dequantised(source: WeightSource) -> DequantisedCheckpoint:
 def _read_stored(source: WeightSource, held: HeldPiece, block: Rectangle) -> tuple[Tensor, Tensor]:
     """Numbers and scales of a block of `HeldPiece.stored_blocks`."""
     assert held.stored is not None, held.piece
-    return _dequantised(source).read_stored(held.piece.checkpoint_name, block, held.stored)
+    return _dequantised(source, held.piece.checkpoint_name).read_stored(held.piece.checkpoint_name, block, held.stored)
 
 
 def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, region: Rectangle) -> None:
@@ -441,7 +458,7 @@ def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, r
 
 def _stored_scales(source: WeightSource, held: HeldPiece) -> tuple[PackedLayer, Tensor] | None:
     """The slice's layer, and scales with which its numbers are computed as they are stored; None if they are not."""
-    layer = held.layer
+    layer, source = held.layer, source_of(source, held.piece.checkpoint_name)
     if not isinstance(source, DequantisedCheckpoint) or not isinstance(layer, PackedLayer) or held.piece.is_transposed:
         return None
     if layer.scale_kernels(held.parameter) is None or len(held.piece.source) != 2:
@@ -456,5 +473,6 @@ def _in_file(source: WeightSource, name: str) -> str:
 
 def _is_same(source: WeightSource, name: str, other: str, block: Rectangle) -> bool:
     """Bitwise, so that NaN equals itself."""
-    first, second = source.read(name, block), source.read(other, block)
+    # Both at once: staging may have one buffer.
+    first, second = source.read(name, block).clone(), source.read(other, block)
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

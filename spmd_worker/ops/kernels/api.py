@@ -188,6 +188,11 @@ class Kernels(Protocol):
         The result is for the methods below alone: its elements may not be accessible. It may be `weight` itself.
         """
 
+    def empty_packed(self, weight: Tensor, *, is_gated: bool) -> Tensor | None:
+        """Zeros in the layout of `pack`, or `pack_gated`, for `repack_` of all rows; None if only filled weights can be
+        packed, or if packing changes nothing. `weight` need not be filled.
+        """
+
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of the weight given to `pack` or `pack_gated`, bit for bit, [stop - start, in].
 

@@ -31,6 +31,10 @@ class ReferenceKernels:
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
+    def empty_packed(self, weight: Tensor, *, is_gated: bool) -> Tensor | None:
+        del weight, is_gated
+        return None
+
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
         return packed.detach()[start:stop]
 

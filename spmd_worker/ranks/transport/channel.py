@@ -18,6 +18,8 @@ _FIRST_BYTES: Final = 4096
 """Size of the first broadcast; the rest of a longer message is sent in a second one."""
 
 _LENGTH_BYTES: Final = 8
+_PART_BYTES: Final = 64 * 2**20
+"""Size of one message from rank to rank: the timeout limits each."""
 
 
 class ControlChannel:
@@ -60,6 +62,18 @@ class ControlChannel:
         """
         if tensor.numel():
             self._group.broadcast(tensor.view(-1).view(torch.uint8), source)
+
+    def send_bytes(self, content: Tensor, to: int) -> None:
+        """Send uint8 [n] in host memory to rank `to`, which calls `receive_bytes(n, ...)`."""
+        for start in range(0, len(content), _PART_BYTES):
+            self._group.send(content[start : start + _PART_BYTES], to)
+
+    def receive_bytes(self, num_bytes: int, source: int) -> Tensor:
+        """The bytes that rank `source` sends, uint8 [num_bytes]."""
+        content = torch.empty(num_bytes, dtype=torch.uint8)
+        for start in range(0, num_bytes, _PART_BYTES):
+            self._group.receive(content[start : start + _PART_BYTES], source)
+        return content
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order; lengths may differ."""

@@ -12,22 +12,29 @@ _LENGTHS: Final = struct.Struct("<II")
 
 
 class TransferBook:
-    """Collects each rank's finished transfers; one that all of `num_ranks` have finished is complete."""
+    """Collects each rank's finished transfers; one that all of `num_ranks` have finished is complete. A negative number
+    is that of a transfer that has failed on the rank: its complete number is negative too.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._finished_by: dict[int, list[int]] = {}
+        self._failed: dict[int, None] = {}
         self._complete: list[int] = []
 
     def add(self, rank: int, numbers: Sequence[int]) -> None:
         """Record that a rank has finished these; each once."""
-        for number in numbers:
+        for given in numbers:
+            number = abs(given)
+            if given < 0:
+                self._failed[number] = None
             ranks = self._finished_by.setdefault(number, [])
             assert rank not in ranks, f"rank {rank} finished transfer {number} twice"
             ranks.append(rank)
             if len(ranks) == self._num_ranks:
                 del self._finished_by[number]
-                self._complete.append(number)
+                self._complete.append(-number if number in self._failed else number)
+                self._failed.pop(number, None)
 
     def take_complete(self) -> tuple[int, ...]:
         """Transfers completed since the last call, in the order of completion."""

@@ -178,6 +178,8 @@ class PlanCheck:
         self._check_blocks("block_ops.copy", [block_id for pair in operations.copy for block_id in pair])
         self._check_blocks("block_ops.store", [block_id for block_id, _ in operations.store])
         self._check_blocks("block_ops.load", [block_id for _, block_id in operations.load])
+        self._check_blocks("block_ops.save", [block_id for block_id, _ in operations.save])
+        self._check_blocks("block_ops.fetch", [block_id for _, block_id in operations.fetch])
 
     def _check_listing(self, group: GroupUpdate, finished: Mapping[SequenceKey, None]) -> None:
         """Check that a group lists at least one sequence, each once, and none that has ended."""

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from spmd_worker.base.errors import AdapterError
-from spmd_worker.replica.sequence.events import AddAdapter
+from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:
-    """A loaded adapter. `path` is its folder on rank 0, "" for tensors. `last_use` counts uses of all adapters."""
+    """A loaded adapter, the `number`-th that an event has loaded. `path` is its folder on rank 0, or, at the start, on
+    this rank; "" for tensors. `last_use` counts uses of all adapters.
+    """
 
     int_id: int
     name: str
@@ -22,6 +24,7 @@ class RegisteredAdapter:
     digest: int
     is_pinned: bool = False
     last_use: int = 0
+    number: int = 0
 
 
 class AdapterRegistry:
@@ -33,6 +36,7 @@ class AdapterRegistry:
         self.digests: tuple[int, ...] = ()
         """The loaded contents, each once: another tuple after each change, because other threads may read it."""
         self._num_uses = max([each.last_use for each in self.entries.values()], default=0)
+        self._num_additions = 0
         self._note_contents()
 
     def has(self, digest: int) -> bool:
@@ -43,15 +47,16 @@ class AdapterRegistry:
         named = [each for each in self.entries.values() if each.name == name]
         return named[-1] if named else None
 
-    def add(self, event: AddAdapter) -> None:
+    def add(self, event: AddAdapter | AddPromptAdapter) -> None:
         """Add or replace an adapter; those that give way are in the event. A replaced one stays pinned."""
         before = self.remove(event.int_id)
         for int_id in event.evicted:
             self.remove(int_id)
         self._num_uses += 1
+        self._num_additions += 1
         is_pinned = before is not None and before.is_pinned
         self.entries[event.int_id] = RegisteredAdapter(
-            event.int_id, event.name, event.path, event.digest, is_pinned, self._num_uses
+            event.int_id, event.name, event.path, event.digest, is_pinned, self._num_uses, self._num_additions
         )
         self._note_contents()
         assert len(self.digests) <= self.max_adapters, (self.entries, self.max_adapters)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
 from kv_cache.block import BlockHash, BlockId
-from kv_cache.block_hash import hash_blocks, root_hash
+from kv_cache.block_hash import GivenRows, hash_blocks, root_hash
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
@@ -56,6 +56,10 @@ class Allocator:
         """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
         return self._cache.find_prefix(self._prefix_hashes(sequence))
 
+    def prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of the leading blocks of a waiting sequence that may be found, on the device or outside."""
+        return self._prefix_hashes(sequence)
+
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
         """Transfer that loads the blocks after `prefix`, started if needed; None if there is none to wait for."""
         return self._cache.load_prefix(prefix, self._prefix_hashes(sequence), sequence.num_tokens)
@@ -90,6 +94,10 @@ class Allocator:
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = num_found
                 self._counters.num_cached_prompt_tokens += num_found
+            num_given = sequence.request.num_given_tokens
+            if num_found < num_given:
+                # The workers write them before they compute the first chunk.
+                self.extend(sequence, num_given - num_found)
         sequence.status, sequence.has_loaded = SequenceStatus.RUNNING, False
 
     def extend(self, sequence: Sequence, num_tokens: int) -> TableChange:
@@ -148,6 +156,10 @@ class Allocator:
                 sequence.block_hashes = None if is_held else []
                 sequence.num_hashed_blocks = 0
 
+    @property
+    def weight_version(self) -> int:
+        return self._weight_version
+
     def set_weight_version(self, version: int, groups: Iterable[SequenceGroup]) -> None:
         """Start block hashes from another root; drop what was computed with the old weights from the prefix cache."""
         self._weight_version = version
@@ -180,7 +192,8 @@ class Allocator:
             return
         hashes = self._hashes(sequence, num_full)
         if hashes:
-            self._cache.set_hashes(sequence.table, hashes, sequence.num_hashed_blocks, num_written_tokens)
+            num_saved = sequence.num_prompt_tokens // self._cache.block_size
+            self._cache.set_hashes(sequence.table, hashes, sequence.num_hashed_blocks, num_written_tokens, num_saved)
             sequence.num_hashed_blocks = num_full
 
     def _prefix_hashes(self, sequence: Sequence) -> list[BlockHash]:
@@ -200,8 +213,13 @@ class Allocator:
             return []
         if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else self._root_hash(sequence.request)
-            token_ids = sequence.token_ids(len(hashes) * block_size, num_blocks * block_size)
-            hashes += hash_blocks(parent, token_ids, block_size)
+            first = len(hashes) * block_size
+            token_ids, rows = sequence.token_ids(first, num_blocks * block_size), sequence.request.rows
+            if rows:
+                given = [GivenRows(each.content, each.start - first, each.num_rows) for each in rows]
+                hashes += hash_blocks(parent, token_ids, block_size, given)
+            else:
+                hashes += hash_blocks(parent, token_ids, block_size)
         return hashes[:num_blocks]
 
     def _root_hash(self, request: Request) -> BlockHash:

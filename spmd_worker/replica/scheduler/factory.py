@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from kv_cache.outside_transfers import OutsideTransfers
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
@@ -29,19 +30,23 @@ def new_scheduler(
     max_model_len: int,
     tokenizer: Tokenizer | None,
     adapters: AdapterRegistry | None = None,
+    outside: OutsideTransfers | None = None,
 ) -> Scheduler:
-    """An empty replica; `adapters` are loaded. Without `tokenizer` requests must not have stop strings."""
+    """An empty replica; `adapters` are loaded. Without `tokenizer` requests must not have stop strings. `outside`: see
+    `CacheManager`.
+    """
     cache = CacheManager(
         sizes.num_blocks,
         block_size,
         num_host_blocks=sizes.num_host_blocks,
         connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
+        outside=outside,
     )
 
     def new_decoder(sequence: Sequence) -> IncrementalDecoder:
         request = sequence.request
         assert tokenizer is not None, request.request_id
-        return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
+        return IncrementalDecoder(tokenizer, request.known_token_ids, request.sampling.skip_special_tokens)
 
     checker = StopChecker(eos_token_ids, max_model_len, None if tokenizer is None else new_decoder)
     return Scheduler(limits, cache, checker, adapters)

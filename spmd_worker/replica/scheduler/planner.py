@@ -38,6 +38,7 @@ class SchedulerLimits:
     `num_steps_ahead` of 1 needs a single stage: a step is decided before the ids that the one before it samples are
     read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
     with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
+    `max_prompt_adapters` are loaded.
     """
 
     max_num_seqs: int
@@ -50,6 +51,7 @@ class SchedulerLimits:
     num_steps_ahead: int = 0
     keeps_histories: bool = False
     max_loras: int = 0
+    max_prompt_adapters: int = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -328,7 +330,8 @@ class Planner:
             running.sort(key=service_order)
 
     def _may_join(self, sequence: Sequence, prefix: list[BlockId], num_samples: int, budget: StepBudget) -> bool:
-        num_uncomputed = sequence.num_uncomputed_tokens - len(prefix) * self._cache.block_size
+        num_there = max(len(prefix) * self._cache.block_size, sequence.request.num_given_tokens)
+        num_uncomputed = min(sequence.num_tokens - num_there, sequence.num_uncomputed_tokens)
         if not self._limits.enable_chunked_prefill and num_uncomputed > budget.num_tokens:
             return False
         if not 1 <= num_samples <= budget.num_sequences:

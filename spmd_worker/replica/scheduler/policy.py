@@ -70,7 +70,10 @@ class WaitingQueue:
         self._leave(sequence, lane)
 
     def _lane_of(self, sequence: Sequence) -> "_Lane":
-        return self._lanes.setdefault(sequence.request.adapter, _Lane())
+        lane = self._lanes.get(sequence.request.adapter)
+        if lane is None:
+            lane = self._lanes[sequence.request.adapter] = _Lane()
+        return lane
 
     def _leave(self, sequence: Sequence, lane: "_Lane") -> None:
         self._num_sequences -= 1

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from kv_cache.block import BlockHash
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator import Allocator
@@ -23,16 +24,21 @@ from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids
 from spmd_worker.replica.sequence.events import (
     Abort,
     AddAdapter,
+    AddPromptAdapter,
     Admit,
     CommitWeights,
     Event,
     FinishTransfers,
+    FoundBlocks,
     PinAdapter,
+    PinPromptAdapter,
     RemoveAdapter,
+    RemovePromptAdapter,
     ResetPrefixCache,
     SetWeightVersion,
 )
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.prompt_adapter_request import digest_in
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE, SampledIds, sample_indices
 from spmd_worker.replica.sequence.sequence import (
@@ -62,6 +68,7 @@ class Scheduler:
     ) -> None:
         self.counters, self.queues = SchedulerCounters(), Queues()
         self.adapters = AdapterRegistry() if adapters is None else adapters
+        self.prompt_adapters = AdapterRegistry(limits.max_prompt_adapters)
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
         self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
@@ -97,6 +104,10 @@ class Scheduler:
         """Waiting sequences whose blocks are on the host."""
         return self._allocator.num_swapped
 
+    @property
+    def weight_version(self) -> int:
+        return self._allocator.weight_version
+
     def handle(self, event: Event) -> SequenceGroup | None:
         """Apply an event. Returns the group that an abort ended."""
         if isinstance(event, Admit):
@@ -105,19 +116,40 @@ class Scheduler:
             return self._abort(event.request_id)
         elif isinstance(event, ResetPrefixCache):
             self._allocator.reset_prefix_cache(self.queues.groups.values())
+            if not event.keeps_names:
+                self.cache.turn_off_outside()
         elif isinstance(event, SetWeightVersion | CommitWeights):
             self._allocator.set_weight_version(event.version, self.queues.groups.values())
+            # A commit's version is a digest; a caller's may stand for other weights in another run.
+            if isinstance(event, SetWeightVersion):
+                self.cache.turn_off_outside()
         elif isinstance(event, FinishTransfers):
             for number in event.numbers:
                 self.cache.finish_transfer(number)
-            self.queues.finish_loading(event.numbers)
+            self.queues.finish_loading(map(abs, event.numbers))
+        elif isinstance(event, FoundBlocks) and self.cache.looks_outside:
+            self.cache.add_found(event.hashes)
         elif isinstance(event, AddAdapter):
             self.adapters.add(event)
         elif isinstance(event, RemoveAdapter):
             self.adapters.remove(event.int_id)
         elif isinstance(event, PinAdapter):
             self.adapters.pin(event.int_id)
+        elif isinstance(event, AddPromptAdapter):
+            self.prompt_adapters.add(event)
+        elif isinstance(event, RemovePromptAdapter):
+            self.prompt_adapters.remove(event.int_id)
+        elif isinstance(event, PinPromptAdapter):
+            self.prompt_adapters.pin(event.int_id)
         return None
+
+    def missing_prefix(self, request: Request) -> list[BlockHash]:
+        """Names of the leading full blocks of a request that is not admitted yet; empty if none of them is missing on
+        the device, or none may be used.
+        """
+        (sequence,) = new_group(request).sequences
+        hashes = self._allocator.prefix_hashes(sequence)
+        return hashes if self.cache.num_missing(hashes) else []
 
     def schedule(self) -> StepPlan:
         """Decide the next step. Call `apply` for each plan with rows, in order, `num_in_flight` plans later at most."""
@@ -131,8 +163,8 @@ class Scheduler:
         block_ops = self.cache.take_block_ops()
         continuing, continuing_blocks = decisions.all_continuing()
         continuing_ids, continuing_num_ids = given_ids(decisions)
-        self.counters.num_stored_blocks += len(block_ops.store)
-        self.counters.num_loaded_blocks += len(block_ops.load)
+        self.counters.num_stored_blocks += len(block_ops.store) + len(block_ops.save)
+        self.counters.num_loaded_blocks += len(block_ops.load) + len(block_ops.fetch)
         plan = StepPlan(
             step=self._step,
             groups=group_updates(decisions.others),
@@ -169,8 +201,10 @@ class Scheduler:
         groups = self.queues.groups
         for request_id, first, entries in result.prompt_logprobs:
             if request_id in groups:
-                # A recomputed prompt overwrites them.
-                groups[request_id].prompt_logprobs[first : first + len(entries)] = entries
+                # A recomputed prompt overwrites them; given keys and values have none.
+                known = groups[request_id].prompt_logprobs
+                known += [None] * (first - len(known))
+                known[first : first + len(entries)] = entries
         for request_id, vector in result.vectors:
             if request_id in groups:
                 groups[request_id].vector = vector
@@ -288,6 +322,8 @@ class Scheduler:
         assert request.request_id not in self.queues.groups, request.request_id
         if request.adapter:
             self.adapters.use(request.adapter)
+        if request.num_virtual_tokens:
+            self.prompt_adapters.use(digest_in(request.rows[0]))
         group = new_group(request)
         self.queues.groups[request.request_id] = group
         self.queues.newest_id = request.request_id

@@ -6,6 +6,7 @@ its digest and the text of a difference follow from its fields.
 
 from dataclasses import dataclass
 
+from kv_cache.block import BlockHash
 from spmd_worker.replica.sequence.record_checks import CheckedRecord
 from spmd_worker.replica.sequence.request import Request, RequestId, whole_number
 
@@ -48,8 +49,12 @@ class Interrupt(CheckedRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
-    """Later requests find nothing that is in the cache now; requests in flight continue."""
+class ResetPrefixCache(CheckedRecord):
+    """Later requests find nothing that is in the cache now; requests in flight continue. Without `keeps_names` the
+    weights may have changed without a new version, so nothing is loaded from outside the engine either from now on.
+    """
+
+    keeps_names: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,9 @@ class SetWeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class FinishTransfers(CheckedRecord):
-    """Every rank has finished these transfers (`BlockOps.transfer`)."""
+    """Every rank has finished these transfers (`BlockOps.transfer`); of negative numbers, some rank has failed to load
+    the blocks.
+    """
 
     numbers: tuple[int, ...]
 
@@ -127,6 +134,38 @@ class PinAdapter(CheckedRecord):
     int_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class FoundBlocks(CheckedRecord):
+    """Rank 0 has found blocks of these names outside the engine (`kv_cache/connectors/interface.py`)."""
+
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddPromptAdapter(CheckedRecord):
+    """Every worker has loaded a prompt adapter, otherwise as `AddAdapter`."""
+
+    int_id: int
+    name: str
+    path: str
+    digest: int
+    evicted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePromptAdapter(CheckedRecord):
+    """A prompt adapter is no longer loaded."""
+
+    int_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinPromptAdapter(CheckedRecord):
+    """A prompt adapter is never evicted from now on."""
+
+    int_id: int
+
+
 Event = (
     Admit
     | Abort
@@ -142,10 +181,22 @@ Event = (
     | AddAdapter
     | RemoveAdapter
     | PinAdapter
+    | FoundBlocks
+    | AddPromptAdapter
+    | RemovePromptAdapter
+    | PinPromptAdapter
 )
 
 
-CommittedWith = ResetPrefixCache | SetWeightVersion | CommitWeights | AddAdapter | RemoveAdapter
+CommittedWith = (
+    ResetPrefixCache
+    | SetWeightVersion
+    | CommitWeights
+    | AddAdapter
+    | RemoveAdapter
+    | AddPromptAdapter
+    | RemovePromptAdapter
+)
 """Events that may take effect with the commit of a worker event."""
 
 
@@ -153,4 +204,4 @@ def concern_workers(events: tuple[Event, ...]) -> bool:
     """Whether workers change between this step and the next, or a call waits for that, so that no later step may be in
     flight on any stage.
     """
-    return any(isinstance(event, WorkerEvent | EndWorkerEvent | PinAdapter) for event in events)
+    return any(isinstance(event, WorkerEvent | EndWorkerEvent | PinAdapter | PinPromptAdapter) for event in events)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from spmd_worker.replica.sequence.lora_request import LoRARequest
+
 NON_FINITE_LOGITS: Final = "non_finite_logits"
 """`RequestOutput.error_code` if the model's logits were NaN or infinite."""
 
@@ -61,7 +63,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -73,8 +75,8 @@ class RequestOutput:
     `error_code` (its kind) and no outputs. A pooling request has `vector` instead of completions.
 
     `metrics` differ from run to run, so outputs are compared without them; None where another rank's replica answered.
-    `lora_request`, `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are vLLM's names for features
-    that do not exist here.
+    `lora_request` is the adapter of the call. `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are
+    vLLM's names for features that do not exist here.
     """
 
     request_id: str
@@ -87,7 +89,7 @@ class RequestOutput:
     error: str | None = None
     error_code: str | None = None
     metrics: RequestMetrics | None = field(default=None, compare=False)
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None

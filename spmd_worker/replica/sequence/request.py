@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import Any, NewType
 
 from spmd_worker.base.config.plain_values import plain_int, shown
+from spmd_worker.replica.sequence.input_rows import KEYS_VALUES, InputRows, check_rows, ids_without
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.record_checks import Integer65, check_fields
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -22,6 +23,9 @@ class Request:
     so that its keys are always computed one way, and in the hashes of its blocks. With `pooling`, as `resolve_pooling`
     returns it, nothing is sampled, and `sampling` is that of `pooled_sampling`. `adapter` is the digest of its LoRA
     adapter's content, 0 for none: it is in the hashes of its blocks, and no other number names an adapter on the ranks.
+
+    Positions of `rows` carry vectors, whose contents are in the hashes of its blocks; the ids there are placeholders.
+    The first `num_virtual_tokens` positions are a prompt adapter's, not the caller's.
     """
 
     request_id: RequestId
@@ -31,6 +35,8 @@ class Request:
     rope_regime: int = 0
     pooling: PoolingParams | None = None
     adapter: int = 0
+    rows: tuple[InputRows, ...] = ()
+    num_virtual_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Check arguments: a wrong type would raise when a step's message is encoded, and end every rank."""
@@ -40,8 +46,26 @@ class Request:
         check_fields(self)
         if self.adapter < 0:
             raise ValueError(f"Request.adapter={self.adapter} must be 0, for none, or a digest above 0")
+        check_rows(self.rows, len(self.prompt_token_ids))
+        if not 0 <= self.num_virtual_tokens <= len(self.prompt_token_ids):
+            raise ValueError(f"Request.num_virtual_tokens={self.num_virtual_tokens} of {len(self.prompt_token_ids)}")
         if self.pooling is not None and not self.pooling.is_resolved:
             raise ValueError(f"Request.pooling={self.pooling} has unset fields: call resolve_pooling")
+
+    @property
+    def own_token_ids(self) -> tuple[int, ...]:
+        """The caller's prompt, as it is reported: without virtual tokens, with placeholders at positions of rows."""
+        return self.prompt_token_ids[self.num_virtual_tokens :] if self.num_virtual_tokens else self.prompt_token_ids
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Leading positions whose keys and values are given, so that they are not computed."""
+        return self.rows[0].num_rows if self.rows and self.rows[0].kind == KEYS_VALUES else 0
+
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """The ids of the prompt that are a token's: what penalties count and text is decoded after."""
+        return ids_without(self.rows, self.prompt_token_ids) if self.rows else self.prompt_token_ids
 
 
 def whole_number(name: str, value: Any) -> int:

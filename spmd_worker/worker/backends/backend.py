@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
@@ -98,8 +99,10 @@ class DeviceBackend(ABC):
         """Whether steps may be recorded as graphs, for which memory is reserved then. `tensor` is the wrapped group."""
         return False
 
-    def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs | None:
-        """Graphs of steps; None if every step is launched kernel by kernel."""
+    def new_graphs(
+        self, model: DecoderForCausalLM, tensor: GroupHandle, adapters: LoadedAdapters | None = None
+    ) -> StepGraphs | None:
+        """Graphs of steps, whose rows may have `adapters`; None if every step is launched kernel by kernel."""
         return None
 
     @property

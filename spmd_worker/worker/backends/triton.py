@@ -5,7 +5,8 @@ was imported, for tests.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -14,11 +15,13 @@ import torch
 
 from kv_cache.block import num_blocks_for
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.api import QuantisedKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
+from spmd_worker.ops.kernels.triton import adapters as triton_adapters
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, fp8, matmul
 from spmd_worker.ops.kernels.triton import experts as triton_experts
 from spmd_worker.ops.kernels.triton.compile_ahead import compiling
@@ -33,7 +36,7 @@ from spmd_worker.replica.grammar.row_grammar import BITS
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
-from spmd_worker.worker.runner.dummy_steps import greedy_step, max_step, prompt_step, warm_up_steps
+from spmd_worker.worker.runner.dummy_steps import greedy_step, max_step, prompt_step, warm_up_steps, with_adapter
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import CudaGraph, StepGraph, StepGraphs
 
@@ -116,7 +119,9 @@ class TritonDevice(DeviceBackend):
             return False
         return tensor.size == 1 or isinstance(tensor.fast, PeerSums)
 
-    def new_graphs(self, model: DecoderForCausalLM, tensor: GroupHandle) -> StepGraphs | None:
+    def new_graphs(
+        self, model: DecoderForCausalLM, tensor: GroupHandle, adapters: LoadedAdapters | None = None
+    ) -> StepGraphs | None:
         new_graph = self.graph_maker() if self.can_record(tensor) else None
         if new_graph is None:
             return None
@@ -125,7 +130,7 @@ class TritonDevice(DeviceBackend):
         max_blocks = num_blocks_for(self.resolved.max_model_len, block_size)
         fixed = TritonFixedAttention(max_tokens, max_seqs, max_blocks, block_size, self.device)
         reset_sums = tensor.fast.reset_sums if isinstance(tensor.fast, PeerSums) else None
-        return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, reset_sums)
+        return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, reset_sums, adapters)
 
     def graph_maker(self) -> Callable[[], StepGraph] | None:
         """A factory of empty graphs; None if kernels are interpreted."""
@@ -146,7 +151,8 @@ class TritonDevice(DeviceBackend):
     ) -> None:
         """Compile every kernel that a later step can launch, in each of Triton's specialisations: attention has kernels
         for short rows that decode, for long ones and for chunks. Then record the decode steps, largest first, because
-        smaller graphs reuse its memory. Other steps are recorded when they first occur.
+        smaller graphs reuse its memory, and those with adapters before those without. Other steps are recorded when
+        they first occur.
 
         Not covered: joining partial attention results of pooled rows, which is compiled for the first row that ends
         with a one-token chunk after a long prefix.
@@ -164,19 +170,24 @@ class TritonDevice(DeviceBackend):
         for number, scheduled in enumerate(steps):
             runner.forward(number, scheduled)
             runner.sample()
-        if not is_interpreted():
-            self._warm_up_matmuls(runner, num_blocks)
         self.warm_up_masks(runner)
-        if graphs is None:
-            return
-        runner, max_seqs = new_runner(graphs), scheduler.max_num_seqs
-        counts = [size for size in graphs.sizes if size < max_seqs]
-        for number, count in enumerate((max_seqs, *reversed(counts))):
-            runner.forward(number, greedy_step(count, block_size, num_blocks))
-            runner.sample()
+        with nullcontext(0) if runner.adapters is None else runner.adapters.placeholder() as adapter:
+            adapters = (adapter, 0) if adapter else (0,)
+            if not is_interpreted():
+                self._warm_up_matmuls(runner, num_blocks, adapters)
+            if graphs is None:
+                return
+            runner, max_seqs = new_runner(graphs), scheduler.max_num_seqs
+            counts = [size for size in graphs.sizes if size < max_seqs]
+            for number, count in enumerate((max_seqs, *reversed(counts))):
+                for each in adapters:
+                    runner.forward(number, with_adapter(greedy_step(count, block_size, num_blocks), each))
+                    runner.sample()
 
-    def _warm_up_matmuls(self, runner: ModelRunner, num_blocks: int) -> None:
-        """Compile GEMMs in the tiles of each bucket of rows, experts' too; the head's up to a row a sequence."""
+    def _warm_up_matmuls(self, runner: ModelRunner, num_blocks: int, adapters: Sequence[int]) -> None:
+        """Compile GEMMs in the tiles of each bucket of rows, experts' too, in steps of rows with each of `adapters`,
+        and the head up to a row a sequence.
+        """
         scheduler, model_config = self.resolved.config.scheduler, self.resolved.model_config
         sizes = (self.resolved.max_model_len, self.resolved.config.cache.block_size, num_blocks)
         max_tokens = scheduler.max_num_batched_tokens
@@ -184,9 +195,12 @@ class TritonDevice(DeviceBackend):
             # Whose cache has the blocks of one step of at most `max_num_seqs`.
             max_tokens = min(max_tokens, scheduler.max_num_seqs * max(1, self.resolved.max_model_len - 1))
         num_tokens = {*matmul.warm_up_rows(max_tokens), *self._expert_token_counts()}
+        if len(adapters) > 1 and max_tokens > triton_adapters.MAX_FEW_ROWS:
+            num_tokens.add(triton_adapters.MAX_FEW_ROWS + 1)
         for number, count in enumerate(sorted(num_tokens, reverse=True)):
-            runner.forward(number, prompt_step(count, *sizes, model_config.pooling))
-            runner.sample()
+            for adapter in adapters:
+                runner.forward(number, with_adapter(prompt_step(count, *sizes, model_config.pooling), adapter))
+                runner.sample()
         if runner.sampler is None:
             return
         dtype = getattr(torch, self.resolved.dtype)

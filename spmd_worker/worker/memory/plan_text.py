@@ -10,6 +10,7 @@ from typing import Final
 
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, format_bytes, num_swap_blocks
+from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.ranks.topology import RankLayout, stage_of
@@ -138,6 +139,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"model      {model_config.architecture}, {model_config.num_parameters:,} parameters, "
         f"{model_config.num_layers} layers, hidden size {model_config.hidden_size:,}, {model_config.num_heads} heads, "
         f"{model_config.num_kv_heads} KV heads",
+        *_merged(plan),
         *_quantised(plan),
         *_int8(plan),
         *_head_argmax(plan),
@@ -197,6 +199,11 @@ def _where(plan: MemoryPlan) -> str:
     if plan.resolved.config.device == "auto":
         return f"in {dtype} on the CPU (device=auto takes a GPU if there is one: device=cuda plans for it)"
     return f"in {dtype} on {'the CPU' if plan.resolved.device_type == 'cpu' else 'one GPU a rank'}"
+
+
+def _merged(plan: MemoryPlan) -> list[str]:
+    folder = plan.resolved.config.model.merged_adapter
+    return [] if folder is None else [f"adapter    {folder} is {MERGED}"]
 
 
 def _quantised(plan: MemoryPlan) -> list[str]:

@@ -208,7 +208,7 @@ def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
                 request.stream,
                 sample_index,
                 len(request.prompt_token_ids),
-                request.prompt_token_ids,
+                request.known_token_ids,
                 sequence.output_token_ids,
             )
 

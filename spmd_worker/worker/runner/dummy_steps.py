@@ -4,7 +4,8 @@ All tokens are zero, and no real requests exist.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import CacheEngine
@@ -114,6 +115,13 @@ def prompt_step(
     )
 
 
+def with_adapter(scheduled: Sequence[ScheduledSequence], adapter: int) -> tuple[ScheduledSequence, ...]:
+    """The same step of rows with this adapter (`Request.adapter`)."""
+    for each in scheduled:
+        each.sequence.request = replace(each.sequence.request, adapter=adapter)
+    return tuple(scheduled)
+
+
 def _sequence(
     index: int,
     sampling: SamplingParams,
@@ -143,7 +151,7 @@ def prepared_step(
     *steps: Sequence[ScheduledSequence],
 ) -> Iterator[Callable[[], None]]:
     """Context with a function that runs `steps` one after another on their own cache, which is allocated on entry and
-    freed on exit.
+    freed on exit. Where rows may have adapters, which need memory, all have one.
 
     `engine` is not allocated yet. It may have fewer layers than the model, of which only that many run: layers are
     alike and run one after another, so a few reach the same peak as all. The model has all layers again on exit.
@@ -157,9 +165,11 @@ def prepared_step(
 
         def run() -> None:
             runner = new_runner(engine)
-            for scheduled in steps:
-                runner.forward(0, scheduled)
-                runner.sample()
+            adapters = runner.adapters
+            with nullcontext(0) if adapters is None else adapters.placeholder() as adapter:
+                for scheduled in steps:
+                    runner.forward(0, with_adapter(scheduled, adapter))
+                    runner.sample()
 
         yield run
     finally:

@@ -31,7 +31,9 @@ from spmd_worker.worker.runner.batch import Batch, RowsToSample, build_batch, co
 from spmd_worker.worker.runner.batch_state import BatchState
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
+from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
+from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 
 
@@ -100,7 +102,8 @@ class ModelRunner:
     the last stage has a sampler or a pooler. `clock` measures when this stage computes. `model` may take new weights
     between steps. `grammars` has the states of rows with structured outputs, on a stage that samples. `graphs` launch
     the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
-    steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none.
+    steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
+    the given embeddings, on the first stage; `prefixes` the given keys and values.
     """
 
     def __init__(
@@ -116,8 +119,11 @@ class ModelRunner:
         *,
         keeps_state: bool = False,
         adapters: LoadedAdapters | None = None,
+        rows: RowStore | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self._grammars = grammars
+        self.rows, self.prefixes = rows, prefixes
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
         scores_of = None if adapters is None else adapters.scores_of
@@ -125,7 +131,7 @@ class ModelRunner:
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         has_state = keeps_state and not model.model_config.is_encoder
-        self._adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
+        self.adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
         self._step_adapters: StepAdapters | None = None
         self._state = BatchState(block_size, self._device, self._slot_of) if has_state else None
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
@@ -168,26 +174,31 @@ class ModelRunner:
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
             cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
+        if self.prefixes is not None:
+            self.prefixes.write(scheduled, cache)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
-        adapters = self._adapters_of(batch)
-        takes = self.graphs is not None and is_fused and adapters is None and self.graphs.takes(batch)
-        graphs = self.graphs if takes else None
+        given = None if self.rows is None else self.rows.of_step(scheduled)
+        # Steps with rows of embeddings are not recorded.
+        is_plain = is_fused and given is None
+        graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
         else:
+            adapters = self._adapters_of(batch)
             tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
             types, wanted = batch.token_types, None
             if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
-                if adapters is not None and self._adapters is not None:
-                    wanted = replace(wanted, adapters=self._adapters.step(adapters.slots[wanted.rows]))
+                if adapters is not None and self.adapters is not None:
+                    wanted = replace(wanted, adapters=self.adapters.step(adapters.slots[wanted.rows]))
             hidden = self.model(
                 *(*tokens, cache, batch.attention, incoming),
                 is_fused=is_fused,
                 token_types=types,
                 wanted=wanted,
                 adapters=adapters,
+                given=given,
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
@@ -243,14 +254,16 @@ class ModelRunner:
             self._grammars.forget(plan.finished_sequences, plan.finished_request_ids)
         if self._pooling is not None:
             self._pooling.forget(plan.finished_request_ids)
+        if self.rows is not None:
+            self.rows.forget(plan.finished_request_ids)
 
     def _adapters_of(self, batch: Batch) -> StepAdapters | None:
         """The adapters of the step's tokens; rows that continue keep those of the last step."""
         slots, last = batch.adapter_slots, self._step_adapters
-        if slots is None or self._adapters is None:
+        if slots is None or self.adapters is None:
             self._step_adapters = None
         elif last is None or last.slots is not slots:
-            self._step_adapters = self._adapters.step(slots)
+            self._step_adapters = self.adapters.step(slots)
         return self._step_adapters
 
     def _send(self, hidden: Tensor) -> None:

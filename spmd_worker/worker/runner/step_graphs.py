@@ -2,9 +2,10 @@
 
 Steps are padded to one of a few sizes. Padding tokens change no bit of the others: a row's arithmetic does not depend
 on its batch, and attention skips them. One graph serves decode rows, prompt chunks and both together; attention may
-ask for another where it needs fewer launches (`AttentionMetadata.kind`), as for short rows that all decode. A step's
-inputs are copied to fixed tensors; weights and cache are read at the recorded addresses, and if these change, all
-graphs are recorded again.
+ask for another where it needs fewer launches (`AttentionMetadata.kind`), as for short rows that all decode. Steps with
+adapters have graphs of their own, for any adapters of their rows; they are recorded again when other layers are
+adapted. A step's inputs are copied to fixed tensors; weights and cache are read at the recorded addresses, and if these
+change, all graphs are recorded again.
 
 The first step of a size runs launch by launch in the same tensors, which compiles missing kernels and gives the step
 its result. Then its graph is recorded, which computes nothing. All graphs share one memory pool: they never overlap.
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import FixedAttention
 from spmd_worker.ops.attention.metadata import AttentionMetadata
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 _SMALL_SIZES = (8, 16, 32, 64)
 """The kernels' tiles have 64 rows, so padding below that costs next to nothing."""
 _FINEST = 64
+_ADAPTED = "adapted layers"
 _SIZES_AN_OCTAVE = 4
 """Sizes from one power of two to the next, at least _FINEST apart: at most a fifth of a larger step is padding."""
 
@@ -72,7 +75,7 @@ def graph_sizes(max_tokens: int) -> tuple[int, ...]:
 class StepGraphs:
     """The graphs of one model and cache, for steps of at most `max_tokens` and `max_seqs`. `new_graph` makes an empty
     graph. `reset_sums`, called at the start and the end of a graph, resets exchanges between ranks to the state that
-    every replay expects (`PeerSums.reset_sums`).
+    every replay expects (`PeerSums.reset_sums`). `adapters`: those that rows may have, None: they have none.
     """
 
     def __init__(
@@ -83,21 +86,25 @@ class StepGraphs:
         max_tokens: int,
         max_seqs: int,
         reset_sums: Callable[[], None] | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         self.sizes, self._max_seqs = graph_sizes(max_tokens), max_seqs
-        self._model, self._attention, self._new_graph = model, attention, new_graph
+        self._model, self._attention, self._new_graph, self._adapters = model, attention, new_graph, adapters
         self._reset_sums = reset_sums or (lambda: None)
         self._device = next(model.parameters()).device
         self._token_ids, self._positions, self._regimes = (
             torch.zeros(max_tokens, dtype=torch.int64, device=self._device) for _ in range(3)
         )
+        self._adapter_slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=self._device)
         self._rows = torch.zeros(max_seqs, dtype=torch.int64, device=self._device)
         self._regimes_of: Tensor | None = None
+        self._adapter_slots_of: Tensor | None = None
+        self._adapted_layers: frozenset[str] = frozenset()
         self._rows_of: Tensor | None = None
         # Allocated by the first step, which has their shapes.
         self._incoming = self._hidden = self._values = self._columns = torch.empty(0)
         self._graphs: dict[tuple[str, int, int], StepGraph] = {}
-        """Key: layers or head, number of tokens, kind of attention."""
+        """Key: layers, those of steps with adapters, or head; number of tokens; kind of attention."""
         self._addresses: tuple[int, ...] = ()
         self.recording_s = 0.0
         self._must_check_addresses, self._records = True, True
@@ -123,8 +130,12 @@ class StepGraphs:
         if incoming is not None:
             self._incoming = _allocated(self._incoming, incoming, self.sizes[-1])
             self._incoming[:count] = incoming
+        is_adapted = batch.adapter_slots is not None
+        if batch.adapter_slots is not None:
+            self._fill_adapters(batch.adapter_slots, size)
         metadata = self._attention.fill(batch.attention, size)
-        self._run(("layers", size, metadata.kind), partial(self._compute, size, cache, metadata, incoming is not None))
+        launch = partial(self._compute, size, cache, metadata, incoming is not None, is_adapted)
+        self._run((_ADAPTED if is_adapted else "layers", size, metadata.kind), launch)
         return self._hidden[:count]
 
     def argmax(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,11 +164,30 @@ class StepGraphs:
     def _size_for(self, count: int) -> int:
         return next(size for size in self.sizes if size >= count)
 
-    def _compute(self, size: int, cache: Tensor, metadata: AttentionMetadata, has_incoming: bool) -> None:
+    def _fill_adapters(self, slots: Tensor, size: int) -> None:
+        """Slots of a step's tokens, int32 [T]; padding tokens have none. Graphs lack the layers that were not adapted
+        when they were recorded.
+        """
+        assert self._adapters is not None, "a row has an adapter, and the model takes none"
+        if slots is not self._adapter_slots_of:
+            # Rows that continue keep those of the last step.
+            self._adapter_slots[: len(slots)] = slots
+            self._adapter_slots[len(slots) : size] = -1
+            self._adapter_slots_of = slots
+        if self._adapters.adapted_layers != self._adapted_layers:
+            self._adapted_layers = self._adapters.adapted_layers
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != _ADAPTED}
+
+    def _compute(
+        self, size: int, cache: Tensor, metadata: AttentionMetadata, has_incoming: bool, is_adapted: bool
+    ) -> None:
         self._reset_sums()
+        adapters = None
+        if is_adapted and self._adapters is not None:
+            adapters = self._adapters.step(self._adapter_slots[:size])
         tokens = (self._token_ids[:size], self._positions[:size], self._regimes[:size])
         incoming = self._incoming[:size] if has_incoming else None
-        hidden = self._model(*tokens, cache, metadata, incoming)
+        hidden = self._model(*tokens, cache, metadata, incoming, adapters=adapters)
         self._hidden = _allocated(self._hidden, hidden, self.sizes[-1])
         self._hidden[:size] = hidden
         self._reset_sums()

@@ -121,6 +121,13 @@ def test_composed_config_is_frozen_and_plain():
     assert config.sampling.given() == {"stop": ["a", "b c"]}
 
 
+def test_mapping_has_names_of_its_own():
+    adapters = composed("model.adapters={sql-v2.1: /a/sql, b_c: '/x=y'}").model.adapters
+    assert adapters == {"sql-v2.1": "/a/sql", "b_c": "/x=y"}
+    for nothing in ((), ("model.adapters=null",), ("model.adapters={}",)):
+        assert composed(*nothing).model.adapters is None
+
+
 def test_quoted_values_escape_hydra_syntax():
     assert composed("job.input='a=b (1).jsonl'").job.input == "a=b (1).jsonl"
     assert composed("model.path='/ü/x'").model.path == "/ü/x"
@@ -219,6 +226,10 @@ REFUSED = [
     ),
     ("model.quantization=fp4", "model.quantization=fp4 is not one of int8, fp8, nor null"),
     ("model.pooling_type=sum", "model.pooling_type=sum is not one of last, mean, cls, nor null"),
+    ("model.adapters=3", "model.adapters=3 must be texts by name, such as {a: b} or null"),
+    ("model.adapters={a: [1]}", "model.adapters={'a': [1]} must be texts by name, such as {a: b} or null"),
+    ("model.adapters={a: ''}", "model.adapters={'a': ''} must map names to folders, and neither may be empty"),
+    ("model.adapters={7: x}", "model.adapters={7: x} must be texts by name, such as {a: b} or null"),
     ("plan=maybe", "plan=maybe must be true or false"),
     ("plan.memory_gib=64", "plan.memory_gib=64 is the memory that a plan is made for, and a run measures its own: add"),
     ("plan.memory_gib=0", "plan.memory_gib=0 must be above 0 and at most 1048576, such as 64"),

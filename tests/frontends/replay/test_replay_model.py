@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lora_folders import write_lora
 from safetensors.torch import load_file
 from tools_main import tool
 
 from kv_cache.cache_engine import CacheEngine
-from spmd_worker import LLM, SamplingParams
+from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.config.schema import (
     CacheConfig,
     JobConfig,
@@ -24,6 +25,7 @@ from spmd_worker.frontends.batch.run_dir.run_records import open_step_log
 from spmd_worker.frontends.replay.replay import read_messages
 from spmd_worker.frontends.replay.step_log import StepLogWriter, read_step_log
 from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.sequence.events import RemoveAdapter
 
 REPOSITORY = Path(__file__).parents[3]
 DEMO = REPOSITORY / "scripts" / "demo"
@@ -164,3 +166,31 @@ def test_tokens_are_recomputed_only_before_new_weights(tmp_path: Path, run_scrip
     assert re.search(r"step \d+ computes with the new weights of version -?\d+ \(step \d+\), which the log", errors)
     num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
     assert num_equal == num_all >= 3
+
+
+def test_rows_with_adapters_are_recomputed(tmp_path: Path, run_script):
+    """Adapters of the start, and one that a call has loaded in place of another, are read from their folders again."""
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    folders = {name: write_lora(tmp_path / name, seed) for seed, name in enumerate("abc")}
+    requests = [LoRARequest(name, number, folders[name]) for number, name in enumerate("abc", 1)]
+    options = {"adapters": {"a": folders["a"]}, "max_loras": 1, "max_cpu_loras": 2}
+    with LLM(DEMO / "model", num_blocks=64, **options) as llm, open_step_log(llm.llm_engine, tmp_path) as writer:
+        for others in (requests[1], requests[2]):
+            adapters = [requests[0], None, others, requests[0]]
+            llm.generate(["3 + 4 ="] * 4, greedy, lora_request=adapters, use_tqdm=False)
+        assert llm.list_loras() == {1, 3}
+        llm.remove_lora(3)
+        llm.generate("3 + 4 =", greedy, use_tqdm=False)
+    code, output, _ = run_script(writer.path, "--with-model")
+    assert code == 0
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+    messages = read_messages(read_step_log(writer.path).messages())
+    removed = next(each.step for each in messages if RemoveAdapter(3) in each.events)
+    assert "\n  then adapter 3 is removed\n" in run_script(writer.path, "--until", str(removed))[1]
+    write_lora(tmp_path / "c", 9)
+    code, _, errors = run_script(writer.path, "--with-model")
+    assert code == 2
+    assert f"adapter 3 ('c'), whose folder {folders['c']} has another content than in the run" in errors
+    write_lora(tmp_path / "a", 9)
+    _, _, errors = run_script(writer.path, "--with-model")
+    assert f"the run had adapter 1 ('a'), whose folder {folders['a']} has another content" in errors

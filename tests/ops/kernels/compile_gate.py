@@ -28,6 +28,8 @@ from triton.compiler import ASTSource
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
 from spmd_worker.ops.kernels.triton import (
+    adapter_kernels,
+    adapters,
     attention,
     attention_kernels,
     expert_kernels,
@@ -179,6 +181,8 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
         constants = {"BH": power_of_two(width), "ADDS": True}
         options = rows.row_options(width)
         yield Variant(f"add_rms_norm {width}", row_kernels.add_rms_norm, types, constants, options, ("H",))
+    types, constants = _typed(row_kernels.silu_and_mul, element), {"BN": 1024}
+    yield Variant("silu_and_mul", row_kernels.silu_and_mul, types, constants, row_kernels.LAUNCH, ("N", "stride"))
     types = _typed(row_kernels.full_norm, element)
     constants = {"BH": 4096, "CENTRED": True, "BIAS": True}
     yield Variant("full_norm 4096", row_kernels.full_norm, types, constants, rows.row_options(4096), ("H",))
@@ -356,6 +360,56 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
             yield from _stored_variants(num_slots, chip, element, is_short=is_short)
 
 
+_OF_ADAPTERS = {
+    **dict.fromkeys(("order", "tiles", "num_tiles", "ranks", "columns"), "*i32"),
+    **dict.fromkeys(("T", "R", "N", "K", "num_n", "stride_x", "stride_out"), "i32"),
+    "partials": "*fp32",
+}
+
+
+def adapter_variants(*, is_short: bool = False) -> Iterator[Variant]:
+    """Merged q, k and v of rank 16, down of an 8B model of rank 64, two parts of rank 256, and rows placed by adapter.
+    `is_short`: the first of few rows, and rows.
+    """
+    sizes = {"CHOSEN": 1, "PADDED": False, "BLOCK": expert_kernels.BLOCK}
+    for kernel, constants, absent in (
+        (expert_kernels.count_slots, sizes, "totals"),
+        (expert_kernels.place_slots, sizes | {"OWN": 12, "OWN_PADDED": 16, "BM": 16}, "own"),
+    ):
+        types = _of_experts(kernel, "bf16") | {"ids": "*i32"}
+        types = {name: kind for name, kind in types.items() if name not in ("slots", absent)}
+        yield Variant(f"{kernel.__name__} of adapters", kernel, types, constants, expert_kernels.LAUNCH)
+    for word, tile, dtype in (
+        ("few", adapters.FEW_ROWS, torch.bfloat16),
+        ("many", adapters.MANY_ROWS, torch.bfloat16),
+        ("float16", adapters.FLOAT16, torch.float16),
+        ("float32", adapters.FLOAT32, torch.float32),
+    ):
+        element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+        for rank, num_parts, num_inputs in ((16, 3, 4096), (64, 1, 14336), (256, 2, 4096)):
+            if is_short and (word != "few" or rank != 16):
+                continue
+            for kernel, constants in (
+                (adapter_kernels.shrink, tile.shrink_constants(num_inputs, rank, num_parts)),
+                (adapter_kernels.expand, tile.expand_constants(num_inputs, rank, num_parts, dtype)),
+            ):
+                options = {key: constants.pop(key) for key in _OPTIONS if key in constants}
+                names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+                types = {name: _OF_ADAPTERS.get(name, f"*{element}") for name in names}
+                is_shrink = kernel is adapter_kernels.shrink
+                staged = constants["BK"] * (tile.rows + constants["BR"]) * dtype.itemsize if is_shrink else 0
+                yield Variant(
+                    f"{kernel.__name__} {word} rank {rank} of {num_parts}",
+                    *(kernel, types, constants, options, ("R", "N", "K", "stride_x", "stride_out")),
+                    multiplies=dtype == torch.bfloat16 or (dtype == torch.float16 and is_shrink),
+                    pipelined_bytes=staged * tile.num_stages,
+                    instruction="mma.sync" if tile.rows < 64 else "",
+                    stack_bytes=_OUTER_LOOP_BYTES,
+                    chips=(80, 90, 120) if word == "few" else tuple(SHARED_BYTES),
+                )
+
+
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 STORED = {
     "mxfp4": MXFP4,
     "fp8 blocks": StoredFormat("e4m3", 128, 128),
@@ -661,6 +715,7 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
     matmuls = matmul_variants(capability)
     found += [each for each in matmuls if not is_short or each.name.startswith(MATMULS_OF_THE_GATE)]
     found += expert_variants(is_short=is_short)
+    found += adapter_variants(is_short=is_short)
     yield from (each for each in found if capability in each.chips)
 
 

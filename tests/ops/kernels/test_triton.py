@@ -20,16 +20,24 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_experts_cases.py": (("gate",), 4),
     "triton_stored_experts_cases.py": (("gate",), 4),
     "triton_quantised_cases.py": (("gate",), 4),
+    "triton_adapter_cases.py": (("gate",), 5),
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
 ALL_CASES = {
     "triton_experts_cases.py": ((), 16),
     "triton_stored_experts_cases.py": ((), 12),
     "triton_quantised_cases.py": ((), 19),
+    "triton_adapter_cases.py": ((), 11),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 13),
 }
-ENGINES = {"triton_engine.py": 9, "triton_graphs.py": 14, "triton_experts_engine.py": 18, "triton_stored_engine.py": 19}
+ENGINES = {
+    "triton_engine.py": 9,
+    "triton_graphs.py": 14,
+    "triton_experts_engine.py": 18,
+    "triton_stored_engine.py": 19,
+    "triton_adapters_engine.py": 17,
+}
 """Scripts, and how many comparisons of an engine they make."""
 LONGEST_S = 500.0
 LONGEST_OF_STRESS_S = 1150.0

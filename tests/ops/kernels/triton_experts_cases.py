@@ -23,7 +23,7 @@ from spmd_worker.model.layers.experts import SparseFeedForward, _weighted_sum, s
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.kernels.triton import expert_kernels, experts, matmul, router_kernels
+from spmd_worker.ops.kernels.triton import expert_kernels, experts, matmul, placing, router_kernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.tiles import Tile
@@ -288,13 +288,13 @@ def routers_choose_the_lower_of_equals_and_report_nan() -> None:
 def control_an_unstable_order_of_slots_is_found() -> None:
     """Slots of an expert from last to first, and rows where they are not looked for."""
     layer, x, ids = new_layer(), tokens(21, torch.float32), routing(21)
-    place = experts._place
+    place = placing.place
 
     def reversed_places(*arguments: object) -> object:
         placed = place(*arguments)
         return replace(placed, order=placed.order.roll(1))
 
-    with mock.patch.object(experts, "_place", reversed_places):
+    with mock.patch.object(placing, "place", reversed_places):
         assert not torch.equal(outputs(layer, x, ids), dense(layer, x, ids))
 
 

@@ -22,11 +22,13 @@ from spmd_worker.replica.sequence.events import (
     EndRound,
     EndWorkerEvent,
     FinishTransfers,
+    FoundBlocks,
     Interrupt,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
 )
+from spmd_worker.replica.sequence.input_rows import KEYS_VALUES, InputRows
 from spmd_worker.replica.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -68,6 +70,8 @@ FULL_PLAN = StepPlan(
         store=((13, 14),),
         load=((15, 16), (17, 18)),
         transfer=19,
+        save=((3, b"three"),),
+        fetch=((b"four", 4), (b"five", 5)),
     ),
     finished_sequences=(SequenceKey(1, 0), SequenceKey(6, 2)),
     finished_request_ids=(1,),
@@ -90,12 +94,15 @@ FULL_SAMPLING = SamplingParams(
     skip_reading_prefix_cache=True,
     cache_salt="a tenant",
 )
+FULL_ROWS = (InputRows(bytes(16), 0, 1, KEYS_VALUES), InputRows(bytes(range(32)), 1, 2))
 FULL_MESSAGE = StepMessage(
     step=9,
     events=(
-        *(Admit(Request(7, (1, 2), FULL_SAMPLING, 0, 0, FULL_POOLING)), Abort(2), ResetPrefixCache()),
+        *(Admit(Request(7, (1, 2, 0), FULL_SAMPLING, 0, 0, FULL_POOLING, 9, FULL_ROWS, 1)), Abort(2)),
+        ResetPrefixCache(True),
         *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Interrupt(1, "KeyboardInterrupt: "), Close()),
         *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no"), CommitWeights(-(2**63), 38)),
+        FoundBlocks((b"one", b"two")),
     ),
     plan=FULL_PLAN,
     sampled_token_ids=(11, 21, 31, 32),
@@ -177,6 +184,7 @@ MESSAGE_BEFORE = StepMessage(8, (), PLAN_BEFORE, (1, 2), b"")
 def test_every_record_field_is_among_changes():
     changed = {name for path, _ in CHANGES for name in re.findall(r"[a-z_]+", path)}
     records = (Admit, Abort, SetWeightVersion, FinishTransfers, WorkerEvent, EndWorkerEvent, CommitWeights)
+    records += (ResetPrefixCache, FoundBlocks)
     records += (Request, SamplingParams, StepPlan, BlockOps)
     listed = (SequenceData, SequenceDataDelta, SequenceGroupMetadata, SequenceGroupMetadataDelta)
     for record in (*records, *listed):

@@ -21,6 +21,7 @@ from kv_cache.host_tier import HostTier
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ReplicaDivergedError
 from spmd_worker.engine.engine import Engine
+from spmd_worker.executor.adapters import ExecutorAdapters
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel
 from spmd_worker.replica.lockstep import lockstep as lockstep_module
@@ -223,11 +224,15 @@ class MadeUpExecutor:
     is_sleeping: bool = False
 
     def __post_init__(self) -> None:
+        self.adapters = ExecutorAdapters(self, 0)
         self._mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
         self._in_flight: deque[tuple[int, int]] = deque()
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         """Nothing fails."""
+
+    def attach_engine(self, engine: object) -> None:
+        pass
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """There are no weights."""

@@ -26,7 +26,7 @@ requests = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         # The id of an adapter, 0 for none.
-        "adapter": st.sampled_from([0, 0, 1, 2, 3, 4]),
+        "adapter": st.sampled_from([0, 1, 2, 3, 4]),
     }
 )
 operations = st.lists(
@@ -61,7 +61,7 @@ limits = st.fixed_dictionaries(
         "transfer_steps": st.integers(0, 4),
         "virtual_engines": st.sampled_from([1, 1, 2, 3, 4]),
         "ahead": st.sampled_from([0, 1]),
-        "max_loras": st.sampled_from([0, 1, 2, 3]),
+        "max_loras": st.sampled_from([1, 0, 1, 2]),
     }
 ).map(lambda drawn: {**drawn, "ahead": drawn["ahead"] if drawn["virtual_engines"] == 1 else 0})
 
@@ -142,9 +142,18 @@ def random_history(
     for _ in range(num_requests):
         length, family = chance.randint(1, 15), chance.choice([1, 1, 2])
         prompt = tuple(rename(1 + index * family % 4) for index in range(length))
-        run.admit(length, prompt, n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 9))
+        adapter = random_adapter(run, chance) if run.limits.max_loras else 0
+        run.admit(length, prompt, adapter, n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 9))
         for _ in range(chance.randint(0, 3)):
             step()
     while run.scheduler.has_unfinished:
         step()
     return history
+
+
+def random_adapter(run: Run, chance: random.Random) -> int:
+    """A loaded content, after an attempt to load one of five."""
+    int_id = chance.randint(1, 5)
+    if int_id not in run.adapters.entries:
+        load(run, int_id)
+    return chance.choice([0, *run.adapters.digests])

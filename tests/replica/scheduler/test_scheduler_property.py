@@ -111,6 +111,7 @@ def test_many_more_histories_keep_integrity_and_end(limits: dict[str, Any], oper
 CROWDED = {"num_blocks": 9, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN}
 CACHED = {**CROWDED, "caching": True, "preemption": "auto", "block_copy_tokens": 2.0, "num_host_blocks": 6}
 TIERED = {**CACHED, "preemption": "swap", "num_tier_blocks": 12}
+ADAPTED = {**TIERED, "max_loras": 2}
 
 
 def by_position(key, position):
@@ -132,6 +133,10 @@ def test_random_histories_reach_critical_states():
         random_history(seed, run, by_position)
     assert sum(run.scheduler.counters.num_stored_blocks for run in runs) > 50
     assert sum(run.scheduler.counters.num_loaded_blocks for run in runs) > 10
+    adapted = Run(**ADAPTED)
+    random_history(3, adapted, by_position)
+    # Adapters were used, and gave way to others.
+    assert max(each.number for each in adapted.adapters.entries.values()) > 5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -182,10 +187,12 @@ def test_decisions_are_equal_for_any_hash_seed():
         "import hashlib, sys; sys.path[:0] = sys.argv[1:]\n"
         "from histories import random_history\n"
         "from scheduler_runs import Run\n"
-        "from test_scheduler_property import CACHED, CROWDED, TIERED, by_position\n"
-        "for limits in (CROWDED, CACHED, TIERED):\n"
-        "    history = [random_history(seed, Run(**limits), by_position) for seed in range(5)]\n"
-        "    print(hashlib.blake2b(repr(history).encode()).hexdigest())\n"
+        "from test_scheduler_property import ADAPTED, CACHED, CROWDED, TIERED, by_position\n"
+        "for limits in (CROWDED, CACHED, TIERED, ADAPTED):\n"
+        "    runs = [Run(**limits) for seed in range(5)]\n"
+        "    history = [random_history(seed, run, by_position) for seed, run in enumerate(runs)]\n"
+        "    adapters = [run.adapters.entries for run in runs]\n"
+        "    print(hashlib.blake2b(repr([history, adapters]).encode()).hexdigest())\n"
         "print(hash('probe'))"
     )
     here = Path(__file__).parent
@@ -200,10 +207,10 @@ def test_decisions_are_equal_for_any_hash_seed():
         ).stdout.split()
         for seed in ("1", "2")
     ]
-    assert printed[0][:3] == printed[1][:3]
-    # Negative controls: the three are different, and the seeds did take effect.
-    assert len(dict.fromkeys(printed[0])) == 4
-    assert printed[0][3] != printed[1][3]
+    assert printed[0][:4] == printed[1][:4]
+    # Negative controls: the four are different, and the seeds did take effect.
+    assert len(dict.fromkeys(printed[0])) == 5
+    assert printed[0][4] != printed[1][4]
 
 
 def test_property_detects_starving_scheduler(monkeypatch: pytest.MonkeyPatch):

@@ -21,6 +21,8 @@ def new_engine(num_layers: int) -> CacheEngine:
 class Runner:
     """Notes what the model looks like while a step runs."""
 
+    adapters = None
+
     def __init__(self, model, engine):
         self.model, self.engine, self.seen = model, engine, []
 

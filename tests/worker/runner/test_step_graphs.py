@@ -4,6 +4,7 @@ be told at sight. What replayed steps compute: tests/ops/kernels/triton_graphs.p
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ WIDTH, MOST, SEQUENCES = 3, 20, 10
 
 
 class Model(nn.Module):
-    """Token ids times a weight, beside positions; what comes from the stage before is added. Its largest are columns
-    of the hidden states.
+    """Token ids times a weight, beside positions; what comes from the stage before is added, and adapters. Its largest
+    are columns of the hidden states.
     """
 
     def __init__(self) -> None:
@@ -27,10 +28,18 @@ class Model(nn.Module):
         self.num_tokens: list[int] = []
 
     def forward(
-        self, ids: Tensor, positions: Tensor, regimes: Tensor, cache: Tensor, metadata: object, incoming: Tensor | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        regimes: Tensor,
+        cache: Tensor,
+        metadata: object,
+        incoming: Tensor | None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         self.num_tokens.append(len(ids))
         hidden = ids[:, None] * self.weight + positions[:, None] * torch.arange(WIDTH) + regimes[:, None]
+        hidden = hidden if adapters is None else hidden + 100 * (adapters[:, None] + 1)
         return hidden if incoming is None else hidden + incoming
 
     def argmax_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,6 +117,36 @@ def test_incoming_states_are_copied_to_fixed_buffer(graphs: StepGraphs):
     for number in range(3):
         incoming = torch.full((4, WIDTH), float(number))
         assert torch.equal(graphs.forward(batch(4), CACHE, incoming), expected(4) + number)
+
+
+class Adapters:
+    """Steps' adapters are their slots."""
+
+    adapted_layers = frozenset({"layer"})
+
+    def step(self, slots: Tensor) -> Tensor:
+        return slots
+
+
+def test_steps_with_adapters_have_their_own_graphs(graphs: StepGraphs):
+    graphs._adapters = adapters = Adapters()
+    slots = torch.tensor([0, -1, 1, 0, -1], dtype=torch.int32)
+    for number, rows in enumerate((slots, slots, slots.flip(0), slots[:4])):
+        adapted = replace(batch(len(rows)), adapter_slots=rows)
+        wanted = expected(len(rows)) + 100 * (rows[:, None] + 1)
+        assert torch.equal(graphs.forward(adapted, CACHE, None), wanted), number
+        # Padding tokens have none, whatever the last step's had.
+        assert torch.equal(graphs._hidden[len(rows) : 8], torch.zeros(8 - len(rows), WIDTH)) or number == 3
+        assert (graphs._adapter_slots[len(rows) : 8] == -1).all()
+    assert (Graph.num_replayed, graphs.num_recorded) == (3, 1)
+    assert torch.equal(graphs.forward(batch(5), CACHE, None), expected(5))
+    assert torch.equal(graphs.forward(replace(batch(5), adapter_slots=slots), CACHE, None)[1], expected(5)[1])
+    assert (Graph.num_replayed, graphs.num_recorded) == (4, 2)
+    # Launches of other layers: recorded anew, and those of steps without adapters are kept.
+    adapters.adapted_layers = frozenset({"layer", "another"})
+    graphs.forward(replace(batch(5), adapter_slots=slots), CACHE, None)
+    graphs.forward(batch(5), CACHE, None)
+    assert (Graph.num_replayed, graphs.num_recorded) == (5, 2)
 
 
 def test_sampled_rows_have_their_own_graphs(graphs: StepGraphs):

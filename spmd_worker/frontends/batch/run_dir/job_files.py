@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
-from spmd_worker.base.config.schema import JobConfig
+from spmd_worker.base.config.schema import JobConfig, ModelOptions
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
@@ -85,6 +85,8 @@ def check_files(resolved: ResolvedRun) -> None:
     # The names in a model folder may be links to files elsewhere; sentence-transformers has modules in subfolders.
     in_model = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file()]
     read += [Name(f"{path.relative_to(folder)} of model.path={model_path}", path) for path in in_model]
+    for key, adapter in adapter_folders(resolved.config.model).items():
+        reject_in_folder([*files, Claim(run, (run_dir,))], Name(f"{key}={adapter}", Path(adapter)))
     placement = resolved.config.parallel.expert_placement
     reject_read_and_written(files, [*read, Name(f"parallel.expert_placement={placement}", Path(placement))])
     reject_same_file([*files, Claim(run, (run_dir,), is_folder=True)])
@@ -105,6 +107,14 @@ def check_files(resolved: ResolvedRun) -> None:
         raise ConfigError(
             f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
         )
+
+
+def adapter_folders(model: ModelOptions) -> dict[str, str]:
+    """Folder of each adapter, by the key that names it: `model.adapters.NAME` and `model.lora_merge`."""
+    folders = {f"model.adapters.{name}": folder for name, folder in (model.adapters or {}).items()}
+    if model.merged_adapter is not None:
+        folders["model.lora_merge"] = model.merged_adapter
+    return folders
 
 
 def _claim(key: str, value: str) -> Claim:

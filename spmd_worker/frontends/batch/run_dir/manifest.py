@@ -13,6 +13,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.version import code_fingerprint, version
@@ -47,11 +48,13 @@ def make_manifest(
     packages: Mapping[str, str],
     tokenizer: str | None,
     inputs: Sequence[Path] | None,
+    adapters: Mapping[str, str],
 ) -> dict[str, Any]:
     """A manifest: a resumed run must have equal `answers`; the rest describes the run. Raises OSError.
 
     `tokenizer` is the tokenizer's fingerprint, `inputs` the files to read (None: a stream). Their digest and number of
-    rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`).
+    rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`). `adapters` are digests
+    of the adapters' contents, by key.
     """
     config = resolved.config
     settings = asdict(config)
@@ -61,6 +64,7 @@ def make_manifest(
     answers["job.max_rows"] = config.job.max_rows
     answers[_INPUT_KEY] = None if inputs is None else NOT_READ
     answers[_MODEL_KEY] = model_digest(resolved)
+    answers |= adapters
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
@@ -77,6 +81,7 @@ def make_manifest(
         "model": str(resolved.model_folder.resolve()),
         "model_revision": resolved.location.commit,
         "model_name": resolved.location.name,
+        "merged_adapter": None if config.model.merged_adapter is None else f"{config.model.merged_adapter} is {MERGED}",
         "starts": [{"layout": settings["parallel"], "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}],
     }
 

@@ -73,10 +73,13 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         classifier_from_token=None if tokens is None else (tokens[0], tokens[1]),
         num_steps_ahead=resolved.num_steps_ahead,
         keeps_histories=engine.scheduler.limits.keeps_histories,
+        lora_merge=None if model.merged_adapter is None else str(Path(model.merged_adapter).resolve()),
+        max_prompt_adapters=model.max_prompt_adapters,
         max_loras=0 if adapters is None else adapters.max_loras,
         max_lora_rank=0 if adapters is None else adapters.max_lora_rank,
         max_cpu_loras=0 if adapters is None else adapters.max_cpu_loras,
         adapter_names=tuple(each.name for each in loaded),
         adapter_paths=tuple(str(Path(each.path).resolve()) for each in loaded),
         adapter_digests=tuple(each.digest for each in loaded),
+        connector_saves=None if engine.outside is None else engine.outside.saves,
     )

@@ -33,6 +33,7 @@ from spmd_worker.ops.kernels.cpu.panels import (
     panel_shape,
     panels_of,
     rows_of_panels,
+    write_rows,
 )
 
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
@@ -87,6 +88,13 @@ class CpuKernels(PackedKernels):
             return super().pack_gated(weight)
         return torch.stack(panels_of(weight).chunk(2), dim=1).contiguous()
 
+    def empty_packed(self, weight: Tensor, *, is_gated: bool) -> Tensor | None:
+        if not self._packs(weight, is_gated=is_gated):
+            return super().empty_packed(weight, is_gated=is_gated)
+        num_panels, *panel = panels_of(weight).shape
+        shape = (num_panels // 2, 2, *panel) if is_gated else (num_panels, *panel)
+        return torch.zeros(shape, dtype=weight.dtype)
+
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
         if not (are_panels(packed) or are_gated_panels(packed)):
             return super().unpack(packed, start, stop)
@@ -94,10 +102,9 @@ class CpuKernels(PackedKernels):
         return rows[index].flatten(1)
 
     def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
-        """Makes no copy."""
+        """Makes no copy of complete panels."""
         if are_panels(packed) or are_gated_panels(packed):
-            to, index = rows_of_panels(packed, start, start + len(rows))
-            to[index] = rows.reshape(len(rows), *to.shape[-2:])
+            write_rows(packed, start, rows)
         else:
             super().repack_(packed, start, rows)
 

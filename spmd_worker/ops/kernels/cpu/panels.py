@@ -52,6 +52,25 @@ def rows_of_panels(panels: Tensor, start: int, stop: int) -> tuple[Tensor, tuple
     return panels.detach().transpose(-3, -2), (row % half // PANEL, row // half, row % PANEL)
 
 
+def write_rows(panels: Tensor, start: int, rows: Tensor) -> None:
+    """Overwrite rows from `start` on by `rows` [n, inputs]: complete panels without a temporary copy."""
+    panels, is_gated = panels.detach(), are_gated_panels(panels)
+    num_rows, written = panels.shape[:-3].numel() * PANEL, 0
+    num_each = num_rows // (1 + is_gated)
+    while written < len(rows):
+        part, row = divmod(start + written, num_each)
+        count = min(len(rows) - written, num_each - row)
+        if row % PANEL == 0 and count >= PANEL:
+            count -= count % PANEL
+            to = panels[row // PANEL : (row + count) // PANEL]
+            (to[:, part] if is_gated else to).copy_(panels_of(rows[written : written + count]))
+        else:
+            count = min(count, PANEL - row % PANEL)
+            found, index = rows_of_panels(panels, start + written, start + written + count)
+            found[index] = rows[written : written + count].reshape(count, *found.shape[-2:])
+        written += count
+
+
 def panel_shape(panels: Tensor) -> tuple[int, int]:
     """Outputs and inputs of panels that are not gated."""
     return panels.shape[0] * PANEL, panels.shape[1] * 2

@@ -52,7 +52,7 @@ def _chosen(ids, slots, s, S, CHOSEN: tl.constexpr, PADDED: tl.constexpr):
 def count_slots(
     ids, slots, counts, totals, S, CHOSEN: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """`counts` int32 [E] of this step, which are added to `totals` int64 [E]: a program reads all ids."""
+    """`counts` int32 [E] of this step, which are added to `totals` int64 [E], if given: a program reads all ids."""
     expert = tl.program_id(0)
     found = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, S, BLOCK):
@@ -60,7 +60,8 @@ def count_slots(
         found += (chosen == expert).to(tl.int32)
     count = tl.sum(found, 0)
     tl.store(counts + expert, count)
-    tl.store(totals + expert, tl.load(totals + expert) + count)
+    if totals is not None:
+        tl.store(totals + expert, tl.load(totals + expert) + count)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -69,12 +70,13 @@ def place_slots(
     OWN: tl.constexpr, OWN_PADDED: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`own` int32 [OWN]: ids of this rank's experts -> `order`, `tiles` of at most BM places, `num_tiles` int32
-    [1]. OWN_PADDED: OWN up to a power of two.
+    """`own` int32 [OWN]: ids of this rank's experts, None: all -> `order`, `tiles` of at most BM places, `num_tiles`
+    int32 [1]. OWN_PADDED: OWN up to a power of two.
     """
     index = tl.program_id(0)
     n = tl.arange(0, OWN_PADDED)
-    count_of = tl.load(counts + tl.load(own + n, mask=n < OWN, other=0), mask=n < OWN, other=0)
+    ids_of = n if own is None else tl.load(own + n, mask=n < OWN, other=0)
+    count_of = tl.load(counts + ids_of, mask=n < OWN, other=0)
     tiles_of = (count_of + BM - 1) // BM
     place = tl.sum(tl.where(n < index, count_of, 0), 0)
     first_tile = tl.sum(tl.where(n < index, tiles_of, 0), 0)
@@ -86,7 +88,7 @@ def place_slots(
         tl.store(to, index)
         tl.store(to + 1, place + tile * BM)
         tl.store(to + 2, tl.minimum(count - tile * BM, BM))
-    expert = tl.load(own + index)
+    expert = index if own is None else tl.load(own + index)
     for start in tl.range(0, S, BLOCK):
         s = start + tl.arange(0, BLOCK)
         is_mine = (_chosen(ids, slots, s, S, CHOSEN, PADDED) == expert).to(tl.int32)

@@ -9,7 +9,7 @@ activations as fp8_kernels.py does would be faster on Hopper with many rows, has
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.api import ExpertStack
-from spmd_worker.ops.kernels.triton import expert_kernels, router_kernels, stored_kernels
+from spmd_worker.ops.kernels.triton import expert_kernels, placing, router_kernels, stored_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two, shared_bytes
+from spmd_worker.ops.kernels.triton.placing import Placed, most_tiles
 from spmd_worker.ops.kernels.triton.tiles import Tile
 
 Tiles = tuple[Tile, Tile]
@@ -111,22 +112,6 @@ def _fitted(tile: Tile, halves: int, itemsize: int, room_bytes: int) -> Tile:
     return replace(tile, num_stages=max(1, min(tile.num_stages, room_bytes // stage_bytes)))
 
 
-def most_tiles(num_slots: int, num_own: int, num_rows: int) -> int:
-    """Maximum number of row tiles of any routing: full ones, and for each expert one that is not full."""
-    return num_slots // num_rows + min(num_own, num_slots)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A step's slots by expert: see expert_kernels.py."""
-
-    num_slots: int
-    num_chosen: int
-    order: Tensor
-    tiles: Tensor
-    num_tiles: Tensor
-
-
 class TritonExperts:
     """Implements `kernels.api.ExpertKernels`. `activate_and_mul` is called for gates other than silu."""
 
@@ -165,11 +150,11 @@ class TritonExperts:
         chip, room_bytes = capability(x.device), shared_bytes(x.device)
         gate_tile, tile = tiles_for(ids.numel(), len(totals), x.dtype, chip, room_bytes, stack.stored)
         assert gate_tile.rows == tile.rows, "row tiles are placed once"
-        counts = _count(ids, slots, totals)
+        counts = placing.count(ids, slots, len(totals), totals)
         num_own, width, _ = stack.gate_up.shape
         if not num_own:
             return results
-        placed = _place(ids, slots, counts, stack.ids, tile.rows)
+        placed = placing.place(ids, slots, counts, stack.ids, tile.rows)
         if stack.limit > 0 or stack.activation == "silu":
             gated = x.new_empty((ids.numel(), width // 2))
             _gate_up(x, stack, placed, gated, gate_tile)
@@ -200,41 +185,7 @@ class TritonExperts:
         return out
 
 
-def _count(ids: Tensor, slots: Tensor | None, totals: Tensor) -> Tensor:
-    """int32 [E]: slots of each expert, which are added to `totals`."""
-    counts = torch.empty(len(totals), dtype=torch.int32, device=ids.device)
-    expert_kernels.count_slots[(len(totals),)](
-        *(ids, slots, counts, totals, ids.numel()),
-        CHOSEN=ids.shape[1],
-        PADDED=slots is not None,
-        BLOCK=expert_kernels.BLOCK,
-        **_LIGHT,
-    )
-    return counts
-
-
-def _place(ids: Tensor, slots: Tensor | None, counts: Tensor, own: Tensor, num_rows: int) -> _Placed:
-    """Places of the slots that chose the experts `own`, int32 [N], in tiles of `num_rows`."""
-    num_slots = ids.numel()
-    # One tensor each: kernels are compiled anew for pointers that are not aligned.
-    order, tiles, num_tiles = (
-        torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (num_slots, 3 * most_tiles(num_slots, len(own), num_rows), 1)
-    )
-    expert_kernels.place_slots[(len(own),)](
-        *(ids, slots, counts, own, order, tiles, num_tiles, num_slots),
-        OWN=len(own),
-        OWN_PADDED=power_of_two(len(own)),
-        CHOSEN=ids.shape[1],
-        PADDED=slots is not None,
-        BM=num_rows,
-        BLOCK=expert_kernels.BLOCK,
-        **_LIGHT,
-    )
-    return _Placed(num_slots, ids.shape[1], order, tiles, num_tiles)
-
-
-def _gate_up(x: Tensor, stack: ExpertStack, placed: _Placed, out: Tensor, tile: Tile) -> None:
+def _gate_up(x: Tensor, stack: ExpertStack, placed: Placed, out: Tensor, tile: Tile) -> None:
     """x [T, H] -> `out` [S, I]: see `expert_kernels.gate_up`."""
     is_clamped = stack.limit > 0
     num_own, width, row_bytes = stack.gate_up.shape
@@ -243,7 +194,7 @@ def _gate_up(x: Tensor, stack: ExpertStack, placed: _Placed, out: Tensor, tile: 
     by_tma = can_describe(rows) and gates_by_tma(is_clamped, capability(x.device))
     # A clamped expert's gate and up of one output are one row.
     rows = rows.view(num_own * width // 2, 2 * row_bytes) if is_clamped else rows
-    expert_kernels.gate_up[_grid(placed, num_own, out, tile)](
+    expert_kernels.gate_up[_grid(placed, out, tile)](
         *(x, _source(rows, tile, by_tma, stack.stored), stack.gate_up_scales, stack.gate_up_bias, out),
         *(placed.order, placed.tiles, placed.num_tiles, width // 2, x.shape[1], float(stack.limit)),
         CLAMPED=is_clamped,
@@ -259,7 +210,7 @@ def _linear(
     scales: Tensor | None,
     bias: Tensor | None,
     stored: StoredFormat | None,
-    placed: _Placed,
+    placed: Placed,
     out: Tensor,
     tile: Tile,
     *,
@@ -269,7 +220,7 @@ def _linear(
     rows = weight.flatten(0, 1)
     by_tma = can_describe(rows) and (gathers or can_describe(x))
     source = describe(x, tile.rows, tile.inputs) if by_tma and not gathers else x
-    expert_kernels.expert_linear[_grid(placed, len(weight), out, tile)](
+    expert_kernels.expert_linear[_grid(placed, out, tile)](
         *(source, _source(rows, tile, by_tma, stored), scales, bias, out),
         *(placed.order, placed.tiles, placed.num_tiles, weight.shape[1], x.shape[1]),
         GATHERS=gathers,
@@ -284,8 +235,8 @@ def _source(rows: Tensor, tile: Tile, by_tma: bool, stored: StoredFormat | None)
     return describe(rows, tile.columns, num_columns) if by_tma else rows
 
 
-def _grid(placed: _Placed, num_own: int, out: Tensor, tile: Tile) -> tuple[int]:
-    num_tiles = most_tiles(placed.num_slots, num_own, tile.rows) * -(-out.shape[1] // tile.columns)
+def _grid(placed: Placed, out: Tensor, tile: Tile) -> tuple[int]:
+    num_tiles = most_tiles(placed.num_slots, placed.num_own, tile.rows) * -(-out.shape[1] // tile.columns)
     return (min(num_tiles, num_programs(out.device)),)
 
 

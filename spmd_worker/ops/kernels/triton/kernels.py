@@ -9,10 +9,12 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from spmd_worker.ops.kernels.adapters import AdapterKernels
 from spmd_worker.ops.kernels.api import ExpertKernels
 from spmd_worker.ops.kernels.byte_rows import is_packed
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton import experts, matmul, rows, sampling
+from spmd_worker.ops.kernels.triton.adapters import TritonAdapterKernels
 from spmd_worker.ops.kernels.triton.penalties import RowHistories
 
 
@@ -34,9 +36,13 @@ class TritonKernels(ReferenceKernels):
     def expert_kernels(self) -> ExpertKernels:
         return experts.TritonExperts(self.activate_and_mul)
 
+    def adapter_kernels(self) -> AdapterKernels:
+        return TritonAdapterKernels()
+
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     full_norm = staticmethod(rows.full_norm)
+    silu_and_mul = staticmethod(rows.silu_and_mul)
     argmax = staticmethod(sampling.argmax)
     draw = staticmethod(sampling.draw)
     random_bits = staticmethod(sampling.random_bits)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from spmd_worker.ops.kernels.triton.norm_kernels import store_normed
+from spmd_worker.ops.kernels.triton.tile_kernels import silu_times
 
 LAUNCH = {"enable_fp_fusion": False}
 
@@ -46,6 +47,17 @@ def full_norm(x, weight, bias, out, H, eps, offset, BH: tl.constexpr, CENTRED: t
     if BIAS:
         value += tl.load(bias + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row + h, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_and_mul(gate_up, out, N, stride, BN: tl.constexpr):
+    """gate_up [T, 2 N] -> out [T, N] = silu(gate) * up, with the bits of `matmul_kernels.gated_linear`."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = n < N
+    gate = tl.load(gate_up + row * stride + n, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + N + n, mask=inside, other=0.0).to(tl.float32)
+    element: tl.constexpr = out.dtype.element_ty
+    tl.store(out + row * N + n, silu_times(gate, up, element).to(element), mask=inside)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ from spmd_worker.ops.kernels.triton.launching import power_of_two
 _WIDE_ROW = 2048
 _ROTATED = 1024
 """Pairs of numbers that a program rotates."""
+_GATED = 1024
+"""Outputs of a program with gates."""
 
 
 def row_options(width: int) -> dict[str, int]:
@@ -51,6 +53,20 @@ def full_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, off
             **row_options(width),
         )
     return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[..., 2 N] -> [..., N]: see `row_kernels.silu_and_mul`."""
+    width = gate_up.shape[-1] // 2
+    rows = gate_up.reshape(-1, 2 * width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = rows.new_empty((len(rows), width))
+    if out.numel():
+        columns = min(_GATED, power_of_two(width))
+        row_kernels.silu_and_mul[(len(rows), -(-width // columns))](
+            *(rows, out, width, rows.stride(0)), BN=columns, **row_kernels.LAUNCH
+        )
+    return out.view(*gate_up.shape[:-1], width)
 
 
 def rotate_and_write(

@@ -1,0 +1,9 @@
+"""RequestError: why a request cannot be answered."""
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered: the message says what to change, `code` is the code of an error row."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code

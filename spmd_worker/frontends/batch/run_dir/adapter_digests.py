@@ -1,0 +1,23 @@
+"""Digests of the contents of a job's adapters, which its answers depend on."""
+
+from spmd_worker.base.config.schema import ModelOptions
+from spmd_worker.base.errors import AdapterError, ConfigError
+from spmd_worker.frontends.batch.run_dir.job_files import adapter_folders
+from spmd_worker.model.adapters.source import read_adapter
+
+
+def adapter_digests(model: ModelOptions) -> dict[str, str]:
+    """Digest of each adapter's contents, by its key. Raises ConfigError for a folder that is no adapter."""
+    return {key: _digest_of(key, folder) for key, folder in adapter_folders(model).items()}
+
+
+def hex_digest(digest: int) -> str:
+    """A digest as the manifest has it."""
+    return f"{digest:016x}"
+
+
+def _digest_of(key: str, folder: str) -> str:
+    try:
+        return hex_digest(read_adapter(folder).digest)
+    except AdapterError as error:
+        raise ConfigError(f"{key}: {error}") from None

@@ -1,0 +1,13 @@
+"""The models that the rows of an engine may name."""
+
+from spmd_worker.engine.engine import Engine
+from spmd_worker.frontends.openai.served_models import ServedModels
+
+
+def engine_models(engine: Engine, base: str | None = None) -> ServedModels:
+    """The engine's model, in answers called `base` or by its own name, and the adapters of `model.adapters`. Raises
+    ConfigError for an adapter with a name of the model.
+    """
+    own, config = engine.resolved.location.name, engine.config.model
+    adapters = {name: engine.adapters.digest_of_name(name) for name in config.adapters or ()}
+    return ServedModels(own if base is None else base, adapters, tuple(dict.fromkeys((own, config.path or own))))

@@ -1,0 +1,49 @@
+"""An adapter -> updates of the model's weights by checkpoint name, for `model.lora_merge`."""
+
+from collections.abc import Mapping, Sequence
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.adapters.source import AdapterSource, raise_problems
+from spmd_worker.model.adapters.targets import scaled
+from spmd_worker.model.weights.checkpoint_names import CheckpointNames
+from spmd_worker.model.weights.merged_weights import LowRankUpdate
+
+
+def weight_updates(
+    adapter: AdapterSource, names: CheckpointNames, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, LowRankUpdate]:
+    """B A of each module, with the scaling, in float32. `shapes` are those of the model's weights, of every stage.
+
+    Raises AdapterError that lists all modules that are not matrices of the model, or of other sizes, and saved modules,
+    which replace weights.
+    """
+    updates: dict[str, LowRankUpdate] = {}
+    problems: list[str] = []
+    if adapter.config.is_transposed and not names.are_transposed:
+        problems.append(f"{adapter.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
+    # PEFT saves an adapted head's own weight beside the adapter.
+    bases = {f"{module}.base_layer.weight": module for module in adapter.modules}
+    for name in adapter.saved:
+        if name not in bases:
+            problems.append(f"{name}: a saved module is no update of low rank: merge the adapter with merge_and_unload")
+    for module, matrices in adapter.modules.items():
+        base = adapter.saved.get(f"{module}.base_layer.weight")
+        update = LowRankUpdate(matrices.a.float(), scaled(matrices), base)
+        try:
+            name, *others = names.parts(f"{module}.weight", update.shape)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        shape = tuple(shapes.get(name, ()))
+        if names.is_transposed(name):
+            update = update.transposed()
+        if names.tied is not None and name == names.tied[1]:
+            problems.append(f"{module}: is tied to the embedding, which the adapter would change too")
+        elif name not in shapes or others:
+            problems.append(f"{module}: the model has no such matrix")
+        elif shape != update.shape or (base is not None and shape != tuple(base.shape)):
+            problems.append(f"{module}: is {list(update.shape)} [outputs, inputs], but {name} has {list(shape)}")
+        else:
+            updates[name] = update
+    raise_problems(adapter.subject, problems)
+    return updates

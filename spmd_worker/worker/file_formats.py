@@ -1,0 +1,55 @@
+"""Fills a model from the files of its folder: checkpoints, streamed ones among them, and sharded states."""
+
+from typing import Final
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.weights import sharded_state
+from spmd_worker.model.weights.checkpoint import Checkpoint
+from spmd_worker.model.weights.safetensors_writer import CHUNK_BYTES
+from spmd_worker.model.weights.saved_checkpoint import is_streamed
+from spmd_worker.model.weights.sharded_state import StateLayout
+from spmd_worker.model.weights.staging import HostStaging, ReusedStaging
+from spmd_worker.model.weights.store import LoadReport
+from spmd_worker.ranks.topology import stage_of
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.merged_adapter import with_merged_adapter
+
+_STREAM_READERS: Final = 3
+"""Threads that read and pack on the CPU: each has a block of `CHUNK_BYTES`."""
+
+
+def state_layout(resolved: ResolvedRun) -> StateLayout:
+    """The division of a run's model among its ranks."""
+    layout, size = resolved.layout, resolved.layout.tensor_parallel_size
+    firsts = range(0, size * layout.pipeline_parallel_size, size)
+    stages = [stage_of(layout, resolved.model_config, rank) for rank in firsts]
+    bounds = tuple((each.start, each.stop) for each in stages)
+    return StateLayout(size, layout.pipeline_parallel_size, bounds, sharded_state.placement_digest(layout.experts))
+
+
+def fill_from_files(
+    model: DecoderForCausalLM, resolved: ResolvedRun, rank: int, staging: HostStaging, num_readers: int
+) -> LoadReport:
+    """Fill the parameters of a rank, not packed yet, by `model.load_format`. A streamed checkpoint is recognised by its
+    metadata; on the CPU its weights are packed while they are read. Raises CheckpointError.
+    """
+    options, folder = resolved.config.model, resolved.model_folder
+    if options.load_format == "sharded_state":
+        state, layout = sharded_state.read_state(folder), state_layout(resolved)
+        state.check(folder, resolved.model_config.architecture, resolved.dtype, layout)
+        files = state.files[rank % len(state.files)]
+        return sharded_state.fill_from_state(model, folder, files, allows_nonfinite=options.allow_nonfinite)
+    with model.weights.open(folder, resolved.model_config.quantization, staging) as source:
+        streamed = source if isinstance(source, Checkpoint) and is_streamed(source) else None
+        if options.load_format == "streamed" and streamed is None:
+            raise CheckpointError(
+                f"{folder}: is not a checkpoint of save_streamed, and model.load_format=streamed reads no other: leave "
+                f"model.load_format=auto"
+            )
+        merged = with_merged_adapter(source, model.weights, options)
+        if streamed is not None and merged is source and staging.device.type == "cpu":
+            streamed.staging = ReusedStaging()
+            model.weights.pack_empty()
+            return model.weights.fill(streamed, _STREAM_READERS, CHUNK_BYTES)
+        return model.weights.fill(merged, num_readers)

@@ -1,0 +1,29 @@
+"""`model.lora_merge`: the adapter that is merged into all weights that are read from files."""
+
+import logging
+
+from spmd_worker.base.config.adapter_limits import MERGED
+from spmd_worker.base.config.schema import ModelOptions
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.model.adapters.merge import weight_updates
+from spmd_worker.model.adapters.source import read_adapter
+from spmd_worker.model.weights.merged_weights import MergedWeights
+from spmd_worker.model.weights.store import WeightStore
+from spmd_worker.model.weights.weight_source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+
+def with_merged_adapter(source: WeightSource, weights: WeightStore, options: ModelOptions) -> WeightSource:
+    """`source` with the run's adapter merged into it, if there is one. Raises AdapterError before a weight is read."""
+    folder = options.merged_adapter
+    if folder is None:
+        return source
+    adapter = read_adapter(folder)
+    updates = weight_updates(adapter, weights.names, weights.shapes)
+    logger.info(
+        "the adapter %s, digest %016x, of %d weights is %s",
+        *(folder, adapter.digest, len(updates), MERGED),
+        extra=SAME_ON_EVERY_RANK,
+    )
+    return MergedWeights(source, updates)

@@ -1,0 +1,390 @@
+"""Models that are saved and loaded again: bytes, tokens, transformers' logits; refusals, full disks and kills.
+
+Saving over ranks is in test_saving_on_ranks.py.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoder_models import encoder_folder
+from file_limit import file_limit
+from forked_child import in_child
+from killed_writer import KILLED, FileCalls, calls_on_files
+from quantised_files import quantise
+from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
+from run_folder import made_once
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_weight_updates import MODEL, NORM, PROMPTS, answers, changed_model, new_tensors, open_llm, trainers_model
+from transformers import AutoModelForCausalLM
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.errors import CheckpointError, ConfigError, MissingWeightsError, SaveError
+
+KINDS = ("sharded_state", "checkpoint", "streamed")
+FORMATS = {"sharded_state": "sharded_state"}
+Tree = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def before(llm: LLM) -> list[Any]:
+    return answers(llm)
+
+
+def save(llm: Any, kind: str, folder: Path, **options: Any) -> Path:
+    getattr(llm, f"save_{kind}")(folder, **options)
+    return folder
+
+
+def open_saved(folder: Path, kind: str, **options: Any) -> LLM:
+    return open_llm(folder, load_format=FORMATS.get(kind, "auto"), **options)
+
+
+def read(folder: Path) -> Tree:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model(torch.arange(40).view(2, 20)).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_model_answers_as_before(kind: str, llm: LLM, before: list[Any], tmp_path: Path):
+    folder = save(llm, kind, tmp_path / "model")
+    with open_saved(folder, kind) as loaded:
+        assert answers(loaded) == before
+    assert (
+        read(folder).items()
+        >= {name: (MODEL / name).read_bytes() for name in ("config.json", "tokenizer.json")}.items()
+    )
+
+
+@pytest.mark.parametrize(("kind", "options"), [("checkpoint", {"max_size": "512KiB"}), ("streamed", {})])
+def test_transformers_opens_the_checkpoint(kind: str, options: dict[str, Any], llm: LLM, tmp_path: Path):
+    folder = save(llm, kind, tmp_path / "model", **options)
+    assert torch.equal(logits_of(folder), logits_of(MODEL))
+    files, source = sorted(folder.glob("*.safetensors")), load_file(MODEL / "model.safetensors")
+    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], source[name]) for name in source)
+    if options:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert len(files) > 2
+        assert all(file.stat().st_size < 2**19 + 4096 for file in files)
+        assert index["metadata"]["total_size"] == sum(each.nbytes for each in source.values())
+
+
+def test_streamed_data_begins_at_a_page(llm: LLM, tmp_path: Path):
+    path = save(llm, "streamed", tmp_path / "model") / "model.safetensors"
+    start = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8:start])
+    assert start % 4096 == 0
+    assert header.pop("__metadata__")["layout"] == "streamed"
+    large = [each["data_offsets"] for each in header.values() if math.prod(each["shape"]) * 4 % 4096 == 0]
+    assert len(large) > 20
+    assert all(begin % 4096 == 0 for begin, _ in large)
+
+
+def test_saved_weights_are_those_of_now(tmp_path: Path):
+    wanted = new_tensors()
+    with open_llm() as llm:
+        with llm.weight_update() as load:
+            for name, tensor in wanted.items():
+                load(name, tensor)
+        now = answers(llm)
+        folders = {kind: save(llm, kind, tmp_path / kind) for kind in KINDS}
+        version = llm.llm_engine.scheduler.weight_version
+    with open_llm(changed_model()) as other:
+        assert answers(other) == now
+    saved = load_file(folders["checkpoint"] / "model.safetensors")
+    assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
+    assert version != 0
+    assert json.loads((folders["sharded_state"] / "sharded_state.json").read_text())["weight_version"] == version
+    for kind, folder in folders.items():
+        with open_saved(folder, kind) as loaded:
+            assert answers(loaded) == now, kind
+
+
+def test_save_is_refused_while_weights_change_or_sleep(tmp_path: Path):
+    folder = tmp_path / "model"
+    with open_llm() as llm:
+        executor = llm.llm_engine.model_executor
+        llm.start_weight_update(partial=True)
+        with pytest.raises(RuntimeError, match="call finish_weight_update before"):
+            llm.save_checkpoint(folder)
+        llm.update_weights([(NORM, new_tensors()[NORM])])
+        with pytest.raises(RuntimeError, match=r"not committed: call llm\.finish_weight_update"):
+            executor.save_checkpoint(folder)
+        llm.finish_weight_update()
+        llm.save_checkpoint(folder)
+        trainers_model(llm).load_weights([(NORM, new_tensors()[NORM])])
+        with pytest.raises(MissingWeightsError):
+            llm.save_checkpoint(folder)
+        llm.load_weights(load_file(MODEL / "model.safetensors").items())
+        llm.sleep()
+        for each in (llm.save_streamed, executor.save_sharded_state):
+            with pytest.raises(RuntimeError, match=r"asleep"):
+                each(folder)
+        llm.wake_up(["weights"])
+        llm.save_sharded_state(folder)
+        llm.wake_up()
+        llm.sleep(2)
+        llm.wake_up()
+        with pytest.raises(MissingWeightsError):
+            llm.save_checkpoint(folder)
+    with open_saved(folder, "sharded_state") as loaded, open_llm() as old:
+        assert answers(loaded) == answers(old)
+
+
+def test_requests_in_flight_continue_after_a_save(llm: LLM, tmp_path: Path):
+    engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, params)
+    engine.step()
+    llm.save_checkpoint(tmp_path / "model")
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {each.request_id: each.outputs[0].token_ids for each in engine.step()}
+    assert [ended[str(number)] for number in range(len(PROMPTS))] == expected
+    assert torch.equal(
+        load_file(tmp_path / "model" / "model.safetensors")[NORM], load_file(MODEL / "model.safetensors")[NORM]
+    )
+
+
+def test_folder_of_others_is_not_replaced(llm: LLM, tmp_path: Path):
+    own = shutil.copytree(MODEL, tmp_path / "own")
+    with pytest.raises(SaveError, match="holds files that this program has not saved"):
+        llm.save_checkpoint(own)
+    assert read(own) == read(MODEL)
+    saved = save(llm, "sharded_state", tmp_path / "saved")
+    (saved / "notes.txt").write_text("mine")
+    with pytest.raises(SaveError, match=r"notes\.txt would be removed"):
+        llm.save_checkpoint(saved)
+    (saved / "notes.txt").unlink()
+    save(llm, "checkpoint", saved, max_size=300_000)
+    save(llm, "streamed", saved)
+    assert sorted(path.suffix for path in saved.iterdir()) == [".json"] * 4 + [".safetensors"]
+    (tmp_path / "empty").mkdir()
+    assert (save(llm, "checkpoint", tmp_path / "empty") / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_disk_is_said_and_leaves_nothing(kind: str, llm: LLM, tmp_path: Path):
+    with file_limit(200_000), pytest.raises(SaveError, match=r"nothing was saved to .*, and what was there is unchang"):
+        save(llm, kind, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+    old = read(save(llm, kind, tmp_path / "model"))
+    with file_limit(200_000), pytest.raises(SaveError, match="File too large"):
+        save(llm, kind, tmp_path / "model")
+    assert read(tmp_path / "model") == old
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Path:
+    sizes = {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    return made_once("one layer to save", lambda folder: write_checkpoint(folder, CheckpointSpec(LlamaConfig, sizes)))
+
+
+def states_after_kills(worker: Any, kind: str, target: Path, step: int) -> list[Tree]:
+    """The folder's files after kills at every `step`-th call that changes files, the last ones included."""
+    old = read(target)
+    with calls_on_files(FileCalls()) as calls:
+        save(worker, kind, target)
+    new = read(target)
+    assert new != old
+    found, reserve = [], target.with_name("reserve")
+    for number in reversed(range(len(calls.names) - 1, 0, -step)):
+        for path in (target, reserve):
+            shutil.rmtree(path, ignore_errors=True)
+        target.mkdir()
+        for name, content in old.items():
+            (target / name).write_bytes(content)
+
+        def run(number: int = number) -> None:
+            with calls_on_files(FileCalls(number)):
+                save(worker, kind, target)
+
+        assert in_child(run) == KILLED, calls.names[number]
+        assert read(target) in (old, new), (number, calls.names[number])
+        found.append(read(target))
+    save(worker, kind, target)
+    assert read(target) == new
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    return found
+
+
+def check_kills(kind: str, llm: LLM, tmp_path: Path, step: int) -> None:
+    target, worker = tmp_path / "model", llm.llm_engine.model_executor
+    save(worker, "streamed" if kind == "sharded_state" else "sharded_state", target)
+    old = read(target)
+    found = states_after_kills(worker, kind, target, step)
+    assert any(each == old for each in found)
+    assert any(each != old for each in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kill_during_a_save_leaves_old_or_new(kind: str, tiny: Path, tmp_path: Path):
+    with open_llm(tiny) as llm:
+        check_kills(kind, llm, tmp_path, step=14)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", KINDS)
+def test_kill_at_every_write_leaves_old_or_new(kind: str, tiny: Path, tmp_path: Path):
+    with open_llm(tiny) as llm:
+        check_kills(kind, llm, tmp_path, step=1)
+
+
+def test_quantised_files_are_saved_dequantised(tmp_path: Path):
+    write_checkpoint(tmp_path / "plain", CheckpointSpec(LlamaConfig, {"intermediate_size": 96, "num_hidden_layers": 2}))
+    quantised, _ = quantise(tmp_path / "plain", tmp_path / "files", "awq")
+    with open_llm(quantised) as llm:
+        expected = llm.generate([{"prompt_token_ids": [3, 5, 7]}], SamplingParams(temperature=0, logprobs=1))
+        folders = {kind: save(llm, kind, tmp_path / kind) for kind in KINDS}
+    for kind, folder in folders.items():
+        assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+        with open_saved(folder, kind) as loaded:
+            again = loaded.generate([{"prompt_token_ids": [3, 5, 7]}], SamplingParams(temperature=0, logprobs=1))
+        assert again[0].outputs[0].logprobs == expected[0].outputs[0].logprobs
+    with (
+        open_llm(MODEL, quantization="int8") as llm,
+        pytest.raises(SaveError, match="quantization=int8 holds rounded weights"),
+    ):
+        llm.save_checkpoint(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_dtype_of_the_run_is_saved(tmp_path: Path):
+    with open_llm(dtype="bfloat16") as llm:
+        folders = {kind: save(llm, kind, tmp_path / kind) for kind in KINDS}
+        expected = answers(llm)
+    for kind, folder in folders.items():
+        with open_saved(folder, kind, dtype="auto") as loaded:
+            assert loaded.llm_engine.resolved.dtype == "bfloat16"
+            assert answers(loaded) == expected
+    with pytest.raises(CheckpointError, match=r"state is bfloat16, and this run computes in float32: set dtype=bf"):
+        open_saved(folders["sharded_state"], "sharded_state")
+
+
+def test_unused_tensors_of_the_files_are_kept(tmp_path: Path):
+    """A pooling run has no token head, and names without the prefix stay."""
+    with LLM(MODEL, runner="pooling", device="cpu", num_blocks=64) as llm:
+        llm.save_checkpoint(tmp_path / "pooled")
+    assert torch.equal(logits_of(tmp_path / "pooled"), logits_of(MODEL))
+    source = encoder_folder("xlm")
+    with LLM(source, device="cpu", dtype="float32") as llm:
+        llm.save_streamed(tmp_path / "encoder")
+    saved, own = (load_file(folder / "model.safetensors") for folder in (tmp_path / "encoder", source))
+    assert saved.keys() == own.keys()
+    assert all(torch.equal(saved[name], own[name]) for name in own)
+
+
+BAD_STATES: dict[str, tuple[Callable[[Path, dict[str, Any]], object], str]] = {
+    "other config": (lambda folder, _: append(folder / "config.json"), "config.json is not the one with which"),
+    "other layout": (
+        lambda _, state: state["layout"].update(tensor_parallel_size=2),
+        "is not a sharded state of format",
+    ),
+    "other stages": (lambda _, state: state["layout"].update(stages=[[0, 3]]), "was saved for stages of the layers"),
+    "other experts": (lambda _, state: state["layout"].update(experts="ab"), "other ranks for its experts"),
+    "other version": (lambda _, state: state.update(format_version=2), "is not a sharded state of format 1"),
+    "unsafe name": (lambda _, state: state["files"][0][0].update(name="../x"), "is not a sharded state of format 1"),
+    "cut file": (lambda folder, _: os.truncate(part(folder), 5000), "truncated"),
+    "longer file": (lambda folder, _: append(part(folder)), "belong to no tensor"),
+    "changed bit": (lambda folder, _: flip(part(folder)), "its digest is not the one in sharded_state.json"),
+    "other tensors": (lambda folder, state: rename(folder, state), "missing from the checkpoint"),
+    "no state": (lambda folder, _: (folder / "sharded_state.json").unlink(), "has no sharded_state.json"),
+}
+
+
+def part(folder: Path) -> Path:
+    return folder / "model-rank-0-part-0.safetensors"
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+def rename(folder: Path, state: dict[str, Any]) -> None:
+    content = part(folder).read_bytes().replace(b"model.norm.weight", b"model.norm.wEight")
+    part(folder).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_sharded_state_that_does_not_fit_is_refused(name: str, llm: LLM, tmp_path: Path):
+    folder, (change, words) = tmp_path / "model", BAD_STATES[name]
+    shutil.copytree(made_once("a sharded state", lambda made: save(llm, "sharded_state", made)), folder)
+    path = folder / "sharded_state.json"
+    state = json.loads(path.read_text())
+    change(folder, state)
+    if path.exists():
+        path.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=words):
+        open_saved(folder, "sharded_state")
+
+
+def test_formats_are_told_apart_in_words(llm: LLM, tmp_path: Path):
+    folder = save(llm, "sharded_state", tmp_path / "state")
+    with pytest.raises(CheckpointError, match=r"holds a sharded state.*set load_format=sharded_state"):
+        open_llm(folder)
+    with pytest.raises(CheckpointError, match="is not a checkpoint of save_streamed"):
+        open_llm(MODEL, load_format="tensorizer")
+    with pytest.raises(CheckpointError, match=r"has no sharded_state\.json"):
+        open_llm(MODEL, load_format="runai_streamer_sharded")
+    with open_llm(folder, load_format="sharded_state") as loaded:
+        with pytest.raises(CheckpointError, match="holds a sharded state"):
+            loaded.collective_rpc("reload_weights")
+        loaded.collective_rpc("reload_weights", args=(str(MODEL),))
+    with pytest.raises(ConfigError, match="load_format=gguf: GGUF is not read"):
+        open_llm(load_format="gguf")
+
+
+def test_sharded_state_has_parts_named_by_a_pattern(llm: LLM, before: list[Any], tmp_path: Path):
+    folder = tmp_path / "model"
+    executor = llm.llm_engine.model_executor
+    # vLLM's way.
+    executor.save_sharded_state(path=str(folder), pattern="w-{rank}-{part}.safetensors", max_size=1_000_000)
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert names == [f"w-0-{number}.safetensors" for number in range(len(names))]
+    assert len(names) > 2
+    with open_saved(folder, "sharded_state") as loaded:
+        assert answers(loaded) == before
+    for pattern in (
+        "w-{part}.safetensors",
+        "w-{rank}.safetensors",
+        "{x}-{rank}-{part}.safetensors",
+        "../{rank}{part}.safetensors",
+    ):
+        with pytest.raises(ValueError, match=r"must be the name of a \.safetensors file with"):
+            llm.save_sharded_state(tmp_path / "other", pattern=pattern)
+
+
+def test_tensorizers_call_saves_streamed(llm: LLM, tmp_path: Path):
+    config = {"tensorizer_uri": str(tmp_path / "model" / "model.tensors"), "num_readers": None}
+    llm.collective_rpc("save_tensorized_model", kwargs={"tensorizer_config": config})
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        assert file.metadata()["layout"] == "streamed"
+    open_llm(tmp_path / "model", load_format="tensorizer").close()

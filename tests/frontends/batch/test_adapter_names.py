@@ -1,0 +1,101 @@
+"""Names of adapters in rows: which model a row gets, and the errors of unknown names."""
+
+import json
+from typing import Any
+
+import pytest
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.openai.row import Row, RowError
+from spmd_worker.frontends.openai.row_parser import parse_row
+from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.messages import InvalidRequestError
+
+SERVED = ServedModels("base", {"sql": 11, "poems": 22}, ("/models/base",))
+
+
+def parsed(row: dict[str, Any]) -> Row | RowError:
+    return parse_row(0, json.dumps(row).encode(), SamplingParams())
+
+
+def plain(**keys: Any) -> dict[str, Any]:
+    return {"prompt": "a", **keys}
+
+
+def openai(url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    content = {"input": "a"} if url == "/v1/embeddings" else {"prompt": "a"}
+    return {"custom_id": "c", "method": "POST", "url": url, "body": {**content, **body}}
+
+
+@pytest.mark.parametrize(
+    ("row", "adapter_id"),
+    [
+        (plain(), 0),
+        (plain(adapter=None), 0),
+        (plain(adapter="sql"), 11),
+        ({"embed": "a", "adapter": "poems"}, 22),
+        (openai(), 0),
+        (openai(model="base"), 0),
+        (openai(model="/models/base"), 0),
+        (openai(model="poems"), 22),
+        (openai("/v1/embeddings", model="sql"), 11),
+    ],
+)
+def test_row_gets_the_adapter_it_names(row: dict[str, Any], adapter_id: int):
+    found = parsed(row)
+    assert isinstance(found, Row), found
+    assert SERVED.adapter_of(found) == adapter_id
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (plain(adapter="prose"), "adapter='prose' is not loaded: the run has sql, poems (model.adapters="),
+        # A plain row has no other name for the base model than none.
+        (plain(adapter="base"), "adapter='base' is not loaded: the run has sql, poems"),
+        (openai(model="prose"), "model 'prose' is not served; served are base, sql, poems"),
+        (openai(model=""), "model '' is not served"),
+    ],
+)
+def test_unknown_name_is_an_error_with_the_known_ones(row: dict[str, Any], message: str):
+    found = parsed(row)
+    assert isinstance(found, Row), found
+    with pytest.raises(InvalidRequestError) as refused:
+        SERVED.adapter_of(found)
+    assert refused.value.code == "model_not_found"
+    assert str(refused.value).startswith(message)
+
+
+def test_long_list_of_names_is_cut():
+    many = ServedModels("base", {f"a{number}": 1 + number for number in range(30)})
+    with pytest.raises(InvalidRequestError, match=r"served are base, a0, .*, a18 and 11 more$"):
+        many.adapter_of(parsed(openai(model="b")))
+
+
+def test_without_adapters_any_model_name_is_the_base():
+    """As for files that were written for another service; but an adapter by that key is never ignored."""
+    assert ANY_MODEL.adapter_of(parsed(openai(model="gpt-4o"))) == 0
+    with pytest.raises(InvalidRequestError, match=r"adapter='sql' is not loaded: the run has none"):
+        ANY_MODEL.adapter_of(parsed(plain(adapter="sql")))
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "words"),
+    [
+        (plain(adapter=3), "invalid_value", "adapter=3 must be a string"),
+        (openai(adapter="sql"), "unknown_key", "a body names its adapter in model"),
+        (openai() | {"adapter": "sql"}, "unknown_key", "'adapter'"),
+    ],
+)
+def test_wrong_adapter_key_is_an_error_row(row: dict[str, Any], code: str, words: str):
+    found = parsed(row)
+    assert isinstance(found, RowError)
+    assert found.code == code
+    assert words in found.message
+
+
+def test_adapter_may_not_have_the_models_name():
+    for name in ("base", "/models/base"):
+        with pytest.raises(ConfigError, match=rf"model.adapters has '{name}', which is the model's own name"):
+            ServedModels("base", {name: 5}, ("/models/base",))

@@ -1,0 +1,91 @@
+"""Calls with adapters on several ranks: the answers of one rank, for common prompts and for each rank's own."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from adapter_folders import DEMO, write_adapter
+
+from spmd_worker import LLM, LoRARequest, SamplingParams
+from spmd_worker.base.errors import RankFailedError, RanksDisagreeError
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [f"add {number} 7 =" for number in range(9)]
+NAMES = (None, "a", "b")
+
+
+def token_ids(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def main(folder: Path, **layout: Any) -> None:
+    """A rank's answers, in a file; adapters are in a folder of its own."""
+    given = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "max_num_seqs": 4}
+    with LLM(DEMO, enable_lora=True, max_loras=2, **given, **layout) as llm:
+        rank = llm.llm_engine.engine_channel.rank
+        requests: dict[str | None, LoRARequest | None] = {None: None}
+        for number, name in enumerate("ab", 1):
+            requests[name] = LoRARequest(name, number, write_adapter(folder / f"{rank}{name}", DEMO, number))
+        listed = [requests[NAMES[index % 3]] for index in range(len(PROMPTS))]
+        outputs = llm.generate(PROMPTS, PARAMS, lora_request=listed, use_tqdm=False)
+        assert [output.lora_request for output in outputs] == listed
+        seen: dict[str, Any] = {"common": token_ids(outputs), "loaded": sorted(llm.list_loras())}
+        if llm.get_world_size() > 1 and not layout.get("distributed_executor_backend"):
+            own = slice(rank, None, 2)
+            seen["own"] = token_ids(
+                llm.generate(PROMPTS[own], PARAMS, lora_request=listed[own], use_tqdm=False, gather=True)
+            )
+            with llm.turns():
+                for index in range(rank, 3):
+                    output = llm.generate(PROMPTS[index], PARAMS, lora_request=listed[index], use_tqdm=False)
+                    seen.setdefault("turns", []).append(token_ids(output)[0])
+            # Only one rank names an adapter; then only one rank's prompts need another one.
+            with pytest.raises(RanksDisagreeError, match="lora"):
+                llm.generate(PROMPTS[0], PARAMS, lora_request=requests["a" if rank else None], use_tqdm=False)
+            new = LoRARequest("c", 3, write_adapter(folder / f"{rank}c", DEMO, 3))
+            with pytest.raises((ValueError, RankFailedError), match="call add_lora before"):
+                llm.generate(PROMPTS[0], PARAMS, lora_request=new if rank else None, use_tqdm=False, gather=True)
+            seen["after"] = token_ids(llm.generate(PROMPTS, PARAMS, lora_request=listed, use_tqdm=False))
+        (folder / f"seen{rank}").write_text(json.dumps(seen))
+
+
+DP = {"data_parallel_size": 2}
+LAYOUTS = [
+    DP,
+    *(
+        pytest.param(each, marks=pytest.mark.matrix)
+        for each in (
+            {"pipeline_parallel_size": 2},
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "multiproc"},
+        )
+    ),
+]
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_answer_with_adapters_as_one(layout: dict[str, Any], tmp_path: Path):
+    (tmp_path / "one").mkdir()
+    main(tmp_path / "one")
+    expected = json.loads((tmp_path / "one" / "seen0").read_text())["common"]
+    assert len({str(each) for each in expected}) == len(PROMPTS)
+    if "distributed_executor_backend" in layout:
+        main(tmp_path, **layout)
+    else:
+        done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=240)
+        assert done.returncode == 0, done.output
+    for rank, path in enumerate(sorted(tmp_path.glob("seen*"))):
+        seen = json.loads(path.read_text())
+        assert seen["common"] == expected
+        assert seen["loaded"] == [1, 2]
+        if "own" in seen:
+            assert seen["own"] == expected[rank::2]
+            assert seen["turns"] == expected[rank:3]
+            assert seen["after"] == expected
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]), **json.loads(sys.argv[1]))
