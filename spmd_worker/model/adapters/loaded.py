@@ -55,10 +55,10 @@ class LoadedAdapters:
         self._slots: dict[int, int] = {}
         """Slot of each adapter, by its digest."""
         self._num_commits: dict[int, int] = {}
-        self.adapted_layers: frozenset[str] = frozenset()
-        """Layers that a loaded adapter has matrices for: steps skip the others."""
         self._scores: dict[int, dict[str, Tensor]] = {}
         self._device = device
+        self.adapted_layers: frozenset[str] = frozenset()
+        """Layers that a loaded adapter has matrices for: steps skip the others."""
         for name, parts in self.targets.parts.items():
             layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
@@ -119,9 +119,9 @@ class LoadedAdapters:
             assert stack is not None, name
             stack.write(slot, parts)
         self._slots[digest] = slot
-        self._note_layers()
         if staged.scores:
             self._scores[digest] = {name: each.to(self._device) for name, each in staged.scores.items()}
+        self._note_layers()
 
     def discard(self, staged: StagedAdapter) -> None:
         """Forget a prepared adapter that another rank refused."""
