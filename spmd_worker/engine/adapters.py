@@ -7,7 +7,6 @@ digest, so nothing is ever found under an id or a name that has other weights by
 """
 
 import builtins
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes, RunStep
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.requests import Requests
+from spmd_worker.executor.adapters import reason_of
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.ranks.transport.channel import ControlChannel
@@ -206,7 +206,7 @@ class Adapters:
                 change = self._agree(change)
             yield change
         except WorkerEventError as error:
-            raise AdapterError(_reason(error.problem)) from None
+            raise AdapterError(reason_of(error.problem)) from None
         finally:
             self._requests.leaving_adapters = ()
 
@@ -246,12 +246,6 @@ class Adapters:
     def _loaded_words(self) -> str:
         loaded = ", ".join([f"{each.int_id} ({each.name!r})" for each in self._registry.entries.values()])
         return f"loaded are {loaded}" if loaded else "none is loaded"
-
-
-def _reason(problem: str) -> str:
-    """The text of a rank that could not prepare, or of what rank 0 has refused."""
-    refused = re.fullmatch(r"rank \d+: AdapterRefusal: (.*)", problem, re.DOTALL)
-    return refused[1] if refused else re.sub(r"^(rank \d+): AdapterError: ", r"\1: ", problem)
 
 
 def _checked_id(int_id: Any) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import AdapterError, RankFailedError
+from spmd_worker.executor.adapters import reason_of
 from spmd_worker.executor.executor import Executor
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.agreement import canonical
@@ -99,4 +100,4 @@ def _load(executor: Executor, change: AdapterChange) -> None:
     problem = executor.prepare_event(ADD_LORA, change)
     executor.end_event(is_committed=not problem)
     if problem:
-        raise AdapterError(problem)
+        raise AdapterError(reason_of(problem))

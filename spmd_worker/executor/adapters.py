@@ -1,5 +1,6 @@
 """LoRA adapters of an executor's workers, which have each adapter all or none."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -90,4 +91,10 @@ class ExecutorAdapters:
         problem = self._executor.prepare_event(name, change)
         self._executor.end_event(is_committed=not problem)
         if problem:
-            raise AdapterError(problem)
+            raise AdapterError(reason_of(problem))
+
+
+def reason_of(problem: str) -> str:
+    """What a worker that could not prepare says (`Executor.prepare_event`), or rank 0's reason of a refusal."""
+    refused = re.fullmatch(r"rank \d+: AdapterRefusal: (.*)", problem, re.DOTALL)
+    return refused[1] if refused else re.sub(r"^(rank \d+): AdapterError: ", r"\1: ", problem)

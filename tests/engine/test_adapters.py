@@ -201,6 +201,8 @@ def test_adapters_of_the_configuration_are_pinned(folder: Path):
         assert llm.add_lora(LoRARequest("b", 2, str(folder / "b")))
     with pytest.raises(AdapterError, match="rank 0: /nowhere: is not a folder"):
         LLM(MODEL, **options, adapters={"a": "/nowhere"})
+    with pytest.raises(AdapterError, match=rf"^rank 0: {folder}/a.*the adapter cannot be used"):
+        LLM(MODEL, **options, adapters={"a": str(folder / "a")}, max_lora_rank=2)
 
 
 def test_workers_leave_their_adapters_to_the_engine(llm: LLM, requests: list[LoRARequest]):
@@ -248,7 +250,7 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         executor.initialize_from_config(64, 0)
         assert [executor.add_lora(each) for each in requests] == [True] * 3
         assert (executor.pin_lora(2), executor.remove_lora(1), executor.list_loras()) == (True, False, {2, 3})
-        with pytest.raises(AdapterError, match="is not a folder"):
+        with pytest.raises(AdapterError, match=r"^/nowhere: is not a folder"):
             executor.add_lora(LoRARequest("x", 8, "/nowhere"))
         assert (executor.remove_lora(3), executor.list_loras()) == (True, {2})
         wrapper = executor.driver_worker

@@ -57,9 +57,7 @@ class AdapterStack(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no slot is filled, so that the layer may skip `add_`. Kernels whose launches are recorded always say
-        False.
-        """
+        """Whether no slot is filled, so that the layer may skip `add_`."""
 
     def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
         """Fill a slot, which was never filled or cleared, with an adapter: one entry for each part of the layer, None
