@@ -78,7 +78,7 @@ class HollowDevice(CpuDevice):
 
     keeps_state = True
 
-    def new_graphs(self, model: Any, tensor: GroupHandle) -> StepGraphs:
+    def new_graphs(self, model: Any, tensor: GroupHandle, adapters: None = None) -> StepGraphs:
         # Triton is optional, and other benchmarks of this script do without.
         from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
         from spmd_worker.ops.kernels.triton.attention import Launches

@@ -34,24 +34,27 @@ class StagedFolder:
 
     def commit(self) -> None:
         """Sync the folders and rename. The files must be synced. Raises OSError with the target unchanged, and
-        SaveError if it is replaced, but perhaps not durably.
+        SaveError if another process holds it, or if it is replaced, but perhaps not durably.
         """
         for folder, _, _ in os.walk(self.path):
             sync_folder(Path(folder))
         is_replaced = _has_entries(self.target)
-        if is_replaced:
-            exchange(self.path, self.target)
-        else:
-            # Over an empty folder, too.
-            os.rename(self.path, self.target)
-        try:
-            sync_folder(self.target.parent)
-        except OSError as error:
-            raise SaveError(f"{self.target} is complete, but may be lost with a loss of power: {error}") from error
-        finally:
+        with contextlib.ExitStack() as stack:
             if is_replaced:
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._unlock()
+                # The temporary name is that of the old folder until this is removed: no writer may take it before.
+                stack.callback(os.close, _lock_folder(self.target))
+                exchange(self.path, self.target)
+            else:
+                # Over an empty folder, too.
+                os.rename(self.path, self.target)
+            try:
+                sync_folder(self.target.parent)
+            except OSError as error:
+                raise SaveError(f"{self.target} is complete, but may be lost with a loss of power: {error}") from error
+            finally:
+                if is_replaced:
+                    shutil.rmtree(self.path, ignore_errors=True)
+                self._unlock()
 
     def abandon(self) -> None:
         """Remove the folder, if it was not renamed. Idempotent."""
@@ -143,16 +146,39 @@ def _locked(path: Path) -> int:
         os.mkdir(path)
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         raise SaveError(f"{path} is in the way, where the new folder is built: remove it, or give another path")
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = _lock_folder(path)
+    try:
+        # Another writer may have renamed or removed it since it was opened.
+        is_same = os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
+        os.close(descriptor)
+        raise _is_being_written(path)
+    return descriptor
+
+
+def _lock_folder(path: Path) -> int:
+    """Descriptor of an existing folder, locked where the file system has locks. Raises SaveError if another holds it,
+    or has just removed it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _is_being_written(path) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise SaveError(f"{path} is being written by another process: wait for it, or give another path") from None
+        raise _is_being_written(path) from None
     except OSError:
         # A file system without locks.
         pass
     return descriptor
+
+
+def _is_being_written(path: Path) -> SaveError:
+    return SaveError(f"{path} is being written by another process: wait for it, or give another path")
 
 
 def _check_exchange(path: Path, target: Path) -> None:

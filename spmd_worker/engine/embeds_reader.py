@@ -109,7 +109,8 @@ class EmbedsReader:
             )
         path = self._located(given)
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            # `open` of a descriptor would not close that of a folder.
+            with open(path, "rb", opener=_opened) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise RequestError("embeddings_missing", f"{KEY}.path={given[:200]!r} is not a regular file")
@@ -137,6 +138,11 @@ class EmbedsReader:
                 f"{KEY}.path={given[:200]!r}: files are read for the rows of a job whose input is a file; give base64 "
                 f"text of a safetensors file",
             )
+        try:
+            os.fsencode(given)
+        except UnicodeEncodeError:
+            message = f"{KEY}.path={given[:200]!r} cannot be the name of a file: it has a lone surrogate"
+            raise RequestError("embeddings_missing", message) from None
         root = os.path.realpath(self.root)
         path = os.path.realpath(os.path.join(root, given)) if "\0" not in given else root
         if os.path.commonpath((root, path)) != root or path == root:
@@ -144,6 +150,10 @@ class EmbedsReader:
                 "embeddings_outside", f"{KEY}.path={given[:200]!r} is outside of {root}, the folder of the job's input"
             )
         return path
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _header(prefix: bytes, num_bytes: int, name: str, read: Any) -> tuple[int, Mapping[str, TensorEntry]]:

@@ -5,7 +5,6 @@
 
 import json
 from collections.abc import Iterable
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from spmd_worker.base.staged_folder import copy_durably, write_durably
 from spmd_worker.model_config.hub import TOKENIZER_FILES
 from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.model_config.sentence_folder import module_folders, pooling_files
-from spmd_worker.model_config.tensor_names import STATE_FILE
+from spmd_worker.model_config.tensor_names import INDEX_FILE, STATE_FILE
 
 CONFIG_FILE: Final = "config.json"
 _OF_SETTINGS: Final = ("generation_config.json", *TOKENIZER_FILES)
@@ -43,12 +42,11 @@ def copy_model_files(source: Path, copy: Path, dtype: str, *, is_tied: bool) -> 
     write_durably(copy / CONFIG_FILE, text)
 
 
-def check_own_files(folder: Path) -> None:
-    """Raise SaveError for a file that is none of a saved model's."""
-    own = {*_names(folder), CONFIG_FILE}
+def check_own_files(folder: Path, weights: Iterable[str]) -> None:
+    """Raise SaveError for a file that is none of a saved model's, which has `weights` in the folder itself."""
+    own = {*_names(folder), *weights, CONFIG_FILE, INDEX_FILE, STATE_FILE}
     for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if not path.is_dir() and name not in own and not any(fnmatch(name, each) for each in _OF_WEIGHTS):
+        if (path.is_symlink() or not path.is_dir()) and str(path.relative_to(folder)) not in own:
             raise SaveError(f"{path} would be removed: give another folder, or move the file first")
 
 

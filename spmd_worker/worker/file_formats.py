@@ -2,6 +2,8 @@
 
 from typing import Final
 
+import torch
+
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights import sharded_state
@@ -52,4 +54,7 @@ def fill_from_files(
             streamed.staging = ReusedStaging()
             model.weights.pack_empty()
             return model.weights.fill(streamed, _STREAM_READERS, CHUNK_BYTES)
+        if merged is not source and staging.device.type == "cpu":
+            # Merging takes longer than reading: threads share it.
+            num_readers = torch.get_num_threads()
         return model.weights.fill(merged, num_readers)

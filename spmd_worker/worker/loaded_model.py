@@ -162,5 +162,5 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
             else read_denses(resolved.model_folder, denses, allows_nonfinite=allows_nonfinite)
         )
     limits = options.adapter_limits
-    adapters = None if limits is None else LoadedAdapters(model, limits)
+    adapters = None if limits is None else LoadedAdapters(model, limits, options.path or "")
     return LoadedModel(opened, operations, model, report, adapters)

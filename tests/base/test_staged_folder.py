@@ -1,5 +1,6 @@
 """Folders that are replaced completely or not at all, killed and failing at every call."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -137,6 +138,45 @@ def test_second_writer_is_refused_while_one_writes(tmp_path: Path):
     with pytest.raises(SaveError, match="is being written by another process"):
         stage_folder(tmp_path / "model", allow)
     staged.abandon()
+    write(tmp_path / "model", NEW)
+
+
+def test_second_writer_is_refused_while_old_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target, refused = tmp_path / "model", []
+    write(target, OLD)
+
+    def remove(path: Path, *, ignore_errors: bool) -> None:
+        # The old folder has the temporary name now: files that another writer put there would be removed with it.
+        with pytest.raises(SaveError, match="is being written by another process"):
+            stage_folder(target, allow)
+        refused.append(path)
+        real(path, ignore_errors=ignore_errors)
+
+    real = shutil.rmtree
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        write(target, NEW)
+    assert refused == [tmp_path / "model.partial"]
+    write(target, OLD)
+    assert read(target) == OLD
+
+
+@pytest.mark.parametrize("ends", ["commit", "abandon"])
+def test_folder_that_its_writer_ends_is_not_taken(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first = stage_folder(tmp_path / "model", allow)
+    write_durably(first.path / "a", b"x")
+    real = fcntl.flock
+
+    def flock(descriptor: int, flags: int) -> None:
+        # The first writer ends between the second one's opening of the folder and its lock.
+        monkeypatch.undo()
+        getattr(first, ends)()
+        real(descriptor, flags)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(SaveError, match="is being written by another process"):
+        stage_folder(tmp_path / "model", allow)
+    assert [each.name for each in tmp_path.iterdir()] == (["model"] if ends == "commit" else [])
     write(tmp_path / "model", NEW)
 
 

@@ -1,5 +1,8 @@
 """`EmbedsReader`: dtypes, rounding and names of rows of embeddings."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -39,3 +42,25 @@ def test_names_are_those_of_each_row():
     halves = rows_of_tensor(rows.view(torch.bfloat16), EmbedsReader(16, "bfloat16", 9))
     assert halves.data == whole.data
     assert halves.content[:16] != whole.content[:16]
+
+
+def test_arrays_of_any_layout_are_read():
+    numbers = np.arange(24, dtype=np.float32).reshape(3, 8) - 9
+    reader = EmbedsReader(8, "float32", 9)
+    expected = rows_of_tensor(torch.from_numpy(numbers), reader)
+    read_only = numbers.copy()
+    read_only.flags.writeable = False
+    for given in (numbers[::-1].copy()[::-1], numbers.astype(">f4"), np.asfortranarray(numbers), read_only):
+        assert rows_of_tensor(given, reader) == expected
+    assert rows_of_tensor(torch._neg_view(-torch.from_numpy(numbers)), reader) == expected
+    for unread in (numbers.astype(object), numbers.astype(str), torch.ones(3, 8, device="meta")):
+        with pytest.raises(RequestError, match=r"prompt_embeds is (object|str|on the device meta)"):
+            rows_of_tensor(unread, reader)
+
+
+def test_rejected_folder_leaves_no_file_open(tmp_path: Path):
+    reader, before = EmbedsReader(8, "float32", 9, tmp_path.parent), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(RequestError, match="directory"):
+            reader.of_value({"path": tmp_path.name})
+    assert len(os.listdir("/proc/self/fd")) == before

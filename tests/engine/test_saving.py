@@ -221,6 +221,12 @@ def test_folder_of_others_is_not_replaced(llm: LLM, tmp_path: Path):
     with pytest.raises(SaveError, match=r"notes\.txt would be removed"):
         llm.save_checkpoint(saved)
     (saved / "notes.txt").unlink()
+    for name in ("head.safetensors", "lora/adapter_model.safetensors"):
+        (saved / name).parent.mkdir(exist_ok=True)
+        save_file({"mine": torch.ones(2)}, saved / name)
+        with pytest.raises(SaveError, match=f"{name} would be removed"):
+            llm.save_checkpoint(saved)
+        (saved / name).unlink()
     save(llm, "checkpoint", saved, max_size=300_000)
     save(llm, "streamed", saved)
     assert sorted(path.suffix for path in saved.iterdir()) == [".json"] * 4 + [".safetensors"]

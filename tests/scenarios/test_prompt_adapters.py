@@ -1,5 +1,6 @@
 """Prompt adapters equal PEFT's, share blocks by their content alone, and change no other row."""
 
+import itertools
 import json
 import shutil
 import sys
@@ -152,6 +153,22 @@ def test_virtual_prefix_is_computed_once(llm: LLM, folders: list[Path]):
     assert [num_computed(llm, prompt, tuned) for prompt in ([5, 6], [7, 8, 9])] == [22, 7]
     # Given keys and values are computed for no row.
     assert [num_computed(llm, prompt, prefixed) for prompt in ([5, 6], [7, 8, 9])] == [2, 3]
+
+
+@pytest.mark.control("a virtual prefix is computed once an adapter")
+def test_count_detects_prefix_computed_for_each_row(llm: LLM, folders: list[Path], monkeypatch: pytest.MonkeyPatch):
+    """Negative control: a request's own number in the names of its blocks."""
+    from spmd_worker.replica.scheduler import allocator
+
+    given_rows, numbers = allocator.GivenRows, itertools.count()
+
+    def named(content: bytes, *place: int) -> Any:
+        return given_rows(next(numbers).to_bytes(16, "big"), *place)
+
+    monkeypatch.setattr(allocator, "GivenRows", named)
+    with pytest.raises(AssertionError):
+        test_virtual_prefix_is_computed_once(llm, folders)
+    llm.reset_prefix_cache()
 
 
 @pytest.mark.guarantee("blocks of a prompt adapter are found by its content alone")

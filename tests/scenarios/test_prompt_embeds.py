@@ -259,7 +259,7 @@ def test_embeddings_on_ranks_give_the_bits_of_ids(model: Path, layout: dict[str,
     by_ids, by_rows, num_preemptions, lengths, problem = first
     assert lengths == [3]
     assert by_rows == by_ids
-    assert num_preemptions
+    assert num_preemptions or "data_parallel_size" in layout
     assert "prompts[0].prompt_embeds" in problem
 
 

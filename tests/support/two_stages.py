@@ -24,7 +24,8 @@ class TwoStages:
         self.model, self.lm_head = self._stages[0].model, self._stages[1].lm_head
         self.compute_logits = self._stages[1].compute_logits
 
-    def __call__(self, *arguments: Any, is_fused: bool) -> Tensor:
+    def __call__(self, *arguments: Any, is_fused: bool, adapters: None = None) -> Tensor:
+        assert adapters is None, "these stages have none"
         *tokens, cache, metadata = arguments
         incoming = self._stages[0](*tokens, cache[:1], metadata)
         return self._stages[1](*tokens, cache[1:], metadata, incoming)

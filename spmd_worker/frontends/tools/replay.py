@@ -228,7 +228,10 @@ EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {
     ResetPrefixCache: lambda event: "the prefix cache is reset",
     SetWeightVersion: lambda event: f"the weights are of version {event.version}",
     CommitWeights: lambda event: f"{event.num_tensors} new weights are committed as version {event.version}",
-    FinishTransfers: lambda event: f"transfers {shorten(event.numbers)} have finished on every rank (below 0: failed)",
+    FinishTransfers: lambda event: (
+        f"transfers {shorten(event.numbers)} have finished on every rank"
+        f"{' (those below 0 have failed on some)' if min(event.numbers, default=0) < 0 else ''}"
+    ),
     FoundBlocks: lambda event: f"{len(event.hashes)} blocks were found outside the engine",
     WorkerEvent: lambda event: f"worker event {event.number} ({event.name}) is prepared",
     EndWorkerEvent: lambda event: (

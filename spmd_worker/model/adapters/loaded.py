@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import AdapterTargets, num_inputs, scaled
 from spmd_worker.model.decoder import DecoderForCausalLM
@@ -46,16 +47,18 @@ class LoadedAdapters:
     removes those that are replaced before it commits another. The layers get their stacks here.
     """
 
-    def __init__(self, model: DecoderForCausalLM, limits: AdapterLimits) -> None:
+    def __init__(self, model: DecoderForCausalLM, limits: AdapterLimits, base: str = "") -> None:
+        """`base`: the model's path or hub name, with which an adapter's is compared; "": it is not."""
+        self._base = base
         self._limits, self._kernels, self._dtype = limits, model.model.adapter_kernels, model.model.dtype
         self.targets, device = AdapterTargets(model), next(model.parameters()).device
         self._slots: dict[int, int] = {}
         """Slot of each adapter, by its digest."""
         self._num_commits: dict[int, int] = {}
-        self.adapted_layers: frozenset[str] = frozenset()
-        """Layers that a loaded adapter has matrices for: steps skip the others."""
         self._scores: dict[int, dict[str, Tensor]] = {}
         self._device = device
+        self.adapted_layers: frozenset[str] = frozenset()
+        """Layers that a loaded adapter has matrices for: steps skip the others."""
         for name, parts in self.targets.parts.items():
             layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
@@ -84,6 +87,10 @@ class LoadedAdapters:
             found[module] = name
         if source.config.is_transposed and not self.targets.are_transposed:
             problems.insert(0, f"{source.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
+        own, theirs = (path.rstrip("/").rpartition("/")[2] for path in (self._base, source.config.base_model))
+        if own and theirs and own != theirs:
+            words = "%s: was trained for %s, and this run's model is %s: make sure that they are the same model"
+            logger.warning(words, source.subject, source.config.base_model, self._base, extra=SAME_ON_EVERY_RANK)
         saved, faults = self._saved(source)
         raise_problems(source.subject, problems + faults)
         modules = {name: source.modules[module] for module, name in found.items()}
@@ -112,9 +119,9 @@ class LoadedAdapters:
             assert stack is not None, name
             stack.write(slot, parts)
         self._slots[digest] = slot
-        self._note_layers()
         if staged.scores:
             self._scores[digest] = {name: each.to(self._device) for name, each in staged.scores.items()}
+        self._note_layers()
 
     def discard(self, staged: StagedAdapter) -> None:
         """Forget a prepared adapter that another rank refused."""

@@ -17,8 +17,9 @@ from spmd_worker.model.layers.weight_slice import Rectangle
 from spmd_worker.model.weights.staging import HostStaging
 from spmd_worker.model.weights.weight_source import WeightSource
 
-_TILE_ELEMENTS: Final = 1 << 16
-"""Elements, which stay in a core's cache while all ranks of the adapter are added."""
+_TILE_ELEMENTS: Final = 1 << 14
+"""Elements, which stay in a core's cache while all ranks of the adapter are added; torch computes as few in one thread.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,20 @@ class LowRankUpdate:
             values = self.base[rows, columns].to(values.device)
         a, b = self.a[:, columns].to(values.device), self.b[rows].to(values.device)
         merged = values.to(torch.float32, copy=True)
-        num_rows = max(1, _TILE_ELEMENTS // max(1, a.shape[1]))
-        for factors, tile in zip(torch.split(b, num_rows), torch.split(merged, num_rows), strict=True):
-            total, product = torch.zeros_like(tile), torch.empty_like(tile)
-            for inputs, outputs in zip(a, factors.t(), strict=True):
-                total += torch.mul(outputs[:, None], inputs, out=product)
-            tile += total
+        for first in range(0, a.shape[1], _TILE_ELEMENTS):
+            part = slice(first, first + _TILE_ELEMENTS)
+            _add_tiles(merged[:, part], a[:, part], b)
         return merged
+
+
+def _add_tiles(merged: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add B A to a part of a weight, by rows."""
+    num_rows = max(1, _TILE_ELEMENTS // a.shape[1])
+    for factors, tile in zip(torch.split(b, num_rows), torch.split(merged, num_rows), strict=True):
+        total, product = torch.zeros_like(tile), torch.empty_like(tile)
+        for inputs, outputs in zip(a, factors.t(), strict=True):
+            total += torch.mul(outputs[:, None], inputs, out=product)
+        tile += total
 
 
 @dataclass(frozen=True, slots=True)

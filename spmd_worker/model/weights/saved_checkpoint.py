@@ -104,16 +104,18 @@ def write_index(folder: Path, files: dict[str, list[TensorToWrite]]) -> None:
 
 def check_replaceable(folder: Path) -> None:
     """Raise SaveError unless the folder holds a model that this program saved, and nothing else."""
-    if not (folder / STATE_FILE).is_file():
-        files = [folder / SINGLE_FILE, *sorted(folder.glob("model-*-of-*.safetensors"))]
-        found = [path for path in files if path.is_file()]
-        try:
-            is_ours = bool(found) and all(read_header(each).metadata.get(_WRITER) == _PROGRAM for each in found)
-        except CheckpointError:
-            is_ours = False
-        if not is_ours:
-            raise SaveError(
-                f"{folder} holds files that this program has not saved, and a save replaces the folder: give a new or "
-                f"an empty one"
-            )
-    check_own_files(folder)
+    own = [path.name for path in sorted(folder.glob("*.safetensors")) if _is_own(path)]
+    if not own and not (folder / STATE_FILE).is_file():
+        raise SaveError(
+            f"{folder} holds files that this program has not saved, and a save replaces the folder: give a new or an "
+            f"empty one"
+        )
+    check_own_files(folder, own)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether this program has written a file of tensors."""
+    try:
+        return read_header(path).metadata.get(_WRITER) == _PROGRAM
+    except CheckpointError:
+        return False

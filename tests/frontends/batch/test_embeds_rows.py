@@ -65,6 +65,7 @@ def test_invalid_rows_are_error_rows(tmp_path: Path, table: torch.Tensor):
         ({"path": "link.safetensors"}, "embeddings_outside", "is outside of"),
         ({"path": "/etc/passwd"}, "embeddings_outside", "is outside of"),
         ({"path": "a\0b"}, "embeddings_outside", "is outside of"),
+        ({"path": "\ud800"}, "embeddings_missing", "cannot be the name of a file"),
         ({"path": "none.safetensors"}, "embeddings_missing", "No such file"),
         ({"path": "folder"}, "embeddings_missing", "directory"),
         ({"path": "fifo.safetensors"}, "embeddings_missing", "not a regular file"),

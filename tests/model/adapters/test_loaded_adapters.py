@@ -129,6 +129,16 @@ def test_all_tensors_that_do_not_fit_are_listed(model: DecoderForCausalLM):
     assert "up_proj: has the rank 9, above model.max_lora_rank=8" in problems(model, llama_source(0, "up", rank=9))
 
 
+def test_adapter_of_another_base_is_warned_of(model: DecoderForCausalLM, caplog: pytest.LogCaptureFixture):
+    loaded = LoadedAdapters(model, LIMITS, "hub/small-model")
+    for name, num_warnings in (("/data/small-model/", 0), ("", 0), ("hub/other-model", 1)):
+        caplog.clear()
+        loaded.prepare(llama_source(1, base_model_name_or_path=name))
+        found = [each.message for each in caplog.records if "was trained for" in each.message]
+        assert len(found) == num_warnings
+    assert "hub/other-model, and this run's model is hub/small-model" in found[0]
+
+
 def test_experts_are_refused_by_name():
     sparse = load_model(expert_folder("qwen2_moe"))
     layer = "model.layers.0"

@@ -26,7 +26,7 @@ requests = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         # The id of an adapter, 0 for none.
-        "adapter": st.sampled_from([0, 0, 1, 2, 3, 4]),
+        "adapter": st.sampled_from([0, 1, 2, 3, 4]),
     }
 )
 operations = st.lists(
@@ -61,7 +61,7 @@ limits = st.fixed_dictionaries(
         "transfer_steps": st.integers(0, 4),
         "virtual_engines": st.sampled_from([1, 1, 2, 3, 4]),
         "ahead": st.sampled_from([0, 1]),
-        "max_loras": st.sampled_from([0, 1, 2, 3]),
+        "max_loras": st.sampled_from([1, 0, 1, 2]),
     }
 ).map(lambda drawn: {**drawn, "ahead": drawn["ahead"] if drawn["virtual_engines"] == 1 else 0})
 

@@ -207,10 +207,10 @@ def test_call_arguments_of_any_kind_become_plain_integers():
     assert as_request_ids([Numbers.SOME, numpy.int64(2), Numbers.LARGE]) == [7, 2, 2**40]
     assert checked_level(OwnInt(2)) == 2
     for priority in (Numbers.ZERO, numpy.int64(0), [0, numpy.int8(0)], [Numbers.ZERO, 0]):
-        check_extras(2, None, priority)
+        check_extras(2, priority)
     for wrong in (True, 0.5, "00", [0, None], [0], math.nan, numpy.array([0, 0])):
         with pytest.raises(ValueError, match="priority="):
-            check_extras(2, None, wrong)
+            check_extras(2, wrong)
     flags = {"add_generation_prompt": numpy.bool_(False), "continue_final_message": numpy.bool_(True)}
     assert dataclasses.asdict(ChatOptions(**flags)).items() >= {k: bool(v) for k, v in flags.items()}.items()
     assert type(ChatOptions(**flags).add_generation_prompt) is bool
