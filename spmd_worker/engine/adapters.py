@@ -81,6 +81,10 @@ class Adapters:
                 self._run_event(ADD_LORA, change, addition_of(change))
             self._note_path(request.lora_int_id, request.lora_path)
             self._loaded_requests[request.lora_int_id] = (self._own_paths[request.lora_int_id][0], request)
+            # Trainers push each policy under a new id: tensors of those that gave way must not pile up.
+            for int_id in change.evicted:
+                self._own_paths.pop(int_id, None)
+                self._loaded_requests.pop(int_id, None)
             return True
 
     def remove(self, int_id: int) -> bool:

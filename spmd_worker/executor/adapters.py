@@ -95,6 +95,6 @@ class ExecutorAdapters:
 
 
 def reason_of(problem: str) -> str:
-    """What a worker that could not prepare says (`Executor.prepare_event`), or rank 0's reason of a refusal."""
+    """Text of a worker that could not prepare (`Executor.prepare_event`), or rank 0's reason of a refusal."""
     refused = re.fullmatch(r"rank \d+: AdapterRefusal: (.*)", problem, re.DOTALL)
     return refused[1] if refused else re.sub(r"^(rank \d+): AdapterError: ", r"\1: ", problem)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from spmd_worker.base.errors import AdapterError, RanksDisagreeError
+from spmd_worker.executor.adapters import reason_of
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.prompt_adapter_request import (
     ADD_PROMPT_ADAPTER,
@@ -90,4 +91,4 @@ class ExecutorPromptAdapters:
         problem = self._executor.prepare_event(name, change)
         self._executor.end_event(is_committed=not problem)
         if problem:
-            raise AdapterError(problem)
+            raise AdapterError(reason_of(problem))

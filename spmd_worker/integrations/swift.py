@@ -82,7 +82,9 @@ class SwiftEngine(LLMEngine):
     def add_lora(self, lora_request: Any) -> bool:
         """`LLMEngine.add_lora`; tensors are copied, because the trainer changes its own."""
         if lora_request.lora_tensors is None:
-            return super().add_lora(lora_request)
+            added = super().add_lora(lora_request)
+            self._pushed.pop(lora_request.lora_int_id, None)
+            return added
         pushed = LoRARequest(
             lora_request.lora_name,
             lora_request.lora_int_id,
@@ -92,6 +94,8 @@ class SwiftEngine(LLMEngine):
         )
         added = super().add_lora(pushed)
         self._pushed[pushed.lora_int_id] = replace(pushed, load_inplace=False)
+        for int_id in self._pushed.keys() - self.list_loras():
+            del self._pushed[int_id]
         return added
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,8 @@
 """Adapters of an engine of one rank: what is refused and in which words, and what they outlive."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.model.adapters import source
 from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.sequence.lora_request import TensorSnapshot
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "enable_lora": True, "max_cpu_loras": 2}
 
@@ -127,6 +130,19 @@ def test_id_name_and_content_must_fit(llm: LLM, requests: list[LoRARequest], fol
         llm.pin_lora(9)
     with pytest.raises(TypeError, match="give a LoRARequest"):
         llm.add_lora("a")
+
+
+def test_tensors_of_evicted_and_removed_adapters_are_freed(llm: LLM):
+    """A trainer that pushes each policy under a new id must not fill the memory."""
+    snapshots = []
+    for int_id in range(1, 5):
+        tensors = TensorSnapshot.of(lora_tensors(int_id))
+        llm.add_lora(LoRARequest("policy", int_id, lora_tensors=tensors, peft_config=CONFIG))
+        snapshots.append(weakref.ref(tensors))
+        del tensors
+    llm.remove_lora(3)
+    gc.collect()
+    assert [each() is not None for each in snapshots] == [False, False, False, True]
 
 
 def test_reloaded_id_computes_with_its_new_weights(llm: LLM, requests: list[LoRARequest], tmp_path: Path):
