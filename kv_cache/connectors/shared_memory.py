@@ -89,7 +89,7 @@ class Segments:
             if path not in self._open:
                 try:
                     self._open[path] = Segment(path, self._context)
-                except (OSError, ConnectorError) as error:
+                except (OSError, ValueError) as error:
                     if not self._has_warned:
                         self._has_warned = True
                         logger.warning("shared memory is not used: %s", error)
