@@ -144,7 +144,8 @@ class SegmentMover:
         for name, _ in blocks:
             content = next(filter(None, (segment.read(name) for segment in segments)), None)
             if content is None:
-                logger.warning(
+                # The oldest are replaced: no fault.
+                logger.info(
                     "block %s has left shared memory since it was found: what was to be loaded is computed", name.hex()
                 )
                 self._has_failed = True
