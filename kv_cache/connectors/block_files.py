@@ -86,8 +86,8 @@ class BlockFiles:
         return len(header) + len(content)
 
     def read(self, name: BlockHash, num_bytes: int) -> bytearray | None:
-        """This rank's part, of `num_bytes`; None if it cannot be used, with a warning unless the file is gone. A damaged
-        file is deleted.
+        """This rank's part, of `num_bytes`; None if it cannot be used, with a warning unless the file is gone. One that
+        is damaged is deleted.
         """
         path = self.path(name)
         content = bytearray(num_bytes)
