@@ -95,12 +95,12 @@ class OutsideTransfers:
     def finish(self, number: int) -> list[tuple[BlockHash | None, BlockId]]:
         """End a transfer that every rank has finished, and some have failed if its number is negative; returns the
         loaded hashes and blocks, which it owned until now. The hash is None where nothing can be found by it: the
-        transfer has failed, or `forget` was called meanwhile.
+        transfer has failed, or `forget` was called meanwhile. What a failed one has saved must be found by rank 0.
         """
         assert abs(number) in self._in_flight, f"transfer {abs(number)} is not in flight: {list(self._in_flight)}"
         saved, loaded = self._in_flight.pop(abs(number))
         for block_hash, _ in saved:
-            if self._saving.pop(block_hash, False) is None:
+            if self._saving.pop(block_hash, False) is None and number > 0:
                 self.add_found((block_hash,))
         arrived: list[tuple[BlockHash | None, BlockId]] = []
         for block_hash, block_id in loaded:

@@ -86,7 +86,9 @@ class BlockFiles:
         return len(header) + len(content)
 
     def read(self, name: BlockHash, num_bytes: int) -> bytearray | None:
-        """This rank's part, of `num_bytes`; None, with a warning, if it cannot be used. A damaged file is deleted."""
+        """This rank's part, of `num_bytes`; None if it cannot be used, with a warning unless the file is gone. One that
+        is damaged is deleted.
+        """
         path = self.path(name)
         content = bytearray(num_bytes)
         header = bytearray(_HEADER.size)
@@ -95,7 +97,9 @@ class BlockFiles:
                 is_complete = _read_into(stream.fileno(), header) and _read_into(stream.fileno(), content)
                 is_complete = is_complete and not stream.read(1)
         except OSError as error:
-            logger.warning("%s cannot be read (%s): its block is computed", path, error.strerror)
+            # A limit evicts files, of other jobs too: one that is gone is no fault.
+            level = logging.INFO if isinstance(error, FileNotFoundError) else logging.WARNING
+            logger.log(level, "%s cannot be read (%s): its block is computed", path, error.strerror)
             return None
         expected = _HEADER.pack(_MAGIC, num_bytes, name, self._checksum(name, content))
         if not is_complete or header != expected:

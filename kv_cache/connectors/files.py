@@ -79,9 +79,10 @@ class FileMover:
     def __init__(self, files: BlockFiles, limit: SizeLimit, memory: BlockMemory) -> None:
         self._files, self._limit, self._memory = files, limit, memory
         self._finished: list[int] = []
-        self._has_failed = self._is_full = self._has_warned = False
+        self._has_failed = self._has_loads = self._is_full = self._has_warned = False
 
     def load(self, number: int, blocks: Sequence[tuple[BlockHash, BlockId]]) -> None:
+        self._has_loads = bool(blocks)
         contents: list[bytearray] = []
         for name, _ in blocks:
             content = self._files.read(name, self._memory.block_bytes)
@@ -97,12 +98,15 @@ class FileMover:
     def save(self, number: int, blocks: Sequence[tuple[BlockId, BlockHash]]) -> None:
         contents = self._memory.read([block_id for block_id, _ in blocks])
         for (_, name), content in reversed(list(zip(blocks, contents, strict=True))):
-            if self._is_full:
-                break
-            try:
-                self._limit.add(self._files.write(name, content))
-            except OSError as error:
-                self._warn(name, error)
+            is_saved = False
+            if not self._is_full:
+                try:
+                    self._limit.add(self._files.write(name, content))
+                    is_saved = True
+                except OSError as error:
+                    self._warn(name, error)
+            # With loads, which would be computed again, it is better to have a block looked for in vain later.
+            self._has_failed |= not (is_saved or self._has_loads)
         self._finished.append(-number if self._has_failed else number)
         self._has_failed = False
 

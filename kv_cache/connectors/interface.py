@@ -88,7 +88,9 @@ class WorkerHalf(Protocol):
         """
 
     def finished(self) -> tuple[int, ...]:
-        """Numbers of the transfers that this rank has finished since the last call; negative if a load failed."""
+        """Numbers of the transfers that this rank has finished since the last call; negative if a load failed, or, in
+        one without loads, if a save was left out: none of its blocks count as loaded or saved then.
+        """
 
     def close(self) -> None:
         """The worker ends, after its last step. Idempotent."""

@@ -47,23 +47,27 @@ class Producer:
         self._block_bytes, self._num_slots = block_bytes, limit_bytes // (block_bytes + _ENTRY.size)
         if self._num_slots < 1:
             raise ConnectorError(f"gib={limit_bytes / 2**30:g} holds no block of {block_bytes} bytes: raise it")
-        self._check_free()
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        # One name for all producers: what a killed one has left there is taken over, not kept in memory.
+        new = path.with_name(f"{path.name}.new")
         size = _HEADER_BYTES + self._num_slots * (_ENTRY.size + block_bytes)
-        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = self._locked(new, os.O_CREAT)
+        assert descriptor is not None, "it is made"
         try:
+            self._check_free()
+            os.ftruncate(descriptor, 0)
             # Taken now: memory that is short later would be a bus error.
             os.posix_fallocate(descriptor, 0, size)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._memory = mmap.mmap(descriptor, size)
             words = _in_words(context.identity)
             header = _HEADER.pack(_MAGIC, context.key.encode(), block_bytes, self._num_slots, 0, len(words))
             self._memory[: len(header) + len(words)] = header + words
             os.replace(new, path)
-        except OSError as error:
-            os.close(descriptor)
+        except BaseException as error:
             with suppress(OSError):
                 new.unlink()
+            os.close(descriptor)
+            if not isinstance(error, OSError):
+                raise
             raise ConnectorError(f"{size} bytes of shared memory for {path} are not available: {error}") from None
         self._descriptor = descriptor
         self._slots: dict[BlockHash, int] = {}
@@ -97,20 +101,26 @@ class Producer:
 
     def _check_free(self) -> None:
         """Check that no living producer has the segment; one that a killed producer has left is replaced."""
+        descriptor = self._locked(self.path)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _locked(self, path: Path, flags: int = 0) -> int | None:
+        """Descriptor of a file with a producer's lock; None if there is no file. Raises ConnectorError."""
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         except FileNotFoundError:
-            return
+            return None
         except OSError as error:
-            raise ConnectorError(f"{self.path} cannot be opened ({error.strerror}): choose another name") from None
+            raise ConnectorError(f"{path} cannot be opened ({error.strerror}): choose another name") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            os.close(descriptor)
             raise ConnectorError(
                 f"{self.path} belongs to another producer, which is alive: choose another name, or close that engine"
             ) from None
-        finally:
-            os.close(descriptor)
+        return descriptor
 
 
 class Segment:
@@ -178,7 +188,7 @@ def _offsets(slot: int, num_slots: int, block_bytes: int) -> tuple[int, int]:
 def _in_words(identity: Mapping[str, str]) -> bytes:
     """JSON of the identity: for each topic a digest, and the beginning of its text."""
     words = {
-        topic: [blake2b(text.encode(), digest_size=16).hexdigest(), text[:_MAX_WORDS]]
+        topic: [blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(), text[:_MAX_WORDS]]
         for topic, text in identity.items()
     }
     encoded = json.dumps(words).encode()

@@ -89,7 +89,7 @@ class Segments:
             if path not in self._open:
                 try:
                     self._open[path] = Segment(path, self._context)
-                except (OSError, ConnectorError) as error:
+                except (OSError, ValueError) as error:
                     if not self._has_warned:
                         self._has_warned = True
                         logger.warning("shared memory is not used: %s", error)
@@ -144,7 +144,8 @@ class SegmentMover:
         for name, _ in blocks:
             content = next(filter(None, (segment.read(name) for segment in segments)), None)
             if content is None:
-                logger.warning(
+                # The oldest are replaced: no fault.
+                logger.info(
                     "block %s has left shared memory since it was found: what was to be loaded is computed", name.hex()
                 )
                 self._has_failed = True

@@ -1,6 +1,7 @@
 """Arguments of calls that save a model: where to, which file names, how large. Checked before any rank writes."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,15 @@ def saved_folder(path: object, key: str = "path") -> Path:
         )
     if text in ("", "."):
         raise ValueError(f"{key}={text!r} must be a folder to make")
-    return Path(text).expanduser()
+    try:
+        folder = Path(text).expanduser()
+        is_name = b"\0" not in os.fsencode(folder)
+    except (RuntimeError, UnicodeEncodeError):
+        # A user who is not known, or lone surrogates.
+        is_name = False
+    if not is_name:
+        raise ValueError(f"{key}={text!r} cannot be the name of a folder: give another")
+    return folder
 
 
 def size_in_bytes(max_size: object) -> int | None:
@@ -45,7 +54,10 @@ def size_in_bytes(max_size: object) -> int | None:
             raise ValueError(f'max_size={max_size!r} must be bytes, or text such as "5GB" or "512MiB"')
         unit = (found[2] or "").upper()
         base = 1024 if unit.endswith("I") else 1000
-        max_size = int(float(found[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0))
+        number = float(found[1]) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0)
+        if not number < 2**63:
+            raise ValueError(f"max_size={max_size[:40]!r} is above {2**63 - 1} bytes: leave it out for no limit")
+        max_size = int(number)
     if max_size < 1:
         raise ValueError(f"max_size={max_size} must be at least 1 byte: leave it out for files without a limit")
     return max_size

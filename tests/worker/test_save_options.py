@@ -20,7 +20,7 @@ def test_size_is_bytes_or_text(given: Any, expected: int | None):
     assert size_in_bytes(given) == expected
 
 
-@pytest.mark.parametrize("given", [0, -1, "0GB", "5", "5 GBs", "many", "-1GB", True, 1.5, [1]])
+@pytest.mark.parametrize("given", [0, -1, "0GB", "5", "5 GBs", "many", "-1GB", True, 1.5, [1], "9" * 400 + "TB"])
 def test_other_sizes_are_refused(given: Any):
     with pytest.raises((TypeError, ValueError), match="max_size"):
         size_in_bytes(given)
@@ -29,6 +29,12 @@ def test_other_sizes_are_refused(given: Any):
 @pytest.mark.parametrize("path", ["s3://bucket/model", "https://host/x", "gs://a", "http://a/b", "", ".", None, 3])
 def test_urls_and_non_paths_are_refused(path: Any):
     with pytest.raises((TypeError, ValueError), match="path"):
+        saved_folder(path)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800b", "~no such user/x"])
+def test_names_of_no_folder_are_refused(path: str):
+    with pytest.raises(ValueError, match=r"path=.* cannot be the name of a folder"):
         saved_folder(path)
 
 

@@ -133,7 +133,7 @@ def test_without_checksums_damaged_files_are_used(tmp_path: Path, monkeypatch: p
         test_damaged_file_fails_and_is_written_again(tmp_path, flip, caplog)
 
 
-def test_missing_part_of_another_rank_is_a_miss(tmp_path: Path):
+def test_missing_part_of_another_rank_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     contexts = [context_of(tmp_path, rank, num_ranks=2) for rank in range(2)]
     finder, first, _ = halves(contexts[0])
     second = connect(contexts[1]).worker_half(Memory())
@@ -142,6 +142,8 @@ def test_missing_part_of_another_rank_is_a_miss(tmp_path: Path):
     assert finder.find(NAMES) == 1
     assert loaded(first, 2, (1, 2)) == (2,)
     assert loaded(second, 2, (1, 2)) == (-2,)
+    # What a limit evicts is gone as well: a folder that is full warns of nothing.
+    assert caplog.text == ""
 
 
 def test_rank_without_the_folder_is_an_error(tmp_path: Path):
@@ -157,7 +159,8 @@ def test_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fail)
-    assert saved(mover, 1, 0, 1) == (1,)
+    # So that no row waits for what is not there.
+    assert saved(mover, 1, 0, 1) == (-1,)
     assert "no more blocks are saved by this job" in caplog.text
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "about.json"] == []
     monkeypatch.setattr(Path, "replace", replaced)

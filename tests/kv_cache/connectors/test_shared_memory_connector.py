@@ -59,7 +59,7 @@ def test_consumer_reads_what_is_published(producer, consumer):
     assert loaded(producer, 2, (1, 1)) == (2,)
 
 
-def test_oldest_block_is_replaced_and_missed(consumer):
+def test_oldest_block_is_replaced_and_missed(consumer, caplog: pytest.LogCaptureFixture):
     finder, mover, _ = consumer
     (path,) = segment.FOLDER.iterdir()
     os.unlink(path)
@@ -68,6 +68,7 @@ def test_oldest_block_is_replaced_and_missed(consumer):
         full.write(name, memoryview(bytes(SIZE)))
     assert [finder.find([name]) for name in NAMES] == [0, 1, 1, 0]
     assert loaded(mover, 1, (1, 3), (0, 2)) == (-1,)
+    assert caplog.text == ""
     full.close()
     assert finder.find([NAMES[1]]) == 0
 
@@ -154,6 +155,32 @@ def test_blocks_of_a_killed_producer_are_read_and_replaced(folder: Path):
     saved(again, 1, 2)
     assert finder.find([NAMES[2]]) == 1
     again.close()
+
+
+def start_and_die() -> None:
+    segment.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    produce_and_die()
+
+
+def test_memory_of_a_killed_start_is_taken_over(folder: Path):
+    assert in_child(start_and_die) == -signal.SIGKILL
+    assert [each.name for each in folder.iterdir()] == ["spmd-kv-a.0.0.new"]
+    connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory()).close()
+    assert list(folder.iterdir()) == []
+
+
+def test_producers_that_start_at_once_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    fallocate = os.posix_fallocate
+
+    def second_starts(*given: int) -> None:
+        fallocate(*given)
+        with pytest.raises(ConnectorError, match="belongs to another producer, which is alive"):
+            connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory())
+
+    monkeypatch.setattr(os, "posix_fallocate", second_starts)
+    first = connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory())
+    assert [each.name for each in folder.iterdir()] == ["spmd-kv-a.0.0"]
+    first.close()
 
 
 @pytest.mark.parametrize("content", [b"", bytes(2**15), b"SPMDSHM1" + bytes(2**15)])

@@ -69,6 +69,18 @@ def test_failed_load_is_computed_and_saved_again(first: Run):
     assert run.ended[0].num_cached_tokens == 0
 
 
+def test_blocks_that_a_rank_left_out_are_not_loaded():
+    run = outside_run()
+    run.has_failed = lambda number: True
+    for prompt in (PROMPT, tokens(100, 21), PROMPT):
+        run.admit(0, prompt, max_tokens=1)
+        run.finish()
+        run.settle()
+        run.contents.outside.clear()
+    assert run.scheduler.counters.num_loaded_blocks == 0
+    assert len(run.ended) == 3
+
+
 def test_row_loads_what_follows_a_load_in_flight(first: Run):
     """It waited for the other row's transfer, and then computed the blocks that were its own."""
     first.settle()
