@@ -50,6 +50,8 @@ class LoadedAdapters:
     def __init__(self, model: DecoderForCausalLM, limits: AdapterLimits, base: str = "") -> None:
         """`base`: the model's path or hub name, with which an adapter's is compared; "": it is not."""
         self._base = base
+        self._other_bases = set[str]()
+        """Bases of adapters that were warned of: a trainer pushes many adapters of one."""
         self._limits, self._kernels, self._dtype = limits, model.model.adapter_kernels, model.model.dtype
         self.targets, device = AdapterTargets(model), next(model.parameters()).device
         self._slots: dict[int, int] = {}
@@ -87,8 +89,9 @@ class LoadedAdapters:
             found[module] = name
         if source.config.is_transposed and not self.targets.are_transposed:
             problems.insert(0, f"{source.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
-        own, theirs = (path.rstrip("/").rpartition("/")[2] for path in (self._base, source.config.base_model))
-        if own and theirs and own != theirs:
+        own, theirs = _model_names(self._base), _model_names(source.config.base_model)
+        if own and theirs and own.isdisjoint(theirs) and source.config.base_model not in self._other_bases:
+            self._other_bases.add(source.config.base_model)
             words = "%s: was trained for %s, and this run's model is %s: make sure that they are the same model"
             logger.warning(words, source.subject, source.config.base_model, self._base, extra=SAME_ON_EVERY_RANK)
         saved, faults = self._saved(source)
@@ -203,3 +206,12 @@ class LoadedAdapters:
         if pair.rank > self._limits.max_lora_rank:
             return f"has the rank {pair.rank}, above model.max_lora_rank={self._limits.max_lora_rank}: raise it"
         return ""
+
+
+def _model_names(path: str) -> set[str]:
+    """Names that a path or hub name may give its model: its last part, and that of a hub's folder
+    `models--org--name/snapshots/HASH`.
+    """
+    parts = path.rstrip("/").split("/")
+    cached = [part.rpartition("--")[2] for part in parts if part.startswith("models--")]
+    return {name for name in (parts[-1], *cached) if name}
