@@ -103,7 +103,7 @@ def _to_json(value: Any) -> Any:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if _RECORDS.get(kind.__name__) is kind:
         return {kind.__name__: [_to_json(getattr(value, name)) for name in _field_names(kind)]}
-    way_out = "use numbers, strings, bytes, lists, tuples or dicts"
+    way_out = "use numbers, strings, bytes, lists, tuples, sets or dicts"
     if callable(value) and not isinstance(value, type):
         way_out = "call a worker's method by name; add your own with executor.worker_extension_cls"
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

@@ -37,7 +37,7 @@ CALLS = {
     ),
     "a call more on rank 1": lambda: with_call_more_on_rank_1(),
     "a long text on rank 1": lambda: llm.generate(FailingList() if RANK else PROMPTS, GREEDY, use_tqdm=False),
-    "a payload on rank 1": lambda: llm.worker_event("swap", {1} if RANK else 1),
+    "a payload on rank 1": lambda: llm.worker_event("swap", 1j if RANK else 1),
     "no folder on rank 1": lambda: llm.start_profile(None if RANK else sys.argv[3]),
     "no width on rank 1": lambda: llm.beam_search(PROMPTS, None if RANK else BEAMS),
     "an adapter on rank 1": lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request="x" if RANK else None),
@@ -115,15 +115,12 @@ WAITS = "RuntimeError: 1 requests of llm_engine.add_request are not answered yet
 NO_PROMPTS = "TypeError: prompts is a int: give a prompt or a list of prompts"
 NO_MESSAGES = "TypeError: messages is a str: give a list of messages, or a list of such lists"
 NO_PAYLOAD = (
-    "TypeError: a value of type set cannot cross processes, because nothing is unpickled: use numbers, strings, "
-    "bytes, lists, tuples or dicts"
+    "TypeError: a value of type complex cannot cross processes, because nothing is unpickled: use numbers, strings, "
+    "bytes, lists, tuples, sets or dicts"
 )
 NO_FOLDER = "ValueError: start_profile needs the folder to write to: start_profile(folder)"
 NO_BEAMS = "TypeError: params is a NoneType: give BeamSearchParams"
-NO_ADAPTER = (
-    "ValueError: lora_request=x is rejected: adapters are not supported; merge it into the checkpoint (PEFT's "
-    "merge_and_unload)"
-)
+NO_ADAPTER = "TypeError: lora_request='x' is a str: give LoRARequest, None, or, for several prompts, a list of these"
 NO_SIZE = "ConfigError: tensor_parallel_size='2' must be a whole number"
 FAILED = "RankFailedError: rank {} failed before {}: {}"
 EXPECTED = {

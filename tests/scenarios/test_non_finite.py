@@ -81,8 +81,8 @@ def test_non_finite_logits_fail_only_their_row(
 def test_row_test_detects_dependence_on_neighbours(monkeypatch: pytest.MonkeyPatch, control):
     look_up = embedding.VocabularyParallelEmbedding.forward
 
-    def spread(self: embedding.VocabularyParallelEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
-        rows = look_up(self, token_ids)
+    def spread(self: embedding.VocabularyParallelEmbedding, *inputs: torch.Tensor | None) -> torch.Tensor:
+        rows = look_up(self, *inputs)
         return rows + 0.0 * rows.sum()
 
     monkeypatch.setattr(embedding.VocabularyParallelEmbedding, "forward", spread)
