@@ -233,7 +233,8 @@ def on_rank(model: Path, adapters: list[Path], cut: Path, alone: list[Answer]) -
             try:
                 llm.llm_engine.add_lora(broken)
             except AdapterError as error:
-                print(f"rank {rank}, {name}: {error}".replace("\n", " "), flush=True)
+                # One write: print's two may mix with the other rank's.
+                os.write(1, (f"rank {rank}, {name}: {error}".replace("\n", " ") + "\n").encode())
             assert llm.llm_engine.list_loras() == loaded
             assert answers(llm, adapters, list(range(6))) == found[:6]
 

@@ -68,7 +68,8 @@ def on_rank(folder: Path, merged: Path, others: dict[str, str]) -> None:
         try:
             llm = LLM(folder, num_blocks=32, lora_merge=adapter, **arguments)
         except (RuntimeError, ValueError) as error:
-            print(f"rank {os.environ['RANK']}, {name}: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+            said = f"rank {os.environ['RANK']}, {name}: {type(error).__name__}: {error}".replace("\n", " ")
+            os.write(1, f"{said}\n".encode())
             continue
         with llm:
             found[name] = answers(llm)

@@ -143,7 +143,7 @@ def test_missing_part_of_another_rank_is_a_miss(tmp_path: Path, caplog: pytest.L
     assert loaded(first, 2, (1, 2)) == (2,)
     assert loaded(second, 2, (1, 2)) == (-2,)
     # What a limit evicts is gone as well: a folder that is full warns of nothing.
-    assert caplog.text == ""
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
 
 
 def test_rank_without_the_folder_is_an_error(tmp_path: Path):

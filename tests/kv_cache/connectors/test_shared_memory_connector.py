@@ -1,5 +1,6 @@
 """Connector through shared memory: what is published is read bit for bit, and nothing else is ever used."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def test_oldest_block_is_replaced_and_missed(consumer, caplog: pytest.LogCapture
         full.write(name, memoryview(bytes(SIZE)))
     assert [finder.find([name]) for name in NAMES] == [0, 1, 1, 0]
     assert loaded(mover, 1, (1, 3), (0, 2)) == (-1,)
-    assert caplog.text == ""
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
     full.close()
     assert finder.find([NAMES[1]]) == 0
 
