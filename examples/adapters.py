@@ -19,7 +19,7 @@ from spmd_worker import LLM, LoRARequest, SamplingParams
 
 
 def write_adapter(folder: Path, config: Any, seed: int) -> Path:
-    """What PEFT writes for the output projections of all layers."""
+    """Files as PEFT writes them, for the output projections of all layers."""
     generator = torch.Generator().manual_seed(seed)
     num_inputs, num_outputs = config.get_num_attention_heads() * config.get_head_size(), config.get_hidden_size()
     tensors = {}

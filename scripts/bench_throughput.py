@@ -136,7 +136,7 @@ class Pass:
 
 
 def run_rows(engine: Any, watch: "StepWatch | None" = None, path: str | None = None) -> Pass:
-    """As the job does, without its files: parse, admit, step, format. `path`: rows other than the configuration's."""
+    """The job's work without its files: parse, admit, step, format. `path`: rows other than the configuration's."""
     from spmd_worker.frontends.batch.input.row_reader import RowReader
     from spmd_worker.frontends.batch.row_runner import RowRunner
     from spmd_worker.frontends.openai.row import Row

@@ -135,7 +135,7 @@ class Probe:
             self.findings.figure(f"gates apart, {m} rows", us, "us", floor=floor)
 
     def _adapter_stack(self, kernels: AdapterKernels, name: str, widths: Sequence[int]) -> AdapterStack:
-        """With `NUM_ADAPTERS` of `RANK`."""
+        """A layer with `NUM_ADAPTERS` of `RANK`."""
         (_, k), starts = self.shapes[name], (0, *accumulate(widths))
         parts = tuple(pairwise(starts))
         stack = kernels.new_stack(AdapterSizes(NUM_ADAPTERS, RANK, k, parts, self.dtype, self.device))

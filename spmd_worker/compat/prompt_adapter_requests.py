@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.compat.lora_requests import one_each
 from spmd_worker.compat.prompts import Encoded
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 
@@ -15,14 +16,8 @@ def set_prompt_adapters(encoded: Sequence[Encoded], given: Any) -> None:
     """Set the prompt adapter of each prompt: `given` is one for all, or a list with one, or None, for each. Raises
     TypeError for other types, ValueError for a list of another length.
     """
-    listed = list(given) if isinstance(given, list | tuple) else [given] * len(encoded)
-    for each in listed:
-        check_prompt_adapter(each)
-    if len(listed) != len(encoded):
-        raise ValueError(
-            f"{len(listed)} prompt adapter requests for {len(encoded)} prompts: give one, or one, or None, for each"
-        )
-    for prompt, each in zip(encoded, listed, strict=True):
+    requests = one_each(given, len(encoded), check_prompt_adapter, "prompt adapter")
+    for prompt, each in zip(encoded, requests, strict=True):
         prompt.prompt_adapter = each
 
 

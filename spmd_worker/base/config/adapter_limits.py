@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MERGED: Final = "merged into the weights for all rows: answers have other bits than those of rows that name the adapter"
-"""What `model.lora_merge` does, as log, plan and manifest say it."""
+"""Effect of `model.lora_merge`, as log, plan and manifest say it."""
 
 
 @dataclass(frozen=True, slots=True)
