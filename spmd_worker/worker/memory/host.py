@@ -85,6 +85,15 @@ def peak_since_restart_bytes() -> int | None:
     return None if kib is None else kib * 1024
 
 
+def _forget_peak() -> None:
+    global _earlier_peak_bytes
+    _earlier_peak_bytes = 0
+
+
+# A forked process begins with its memory as its peak, for the kernel as here.
+os.register_at_fork(after_in_child=_forget_peak)
+
+
 def _group_limits() -> Iterator[tuple[int, int]]:
     """(limit, bytes in use that cannot be reclaimed) of every control group of this process that has a limit."""
     for line in _read(_PROC / "self/cgroup").splitlines():

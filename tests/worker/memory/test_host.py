@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_child import in_child
 
 from spmd_worker.worker.memory import host
 
@@ -103,6 +104,16 @@ def test_restart_peak_keeps_the_earlier_peak():
     hold_for_a_moment(48 * MIB)
     assert 40 * MIB < host.peak_since_restart_bytes() - resident < 60 * MIB
     assert host.peak_resident_bytes() == overall
+
+
+def test_forked_process_does_not_have_its_parents_peak(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "_earlier_peak_bytes", 2**50)
+
+    def check() -> None:
+        assert host.peak_resident_bytes() < 2**50
+
+    assert in_child(check) == 0
+    assert host.peak_resident_bytes() == 2**50
 
 
 def test_restart_peak_detects_missing_permission(kernel: Path, monkeypatch: pytest.MonkeyPatch):
