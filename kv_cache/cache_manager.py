@@ -177,8 +177,8 @@ class CacheManager(DeviceTables):
 
     def finish_transfer(self, number: int) -> tuple[int, int]:
         """Apply a transfer that every rank has finished: its loaded blocks can be found from now on. A negative number
-        is that of a transfer that has failed on some rank: none of its loaded blocks can be found. Returns the number of
-        blocks loaded, and of those planned to be saved that some rank has not.
+        is that of a transfer that has failed on some rank: none of its loaded blocks can be found. Returns the numbers
+        of blocks that were loaded, and of those that were to be saved and were not.
         """
         assert self._transfers is not None, f"transfer {number} without a connector"
         num_left_out = self._transfers.num_left_out(number)

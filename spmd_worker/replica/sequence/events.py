@@ -161,8 +161,8 @@ class PinPromptAdapter(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks(CheckedRecord):
-    """Rank 0 has found blocks of these names outside the engine (`kv_cache/connectors/interface.py`), and no longer those
-    of `missing`.
+    """Rank 0 has found blocks of these names outside the engine (`kv_cache/connectors/interface.py`), and those of
+    `missing` no longer.
     """
 
     hashes: tuple[BlockHash, ...]
