@@ -46,7 +46,7 @@ class CacheManager(DeviceTables):
 
     @property
     def looks_outside(self) -> bool:
-        """Whether blocks may be found outside the engine (`add_found`)."""
+        """Whether blocks may be found outside the engine (`update_found`)."""
         return isinstance(self._transfers, OutsideTransfers) and not self._transfers.is_off
 
     @property
@@ -84,14 +84,18 @@ class CacheManager(DeviceTables):
                 self._transfers.save(hashes[index])
 
     def num_missing(self, hashes: Sequence[BlockHash]) -> int:
-        """Number of the last `hashes` that are neither on the device nor known to exist outside."""
-        rest = hashes[len(self._pool.find_chain(hashes)) :]
-        return len(rest) - (0 if self._transfers is None else self._transfers.lookup(rest))
+        """Number of the last `hashes` that are not on the device."""
+        return len(hashes) - len(self._pool.find_chain(hashes))
 
-    def add_found(self, hashes: Sequence[BlockHash]) -> None:
-        """Blocks that exist outside the engine, by an event."""
-        assert self._transfers is not None, "there is no connector"
-        self._transfers.add_found(hashes)
+    def is_outside(self, block_hash: BlockHash) -> bool:
+        """Whether a block is known to exist outside the engine."""
+        return isinstance(self._transfers, OutsideTransfers) and self._transfers.is_found(block_hash)
+
+    def update_found(self, found: Sequence[BlockHash], missing: Sequence[BlockHash]) -> None:
+        """Blocks that exist outside the engine, and blocks that do not any more, by an event."""
+        assert isinstance(self._transfers, OutsideTransfers), "there is no connector"
+        self._transfers.add_found(found)
+        self._transfers.forget_found(missing)
 
     def swap_out(self, table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable | None:
         """Move a table's contents to the host: returns the host table and empties this one; None, without a change, if
@@ -171,16 +175,19 @@ class CacheManager(DeviceTables):
         assert self._transfers is not None
         return self._pool.find(block_hash) is not None or self._transfers.number_loading(block_hash) is not None
 
-    def finish_transfer(self, number: int) -> None:
+    def finish_transfer(self, number: int) -> tuple[int, int]:
         """Apply a transfer that every rank has finished: its loaded blocks can be found from now on. A negative number
-        is that of a transfer that has failed on some rank: none of its loaded blocks can be found.
+        is that of a transfer that has failed on some rank: none of its loaded blocks can be found. Returns the numbers
+        of blocks that were loaded, and of those that were to be saved and were not.
         """
         assert self._transfers is not None, f"transfer {number} without a connector"
+        num_left_out = self._transfers.num_left_out(number)
         arrived = self._transfers.finish(number)
         for block_hash, block_id in arrived:
             if block_hash is not None:
                 self._pool.set_hash(block_id, block_hash)
         self._pool.release(block_id for _, block_id in reversed(arrived))
+        return len(arrived) if number > 0 else 0, num_left_out
 
     def take_block_ops(self) -> BlockOps:
         """Return this step's moves, once: the next call is for the next step."""

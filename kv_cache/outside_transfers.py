@@ -1,7 +1,8 @@
 """Transfers of a manager whose connector lives outside the engine (`connectors/interface.py`): the replicated part.
 
 Blocks have no slots here: they are saved and loaded by name. Which ones exist outside is known from events, and from
-transfers that every rank has finished.
+transfers that every rank has finished. Ranks agree on a transfer's number and its sign alone, not on the names that one
+of them could not load, so a failed transfer makes all its names unfindable: rank 0 finds again those that exist.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +42,15 @@ class OutsideTransfers:
             self._found |= dict.fromkeys(hashes)
             for block_hash in list(self._found)[: max(0, len(self._found) - _MAX_FOUND)]:
                 del self._found[block_hash]
+
+    def forget_found(self, hashes: Sequence[BlockHash]) -> None:
+        """Rank 0 has not found these outside, an event says: they were deleted or replaced."""
+        for block_hash in hashes:
+            self._found.pop(block_hash, None)
+
+    def is_found(self, block_hash: BlockHash) -> bool:
+        """Whether a block is known to exist outside."""
+        return block_hash in self._found
 
     def lookup(self, hashes: Sequence[BlockHash]) -> int:
         """Number of leading hashes whose blocks can be loaded."""
@@ -91,6 +101,11 @@ class OutsideTransfers:
             save=tuple((block_id, block_hash) for block_hash, block_id in saves),
             fetch=tuple(loads),
         )
+
+    def num_left_out(self, number: int) -> int:
+        """Number of blocks that a transfer in flight was to save, if it ends without: it fails and has no loads."""
+        saved, loaded = self._in_flight[abs(number)]
+        return len(saved) if number < 0 and not loaded else 0
 
     def finish(self, number: int) -> list[tuple[BlockHash | None, BlockId]]:
         """End a transfer that every rank has finished, and some have failed if its number is negative; returns the

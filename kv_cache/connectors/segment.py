@@ -141,8 +141,12 @@ class Segment:
         if magic != _MAGIC or size != _HEADER_BYTES + self._num_slots * (_ENTRY.size + self.block_bytes):
             raise ConnectorError(f"{path} is not a segment of blocks of this version: choose another name")
         if key != context.key.encode():
-            words = json.loads(self._memory[_HEADER.size : _HEADER.size + num_words])
-            raise ConnectorError(_difference(path, words, json.loads(_in_words(context.identity))))
+            words = _read_words(self._memory[_HEADER.size : _HEADER.size + num_words])
+            if words is None:
+                raise ConnectorError(
+                    f"{path} has a damaged header: start the engine with role=producer again, or choose another name"
+                )
+            raise ConnectorError(_difference(path, words, _read_words(_in_words(context.identity)) or {}))
         self._num_changes = -1
         self._slots: dict[BlockHash, int] = {}
 
@@ -194,6 +198,19 @@ def _in_words(identity: Mapping[str, str]) -> bytes:
     encoded = json.dumps(words).encode()
     assert len(encoded) <= _HEADER_BYTES - _HEADER.size, len(encoded)
     return encoded
+
+
+def _read_words(encoded: bytes) -> dict[str, list[str]] | None:
+    """The JSON of `_in_words`; None if it is damaged."""
+    try:
+        words = json.loads(encoded)
+    except (ValueError, RecursionError):
+        return None
+    is_valid = isinstance(words, dict) and all(
+        isinstance(each, list) and len(each) == 2 and all(isinstance(text, str) for text in each)
+        for each in words.values()
+    )
+    return words if is_valid else None
 
 
 def _difference(path: Path, theirs: Mapping[str, list[str]], own: Mapping[str, list[str]]) -> str:

@@ -87,7 +87,7 @@ class OutsideBlocks:
         if not scheduler.cache.looks_outside:
             self._warn_once()
             return events
-        found: dict[BlockHash, None] = {}
+        is_found: dict[BlockHash, bool] = {}
         completed: list[Event] = []
         weight_version: int | None = None
         for event in events:
@@ -95,11 +95,15 @@ class OutsideBlocks:
                 weight_version = event.version
             elif isinstance(event, Admit):
                 hashes = scheduler.missing_prefix(event.request, weight_version)
-                if not all(each in found for each in hashes):
-                    new = [each for each in hashes[: self._half.find(hashes)] if each not in found]
-                    if new:
-                        found |= dict.fromkeys(new)
-                        completed.append(FoundBlocks(tuple(new)))
+                if not all(is_found.get(each) for each in hashes):
+                    num_found = self._half.find(hashes)
+                    # Known ones are looked for too: a limit evicts files, a producer replaces blocks.
+                    is_known = [is_found.get(each, scheduler.cache.is_outside(each)) for each in hashes]
+                    new = [each for each, known in zip(hashes[:num_found], is_known) if not known]
+                    missing = [each for each, known in zip(hashes[num_found:], is_known[num_found:]) if known]
+                    if new or missing:
+                        is_found |= dict.fromkeys(hashes[:num_found], True) | dict.fromkeys(missing, False)
+                        completed.append(FoundBlocks(tuple(new), tuple(missing)))
             completed.append(event)
         return tuple(completed)
 

@@ -51,7 +51,7 @@ class WeightMemory:
 
     def copy_to_host(self) -> list[Tensor]:
         """Copies of the weights for `release`, pinned for a CUDA device, so that copies back are faster."""
-        return [_host_copy(tensor) for tensor in self._tensors()]
+        return [host_copy(tensor) for tensor in self._tensors()]
 
     def release(self, host: list[Tensor] | None) -> None:
         """Release the memory, if it is allocated. `host`: values to restore, of `copy_to_host`; None: the weights will
@@ -147,7 +147,8 @@ def _shared_parts(tensors: list[Tensor]) -> list[tuple[int, int, int] | None]:
     ]
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned for a CUDA device."""
     if not tensor.is_cuda:
         return tensor.detach().clone()
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)

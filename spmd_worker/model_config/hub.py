@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.errors import CheckpointError, ModelConfigError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file, write_json
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.hub_cache import (
@@ -31,11 +31,12 @@ from spmd_worker.model_config.hub_cache import (
     unknown_files,
 )
 from spmd_worker.model_config.sentence_folder import POOLING_FILES, module_folders
+from spmd_worker.model_config.tensor_names import STATE_FILE
 
 logger = logging.getLogger(__name__)
 
 _SETTINGS: Final = ("config.json", "generation_config.json", *POOLING_FILES)
-_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
+_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", STATE_FILE)
 TOKENIZER_FILES: Final = (
     *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template*", "additional_chat_templates/*.jinja"),
@@ -100,6 +101,22 @@ def locate_model(path: str, revision: str | None, *, needs_weights: bool = True)
         message = "%s; the cached model is used: set HF_HUB_OFFLINE=1 if there is no network"
         logger.warning(message, error, extra=SAME_ON_EVERY_RANK)
         return found
+
+
+def cached_folder(path: str) -> Path:
+    """The folder `path`, or the snapshot of main of the hub's model of that name in the local cache; nothing is
+    downloaded. Raises CheckpointError for a name of which the cache has no complete snapshot.
+    """
+    folder = Path(path)
+    if folder.is_dir() or not is_hub_name(path):
+        return folder
+    found = _Wanted(cache_folder(), path, "main", needs_weights=True).find()
+    if found is None:
+        raise CheckpointError(
+            f"{path}: is not a folder, and {cache_folder()} has no complete snapshot of a model of that name: give a "
+            f"folder, or download it before (hf download {path})"
+        )
+    return found.folder
 
 
 def _is_offline() -> bool:

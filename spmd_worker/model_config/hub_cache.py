@@ -14,7 +14,7 @@ from typing import Final
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.model_config.sentence_folder import POOLING_FILES, module_folders
-from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
+from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, STATE_FILE
 
 _NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _REVISION: Final = re.compile(r"\w[\w./-]*")
@@ -111,6 +111,8 @@ def _missing_weights(folder: Path) -> str | None:
     if (folder / SINGLE_FILE).is_file():
         return None
     index = folder / INDEX_FILE
+    if not index.is_file() and (folder / STATE_FILE).is_file():
+        return next((name for name in _state_files(folder / STATE_FILE) if not (folder / name).is_file()), None)
     if not index.is_file():
         return f"{SINGLE_FILE} or {INDEX_FILE}"
     try:
@@ -120,6 +122,15 @@ def _missing_weights(folder: Path) -> str | None:
     files = weight_map.values() if isinstance(weight_map, dict) else []
     wanted = sorted(dict.fromkeys(str(file) for file in files))
     return next((file for file in wanted if not (folder / file).is_file()), None)
+
+
+def _state_files(path: Path) -> list[str]:
+    """Names of a sharded state's files; none if it is damaged, which reading it reports."""
+    try:
+        files = parse_json_object(read_regular_file(path, _MAX_INDEX_BYTES))["files"]
+        return [str(each["name"]) for of_rank in files for each in of_rank]
+    except (JsonError, OSError, KeyError, TypeError):
+        return []
 
 
 def _missing_in_modules(folder: Path, *, needs_weights: bool) -> str | None:

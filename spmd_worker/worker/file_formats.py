@@ -1,4 +1,4 @@
-"""Fills a model from the files of its folder: checkpoints, streamed ones among them, and sharded states."""
+"""Fills a model from the files of a folder: checkpoints, streamed ones among them, and sharded states."""
 
 from typing import Final
 
@@ -13,6 +13,8 @@ from spmd_worker.model.weights.saved_checkpoint import is_streamed
 from spmd_worker.model.weights.sharded_state import StateLayout
 from spmd_worker.model.weights.staging import HostStaging, ReusedStaging
 from spmd_worker.model.weights.store import LoadReport
+from spmd_worker.model_config.hub import cached_folder
+from spmd_worker.model_config.tensor_names import STATE_FILE
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.merged_adapter import with_merged_adapter
@@ -58,3 +60,26 @@ def fill_from_files(
             # Merging takes longer than reading: threads share it.
             num_readers = torch.get_num_threads()
         return model.weights.fill(merged, num_readers)
+
+
+def reload_from_files(model: DecoderForCausalLM, resolved: ResolvedRun, rank: int, path: str | None) -> None:
+    """Update all weights of a running model from a folder, by default its own, or from a name of the hub whose files
+    are in the local cache: a checkpoint, or a sharded state of this layout and dtype, whatever `model.load_format` is.
+    Raises CheckpointError or AdapterError, with the weights unchanged, if names or shapes are not the model's.
+    """
+    options = resolved.config.model
+    folder = resolved.model_folder if path in (None, options.path) else cached_folder(path)
+    if not (folder / STATE_FILE).is_file():
+        with model.weights.open(folder, resolved.model_config.quantization) as checkpoint:
+            model.weights.reload(with_merged_adapter(checkpoint, model.weights, options))
+        return
+    for key, value in (("quantization", options.quantization), ("lora_merge", options.merged_adapter)):
+        if value is not None:
+            raise CheckpointError(
+                f"{folder}: holds a sharded state, whose weights are loaded as they are, and this run has "
+                f"model.{key}={value}: give a checkpoint of the hub's names (save_checkpoint)"
+            )
+    state = sharded_state.read_state(folder)
+    state.check(folder, resolved.model_config.architecture, resolved.dtype, state_layout(resolved))
+    finite = {"allows_nonfinite": options.allow_nonfinite}
+    sharded_state.reload_from_state(model, model.weights, folder, state, rank, **finite)

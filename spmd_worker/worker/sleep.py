@@ -5,13 +5,14 @@ when it falls asleep and accepts none until everything is awake.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmd_worker.model.adapters.adapter_memory import AdapterMemory
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.replica.sequence.sleep_tags import KV_CACHE, TAGS, WEIGHTS, checked_level, checked_tags
@@ -25,18 +26,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GoingToSleep:
-    """Staged by `prepare_sleep`; `host_weights` if the weights leave the device and are kept."""
+    """Staged by `prepare_sleep`; `host_weights` if the weights leave the device and are kept, `host_adapters` if the
+    adapters leave it, which are always kept.
+    """
 
     level: int
     host_weights: list[Tensor] | None
+    host_adapters: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WakingUp:
-    """Staged by `prepare_wake_up`: the tags that wake up, and memory for the weights if they had none."""
+    """Staged by `prepare_wake_up`: the tags that wake up, and memory for the weights and adapters that had none."""
 
     tags: tuple[str, ...]
     weights: list[Tensor] | None
+    adapters: list[Tensor] | None
     num_bytes: int
 
 
@@ -50,12 +55,19 @@ class WorkerSleep:
     device: torch.device
     num_local_ranks: int
     graphs: StepGraphs | None = None
+    adapters: AdapterMemory = field(default_factory=AdapterMemory)
     tags: tuple[str, ...] = ()
 
     def prepare_sleep(self, level: int) -> GoingToSleep:
-        """Copy the weights to host memory if they are on another device and are kept (level 1)."""
-        leaves = checked_level(level) == 1 and self.device.type != "cpu" and self.weights.is_allocated
-        return GoingToSleep(level, self.weights.copy_to_host() if leaves else None)
+        """Copy what is kept to host memory if it is on another device: the adapters, and the weights at level 1."""
+        is_on_host = self.device.type == "cpu"
+        leaves = checked_level(level) == 1 and not is_on_host and self.weights.is_allocated
+        adapters_leave = not is_on_host and self.adapters.is_allocated
+        return GoingToSleep(
+            level,
+            self.weights.copy_to_host() if leaves else None,
+            self.adapters.copy_to_host() if adapters_leave else None,
+        )
 
     def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
         """Free the memory. Returns bytes by tag. Graphs are dropped, because what wakes up gets other addresses."""
@@ -70,6 +82,9 @@ class WorkerSleep:
         if staged.level == 2 or staged.host_weights is not None:
             freed[WEIGHTS] = self.weights.num_bytes * self.weights.is_allocated
             self.weights.release(staged.host_weights)
+        if staged.host_adapters is not None:
+            freed[WEIGHTS] += self.adapters.num_bytes
+            self.adapters.release(staged.host_adapters)
         if staged.level == 2:
             weights.update.drop(weights.buffer_names)
         weights.update.sleep()
@@ -82,19 +97,21 @@ class WorkerSleep:
         """Allocate memory for the sleeping ones of `tags`. Raises MemoryError with the number of missing bytes."""
         waking = tuple(tag for tag in checked_tags(tags) if tag in self.tags)
         takes_weights = WEIGHTS in waking and not self.weights.is_allocated
+        takes_adapters = WEIGHTS in waking and not self.adapters.is_allocated
         takes_cache = KV_CACHE in waking
-        needed = {WEIGHTS: self.weights.num_bytes * takes_weights}
+        needed = {WEIGHTS: self.weights.num_bytes * takes_weights + self.adapters.num_bytes * takes_adapters}
         needed[KV_CACHE] = (self.cache.num_device_bytes + self.cache.num_host_bytes) * takes_cache
         self._check_available(needed)
         try:
             weights = self.weights.allocate() if takes_weights else None
+            adapters = self.adapters.allocate() if takes_adapters else None
             if takes_cache:
                 self.cache.allocate()
         except (MemoryError, RuntimeError) as error:
-            weights = None
+            weights = adapters = None
             self._free(takes_cache=takes_cache)
             raise MemoryError(f"{_in_words(needed)} could not be allocated on {self.device}: {error}") from None
-        return WakingUp(waking, weights, sum(needed.values()))
+        return WakingUp(waking, weights, adapters, sum(needed.values()))
 
     def commit_wake_up(self, staged: WakingUp) -> dict[str, int]:
         """Restore the weights into the staged memory. Returns bytes by tag."""
@@ -105,6 +122,9 @@ class WorkerSleep:
             if staged.weights is not None:
                 taken[WEIGHTS] = self.weights.num_bytes
                 were_dropped = not self.weights.restore(staged.weights)
+            if staged.adapters is not None:
+                taken[WEIGHTS] += self.adapters.num_bytes
+                self.adapters.restore(staged.adapters)
             self.model.weights.update.wake(were_dropped=were_dropped)
         taken[KV_CACHE] = staged.num_bytes - taken[WEIGHTS]
         self.tags = tuple(tag for tag in self.tags if tag not in staged.tags)
@@ -114,8 +134,9 @@ class WorkerSleep:
     def undo_wake_up(self, staged: WakingUp | None) -> None:
         """Free the staged memory, because another rank lacks memory."""
         if staged is not None:
-            if staged.weights is not None:
-                staged.weights.clear()
+            for tensors in (staged.weights, staged.adapters):
+                if tensors is not None:
+                    tensors.clear()
             self._free(takes_cache=KV_CACHE in staged.tags)
 
     def _free(self, *, takes_cache: bool) -> None:

@@ -21,6 +21,7 @@ from kv_cache import host_reserve
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.metrics.stage_times import StageClock
+from spmd_worker.model.adapters.adapter_memory import AdapterMemory
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.native.library import thread_waits
 from spmd_worker.replica.mirror.mirror import Mirror
@@ -154,7 +155,7 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
         raise
     loaded.forget_expert_loads()
     weights, num_local_ranks = WeightMemory(model, loaded.operations.kernels), opened.environment.local_world_size
-    sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, graphs)
+    sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, graphs, AdapterMemory(loaded.adapters))
     limits = resolved.config.model.adapter_limits
     adapters = WorkerAdapters(loaded.adapters, 0 if limits is None else limits.max_cpu_loras)
     rules = None if limits is None else AdapterRules(adapters.has, limits.max_loras)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,11 +21,11 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.device import gpu_identity
+from spmd_worker.worker.file_formats import reload_from_files
 from spmd_worker.worker.inspection import describe_model, describe_slices
 from spmd_worker.worker.loaded_model import LoadedModel, load_model
 from spmd_worker.worker.memory.device import give_back_freed
 from spmd_worker.worker.memory.plan import cache_spec_of
-from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice, current_device, open_device
 from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
@@ -259,14 +258,12 @@ class Worker(WorkerBase):
         self._check_graph_addresses()
 
     def reload_weights(self, folder: str | None = None) -> None:
-        """Reload all weights from safetensors files, the model's own or those of `folder`; the adapter of
-        `model.lora_merge` is read again and merged into them. Raises CheckpointError or AdapterError, with the weights
-        unchanged, if names or shapes in a folder are not the model's.
+        """Reload all weights from the model's own files or those of `folder`, which may be a name of the hub whose
+        files are in the local cache: a checkpoint, or a sharded state of this layout. The adapter of `model.lora_merge`
+        is read again and merged into a checkpoint. Raises CheckpointError or AdapterError, with the
+        weights unchanged, if names or shapes in a folder are not the model's.
         """
-        weights = self.loaded.model.weights
-        path = self.resolved.model_folder if folder is None else Path(folder)
-        with weights.open(path, self.model_config.quantization) as checkpoint:
-            weights.reload(with_merged_adapter(checkpoint, weights, self.resolved.config.model))
+        reload_from_files(self.loaded.model, self.resolved, self.environment.rank, folder)
         self._check_graph_addresses()
 
     def save_sharded_state(

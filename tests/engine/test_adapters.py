@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lora_folders import CONFIG, lora_tensors, write_lora
 from test_adapters_on_ranks import MODEL, PARAMS, PROMPT, refusal, tokens_with
 
@@ -17,6 +18,8 @@ from spmd_worker.compat.engine_args import run_config
 from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.model.adapters import source
+from spmd_worker.ops.kernels.adapters import AdapterSizes, ReferenceStack
+from spmd_worker.ops.kernels.triton.adapters import TritonAdapterStack
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.sequence.lora_request import TensorSnapshot
 
@@ -184,6 +187,62 @@ def test_adapters_outlive_sleep_and_new_weights(llm: LLM, requests: list[LoRAReq
     llm.reset_prefix_cache()
     assert num_cached(llm, digest) == 0
     assert tokens_with(llm, requests[0], None) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_takes_adapters_off_the_device(level: int, folder: Path, requests: list[LoRARequest]):
+    """On GPUs their stacks stayed in its memory. Here the device only says that it is not the host's."""
+    with LLM(MODEL, **OPTIONS, device_backend="torch") as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        expected = tokens_with(llm, *requests[:2], None)
+        stacks, sleep = worker.loaded.adapters.stacks, worker.running.sleep
+        sleep.device = torch.device("meta")
+        before = [weakref.ref(tensor) for stack in stacks for tensor in stack.tensors()]
+        num_bytes, weights = sleep.adapters.num_bytes, sleep.weights.num_bytes
+        assert num_bytes > 0
+        freed = commit_of(sleep, "commit_sleep")
+        llm.sleep(level=level)
+        gc.collect()
+        assert all(each() is None for each in before)
+        assert freed == [weights + num_bytes]
+        taken = commit_of(sleep, "commit_wake_up")
+        # A second one, and an adapter that is replaced while the others are away.
+        llm.sleep(level=level)
+        llm.remove_lora(2)
+        llm.add_lora(requests[1])
+        llm.wake_up()
+        assert taken == [weights + num_bytes]
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        assert tokens_with(llm, *requests[:2], None) == expected
+        assert sleep.adapters.is_allocated
+
+
+def commit_of(sleep: Any, name: str) -> list[int]:
+    """Bytes of weights that this call of a worker's sleep reports, as they come."""
+    found, commit = [], getattr(sleep, name)
+
+    def noted(staged: Any) -> dict[str, int]:
+        num_bytes = commit(staged)
+        found.append(num_bytes["weights"])
+        setattr(sleep, name, commit)
+        return num_bytes
+
+    setattr(sleep, name, noted)
+    return found
+
+
+@pytest.mark.parametrize("make", [ReferenceStack, TritonAdapterStack])
+def test_stack_has_its_matrices_elsewhere_and_back(make: Any):
+    stack = make(AdapterSizes(2, 16, 8, ((0, 4), (4, 6)), torch.float32, torch.device("cpu")))
+    stack.write(1, [(torch.ones(3, 8), torch.ones(4, 3)), None])
+    before, copies = stack.tensors(), [tensor.clone() for tensor in stack.tensors()]
+    stack.replace(copies)
+    assert all(one is other for one, other in zip(stack.tensors(), copies, strict=True))
+    assert [tensor.data_ptr() for tensor in before] != [tensor.data_ptr() for tensor in stack.tensors()]
+    stack.write(0, [None, (torch.ones(2, 8), torch.ones(2, 2))])
+    stack.clear(1)
+    assert not stack.is_empty
 
 
 def test_folders_are_loaded_again_after_a_restart(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):

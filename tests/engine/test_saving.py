@@ -18,6 +18,7 @@ from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
 from file_limit import file_limit
 from forked_child import in_child
+from hub_cache import write_snapshot
 from killed_writer import KILLED, FileCalls, calls_on_files
 from quantised_files import quantise
 from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
@@ -29,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
-from spmd_worker.base.errors import CheckpointError, ConfigError, MissingWeightsError, SaveError
+from spmd_worker.base.errors import CheckpointError, ConfigError, MissingWeightsError, ModelConfigError, SaveError
 from spmd_worker.model.weights.sharded_state import held_parameters
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
@@ -405,11 +406,75 @@ def test_formats_are_told_apart_in_words(llm: LLM, tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"has no sharded_state\.json"):
         open_llm(MODEL, load_format="runai_streamer_sharded")
     with open_llm(folder, load_format="sharded_state") as loaded:
-        with pytest.raises(CheckpointError, match="holds a sharded state"):
-            loaded.collective_rpc("reload_weights")
         loaded.collective_rpc("reload_weights", args=(str(MODEL),))
     with pytest.raises(ConfigError, match="load_format=gguf: GGUF is not read"):
         open_llm(load_format="gguf")
+
+
+def changed_state() -> Path:
+    """A sharded state of other weights."""
+
+    def make(folder: Path) -> None:
+        with open_llm(changed_model()) as llm:
+            llm.save_sharded_state(folder)
+
+    return made_once("a changed sharded state", make)
+
+
+@pytest.mark.parametrize("load_format", ["sharded_state", "auto"])
+def test_reload_reads_a_sharded_state(load_format: str, llm: LLM, before: list[Any], tmp_path: Path):
+    """It was refused, also by a run that had begun with one: after sleep(level=2) no way back was left."""
+    state = made_once("a sharded state", lambda made: save(llm, "sharded_state", made))
+    with open_llm(changed_model()) as changed:
+        expected = answers(changed)
+    with open_llm(MODEL if load_format == "auto" else state, load_format=load_format) as loaded:
+        assert answers(loaded) == before
+        loaded.collective_rpc("reload_weights", args=(str(changed_state()),))
+        assert answers(loaded) == expected, "blocks of the old weights are not found"
+        # The embedding's digest is unknown: a tied head is not compared with a state's.
+        loaded.update_weights(load_file(MODEL / "model.safetensors").items())
+        assert answers(loaded) == before
+        loaded.sleep(level=2)
+        loaded.wake_up()
+        loaded.collective_rpc("reload_weights", args=(str(changed_state()),))
+        assert answers(loaded) == expected
+        if load_format == "sharded_state":
+            loaded.sleep(level=2)
+            loaded.wake_up()
+            loaded.collective_rpc("reload_weights")
+            assert answers(loaded) == before
+
+
+def test_reload_leaves_weights_when_a_state_is_refused(llm: LLM, before: list[Any], tmp_path: Path):
+    folder = tmp_path / "state"
+    shutil.copytree(changed_state(), folder)
+    flip(part(folder))
+    with pytest.raises(CheckpointError, match=r"its digest is not the one in sharded_state\.json"):
+        llm.collective_rpc("reload_weights", args=(str(folder),))
+    with pytest.raises(CheckpointError, match=r"org/none: is not a folder, and .* no complete snapshot"):
+        llm.collective_rpc("reload_weights", args=("org/none",))
+    assert answers(llm) == before
+    with (
+        open_llm(quantization="int8") as rounded,
+        pytest.raises(CheckpointError, match=r"holds a sharded state.*quantization=int8: give a checkpoint"),
+    ):
+        rounded.collective_rpc("reload_weights", args=(str(changed_state()),))
+
+
+def test_state_in_the_hubs_cache_is_found(llm: LLM, before: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its snapshot has neither model.safetensors nor an index, and counted as an interrupted download."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    state = made_once("a sharded state", lambda made: save(llm, "sharded_state", made))
+    snapshot = write_snapshot(tmp_path, "org/state", state)
+    with open_llm("org/state", load_format="sharded_state") as loaded:
+        assert answers(loaded) == before
+        loaded.collective_rpc("reload_weights")
+        loaded.collective_rpc("reload_weights", args=("org/state",))
+        assert answers(loaded) == before
+    os.unlink(part(snapshot))
+    with pytest.raises(ModelConfigError, match=r"lacks model-rank-0-part-0\.safetensors"):
+        open_llm("org/state", load_format="sharded_state")
 
 
 def test_sharded_state_has_parts_named_by_a_pattern(llm: LLM, before: list[Any], tmp_path: Path):

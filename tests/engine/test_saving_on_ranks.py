@@ -72,6 +72,20 @@ for name, (folder, sizes) in job.items():
         if kind == "sharded_state" or name == "experts":
             with LLM(paths[kind], load_format=load_format, **settings) as llm:
                 assert answers(llm) == before, (name, kind)
+                if kind == "sharded_state":
+                    llm.sleep(level=2)
+                    llm.wake_up()
+                    damaged = paths[kind] / "model-rank-1-part-0.safetensors"
+                    if damaged.exists():
+                        content = damaged.read_bytes()
+                        if rank == 1:
+                            damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+                        said[f"{name} damaged"] = error_of(llm.collective_rpc, "reload_weights")
+                        said[f"{name} afterwards"] = error_of(answers, llm)
+                        if rank == 1:
+                            damaged.write_bytes(content)
+                    llm.collective_rpc("reload_weights")
+                    assert answers(llm) == before, (name, "reloaded")
 (out / f"{rank}.json").write_text(json.dumps(said))
 """
 
@@ -110,6 +124,12 @@ def test_ranks_save_one_checkpoint_and_own_states(tmp_path: Path):
     assert second["full disk of the writer"].startswith(f"SaveError: rank 0: {nothing}")
     assert "RanksDisagreeError" in first["other paths"]
     assert first["left"] == second["left"] == []
+    for name in ("tied", "experts"):
+        # Reloading is not a collective: the ranks compare before they compute.
+        assert first[f"{name} damaged"] is None
+        assert "it is damaged, copy it again" in second[f"{name} damaged"]
+        assert first[f"{name} afterwards"].startswith("RankFailedError: rank 1 failed before generate: MissingWeights")
+        assert second[f"{name} afterwards"].startswith("MissingWeightsError")
 
 
 @pytest.mark.matrix
@@ -131,4 +151,8 @@ def test_worker_processes_save_together(tmp_path: Path):
     assert names[0] == "model-pp-0-tp-0-part-0.safetensors"
     assert len(names) > 2
     with forked(), open_llm(tmp_path / "state", load_format="sharded_state", **STAGES) as llm:
+        assert answers(llm) == before
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.collective_rpc("reload_weights")
         assert answers(llm) == before

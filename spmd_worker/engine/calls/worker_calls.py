@@ -170,8 +170,9 @@ class WorkerCalls:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory until `wake_up`, on every rank or on none; every rank calls this, without unanswered requests.
-        `level` 1 keeps the weights, in host memory, and drops the cache; 2 drops both. On the CPU, level 1 leaves the
-        weights where they are. The prefix cache is invalidated. Each rank's bytes and seconds are logged.
+        `level` 1 keeps the weights, in host memory, and drops the cache; 2 drops both. Adapters are kept, in host
+        memory. On the CPU, level 1 leaves the weights where they are. The prefix cache is invalidated. Each rank's
+        bytes and seconds are logged.
 
         While asleep, `reset_prefix_cache` and `set_weight_version` can be called, and `load_weights` once the weights
         are awake; a second `sleep` is allowed, and level 2 after 1 drops the weights. Calls that compute raise

@@ -232,7 +232,10 @@ EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {
         f"transfers {shorten(event.numbers)} have finished on every rank"
         f"{' (those below 0 have failed on some)' if min(event.numbers, default=0) < 0 else ''}"
     ),
-    FoundBlocks: lambda event: f"{len(event.hashes)} blocks were found outside the engine",
+    FoundBlocks: lambda event: (
+        f"{len(event.hashes)} blocks were found outside the engine"
+        f"{f', {len(event.missing)} are there no more' if event.missing else ''}"
+    ),
     WorkerEvent: lambda event: f"worker event {event.number} ({event.name}) is prepared",
     EndWorkerEvent: lambda event: (
         f"worker event {event.number} is {'undone: ' + event.problem if event.problem else 'committed'}"

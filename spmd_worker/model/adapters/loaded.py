@@ -19,7 +19,7 @@ from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import AdapterTargets, num_inputs, scaled
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.tensor_checks import is_finite
-from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, StepAdapters
+from spmd_worker.ops.kernels.adapters import AdapterSizes, AdapterStack, Matrices, StepAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,12 @@ class LoadedAdapters:
     def digests(self) -> tuple[int, ...]:
         """Digests of the loaded adapters, the earliest first."""
         return tuple(self._slots)
+
+    @property
+    def stacks(self) -> list[AdapterStack]:
+        """Those of all layers, in one order."""
+        stacks = [self.targets.layers[name].adapters for name in self.targets.parts]
+        return [stack for stack in stacks if stack is not None]
 
     def prepare(self, source: AdapterSource) -> StagedAdapter:
         """Check an adapter against the model and slice it; nothing is changed. Raises AdapterError, the same on every

@@ -272,8 +272,8 @@ def _nothing_found(folder: Path) -> str:
         return f"{folder}: is not a folder: a checkpoint is a folder with {SINGLE_FILE} or {INDEX_FILE}"
     if (folder / STATE_FILE).is_file():
         return (
-            f"{folder}: holds a sharded state, which is read only when a run starts: set model.load_format="
-            f"sharded_state there, and give a checkpoint of the hub's names (save_checkpoint) here"
+            f"{folder}: holds a sharded state, not a checkpoint of the hub's names (save_checkpoint): set "
+            f"model.load_format=sharded_state to start with it"
         )
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLE_SUFFIXES)
     if pickles:

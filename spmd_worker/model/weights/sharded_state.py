@@ -5,7 +5,8 @@ A state is read by the layout that wrote it alone. That is checked before anythi
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +23,7 @@ from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.coverage import checkpoint_problems, raise_problems
 from spmd_worker.model.weights.safetensors_header import SafetensorsHeader, read_header
 from spmd_worker.model.weights.safetensors_writer import CHUNK_BYTES, TensorToWrite, file_digest
-from spmd_worker.model.weights.store import LoadReport
+from spmd_worker.model.weights.store import LoadReport, WeightStore
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES, check_finite
 from spmd_worker.model.weights.weight_update import content_digest
 from spmd_worker.model_config.tensor_names import STATE_FILE
@@ -204,8 +205,60 @@ def fill_from_state(
     missing, damaged or of other parameters, and for one that is not finite unless allowed.
     """
     started = perf_counter()
-    headers = {each.name: _header(folder, each) for each in files}
     parameters = {each.name: each for each in held_parameters(model)}
+    headers = _checked_headers(folder, files, parameters)
+
+    def memory(name: str) -> Tensor:
+        return parameters[name].layer.get_parameter(parameters[name].own).data
+
+    for each in files:
+        deque(_contents(folder, headers[each.name], each, memory), maxlen=0)
+    for name in parameters if not allows_nonfinite else ():
+        check_finite(f"{folder}: {name}", memory(name), memory(name).dtype)
+    num_bytes = sum(entry.end - entry.begin for header in headers.values() for entry in header.tensors.values())
+    return LoadReport(len(parameters), num_bytes, perf_counter() - started)
+
+
+@torch.no_grad()
+def reload_from_state(
+    model: nn.Module, store: WeightStore, folder: Path, state: ShardedState, rank: int, *, allows_nonfinite: bool
+) -> None:
+    """Update all parameters of a running model, packed ones too, from a state. This rank's files are read twice, the
+    first time to check all of them. Raises CheckpointError, with the weights unchanged, as `fill_from_state` does, and
+    RuntimeError as `WeightStore.load` does.
+    """
+    files = state.files[rank % len(state.files)]
+    parameters = {each.name: each for each in held_parameters(model)}
+    headers = _checked_headers(folder, files, parameters)
+
+    def memory(name: str) -> Tensor:
+        return torch.empty(parameters[name].shape, dtype=parameters[name].to_write.dtype)
+
+    store.update.check_awake("before new ones are loaded")
+    faults: list[CheckpointError] = []
+    for each in files:
+        for name, values in _contents(folder, headers[each.name], each, memory):
+            try:
+                check_finite(f"{folder}: {name}", values, values.dtype)
+            except CheckpointError as error:
+                faults.append(error)
+    # After the digests, because a damaged file may have such numbers.
+    if faults and not allows_nonfinite:
+        raise faults[0]
+    store.update.begin_all()
+    for each in files:
+        for name, values in _contents(folder, headers[each.name], each, memory):
+            held = parameters[name]
+            held.layer.write_region(held.own, full_rectangle(held.shape), values)
+    # All ranks' files are in it, each with its digest.
+    store.update.add_all(store.tensors, blake2b(state.encoded(), digest_size=8).hexdigest())
+
+
+def _checked_headers(
+    folder: Path, files: Sequence[StateFile], parameters: dict[str, HeldParameter]
+) -> dict[str, SafetensorsHeader]:
+    """Headers of a rank's files, which have its parameters and nothing else. Raises CheckpointError."""
+    headers = {each.name: _header(folder, each) for each in files}
     found = {name: entry for header in headers.values() for name, entry in header.tensors.items()}
     expected = {name: each.shape for name, each in parameters.items()}
     raise_problems(checkpoint_problems(expected, {name: each.shape for name, each in found.items()}, ignorable=_none))
@@ -213,14 +266,7 @@ def fill_from_state(
         dtype = parameters[name].to_write.dtype
         if WEIGHT_DTYPES.get(entry.dtype) != dtype:
             raise CheckpointError(f"{folder}: {name} is {entry.dtype}, and this run's is {dtype}: {_WAY_OUT}")
-    for each in files:
-        _fill_file(folder / each.name, headers[each.name], each.digest, parameters)
-    for name, held in parameters.items():
-        values = held.layer.get_parameter(held.own).data
-        if not allows_nonfinite:
-            check_finite(f"{folder}: {name}", values, values.dtype)
-    num_bytes = sum(entry.end - entry.begin for entry in found.values())
-    return LoadReport(len(found), num_bytes, perf_counter() - started)
+    return headers
 
 
 def _none(_: str) -> bool:
@@ -237,24 +283,29 @@ def _header(folder: Path, file: StateFile) -> SafetensorsHeader:
     return header
 
 
-def _fill_file(path: Path, header: SafetensorsHeader, digest: str, parameters: dict[str, HeldParameter]) -> None:
-    """Read a file from its beginning to its end into the parameters, and compare its digest."""
+def _contents(
+    folder: Path, header: SafetensorsHeader, file: StateFile, memory: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a file from its beginning to its end, each read into its `memory`. Raises CheckpointError,
+    after the last one, if the digest is another.
+    """
+    path = folder / file.name
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         computed = file_digest(os.pread(descriptor, header.data_start, 0))
         for name in sorted(header.tensors, key=lambda each: header.tensors[each].begin):
-            held, start = parameters[name], header.data_start + header.tensors[name].begin
-            content = held.layer.get_parameter(held.own).data.view(-1).view(torch.uint8)
-            for chunk, offset in _chunks(content):
+            values, start = memory(name), header.data_start + header.tensors[name].begin
+            for chunk, offset in _chunks(values.view(-1).view(torch.uint8)):
                 # A GPU's memory is not the file's to read into.
                 on_host = chunk if chunk.is_cpu else torch.empty(len(chunk), dtype=torch.uint8)
                 _read(descriptor, path, on_host.numpy().data, start + offset)
                 computed.update(content_digest(on_host).encode())
                 if on_host is not chunk:
                     chunk.copy_(on_host)
+            yield name, values
     finally:
         os.close(descriptor)
-    if computed.hexdigest() != digest:
+    if computed.hexdigest() != file.digest:
         raise CheckpointError(f"{path}: its digest is not the one in {STATE_FILE}: it is damaged, copy it again")
 
 

@@ -21,6 +21,7 @@ all weights were loaded, optional ones too; the fault of a tied head that was lo
 
 _BLOCK_BYTES: Final = 1 << 22
 _WORDS: Final = 512
+_OF_STATE: Final = "state "
 
 
 class WeightUpdate:
@@ -102,13 +103,23 @@ class WeightUpdate:
         self._is_paired = not self._head_digest and self._embedding in self.digests
         self._head_digest = content_digest(tensor)
 
+    def begin_all(self) -> None:
+        """Open an update that `add_all` completes: until then no caller may compute with the weights."""
+        self.begin()
+        self.must_be_complete = True
+        self.forget_tied_head()
+
+    def add_all(self, names: Collection[str], state: str) -> None:
+        """All weights were loaded from a sharded state with this digest, of which a rank reads no full tensor."""
+        self.digests = dict.fromkeys(names, f"{_OF_STATE}{state}")
+
     def forget_tied_head(self) -> None:
         """Ignore a tied head of an interrupted try, because all weights are loaded again, without a head."""
         self._head_digest = ""
 
     def _head_fault(self) -> str:
         """Message about a loaded head that differs from the embedding, or ""."""
-        embedding = self.digests.get(self._embedding, self.embedding_digest)
+        embedding = self._known_embedding()
         if self._head_digest in ("", embedding):
             return ""
         if not embedding:
@@ -120,6 +131,11 @@ class WeightUpdate:
             f"load {self._embedding} again, with an equal {self._head} or without, or set tie_word_embeddings to false "
             f"and make a new LLM to use both",
         )
+
+    def _known_embedding(self) -> str:
+        """Digest of the embedding, "" if a sharded state had it."""
+        digest = self.digests.get(self._embedding, self.embedding_digest)
+        return "" if digest.startswith(_OF_STATE) else digest
 
     def missing(self, names: Collection[str]) -> list[str]:
         return [name for name in names if name not in self.digests]
@@ -142,7 +158,7 @@ class WeightUpdate:
         """The update is committed, or the loaded weights are dropped."""
         if self._has_all:
             self.num_calls = 0
-        self.embedding_digest, self._head_digest = self.digests.get(self._embedding, self.embedding_digest), ""
+        self.embedding_digest, self._head_digest = self._known_embedding(), ""
         # Digests without an open update are those that `drop` keeps for the next one.
         self.digests = {} if self.is_open else self.digests
         self.is_open = self.must_be_complete = self._has_all = False

@@ -67,6 +67,12 @@ class AdapterStack(Protocol):
     def clear(self, slot: int) -> None:
         """Empty a slot, so that its matrices add nothing."""
 
+    def tensors(self) -> list[Tensor]:
+        """The matrices in memory of a device; none if the kernels keep them in host memory."""
+
+    def replace(self, tensors: Sequence[Tensor]) -> None:
+        """Replace `tensors` by copies, on any device: while they are on another one, `add_` may not be called."""
+
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         """Add to the layer's outputs [T, outputs of this rank], in place, what the adapters make of its inputs x [T,
         inputs of this rank].
@@ -99,6 +105,13 @@ class ReferenceStack:
     @property
     def is_empty(self) -> bool:
         return not any(self.slots)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for parts in self.slots for matrices in parts if matrices is not None for tensor in matrices]
+
+    def replace(self, tensors: Sequence[Tensor]) -> None:
+        rest = iter(tensors)
+        self.slots = [[None if each is None else (next(rest), next(rest)) for each in parts] for parts in self.slots]
 
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         for slot, rows in step.layout.items():

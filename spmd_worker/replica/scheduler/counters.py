@@ -9,8 +9,8 @@ class SchedulerCounters:
 
     `num_preemptions` counts both kinds: `num_swapped_out` sequences went to the host, the others lost their blocks.
     `num_recomputed_tokens` were computed more than once because of that; `num_cached_prompt_tokens` were found in the
-    cache by requests that began. `num_stored_blocks` went to the connector, `num_loaded_blocks` came back from it, or
-    were to.
+    cache by requests that began. `num_stored_blocks` went to the connector, less those that a rank could not save, if
+    no block was to be loaded in the same step, and `num_loaded_blocks` came back from it on every rank.
     """
 
     num_steps: int = 0

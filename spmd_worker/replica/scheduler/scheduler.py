@@ -125,10 +125,12 @@ class Scheduler:
                 self.cache.turn_off_outside()
         elif isinstance(event, FinishTransfers):
             for number in event.numbers:
-                self.cache.finish_transfer(number)
+                num_loaded, num_left_out = self.cache.finish_transfer(number)
+                self.counters.num_loaded_blocks += num_loaded
+                self.counters.num_stored_blocks -= num_left_out
             self.queues.finish_loading(map(abs, event.numbers))
         elif isinstance(event, FoundBlocks) and self.cache.looks_outside:
-            self.cache.add_found(event.hashes)
+            self.cache.update_found(event.hashes, event.missing)
         elif isinstance(event, AddAdapter):
             self.adapters.add(event)
         elif isinstance(event, RemoveAdapter):
@@ -164,7 +166,6 @@ class Scheduler:
         continuing, continuing_blocks = decisions.all_continuing()
         continuing_ids, continuing_num_ids = given_ids(decisions)
         self.counters.num_stored_blocks += len(block_ops.store) + len(block_ops.save)
-        self.counters.num_loaded_blocks += len(block_ops.load) + len(block_ops.fetch)
         plan = StepPlan(
             step=self._step,
             groups=group_updates(decisions.others),

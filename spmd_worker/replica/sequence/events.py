@@ -161,9 +161,12 @@ class PinPromptAdapter(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks(CheckedRecord):
-    """Rank 0 has found blocks of these names outside the engine (`kv_cache/connectors/interface.py`)."""
+    """Rank 0 has found blocks of these names outside the engine (`kv_cache/connectors/interface.py`), and those of
+    `missing` no longer.
+    """
 
     hashes: tuple[BlockHash, ...]
+    missing: tuple[BlockHash, ...] = ()
 
 
 Event = (

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from forked_child import in_child
 from test_file_connector import IDENTITY, NAMES, SIZE, Memory, loaded, saved
 
 from kv_cache.connectors import segment, shared_memory
+from kv_cache.connectors.block_files import BlockFiles
 from kv_cache.connectors.interface import ConnectorContext, ConnectorError
 from kv_cache.connectors.segment import Producer, Segment
 from kv_cache.connectors.shared_memory import connect
@@ -189,6 +192,52 @@ def test_other_files_are_not_read(folder: Path, content: bytes):
     (folder / "spmd-kv-a.0.0").write_bytes(content)
     with pytest.raises(ConnectorError, match="is not a segment of blocks"):
         Segment(folder / "spmd-kv-a.0.0", context_of("consumer"))
+
+
+def test_damaged_headers_are_named_or_harmless(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Every byte of both formats' headers is flipped, both are cut short, and the words are of other types. Words that
+    were no JSON, or of other types, were a KeyError or TypeError of the consumer.
+    """
+    path, context = folder / "spmd-kv-a.0.0", context_of("consumer")
+    mover = connect(context_of("producer", gib=FOUR_SLOTS)).worker_half(Memory())
+    saved(mover, 1, 1)
+    content, length = path.read_bytes(), len(segment._in_words(IDENTITY))
+    mover.close()
+    start, other_key = segment._HEADER.size, bytearray(content)
+    other_key[8] ^= 1
+    damaged = [content[:size] for size in (0, 8, start - 1, start, start + length, 2**14 - 1, 2**14, len(content) - 1)]
+    damaged += [_flipped(other_key, index) for index in range(start + length)]
+    for words in (b"", b"null", b"[]", b'{"weights":1}', b'{"weights":["x"]}', b'{"weights":[1,2]}', b"[" * 9000):
+        damaged.append(bytes(_with_words(other_key, words)))
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(ConnectorError, match=re.escape(str(path))):
+            Segment(path, context)
+    for index in range(start + length):
+        path.write_bytes(_flipped(content, index))
+        with suppress(ConnectorError):
+            read = Segment(path, context)
+            assert read.read(NAMES[1]) == bytes([1]) * SIZE, "only the counter and unread words may differ"
+            read.close()
+    files = BlockFiles(tmp_path_factory.mktemp("files"), context)
+    files.create()
+    files.write(NAMES[1], memoryview(bytes([1]) * SIZE))
+    whole = files.path(NAMES[1]).read_bytes()
+    for data in (*[_flipped(whole, index) for index in range(48)], *[whole[:size] for size in range(48)]):
+        files.path(NAMES[1]).write_bytes(data)
+        assert (files.read(NAMES[1], SIZE), files.path(NAMES[1]).exists()) == (None, False)
+
+
+def _flipped(data: bytes | bytearray, index: int) -> bytes:
+    changed = bytearray(data)
+    changed[index] ^= 0xFF
+    return bytes(changed)
+
+
+def _with_words(data: bytes | bytearray, words: bytes) -> bytearray:
+    changed = bytearray(data)
+    changed[segment._HEADER.size - 4 : segment._HEADER.size + len(words)] = len(words).to_bytes(4, "little") + words
+    return changed
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ FULL_MESSAGE = StepMessage(
         ResetPrefixCache(True),
         *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Interrupt(1, "KeyboardInterrupt: "), Close()),
         *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no"), CommitWeights(-(2**63), 38)),
-        FoundBlocks((b"one", b"two")),
+        FoundBlocks((b"one", b"two"), (b"three",)),
     ),
     plan=FULL_PLAN,
     sampled_token_ids=(11, 21, 31, 32),

@@ -117,8 +117,9 @@ class Run:
         request = Request(request_id, prompt or (1,) * num_prompt_tokens, params, stream=request_id, adapter=adapter)
         names = self.scheduler.missing_prefix(request) if self.cache.looks_outside else []
         found = tuple(takewhile(lambda name: name in self.contents.outside, names))
-        if found:
-            self.scheduler.handle(FoundBlocks(found))
+        missing = tuple(name for name in names[len(found) :] if self.cache.is_outside(name))
+        if found or missing:
+            self.scheduler.handle(FoundBlocks(found, missing))
         self.scheduler.handle(Admit(request))
         return request_id
 

@@ -67,6 +67,26 @@ def test_failed_load_is_computed_and_saved_again(first: Run):
     assert run.step() == [Row(0, 0, 0, 13, 1), Row(1, 0, 5, 1, 1)]
     assert len(run.last_plan.block_ops.save) == 3
     assert run.ended[0].num_cached_tokens == 0
+    counters = run.scheduler.counters
+    assert (counters.num_stored_blocks, counters.num_loaded_blocks) == (3, 0), "what was done, not planned"
+
+
+def test_deleted_blocks_are_not_loaded_later(first: Run):
+    """The size limit has evicted the second of three: a load of all three was planned, and failed."""
+    first.settle()
+    first.admit(0, tokens(100, 21), max_tokens=1)
+    first.finish()
+    first.settle()
+    gone = list(first.contents.outside)[1]
+    content = first.contents.outside.pop(gone)
+    first.admit(0, PROMPT, max_tokens=1)
+    assert not first.cache.is_outside(gone)
+    first.step()
+    assert len(first.last_plan.block_ops.fetch) == 1
+    first.finish()
+    assert first.ended[2].num_cached_tokens == 4
+    assert first.scheduler.counters.num_loaded_blocks == 1
+    assert first.contents.outside[gone] == content, "it is saved again"
 
 
 def test_blocks_that_a_rank_left_out_are_not_loaded():
@@ -77,7 +97,7 @@ def test_blocks_that_a_rank_left_out_are_not_loaded():
         run.finish()
         run.settle()
         run.contents.outside.clear()
-    assert run.scheduler.counters.num_loaded_blocks == 0
+    assert (run.scheduler.counters.num_stored_blocks, run.scheduler.counters.num_loaded_blocks) == (0, 0)
     assert len(run.ended) == 3
 
 

@@ -96,6 +96,12 @@ class NativeStack:
         self._table[slot] = 0
         self._tensors.pop(slot, None)
 
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def replace(self, tensors: Sequence[Tensor]) -> None:
+        assert not tensors, len(tensors)
+
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         check_dtype(outputs, x)
         assert x.dtype == self._sizes.dtype, (x.dtype, self._sizes)

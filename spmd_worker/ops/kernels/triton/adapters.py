@@ -138,6 +138,12 @@ class TritonAdapterStack:
         self.ranks[slot] = 0
         self._filled.discard(slot)
 
+    def tensors(self) -> list[Tensor]:
+        return [self.a, self.b, self.ranks]
+
+    def replace(self, tensors: Sequence[Tensor]) -> None:
+        self.a, self.b, self.ranks = tensors
+
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         (num_rows, num_inputs), (num_slots, num_parts, rank, _) = x.shape, self.a.shape
         placed: Placed = step.layout
