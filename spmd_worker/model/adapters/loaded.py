@@ -17,6 +17,7 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import AdapterTargets, num_inputs, scaled
+from spmd_worker.model.adapters.text_part import text_part
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.tensor_checks import is_finite
 from spmd_worker.ops.kernels.adapters import AdapterSizes, AdapterStack, Matrices, StepAdapters
@@ -52,6 +53,7 @@ class LoadedAdapters:
         self._other_bases = set[str]()
         """Bases of adapters that were warned of: a trainer pushes many adapters of one."""
         self._limits, self._kernels, self._dtype = limits, model.model.adapter_kernels, model.model.dtype
+        self._weights = model.weights
         self.targets, device = AdapterTargets(model), next(model.parameters()).device
         self._slots: dict[int, int] = {}
         """Slot of each adapter, by its digest."""
@@ -65,6 +67,11 @@ class LoadedAdapters:
             layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes))
 
     @property
+    def merged(self) -> frozenset[int]:
+        """Digests of adapters that the weights have in them."""
+        return self._weights.merged_adapters
+
+    @property
     def digests(self) -> tuple[int, ...]:
         """Digests of the loaded adapters, the earliest first."""
         return tuple(self._slots)
@@ -73,6 +80,7 @@ class LoadedAdapters:
         """Check an adapter against the model and slice it; nothing is changed. Raises AdapterError, the same on every
         rank, which lists all that does not fit.
         """
+        digest, source = source.digest, text_part(source, self._weights.names)
         found: dict[str, str] = {}
         problems: list[str] = []
         for module, pair in source.modules.items():
@@ -102,7 +110,7 @@ class LoadedAdapters:
             for layer, parts in self.targets.parts.items()
         }
         scores = {name: each.to(self._device) for name, each in self.targets.scores(saved).items()}
-        return StagedAdapter(source.digest, self._packed(matrices), scores)
+        return StagedAdapter(digest, self._packed(matrices), scores)
 
     def commit(self, staged: StagedAdapter) -> None:
         """Load a prepared adapter, whose content is not loaded, for rows of the next step on. Nothing is allocated that
@@ -180,15 +188,12 @@ class LoadedAdapters:
 
     def _saved(self, source: AdapterSource) -> tuple[dict[str, Tensor], list[str]]:
         """Full weights by the checkpoint's names, and what is wrong with them."""
-        config, found, problems = source.config, {}, []
+        found, problems = {}, []
         for given_name, tensor in source.saved.items():
             name, problem = self.targets.find_score(given_name, tensor.shape)
             found[name] = tensor
             if problem:
                 problems.append(f"{given_name} (modules_to_save): {problem}")
-        if config.saved and not source.saved:
-            rule = "no such weights are in the file: it is not complete, or they are not saved"
-            problems.append(f"{config.subject}: modules_to_save={list(config.saved)}: {rule}")
         return found, problems
 
     def _problem(self, source: AdapterSource, module: str, name: str) -> str:
