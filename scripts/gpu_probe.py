@@ -140,7 +140,8 @@ class Probe:
         parts = tuple(pairwise(starts))
         stack = kernels.new_stack(AdapterSizes(NUM_ADAPTERS, RANK, k, parts, self.dtype, self.device))
         for slot in range(NUM_ADAPTERS):
-            stack.write(slot, [(self.random(RANK, k, scale=k**-0.5), self.random(w, RANK)) for w in widths])
+            matrices = [(self.random(RANK, k, scale=k**-0.5), self.random(w, RANK)) for w in widths]
+            stack.write(slot, stack.pack(matrices))
         return stack
 
     def _adapter_slots(self, count: int) -> Tensor:

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import plain_folder
 from spmd_worker.base.errors import AdapterError, RankFailedError
 from spmd_worker.executor.adapters import reason_of
 from spmd_worker.executor.executor import Executor
@@ -48,7 +48,7 @@ def load_at_start(
     if limits is None:
         return AdapterRegistry()
     together(_PHASE, partial(executor.collective_rpc, "leave_adapters_to_engine"))
-    paths = {name: str(Path(path).expanduser()) for name, path in sorted((model.adapters or {}).items())}
+    paths = {name: plain_folder(path) for name, path in sorted((model.adapters or {}).items())}
     named = [RegisteredAdapter(index, name, paths[name], 0, True) for index, name in enumerate(paths, start=1)]
     wanted: Iterable[RegisteredAdapter] = named if earlier is None else earlier
     loaded = []

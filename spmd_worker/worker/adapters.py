@@ -79,6 +79,12 @@ class WorkerAdapters:
                 f"{source.subject}: the content of adapter {change.int_id} ({change.name!r}) has the digest "
                 f"{source.digest:016x} here and {change.digest:016x} on rank 0: give every rank the same"
             )
+        if source.digest in loaded.merged:
+            raise AdapterError(
+                f"{source.subject}: adapter {change.int_id} ({change.name!r}) is merged into the weights for all rows "
+                f"(model.lora_merge), and those that name it would have it twice: name no adapter in rows that need "
+                f"this one alone, or leave model.lora_merge out"
+            )
         return StagedAddition(change, None if self.has(source.digest) else loaded.prepare(source))
 
     def commit_add_lora(self, staged: StagedAddition) -> bool:

@@ -26,4 +26,4 @@ def with_merged_adapter(source: WeightSource, weights: WeightStore, options: Mod
         *(folder, adapter.digest, len(updates), MERGED),
         extra=SAME_ON_EVERY_RANK,
     )
-    return MergedWeights(source, updates)
+    return MergedWeights(source, updates, adapter.digest)

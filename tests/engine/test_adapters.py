@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lora_folders import CONFIG, lora_tensors, write_lora
+from safetensors.torch import load_file
 from test_adapters_on_ranks import MODEL, PARAMS, PROMPT, refusal, tokens_with
 
 from spmd_worker import LLM, LoRARequest
@@ -116,7 +118,7 @@ def test_request_meets_adapter_that_is_leaving(llm: LLM, requests: list[LoRARequ
 def test_id_name_and_content_must_fit(llm: LLM, requests: list[LoRARequest], folder: Path):
     adapters = llm.llm_engine.adapters
     digest = adapters.digest_of(requests[0])
-    assert adapters.digest_of(LoRARequest("a", 1, str(folder / "a"))) == digest == adapters.digest_of_name("a")
+    assert adapters.digest_of(LoRARequest("a", 1, f"{folder}//a/")) == digest == adapters.digest_of_name("a")
     for name, path in (("b", "a"), ("a", "b")):
         other = LoRARequest(name, 1, str(folder / path))
         assert refusal(adapters.digest_of, other).startswith("lora_int_id=1 is loaded as 'a' from")
@@ -280,6 +282,30 @@ def test_adapters_of_the_configuration_are_pinned(folder: Path):
         LLM(MODEL, **options, adapters={"a": str(folder / "a")}, max_lora_rank=2)
 
 
+def test_merged_adapter_is_refused_for_rows(folder: Path, tmp_path: Path):
+    copy = shutil.copytree(folder / "a", tmp_path / "copy")
+    words = "('x') is merged into the weights for all rows (lora_merge), and those that name it would have it"
+    with LLM(MODEL, **OPTIONS, lora_merge=str(folder / "a")) as llm:
+        merged = tokens_with(llm, None)
+        for request in (
+            LoRARequest("x", 1, str(copy)),
+            LoRARequest("x", 2, lora_tensors=lora_tensors(1), peft_config=CONFIG),
+        ):
+            for call in (llm.add_lora, llm.llm_engine.adapters.digest_of):
+                assert words in refusal(call, request).replace("model.lora", "lora")
+        assert llm.list_loras() == set()
+        other = LoRARequest("b", 1, str(folder / "b"))
+        assert tokens_with(llm, other, None) != [merged[0]] * 2
+        # A trainer's weights have no adapter in them.
+        llm.load_weights(load_file(MODEL / "model.safetensors").items())
+        assert tokens_with(llm, LoRARequest("x", 2, str(copy)))[0] != tokens_with(llm, None)[0]
+        llm.remove_lora(2)
+        llm.collective_rpc("reload_weights")
+        assert words in refusal(llm.add_lora, request)
+    with pytest.raises(AdapterError, match=r"^rank 0: .*\('x'\) is merged into the weights for all rows"):
+        LLM(MODEL, **OPTIONS, adapters={"x": str(copy)}, lora_merge=str(folder / "a"))
+
+
 def test_workers_leave_their_adapters_to_the_engine(llm: LLM, requests: list[LoRARequest]):
     assert llm.llm_engine.model_executor.add_lora(requests[0])
     for method, argument in (("add_lora", requests[1]), ("remove_lora", 1)):
@@ -344,6 +370,8 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         ({"adapters": {"a": ""}}, "must map names to folders"),
         ({"max_lora_rank": 513}, "max_lora_rank=513 must be from 1 to 512"),
         ({"adapters": ["a"]}, "must be texts by name, such as {a: b}"),
+        ({"adapters": {"a": "/x"}, "lora_merge": "a"}, "lora_merge=a is merged .* 'a' of adapters would have it twice"),
+        ({"adapters": {"a": "/x"}, "lora_merge": "/x/"}, "lora_merge=/x/ is merged .* 'a' of adapters would have it"),
     ],
 )
 def test_settings_of_adapters_are_checked(given: dict[str, Any], words: str):

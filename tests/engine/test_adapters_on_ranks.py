@@ -3,8 +3,10 @@
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -12,6 +14,7 @@ from lora_folders import CONFIG, lora_tensors, write_lora
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.ops.kernels.cpu import adapters as kernels
 
 TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}
 MULTIPROC = {"distributed_executor_backend": "multiproc"}
@@ -62,6 +65,11 @@ def main(folder: Path, **options: Any) -> None:
             write_lora(own / "c", 30)
         seen["other"] = refusal(llm.add_lora, third) if num_ranks > 1 else ""
         weights.write_bytes(whole)
+        # No memory for the packed matrices, of which the ranks learn before any of them has the adapter.
+        if "distributed_executor_backend" not in options:
+            is_full = mock.patch.object(kernels, "_packed_outputs", side_effect=MemoryError("full"))
+            with is_full if rank == num_ranks - 1 else nullcontext():
+                seen["full"] = refusal(llm.add_lora, third)
         seen["in use"] = refusal(llm.remove_lora, 1)
         # The first has an unanswered request, so the second gives way.
         llm.add_lora(third)
@@ -130,6 +138,7 @@ def test_adapters_are_loaded_on_all_ranks(layout: dict[str, Any], tmp_path: Path
         assert seen["on workers"] == seen["after cut"] == [1, 2]
         bad_rank = 1 if layout in (TP, PP, DP) else 0
         assert seen["cut"].startswith(f"rank {bad_rank}: {tmp_path}/rank{bad_rank}/c"), seen["cut"]
+        assert seen.get("full", "rank 0: MemoryError: full") == f"rank {bad_rank}: MemoryError: full"
         assert "unanswered" in seen["in use"]
         assert seen["evicted"] == [1, 3]
         assert "2 are pinned" in seen["pinned"]

@@ -158,7 +158,7 @@ def test_resumed_job_needs_the_same_adapter(
 
 
 def test_plan_says_that_bits_are_others(folders: tuple[Path, Path]):
-    options = ModelOptions(path=str(folders[0]), adapters={"sql": "/a/sql"}, lora_merge="sql")
+    options = ModelOptions(path=str(folders[0]), lora_merge="/a/sql")
     text = describe_plan(make_plan(resolve_run(RunConfig(model=options, device="cpu"), "cpu")))
     assert "adapter    /a/sql is merged into the weights for all rows: answers have other bits than those of" in text
 

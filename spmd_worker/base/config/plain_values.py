@@ -5,7 +5,9 @@ walks through all numbers for one), print differently, and has no wire format. I
 """
 
 import operator
+import os
 from numbers import Real
+from pathlib import PurePath
 from typing import Any
 
 _MAX_SHOWN = 80
@@ -59,6 +61,11 @@ def plain_text(value: Any) -> str | None:
     if type(value) is str:
         return value
     return str.__str__(value) if isinstance(value, str) else None
+
+
+def plain_folder(path: str) -> str:
+    """A folder's path as all that compares folders has it: `~` is the home, and no slash is needless."""
+    return str(PurePath(os.path.expanduser(path)))
 
 
 def sendable_text(name: str, text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.config.options import check_options, command_option, option, vllm_option
+from spmd_worker.base.config.plain_values import plain_folder
 from spmd_worker.base.errors import ConfigError
 
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
@@ -157,7 +158,7 @@ class ModelOptions:
         None, "LoRA adapters to load at the start: name and PEFT folder, such as `{sql: /a/sql}`"
     )
     lora_merge: str | None = option(
-        None, "folder of one adapter, or its name in `adapters`, that is merged into the weights for all rows"
+        None, "folder of one adapter that is merged into the weights for all rows; it cannot be in `adapters` too"
     )
 
     def __post_init__(self) -> None:
@@ -178,7 +179,7 @@ class ModelOptions:
     @property
     def merged_adapter(self) -> str | None:
         """Folder of the adapter that `lora_merge` merges into the weights."""
-        return None if self.lora_merge is None else (self.adapters or {}).get(self.lora_merge, self.lora_merge)
+        return None if self.lora_merge is None else plain_folder(self.lora_merge)
 
     @property
     def adapter_limits(self) -> AdapterLimits | None:
@@ -195,6 +196,12 @@ def _check_adapters(model: ModelOptions) -> None:
     for name, path in (model.adapters or {}).items():
         if not name or not path:
             raise ConfigError(f"model.adapters={model.adapters} must map names to folders, and neither may be empty")
+        if model.lora_merge is not None and (model.lora_merge == name or model.merged_adapter == plain_folder(path)):
+            raise ConfigError(
+                f"model.lora_merge={model.lora_merge} is merged into the weights for all rows, and those that name "
+                f"{name!r} of model.adapters would have it twice: give the folder as model.lora_merge and leave the "
+                f"name out of model.adapters, or leave model.lora_merge out"
+            )
     if model.max_cpu_loras is not None:
         needed = {"max_loras": model.max_loras or 1, "adapters": len(model.adapters or ())}
         key = max(needed, key=needed.__getitem__)

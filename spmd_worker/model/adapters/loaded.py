@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import AdapterTargets, num_inputs, scaled
+from spmd_worker.model.adapters.text_part import text_part
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.tensor_checks import is_finite
 from spmd_worker.ops.kernels.adapters import AdapterSizes, AdapterStack, Matrices, StepAdapters
@@ -32,13 +33,12 @@ _PLACEHOLDER = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedAdapter:
-    """A checked adapter that no row can use yet: this rank's matrices of each layer's parts, and parameters that
-    replace the pooler's, all in host memory.
+    """A checked adapter that no row can use yet: this rank's matrices by layer, packed for its stack, and parameters
+    that replace the pooler's, on the device.
     """
 
     digest: int
-    rank: int
-    matrices: Mapping[str, Sequence[Matrices | None]]
+    packed: Mapping[str, Any]
     scores: Mapping[str, Tensor]
 
 
@@ -53,11 +53,11 @@ class LoadedAdapters:
         self._other_bases = set[str]()
         """Bases of adapters that were warned of: a trainer pushes many adapters of one."""
         self._limits, self._kernels, self._dtype = limits, model.model.adapter_kernels, model.model.dtype
+        self._weights = model.weights
         self.targets, device = AdapterTargets(model), next(model.parameters()).device
         self._slots: dict[int, int] = {}
         """Slot of each adapter, by its digest."""
-        self._num_commits: dict[int, int] = {}
-        self._scores: dict[int, dict[str, Tensor]] = {}
+        self._scores: dict[int, Mapping[str, Tensor]] = {}
         self._device = device
         self.adapted_layers: frozenset[str] = frozenset()
         """Layers that a loaded adapter has matrices for: steps skip the others."""
@@ -65,6 +65,11 @@ class LoadedAdapters:
             layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
             layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes))
+
+    @property
+    def merged(self) -> frozenset[int]:
+        """Digests of adapters that the weights have in them."""
+        return self._weights.merged_adapters
 
     @property
     def digests(self) -> tuple[int, ...]:
@@ -81,6 +86,7 @@ class LoadedAdapters:
         """Check an adapter against the model and slice it; nothing is changed. Raises AdapterError, the same on every
         rank, which lists all that does not fit.
         """
+        digest, source = source.digest, text_part(source, self._weights.names)
         found: dict[str, str] = {}
         problems: list[str] = []
         for module, pair in source.modules.items():
@@ -109,27 +115,21 @@ class LoadedAdapters:
             ]
             for layer, parts in self.targets.parts.items()
         }
-        of_layers = {name: each for name, each in matrices.items() if any(each)}
-        return StagedAdapter(source.digest, source.rank, of_layers, self.targets.scores(saved))
+        scores = {name: each.to(self._device) for name, each in self.targets.scores(saved).items()}
+        return StagedAdapter(digest, self._packed(matrices), scores)
 
     def commit(self, staged: StagedAdapter) -> None:
-        """Load a prepared adapter, for rows of the next step on. One whose content is loaded shares its slot, and is
-        removed when it was removed as often as committed.
+        """Load a prepared adapter, whose content is not loaded, for rows of the next step on. Nothing is allocated that
+        might not be there: a rank that fails here differs from all others.
         """
-        digest = staged.digest
-        self._num_commits[digest] = self._num_commits.get(digest, 0) + 1
-        if digest in self._slots:
-            return
-        used = self._slots.values()
+        digest, used = staged.digest, self._slots.values()
+        assert digest not in self._slots, f"{digest:016x} is loaded"
         slot = next((each for each in range(self._limits.max_cpu_loras) if each not in used), None)
         assert slot is not None, f"{len(used)} adapters are loaded, the most that model.max_cpu_loras allows"
-        for name, parts in staged.matrices.items():
-            stack = self.targets.layers[name].adapters
-            assert stack is not None, name
-            stack.write(slot, parts)
+        for name, packed in staged.packed.items():
+            self._stack(name).write(slot, packed)
         self._slots[digest] = slot
-        if staged.scores:
-            self._scores[digest] = {name: each.to(self._device) for name, each in staged.scores.items()}
+        self._scores[digest] = staged.scores
         self._note_layers()
 
     def discard(self, staged: StagedAdapter) -> None:
@@ -138,16 +138,10 @@ class LoadedAdapters:
 
     def remove(self, digest: int) -> None:
         """Unload an adapter, of which no row may be in flight."""
-        self._num_commits[digest] -= 1
-        if self._num_commits[digest]:
-            return
-        del self._num_commits[digest]
         slot = self._slots.pop(digest)
-        self._scores.pop(digest, None)
+        del self._scores[digest]
         for name in self.targets.parts:
-            stack = self.targets.layers[name].adapters
-            assert stack is not None, name
-            stack.clear(slot)
+            self._stack(name).clear(slot)
         self._note_layers()
 
     @contextmanager
@@ -168,15 +162,23 @@ class LoadedAdapters:
             ]
             for name, parts in self.targets.parts.items()
         }
-        self.commit(StagedAdapter(_PLACEHOLDER, 1, matrices, _NO_SCORES))
+        self.commit(StagedAdapter(_PLACEHOLDER, self._packed(matrices), _NO_SCORES))
         try:
             yield _PLACEHOLDER
         finally:
             self.remove(_PLACEHOLDER)
 
     def _note_layers(self) -> None:
-        stacks = {name: self.targets.layers[name].adapters for name in self.targets.parts}
-        self.adapted_layers = frozenset(name for name, stack in stacks.items() if stack and not stack.is_empty)
+        self.adapted_layers = frozenset(name for name in self.targets.parts if not self._stack(name).is_empty)
+
+    def _stack(self, name: str) -> AdapterStack:
+        stack = self.targets.layers[name].adapters
+        assert stack is not None, name
+        return stack
+
+    def _packed(self, matrices: Mapping[str, Sequence[Matrices | None]]) -> dict[str, Any]:
+        """Matrices by layer, as its stack takes them; layers without any are left out."""
+        return {name: self._stack(name).pack(parts) for name, parts in matrices.items() if any(parts)}
 
     def slot_of(self, digest: int) -> int:
         """Slot of a row's adapter; -1 for `NO_ADAPTER`."""
@@ -192,15 +194,12 @@ class LoadedAdapters:
 
     def _saved(self, source: AdapterSource) -> tuple[dict[str, Tensor], list[str]]:
         """Full weights by the checkpoint's names, and what is wrong with them."""
-        config, found, problems = source.config, {}, []
+        found, problems = {}, []
         for given_name, tensor in source.saved.items():
             name, problem = self.targets.find_score(given_name, tensor.shape)
             found[name] = tensor
             if problem:
                 problems.append(f"{given_name} (modules_to_save): {problem}")
-        if config.saved and not source.saved:
-            rule = "no such weights are in the file: it is not complete, or they are not saved"
-            problems.append(f"{config.subject}: modules_to_save={list(config.saved)}: {rule}")
         return found, problems
 
     def _problem(self, source: AdapterSource, module: str, name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import scaled
+from spmd_worker.model.adapters.text_part import text_part
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.merged_weights import LowRankUpdate
 
@@ -17,6 +18,7 @@ def weight_updates(
     Raises AdapterError that lists all modules that are not matrices of the model, or of other sizes, and saved modules,
     which replace weights.
     """
+    adapter = text_part(adapter, names)
     updates: dict[str, LowRankUpdate] = {}
     problems: list[str] = []
     if adapter.config.is_transposed and not names.are_transposed:

@@ -61,17 +61,14 @@ class AdapterSource:
     modules: Mapping[str, AdapterModule]
     saved: Mapping[str, Tensor]
 
-    @property
-    def rank(self) -> int:
-        """The largest rank of a module."""
-        return max(module.rank for module in self.modules.values())
-
     @cached_property
     def digest(self) -> int:
-        """63 bits, above 0, of names, matrices, dtypes and scalings: it does not depend on the order of tensors, and
-        two adapters of one digest compute the same.
+        """63 bits, above 0, of names, matrices, dtypes, scalings and `fan_in_fan_out`: it does not depend on the order
+        of tensors, and two adapters of one digest compute the same, or are refused alike.
         """
         state = hashlib.sha256()
+        if self.config.is_transposed:
+            _add_text(state, "fan_in_fan_out")
         for name, module in sorted(self.modules.items()):
             _add_text(state, f"{name} {module.scaling.hex()}")
             _add_tensor(state, module.a)
@@ -162,6 +159,9 @@ def _source(subject: str, config: PeftConfig, tensors: Mapping[str, Tensor]) -> 
             problems.append(f"{module}: {problem}")
         else:
             modules[module] = AdapterModule(pair["A"], pair["B"], config.scaling_of(module))
+    if config.saved and not saved:
+        rule = "no such weights are in the file: it is not complete, or they are not saved"
+        problems.append(f"{config.subject}: modules_to_save={list(config.saved)}: {rule}")
     if not pairs and not problems:
         problems.append("no tensor is named lora_A or lora_B")
     raise_problems(subject, problems)

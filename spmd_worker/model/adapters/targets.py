@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.adapters.source import AdapterModule
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.linear import AdaptableLayer, ColumnParallelLinear, RowParallelLinear
@@ -104,7 +105,10 @@ class AdapterTargets:
         """The checkpoint's name of a full weight that a file calls `given_name`, and the reason if it cannot be
         replaced for the rows of an adapter: only scores of a model that classifies, and the layers before them, can.
         """
-        (name,) = self._names.parts(given_name, ())
+        try:
+            name = next(iter(self._names.parts(given_name, shape)))
+        except CheckpointError as error:
+            return given_name, str(error)
         if name.rpartition(".")[0] not in self._score_modules or name not in self._all_shapes:
             return name, "full weights are replaced for rows only where they are scores of a model that classifies"
         if tuple(shape) != self._all_shapes[name]:

@@ -239,14 +239,27 @@ class CheckpointNames:
                 destination=((to + first - start, to + last - start), *to_others),
             )
 
-    def is_derived(self, name: str) -> bool:
-        """Whether the tensor is not needed: frequencies, masks, a tied head, other layers, other input than text."""
+    def is_beside_text(self, given_name: str) -> bool:
+        """Whether the tensor that a file or a trainer calls so is of a module that text does not run: towers and layers
+        for other input.
+        """
+        return self._is_beside_text(self._table_name(given_name))
+
+    def _is_beside_text(self, name: str) -> bool:
         if name.rpartition(".")[0] in self._head_modules:
             return False
-        is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
+        layer = self._layer.match(name)
+        is_for_images = layer is not None and int(layer[1]) in self._model_config.image_layers
+        return is_for_images or name.startswith(self._names.ignored_prefixes)
+
+    def is_derived(self, name: str) -> bool:
+        """Whether the tensor is not needed: frequencies, masks, a tied head, later layers, other input than text."""
+        if name.rpartition(".")[0] in self._head_modules:
+            return False
+        is_ignored = name.endswith(self._names.ignored) or self._is_beside_text(name)
         has_no_head = self._is_tied or not self._has_head
         is_head = name == self._head or (not self._has_head and name == f"{self._names.head}.bias")
-        return is_ignored or (has_no_head and is_head) or self._is_of_other_layer(name)
+        return is_ignored or (has_no_head and is_head) or self._is_of_later_layer(name)
 
     def tensors(self, stage_slices: Callable[[Stage], Sequence[WeightSlice]]) -> dict[str, ModelTensor]:
         """All tensors of the checkpoint by name, of every stage, from the slices of a rank of any stage."""
@@ -267,14 +280,11 @@ class CheckpointNames:
             found |= {prefix + name: tensor for name, tensor in of_kind[kind].items()}
         return found
 
-    def _is_of_other_layer(self, name: str) -> bool:
-        """Whether it is of a layer for images, or of one beyond the model's if files may have such."""
-        layer = self._layer.match(name)
-        if layer is None:
-            return False
-        number, config = int(layer[1]), self._model_config
-        is_beyond = number >= config.num_layers + len(config.image_layers)
-        return number in config.image_layers or (self._names.ignores_later_layers and is_beyond)
+    def _is_of_later_layer(self, name: str) -> bool:
+        """Whether it is of a layer beyond the model's and files may have such."""
+        layer, config = self._layer.match(name), self._model_config
+        num_layers = config.num_layers + len(config.image_layers)
+        return self._names.ignores_later_layers and layer is not None and int(layer[1]) >= num_layers
 
 
 def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:

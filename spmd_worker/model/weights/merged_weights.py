@@ -65,10 +65,13 @@ def _add_tiles(merged: Tensor, a: Tensor, b: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MergedWeights:
-    """`source` with `updates`, by checkpoint name, added. Other tensors are read as they are."""
+    """`source` with `updates`, by checkpoint name, added. Other tensors are read as they are. `digest` is that of the
+    adapter's content.
+    """
 
     source: WeightSource
     updates: Mapping[str, LowRankUpdate]
+    digest: int
 
     @property
     def folder(self) -> Path:

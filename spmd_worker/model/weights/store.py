@@ -46,7 +46,7 @@ from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_pr
 from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.model.weights.dummy import DummyWeights
 from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_weights
-from spmd_worker.model.weights.merged_weights import source_of
+from spmd_worker.model.weights.merged_weights import MergedWeights, source_of
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, finite_flag, tied_head_fault
 from spmd_worker.model.weights.weight_source import WeightSource
@@ -94,6 +94,7 @@ class WeightStore:
         self.names, self._layers, self._dtype, self._stage_slices = names, layers, dtype, stage_slices
         self._allows_nonfinite = allows_nonfinite
         self.update = WeightUpdate(names.tied)
+        self._merged: dict[str, int] = {}
 
     @cached_property
     def slices(self) -> list[WeightSlice]:
@@ -124,6 +125,17 @@ class WeightStore:
     def buffer_names(self) -> frozenset[str]:
         """Names of buffers, which an update may omit and `sleep(level=2)` keeps."""
         return frozenset(name for name, tensor in self.tensors.items() if tensor.is_buffer)
+
+    @property
+    def merged_adapters(self) -> frozenset[int]:
+        """Digests of the adapters that are in weights, those of other ranks too; a trainer's tensors have none."""
+        return frozenset(self._merged.values())
+
+    def _note_merged(self, name: str, source: WeightSource | None) -> None:
+        if isinstance(source, MergedWeights) and name in source.updates:
+            self._merged[name] = source.digest
+        else:
+            self._merged.pop(name, None)
 
     @property
     def buffer_parameters(self) -> frozenset[str]:
@@ -189,6 +201,8 @@ class WeightStore:
             if not (own == "weight" and isinstance(padded, PackedLayer) and padded.is_packed):
                 region = tuple(slice(*bounds) for bounds in padding.destination)
                 parameters[padding.parameter_name].data[region].zero_()
+        for name in self.tensors:
+            self._note_merged(name, source)
         num_tensors = len({name for name, _ in pieces})
         return LoadReport(num_tensors, source.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
 
@@ -294,6 +308,7 @@ class WeightStore:
             if own is not None and not stored_pieces:
                 own.load(tensor)
             self.update.add(name, tensor)
+            self._note_merged(name, source)
         return own is not None
 
     def _normalised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -59,9 +59,14 @@ class AdapterStack(Protocol):
     def is_empty(self) -> bool:
         """Whether no slot is filled, so that the layer may skip `add_`."""
 
-    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
-        """Fill a slot, which was never filled or cleared, with an adapter: one entry for each part of the layer, None
-        for a part without matrices. Tensors may be in host memory. At least one entry is not None.
+    def pack(self, parts: Sequence[Matrices | None]) -> Any:
+        """An adapter for `write`, with all the memory that it takes: one entry for each part of the layer, None for a
+        part without matrices. Tensors are in host memory. At least one entry is not None. The stack is not changed.
+        """
+
+    def write(self, slot: int, packed: Any) -> None:
+        """Fill a slot, which was never filled or cleared, with a packed adapter. No memory is allocated, so that a rank
+        cannot fail where others have succeeded.
         """
 
     def clear(self, slot: int) -> None:
@@ -96,8 +101,11 @@ class ReferenceStack:
         self.sizes = sizes
         self.slots: list[list[Matrices | None]] = [[] for _ in range(sizes.num_slots)]
 
-    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
-        self.slots[slot] = [None if each is None else self._padded(*each) for each in parts]
+    def pack(self, parts: Sequence[Matrices | None]) -> list[Matrices | None]:
+        return [None if each is None else self._padded(*each) for each in parts]
+
+    def write(self, slot: int, packed: list[Matrices | None]) -> None:
+        self.slots[slot] = packed
 
     def clear(self, slot: int) -> None:
         self.slots[slot] = []

@@ -1,10 +1,18 @@
 """LoRARequest: the adapter of a call's rows, in vLLM's words, or with the tensors of a trainer."""
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any, Final
 
-from spmd_worker.base.config.plain_values import plain_bool, plain_int, plain_text, sendable_text, shown
+from spmd_worker.base.config.plain_values import (
+    asks,
+    plain_bool,
+    plain_folder,
+    plain_int,
+    plain_text,
+    sendable_text,
+    shown,
+)
 
 
 class TensorSnapshot(dict[str, Any]):
@@ -24,10 +32,10 @@ class LoRARequest:
 
     An id belongs to one adapter until that is removed or evicted, or, with `load_inplace`, replaced by this one. Rows
     are computed with an adapter's contents: equal contents share cached blocks under any name, and other contents never
-    do.
+    do. `base_model_name`, which changes nothing, is for those who read the request.
 
-    Raises ValueError for an id below 1, an empty name, text that UTF-8 cannot encode, and unless exactly one of path
-    and tensors is given; TypeError for other types.
+    Raises ValueError for an id below 1, an empty name, text that UTF-8 cannot encode, unless exactly one of path and
+    tensors is given, and for other fields of vLLM's unless they are neutral; TypeError for other types.
     """
 
     lora_name: str
@@ -38,17 +46,28 @@ class LoRARequest:
     lora_tensors: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     peft_config: Mapping[str, Any] | None = field(default=None, compare=False)
     load_inplace: bool = False
+    base_model_name: str | None = field(default=None, compare=False)
+    lora_local_path: InitVar[Any] = None
+    long_lora_max_len: InitVar[Any] = None
+    tensorizer_config_dict: InitVar[Any] = None
+    is_3d_lora_weight: InitVar[Any] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *refused: Any) -> None:
+        for (name, reason), value in zip(_REFUSED.items(), refused, strict=True):
+            if asks(value):
+                raise ValueError(f"LoRARequest.{name}={shown(value)} is not supported: {reason}")
         for name, plain, kind in _FIELDS:
             value = getattr(self, name)
             if name == "lora_path" and hasattr(value, "__fspath__"):
                 value = value.__fspath__()
+            if name == "base_model_name" and value is None:
+                continue
             found = plain(value)
             if found is None:
                 raise TypeError(f"LoRARequest.{name}={shown(value)} is a {type(value).__name__}: give {kind}")
             if isinstance(found, str):
                 sendable_text(f"LoRARequest.{name}", found)
+                found = plain_folder(found) if name == "lora_path" and found else found
             object.__setattr__(self, name, found)
         if not 1 <= self.lora_int_id < 2**63:
             raise ValueError(f"LoRARequest.lora_int_id={self.lora_int_id} must be from 1 to {2**63 - 1}")
@@ -95,4 +114,12 @@ _FIELDS = (
     ("lora_int_id", plain_int, "a whole number"),
     ("lora_path", plain_text, "the path of a folder"),
     ("load_inplace", plain_bool, "true or false"),
+    ("base_model_name", plain_text, "text, or leave it out"),
 )
+_REFUSED: Final = {
+    "lora_local_path": "give the folder as lora_path",
+    "long_lora_max_len": "longer contexts come with the base model's rope scaling, not with an adapter: leave it out",
+    "tensorizer_config_dict": "adapters are read from PEFT folders: give one as lora_path",
+    "is_3d_lora_weight": "experts are not adapted: target attention, dense layers and shared experts",
+}
+"""Fields of vLLM's that must be neutral, and the reason, in the order of `InitVar` fields."""

@@ -134,12 +134,18 @@ def test_digest_is_of_content_in_any_order(tmp_path: Path):
             (CONFIG, changed),
             (CONFIG | {"lora_alpha": 5}, tensors()),
             (CONFIG | {"use_rslora": True}, tensors()),
+            (CONFIG | {"fan_in_fan_out": True}, tensors()),
             (CONFIG | {"alpha_pattern": {"v_proj": 5}}, tensors()),
             (CONFIG, {name: each.bfloat16() for name, each in tensors().items()}),
             (CONFIG, {name.replace("layers.0", "layers.1"): each for name, each in tensors().items()}),
         )
     ]
     assert len({expected, *digests}) == len(digests) + 1
+
+
+def test_saved_modules_must_be_in_the_file(tmp_path: Path):
+    with pytest.raises(AdapterError, match=r"adapter_config.json: modules_to_save=\['score'\]: no such weights are in"):
+        read_adapter(write(tmp_path, {"modules_to_save": ["score"]}))
 
 
 def test_patterns_match_ends_of_paths():

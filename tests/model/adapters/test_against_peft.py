@@ -4,13 +4,14 @@ A token is the greedy one if it has the largest logit after the tokens before it
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from encoder_models import encoder_folder
-from family_checkpoints import family_folder
+from family_checkpoints import WITH_IMAGES, family_folder
 from our_model import encoder_states, load_model, prompt_logits
 from peft import PeftModel
 from peft_adapters import Settings, adapter_folder, peft_logits, peft_model, write_adapter
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.base.errors import AdapterError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.peft_config import PeftConfig
 from spmd_worker.model.adapters.source import read_adapter
@@ -41,7 +43,7 @@ CASES: dict[str, tuple[str, Settings]] = {
     "falcon_all": ("falcon", ()),
     "opt_projected": ("opt_350m", ()),
     "gemma2_all": ("gemma2", ()),
-    "gemma3_images": ("gemma3_images", (("target_modules", r".*language_model.*\.(q_proj|up_proj)"),)),
+    "gemma3_images": ("gemma3_images", ()),
 }
 """Family and arguments of LoraConfig. Fused matrices are in rows, transposed, by key-value head, and with one head."""
 
@@ -99,6 +101,32 @@ def test_comparison_detects_rows_without_their_adapter():
     reference = peft_model("gpt_neox")
     assert relative_error(prompt_logits(model, [PROMPTS[2]])[0], peft_logits(reference, PROMPTS[2])) > 0.1
     assert not torch.equal(*our_logits("gpt_neox", (), [PROMPTS[2], PROMPTS[2][::-1]]))
+
+
+def test_modules_beside_text_are_left_out(caplog: pytest.LogCaptureFixture):
+    model, loaded = our_model("gemma3_images")
+    source = read_adapter(adapter_folder("gemma3_images"))
+    with caplog.at_level("INFO"):
+        loaded.prepare(source)
+    (words,) = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
+    tower = {name: each for name, each in source.modules.items() if "vision_tower" in name}
+    assert f"{len(tower)} of {len(source.modules)} modules, such as {min(tower)}, are left out" in words
+    unknown = {"model.language_model.layers.9.mlp.up_proj": next(iter(tower.values()))}
+    with pytest.raises(AdapterError, match=r"layers\.9\.mlp\.up_proj: the model has no such module") as raised:
+        loaded.prepare(replace(source, modules={**source.modules, **unknown}))
+    assert "vision_tower" not in str(raised.value)
+    with pytest.raises(AdapterError, match=r"only the text model runs: rows with it would have the answers of"):
+        loaded.prepare(replace(source, modules=tower))
+    merged = load_model(family_folder("gemma3_images"), lora_merge=adapter_folder("gemma3_images"))
+    (found,) = prompt_logits(merged, PROMPTS[1:2])
+    assert relative_error(found, peft_logits(peft_model("gemma3_images"), PROMPTS[1])) < 1e-4
+    assert relative_error(found, prompt_logits(model, PROMPTS[1:2])[0]) > 1e-2
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_all_linear_of_models_with_images(family: str):
+    assert worst_error(family, ()) < 1e-4
 
 
 ENCODERS = {

@@ -48,7 +48,7 @@ def logits(loaded: LoadedAdapters, model: DecoderForCausalLM, digest: int) -> Te
     return prompt_logits(model, PROMPT, loaded=loaded, digests=[digest])[0]
 
 
-def test_prepared_adapter_changes_nothing_until_commit(model: DecoderForCausalLM):
+def test_prepared_adapter_changes_nothing_until_commit(model: DecoderForCausalLM, monkeypatch: pytest.MonkeyPatch):
     loaded, first, second = LoadedAdapters(model, LIMITS), llama_source(1), llama_source(2)
     plain = prompt_logits(model, PROMPT)[0]
     loaded.commit(loaded.prepare(first))
@@ -59,7 +59,11 @@ def test_prepared_adapter_changes_nothing_until_commit(model: DecoderForCausalLM
     assert loaded.digests == (first.digest,)
     assert torch.equal(logits(loaded, model, first.digest), with_first)
     assert torch.equal(logits(loaded, model, 0), plain)
-    loaded.commit(staged)
+    with monkeypatch.context() as patch:
+        # Memory is full: what is prepared has all that it needs.
+        patch.setattr(Tensor, "contiguous", None)
+        patch.setattr(torch, "zeros", None)
+        loaded.commit(staged)
     assert loaded.digests == (first.digest, second.digest)
     assert torch.equal(logits(loaded, model, first.digest), with_first)
 
@@ -88,15 +92,12 @@ def test_slot_of_a_removed_adapter_is_used_again(model: DecoderForCausalLM):
     assert torch.equal(logits(again, model, kept.digest), with_kept)
 
 
-def test_equal_contents_share_a_slot(model: DecoderForCausalLM):
+def test_equal_contents_are_loaded_once(model: DecoderForCausalLM):
     loaded, source = LoadedAdapters(model, LIMITS), llama_source(1)
-    for _ in range(3):
-        loaded.commit(loaded.prepare(llama_source(1)))
-    assert loaded.digests == (source.digest,)
-    expected = logits(loaded, model, source.digest)
-    for _ in range(2):
-        loaded.remove(source.digest)
-        assert torch.equal(logits(loaded, model, source.digest), expected)
+    staged = loaded.prepare(llama_source(1))
+    loaded.commit(staged)
+    with pytest.raises(AssertionError, match="is loaded"):
+        loaded.commit(staged)
     loaded.remove(source.digest)
     assert loaded.digests == ()
     with pytest.raises(KeyError):
@@ -188,7 +189,6 @@ def test_full_weights_are_refused_by_key(model: DecoderForCausalLM):
     expected = "lm_head.weight (modules_to_save): full weights are replaced for rows only where they are scores"
     for config in ({"modules_to_save": ["lm_head"]}, {}):
         assert expected in problems(model, llama_source(0, saved=weights, **config))
-    assert "modules_to_save=['score']: no such weights" in problems(model, llama_source(0, modules_to_save=["score"]))
 
 
 def test_placeholder_needs_no_free_slot(model: DecoderForCausalLM):

@@ -31,7 +31,7 @@ def new_stack(kernels: AdapterKernels, case: str, dtype: torch.dtype) -> Adapter
             a, b = (torch.randn(shape, generator=generator) for shape in ((rank, num_inputs), (stop - start, rank)))
             is_there = number == 0 or (slot + number) % 3 != 0
             matrices.append((a.to(dtype), (b / rank).to(dtype)) if is_there else None)
-        stack.write(slot, matrices)
+        stack.write(slot, stack.pack(matrices))
     return stack
 
 

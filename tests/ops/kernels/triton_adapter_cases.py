@@ -62,7 +62,7 @@ class Layer:
         self.stack = self.kernels.new_stack(AdapterSizes(len(order), max_rank, INPUTS, parts, dtype, device))
         for slot, number in enumerate(order):
             if RANKS[number] <= max_rank:
-                self.stack.write(slot, matrices(number, parts, dtype))
+                self.stack.write(slot, self.stack.pack(matrices(number, parts, dtype)))
 
     def __call__(self, outputs: Tensor, x: Tensor, slots: Sequence[int]) -> Tensor:
         found = outputs.clone()
@@ -161,7 +161,7 @@ def a_slot_that_is_filled_again_has_nothing_of_the_last() -> None:
         assert layer.stack.is_empty
         assert torch.equal(layer(outputs, x, slots), outputs)
         for slot in ADAPTERS:
-            layer.stack.write(slot, matrices(slot, QKV, dtype))
+            layer.stack.write(slot, layer.stack.pack(matrices(slot, QKV, dtype)))
         assert torch.equal(layer(outputs, x, slots), expected)
 
 

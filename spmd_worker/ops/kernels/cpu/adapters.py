@@ -52,6 +52,16 @@ class NativeRows:
         return ctypes.addressof(self.structure)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAdapter:
+    """Packed matrices of one layer, and their entry of the stack's table: addresses of A and B, and rank of each part,
+    int64 [parts, 3].
+    """
+
+    tensors: tuple[Tensor, ...]
+    entry: np.ndarray
+
+
 class NativeStack:
     """Implements `AdapterStack` for float32 and bfloat16 in host memory. An adapter takes memory for its own rank."""
 
@@ -60,27 +70,27 @@ class NativeStack:
         self._sizes, self._function = sizes, library.functions[f"add_adapters_{dtype_name(sizes.dtype)}"]
         self._table = np.zeros((sizes.num_slots, len(sizes.parts), 3), dtype=np.int64)
         self._bounds = np.array(sizes.parts, dtype=np.int64)
-        self._tensors: dict[int, list[Tensor]] = {}
+        self._packed: dict[int, PackedAdapter] = {}
         self.structure = _Layer(self._table.ctypes.data, self._bounds.ctypes.data, len(sizes.parts), sizes.num_inputs)
 
     @property
     def is_empty(self) -> bool:
-        return not self._tensors
+        return not self._packed
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed matrices."""
-        return sum(each.nbytes for tensors in self._tensors.values() for each in tensors)
+        return sum(each.nbytes for packed in self._packed.values() for each in packed.tensors)
 
     @property
     def address(self) -> int:
         """Address of the structure that describes the stack."""
         return ctypes.addressof(self.structure)
 
-    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
-        assert slot not in self._tensors, slot
+    def pack(self, parts: Sequence[Matrices | None]) -> PackedAdapter:
         assert len(parts) == len(self._bounds), (len(parts), self._bounds)
-        kept = self._tensors[slot] = []
+        tensors: list[Tensor] = []
+        entry = np.zeros((len(parts), 3), dtype=np.int64)
         for number, (matrices, (start, stop)) in enumerate(zip(parts, self._sizes.parts)):
             if matrices is None:
                 continue
@@ -89,12 +99,18 @@ class NativeStack:
             assert b.shape == (stop - start, rank), (b.shape, self._sizes)
             assert 0 < rank <= min(self._sizes.max_rank, _MAX_RANK), (rank, self._sizes)
             packed = _packed_inputs(a), _packed_outputs(b)
-            kept += packed
-            self._table[slot, number] = *(each.data_ptr() for each in packed), rank
+            tensors += packed
+            entry[number] = *(each.data_ptr() for each in packed), rank
+        return PackedAdapter(tuple(tensors), entry)
+
+    def write(self, slot: int, packed: PackedAdapter) -> None:
+        assert slot not in self._packed, slot
+        self._packed[slot] = packed
+        self._table[slot] = packed.entry
 
     def clear(self, slot: int) -> None:
         self._table[slot] = 0
-        self._tensors.pop(slot, None)
+        self._packed.pop(slot, None)
 
     def tensors(self) -> list[Tensor]:
         return []

@@ -120,17 +120,21 @@ class TritonAdapterStack:
     def is_empty(self) -> bool:
         return not self._filled
 
-    @torch.inference_mode()
-    def write(self, slot: int, parts: Sequence[Matrices | None]) -> None:
-        ranks = [0 if each is None else len(each[0]) for each in parts]
+    def pack(self, parts: Sequence[Matrices | None]) -> tuple[Tensor, Tensor, Tensor]:
+        """A slot of `a`, `b` and `ranks` in host memory: a copy of only a part of a slot takes memory on the device."""
+        a, b, ranks = (
+            torch.zeros(each.shape[1:], dtype=each.dtype, device="cpu") for each in (self.a, self.b, self.ranks)
+        )
         for part, ((start, stop), matrices) in enumerate(zip(self.sizes.parts, parts, strict=True)):
             if matrices is not None:
-                rank = ranks[part]
-                self.a[slot, part, :rank] = matrices[0]
-                self.a[slot, part, rank:] = 0
-                self.b[slot, start:stop, :rank] = matrices[1]
-                self.b[slot, start:stop, rank:] = 0
-        self.ranks[slot] = to_device(torch.tensor(ranks, dtype=torch.int32), self.sizes.device)
+                ranks[part] = rank = len(matrices[0])
+                a[part, :rank], b[start:stop, :rank] = matrices
+        return a, b, ranks
+
+    @torch.inference_mode()
+    def write(self, slot: int, packed: tuple[Tensor, Tensor, Tensor]) -> None:
+        for stack, each in zip((self.a, self.b, self.ranks), packed, strict=True):
+            stack[slot].copy_(each)
         self._filled.add(slot)
 
     @torch.inference_mode()
