@@ -119,6 +119,10 @@ class Adapters:
         """Ids of the loaded adapters, the same on every rank."""
         return set(self._registry.entries)
 
+    def loaded(self) -> tuple[RegisteredAdapter, ...]:
+        """The loaded adapters, with the folders that this rank's callers name."""
+        return tuple(replace(each, path=self._path_of(each)) for each in self._registry.entries.values())
+
     def digest_of(self, request: LoRARequest | None) -> int:
         """The number by which a `Request` names the adapter; 0 for None. An adapter that is not loaded, or is to be
         loaded again (`load_inplace`), is added first, with the errors of `add`.

@@ -9,6 +9,7 @@ from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.engine.adapters import Adapters
 from spmd_worker.replica.scheduler.adapter_plans import plan_removal
+from spmd_worker.replica.scheduler.adapter_registry import RegisteredAdapter
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.events import AddPromptAdapter, PinPromptAdapter, RemovePromptAdapter
 from spmd_worker.replica.sequence.prompt_adapter_request import (
@@ -25,8 +26,6 @@ class PromptAdapters(Adapters):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._registry = self._requests.prompt_adapters
-        self._numbers: dict[int, int] = {}
-        """Virtual tokens of each content that this rank has named."""
 
     def add(self, request: PromptAdapterRequest) -> bool:  # type: ignore[override]  # another kind of request
         """Load a prompt adapter on every rank, or on none; returns True. Takes three steps, in which requests continue.
@@ -42,10 +41,11 @@ class PromptAdapters(Adapters):
             number = request.prompt_adapter_id
             digest, problem = self._executor.prompt_adapters.stage(request)
             with self._change(partial(self._plan, request, digest, problem and f"rank 0: {problem}")) as change:
-                event = AddPromptAdapter(change.int_id, change.name, change.path, change.digest, change.evicted)
+                event = AddPromptAdapter(
+                    *(change.int_id, change.name, change.path, change.digest, change.evicted, change.num_tokens)
+                )
                 self._run_event(ADD_PROMPT_ADAPTER, change, event)
             self._note_path(number, request.prompt_adapter_local_path)
-            self._numbers[self._registry.entries[number].digest] = request.prompt_adapter_num_virtual_tokens
             return True
 
     def remove(self, int_id: int) -> bool:
@@ -106,20 +106,21 @@ class PromptAdapters(Adapters):
                     self._wanted = (*self._wanted, entries[number].digest)
                 elif self._path_of(entry) != each.prompt_adapter_local_path or (entry.name != each.prompt_adapter_name):
                     raise AdapterError(_taken(each, entry.name, entry.path))
-                found[number] = VirtualTokens(entries[number].digest, each.prompt_adapter_num_virtual_tokens)
-                self._check_number(each, found[number])
+                found[number] = _virtual_tokens(entries[number])
+                if each.prompt_adapter_num_virtual_tokens != found[number].num_tokens:
+                    raise AdapterError(_other_number(each, found[number].num_tokens))
         finally:
             self._wanted = ()
         return [None if each is None else found[each.prompt_adapter_id] for each in listed]
 
-    def _check_number(self, request: PromptAdapterRequest, virtual: VirtualTokens) -> None:
-        """Compare a request's number of virtual tokens with that of earlier requests for the content."""
-        known = self._numbers.setdefault(virtual.digest, virtual.num_tokens)
-        if known != virtual.num_tokens:
-            raise AdapterError(
-                f"prompt adapter {request.prompt_adapter_id} ({request.prompt_adapter_name!r}) has {known} virtual "
-                f"tokens: prompt_adapter_num_virtual_tokens={virtual.num_tokens} must be that"
-            )
+    def of_name(self, name: str) -> VirtualTokens:
+        """The virtual tokens of a loaded adapter; of several with one name, those of the one loaded last. Raises
+        AdapterError.
+        """
+        entry = self._registry.of_name(name)
+        if entry is None:
+            raise AdapterError(f"prompt adapter {name!r} is not loaded: {self._loaded_words()}")
+        return _virtual_tokens(entry)
 
     def _plan(self, request: PromptAdapterRequest, digest: int, problem: str) -> AdapterChange:
         number, name, path = (
@@ -127,7 +128,8 @@ class PromptAdapters(Adapters):
             request.prompt_adapter_name,
             request.prompt_adapter_local_path,
         )
-        change = AdapterChange(number, name, path, digest, problem=problem)
+        num_tokens = request.prompt_adapter_num_virtual_tokens
+        change = AdapterChange(number, name, path, digest, problem=problem, num_tokens=num_tokens)
         entry = self._registry.entries.get(number)
         if problem:
             return change
@@ -154,6 +156,17 @@ class PromptAdapters(Adapters):
         if not isinstance(request, PromptAdapterRequest):
             kind = type(request).__name__
             raise TypeError(f"prompt_adapter_request={shown(request)} is a {kind}: give a PromptAdapterRequest")
+
+
+def _virtual_tokens(entry: RegisteredAdapter) -> VirtualTokens:
+    return VirtualTokens(entry.digest, entry.num_tokens)
+
+
+def _other_number(request: PromptAdapterRequest, known: int) -> str:
+    return (
+        f"prompt adapter {request.prompt_adapter_id} ({request.prompt_adapter_name!r}) has {known} virtual tokens: "
+        f"prompt_adapter_num_virtual_tokens={request.prompt_adapter_num_virtual_tokens} must be that"
+    )
 
 
 def _taken(request: PromptAdapterRequest, name: str, path: str) -> str:

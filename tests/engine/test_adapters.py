@@ -198,12 +198,18 @@ def test_folders_are_loaded_again_after_a_restart(folder: Path, tmp_path: Path, 
         llm.add_lora(LoRARequest("changing", 8, changing))
         llm.add_lora(LoRARequest("tensors", 9, lora_tensors=lora_tensors(3), peft_config=CONFIG))
         write_lora(tmp_path / "changing", 9)
+        llm.pin_lora(7)
+        # By the name of one of the configuration, from another folder.
+        llm.add_lora(LoRARequest("b", 10, str(folder / "c")))
+        llm.pin_lora(10)
         with caplog.at_level(logging.WARNING):
             llm.reinitialize_distributed()
-        assert llm.list_loras() == llm.llm_engine.executor.list_loras() == {1, 2, 7}
+        assert llm.list_loras() == llm.llm_engine.executor.list_loras() == {1, 2, 7, 10}
+        pinned = {number for number, each in llm.llm_engine.scheduler.adapters.entries.items() if each.is_pinned}
+        assert pinned == {1, 2, 7, 10}
         assert "adapter 8 ('changing') is not loaded any more: " + changing in caplog.text
         assert "adapter 9 ('tensors') is not loaded any more: it was given as tensors" in caplog.text
-        assert [llm.llm_engine.adapters.digest_of_name(name) for name in "ab"] == digests
+        assert [llm.llm_engine.scheduler.adapters.entries[number].digest for number in (1, 2)] == digests
         assert tokens_with(llm, *requests) == expected
 
 
@@ -285,6 +291,18 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         ({"adapters": {"a": ""}}, "must map names to folders"),
         ({"max_lora_rank": 513}, "max_lora_rank=513 must be from 1 to 512"),
         ({"adapters": ["a"]}, "must be texts by name, such as {a: b}"),
+        (
+            {"adapters": {"a": "b"}, "prompt_adapters": {"a": "c"}},
+            "adapters and prompt_adapters both have 'a'",
+        ),
+        (
+            {"prompt_adapters": {"a": "b", "c": "b"}, "max_prompt_adapters": 1},
+            "max_prompt_adapters to at least 2",
+        ),
+        (
+            {"prompt_adapters": {"a": "b"}, "runner": "pooling"},
+            "prompt_adapters are for models that generate",
+        ),
     ],
 )
 def test_settings_of_adapters_are_checked(given: dict[str, Any], words: str):

@@ -156,6 +156,9 @@ class ModelOptions:
     adapters: dict[str, str] | None = option(
         None, "LoRA adapters to load at the start: name and PEFT folder, such as `{sql: /a/sql}`"
     )
+    prompt_adapters: dict[str, str] | None = option(
+        None, "prompt adapters to load at the start, as `adapters`; the names of both are different"
+    )
     lora_merge: str | None = option(
         None, "folder of one adapter, or its name in `adapters`, that is merged into the weights for all rows"
     )
@@ -191,10 +194,23 @@ class ModelOptions:
 
 
 def _check_adapters(model: ModelOptions) -> None:
-    """Check the names of `adapters`, and that as many are loaded as a step has and as are named."""
-    for name, path in (model.adapters or {}).items():
-        if not name or not path:
-            raise ConfigError(f"model.adapters={model.adapters} must map names to folders, and neither may be empty")
+    """Check the names of adapters, and that as many are loaded as a step has and as are named."""
+    named = {"adapters": model.adapters or {}, "prompt_adapters": model.prompt_adapters or {}}
+    for key, folders in named.items():
+        if not all(name and path for name, path in folders.items()):
+            raise ConfigError(f"model.{key}={folders} must map names to folders, and neither may be empty")
+    both = [name for name in named["adapters"] if name in named["prompt_adapters"]]
+    if both:
+        raise ConfigError(
+            f"model.adapters and model.prompt_adapters both have {both[0]!r}, and rows name either by its name: rename "
+            f"one"
+        )
+    num_named = len(named["prompt_adapters"])
+    if num_named > model.max_prompt_adapters:
+        raise ConfigError(
+            f"model.max_prompt_adapters={model.max_prompt_adapters} are loaded, and model.prompt_adapters has "
+            f"{num_named}: raise model.max_prompt_adapters to at least {num_named}, or name fewer"
+        )
     if model.max_cpu_loras is not None:
         needed = {"max_loras": model.max_loras or 1, "adapters": len(model.adapters or ())}
         key = max(needed, key=needed.__getitem__)

@@ -1,4 +1,4 @@
-"""LoRA adapters that every worker has loaded: replica state, which events alone change.
+"""Adapters of one kind, LoRA or prompt, that every worker has loaded: replica state, which events alone change.
 
 An adapter is named by the user's id, and by the digest of its content, which is all that workers and block hashes know.
 Several ids may have one content, which is loaded once. `max_adapters` contents are loaded at most; one more evicts that
@@ -15,7 +15,7 @@ from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:
     """A loaded adapter, the `number`-th that an event has loaded. `path` is its folder on rank 0, or, at the start, on
-    this rank; "" for tensors. `last_use` counts uses of all adapters.
+    this rank; "" for tensors. `last_use` counts uses of all adapters. A prompt adapter has `num_tokens` virtual tokens.
     """
 
     int_id: int
@@ -25,6 +25,7 @@ class RegisteredAdapter:
     is_pinned: bool = False
     last_use: int = 0
     number: int = 0
+    num_tokens: int = 0
 
 
 class AdapterRegistry:
@@ -55,9 +56,9 @@ class AdapterRegistry:
         self._num_uses += 1
         self._num_additions += 1
         is_pinned = before is not None and before.is_pinned
-        self.entries[event.int_id] = RegisteredAdapter(
-            event.int_id, event.name, event.path, event.digest, is_pinned, self._num_uses, self._num_additions
-        )
+        num_tokens = event.num_tokens if isinstance(event, AddPromptAdapter) else 0
+        given = (event.int_id, event.name, event.path, event.digest, is_pinned)
+        self.entries[event.int_id] = RegisteredAdapter(*given, self._num_uses, self._num_additions, num_tokens)
         self._note_contents()
         assert len(self.digests) <= self.max_adapters, (self.entries, self.max_adapters)
 

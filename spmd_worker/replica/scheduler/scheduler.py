@@ -65,10 +65,11 @@ class Scheduler:
         cache: CacheManager,
         stop_checker: StopChecker,
         adapters: AdapterRegistry | None = None,
+        prompt_adapters: AdapterRegistry | None = None,
     ) -> None:
         self.counters, self.queues = SchedulerCounters(), Queues()
         self.adapters = AdapterRegistry() if adapters is None else adapters
-        self.prompt_adapters = AdapterRegistry(limits.max_prompt_adapters)
+        self.prompt_adapters = AdapterRegistry() if prompt_adapters is None else prompt_adapters
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
         self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
