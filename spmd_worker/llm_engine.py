@@ -19,9 +19,9 @@ from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
-from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.lora_adapters import LoRAAdapters
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
@@ -306,7 +306,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         self.changes.set_weight_version(version)
 
     @property
-    def _adapter_calls(self) -> Adapters:
+    def _adapter_calls(self) -> LoRAAdapters:
         """The calls of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
         return self.adapters
 

@@ -20,6 +20,7 @@ from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.agreement import canonical
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, AdapterChange
+from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.prompt_adapter_request import ADD_PROMPT_ADAPTER, PromptAdapterRequest
 from spmd_worker.resolved import ResolvedRun
@@ -27,7 +28,7 @@ from spmd_worker.resolved import ResolvedRun
 logger = logging.getLogger(__name__)
 
 _PHASE: Final = "loading the adapters"
-_KINDS: Final = {ADD_LORA: "adapter", ADD_PROMPT_ADAPTER: "prompt adapter"}
+_KINDS: Final = {ADD_LORA: LORA, ADD_PROMPT_ADAPTER: PROMPT}
 _TENSORS: Final = "it was given as tensors: add it again"
 
 Together = Callable[[str, Callable[[], Any]], Any]
@@ -62,7 +63,7 @@ def load_at_start(
         together(_PHASE, partial(executor.collective_rpc, "leave_adapters_to_engine"))
         lora = AdapterRegistry(limits.max_cpu_loras, load(ADD_LORA, model.adapters, earlier and earlier.lora))
     given = (model.prompt_adapters, earlier and earlier.prompt)
-    return lora, AdapterRegistry(model.max_prompt_adapters, load(ADD_PROMPT_ADAPTER, *given))
+    return lora, AdapterRegistry(model.max_prompt_adapters, load(ADD_PROMPT_ADAPTER, *given), PROMPT)
 
 
 def _load_all(
@@ -83,7 +84,7 @@ def _load_all(
         if earlier is not None and not reason and digest != each.digest:
             reason = f"{each.path} has another content than before"
         if reason and earlier is not None:
-            logger.warning("%s %d (%r) is not loaded any more: %s", _KINDS[event], each.int_id, each.name, reason)
+            logger.warning("%s %d (%r) is not loaded any more: %s", _KINDS[event].noun, each.int_id, each.name, reason)
             executor.collective_rpc("unstage_adapter" if event == ADD_LORA else "unstage_prompt_adapter")
             continue
         if reason:
@@ -108,7 +109,7 @@ def _read(event: str, adapter: RegisteredAdapter, executor: Executor, channel: C
             return 0, 0, problem if problem == _TENSORS else f"rank {rank}: {problem}"
         if digest != first:
             digests = f"{digest:016x} on rank {rank} ({path}) and {first:016x} on rank 0 ({found[0][3]})"
-            what = f"the content of {_KINDS[event]} {adapter.name!r}"
+            what = f"the content of {_KINDS[event].noun} {adapter.name!r}"
             return 0, 0, f"{what} has the digest {digests}: give every rank the same"
     return first, num_tokens, ""
 

@@ -72,13 +72,13 @@ def num_cached(llm: LLM, adapter: int) -> int | None:
 
 def test_more_adapters_than_loaded_ones_are_refused(llm: LLM, requests: list[LoRARequest]):
     adapters = llm.llm_engine.adapters
-    with pytest.raises(AdapterError, match=r"3 different adapters are requested at once, and .*max_cpu_loras=2"):
+    with pytest.raises(AdapterError, match=r"3 different LoRA adapters are requested at once, and .*max_cpu_loras=2"):
         adapters.digests_of(requests)
     assert llm.list_loras() == set()
     # Adapters of unanswered requests do not give way either, and those of one call not to each other.
     add(llm, requests[0])
     assert 0 not in adapters.digests_of([requests[2], requests[0], requests[2]])
-    assert refusal(adapters.digests_of, requests[1:]).startswith("2 adapters are loaded, of which 0 are pinned")
+    assert refusal(adapters.digests_of, requests[1:]).startswith("2 LoRA adapters are loaded, 0 of them pinned")
     finish(llm)
     assert adapters.digests_of([None, requests[1], requests[2]])[0] == 0
     assert llm.list_loras() == {2, 3}
@@ -86,7 +86,7 @@ def test_more_adapters_than_loaded_ones_are_refused(llm: LLM, requests: list[LoR
 
 def test_removal_waits_for_answers_and_aborts(llm: LLM, requests: list[LoRARequest]):
     numbers = [add(llm, requests[0]) for _ in range(3)]
-    expected = "adapter 1 ('a') cannot be removed: 3 requests with it are unanswered"
+    expected = "LoRA adapter 1 ('a') cannot be removed: 3 requests with it are unanswered"
     assert refusal(llm.remove_lora, 1).startswith(expected)
     llm.llm_engine.step()
     llm.llm_engine.abort_request(numbers[1:])
@@ -216,7 +216,7 @@ def test_folders_are_loaded_again_after_a_restart(folder: Path, tmp_path: Path, 
 def test_adapters_of_the_configuration_are_pinned(folder: Path):
     options = {**OPTIONS, "max_cpu_loras": None}
     with LLM(MODEL, **options, adapters={"a": str(folder / "a")}) as llm:
-        assert "1 adapters are loaded, of which 1 are pinned" in refusal(
+        assert "1 LoRA adapter is loaded, 1 of them pinned" in refusal(
             llm.add_lora, LoRARequest("b", 2, str(folder / "b"))
         )
         assert llm.remove_lora(1)

@@ -327,11 +327,11 @@ def test_adapters_give_way_in_order_of_use(model: Path, folders: list[Path]):
         assert made.list_prompt_adapters() == made.llm_engine.executor.list_prompt_adapters() == {1, 3}
         assert made.pin_prompt_adapter(1)
         assert made.pin_prompt_adapter(3)
-        with pytest.raises(AdapterError, match="pinned or with unanswered requests, and max_prompt_adapters is 2"):
+        with pytest.raises(AdapterError, match=r"^2 prompt adapters are loaded, 2 of them .*max_prompt_adapters is 2"):
             made.add_prompt_adapter(second)
         engine = made.llm_engine
         engine.add_request("a", [5, 6], GREEDY, prompt_adapter_request=first)
-        with pytest.raises(AdapterError, match="cannot be removed: 1 requests with it are unanswered"):
+        with pytest.raises(AdapterError, match=r"^prompt adapter 1 .* cannot be removed: 1 request with it is"):
             engine.remove_prompt_adapter(1)
         while engine.has_unfinished_requests():
             engine.step()

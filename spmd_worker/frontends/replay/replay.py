@@ -26,6 +26,7 @@ from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.step_order import end_step, must_end_oldest
+from spmd_worker.replica.sequence.adapter_kind import PROMPT
 from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter, Admit, Close, Event
 from spmd_worker.replica.sequence.request import Request, RequestId, random_stream
 from spmd_worker.replica.sequence.sampled import SampledIds, sample_indices, sampling_keys
@@ -295,7 +296,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
     )
     sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
     adapters = AdapterRegistry(header.max_cpu_loras, map(_pinned, header.adapters))
-    prompt_adapters = AdapterRegistry(header.max_prompt_adapters, map(_pinned, header.prompt_adapters))
+    prompt_adapters = AdapterRegistry(header.max_prompt_adapters, map(_pinned, header.prompt_adapters), PROMPT)
     saves = header.connector_saves
     outside = None if saves is None else OutsideTransfers(saves=saves)
     given = (header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.replica.sequence.adapter_kind import LORA, AdapterKind
 from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 
@@ -31,8 +32,10 @@ class RegisteredAdapter:
 class AdapterRegistry:
     """`entries` by id, in the order in which their contents were loaded; read-only for callers."""
 
-    def __init__(self, max_adapters: int = 0, loaded: Iterable[RegisteredAdapter] = ()) -> None:
-        self.max_adapters = max_adapters
+    def __init__(
+        self, max_adapters: int = 0, loaded: Iterable[RegisteredAdapter] = (), kind: AdapterKind = LORA
+    ) -> None:
+        self.max_adapters, self.kind = max_adapters, kind
         self.entries: dict[int, RegisteredAdapter] = {each.int_id: each for each in loaded}
         self.digests: tuple[int, ...] = ()
         """The loaded contents, each once: another tuple after each change, because other threads may read it."""
@@ -100,8 +103,8 @@ class AdapterRegistry:
         if len(free) < num_too_many:
             num_pinned = sum(any(each.is_pinned for each in users) for users in contents.values())
             raise AdapterError(
-                f"{len(contents)} adapters are loaded, of which {num_pinned} are pinned and the others have unanswered "
-                f"requests, and model.max_cpu_loras is {self.max_adapters}: raise it, or remove an adapter first"
+                f"{self.kind.counted(len(contents))} loaded, {num_pinned} of them pinned and the others with "
+                f"unanswered requests, and {self.kind.limit_key} is {self.max_adapters}: raise it, or remove one first"
             )
         free.sort(key=lambda users: max(each.last_use for each in users))
         return tuple([each.int_id for users in free[:num_too_many] for each in users])
