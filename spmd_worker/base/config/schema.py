@@ -51,9 +51,7 @@ class ModelOptions:
         is_path=True,
         is_common=True,
     )
-    revision: str | None = vllm_option(
-        None, "branch, tag or commit of a name on the hub, without effect for a folder; null: main", is_common=True
-    )
+    revision: str | None = vllm_option(None, "branch, tag or commit of a name on the hub; null: main", is_common=True)
     dtype: str = vllm_option(
         "auto",
         "`auto` (the checkpoint's, never shortened; float32 where config.json names none of these), `float32`, "
@@ -65,7 +63,7 @@ class ModelOptions:
     )
     max_model_len: int | None = vllm_option(
         None,
-        "longest sequence in tokens, at most the model's own; null: the model's own",
+        "longest sequence in tokens; null, and at most, the model's own",
         vllm_values={-1: None, "auto": None},
         least=1,
         is_common=True,
@@ -154,10 +152,10 @@ class ModelOptions:
         16, "prompt adapters that are loaded; one more evicts the one that was used longest ago", least=1
     )
     adapters: dict[str, str] | None = option(
-        None, "LoRA adapters to load at the start: name and PEFT folder, such as `{sql: /a/sql}`"
+        None, "LoRA adapters loaded at the start, such as `{sql: /peft/folder}`", is_common=True
     )
     prompt_adapters: dict[str, str] | None = option(
-        None, "prompt adapters to load at the start, as `adapters`; the names of both are different"
+        None, "prompt adapters loaded at the start, under other names", is_common=True
     )
     lora_merge: str | None = option(
         None, "folder of one adapter, or its name in `adapters`, that is merged into the weights for all rows"
