@@ -16,12 +16,12 @@ from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
-from spmd_worker.compat.prompt_adapter_requests import check_prompt_adapter
+from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
 from spmd_worker.compat.script_tokenizer import script_tokenizer
-from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.lora_adapters import LoRAAdapters
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
@@ -191,8 +191,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             raise ValueError(encoded.error)
         # Not in the lock: an adapter that is not loaded takes steps.
         adapter = 0 if lora_request is None else self.adapters.digest_of(lora_request)
-        if prompt_adapter_request is not None and isinstance(params, PoolingParams):
-            raise ValueError("prompt_adapter_request is for generated text: leave it out, or give prompt_embeds")
+        if isinstance(params, PoolingParams):
+            check_no_prompt_adapter(prompt_adapter_request)
         (virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
         # Locked: a request might end before the thread that added it has stored its name.
         with self.calls.lock:
@@ -306,7 +306,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         self.changes.set_weight_version(version)
 
     @property
-    def _adapter_calls(self) -> Adapters:
+    def _adapter_calls(self) -> LoRAAdapters:
         """The calls of `add_lora` and its like; ranks in `follow` read the folder that rank 0 names."""
         return self.adapters
 

@@ -111,6 +111,8 @@ def resolve(
         config = _encoder_config(config, _max_model_len(config, files.model_config))
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
     _check_quantization(config, model_config, device_type)
+    if config.model.prompt_adapters and model_config.pooling is not None:
+        raise ConfigError("model.prompt_adapters are for models that generate, but this run pools: leave it out")
     _uses_async_scheduling(config, model_config, device_type)
     for text in _settings_without_effect(config, model_config, device_type):
         logger.warning("%s", text, extra=SAME_ON_EVERY_RANK)

@@ -114,6 +114,7 @@ class LLMKeywords(_Others, total=False):
     max_cpu_loras: int | None
     max_prompt_adapters: int | None
     adapters: dict[str, str] | None
+    prompt_adapters: dict[str, str] | None
     lora_merge: str | None
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None

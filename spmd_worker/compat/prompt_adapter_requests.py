@@ -21,6 +21,15 @@ def set_prompt_adapters(encoded: Sequence[Encoded], given: Any) -> None:
         prompt.prompt_adapter = each
 
 
+def check_no_prompt_adapter(given: Any) -> None:
+    """Raise ValueError for a prompt adapter of a row that is pooled, TypeError for anything but a PromptAdapterRequest
+    or None.
+    """
+    check_prompt_adapter(given)
+    if given is not None:
+        raise ValueError("prompt_adapter_request is for generated text: leave it out, or give prompt_embeds")
+
+
 def check_prompt_adapter(given: Any) -> None:
     """Raise TypeError for anything but a PromptAdapterRequest or None."""
     if not isinstance(given, PromptAdapterRequest | None):

@@ -1,4 +1,4 @@
-"""LoRA adapters that an engine has before its first step: those of `model.adapters`, or of the engine that it replaces.
+"""Adapters that an engine has before its first step: those of the configuration, or of the engine that it replaces.
 
 No request exists yet, so no event is needed: every rank loads the same adapters in the same order, and all compare the
 digests of what they have read.
@@ -6,84 +6,127 @@ digests of what they have read.
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from spmd_worker.base.config.plain_values import plain_folder
 from spmd_worker.base.errors import AdapterError, RankFailedError
 from spmd_worker.executor.adapters import reason_of
 from spmd_worker.executor.executor import Executor
+from spmd_worker.model.adapters.prompt_adapter import read_prompt_adapter
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.agreement import canonical
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, AdapterChange
+from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import ADD_PROMPT_ADAPTER, PromptAdapterRequest
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
 
 _PHASE: Final = "loading the adapters"
+_KINDS: Final = {ADD_LORA: LORA, ADD_PROMPT_ADAPTER: PROMPT}
+_TENSORS: Final = "it was given as tensors: add it again"
 
 Together = Callable[[str, Callable[[], Any]], Any]
 """Runs an action on every rank, in a named phase: if it fails on one, all raise RankFailedError that names it."""
+
+
+class EarlierAdapters(NamedTuple):
+    """Those of an engine that is replaced, with this rank's own folders."""
+
+    lora: tuple[RegisteredAdapter, ...]
+    prompt: tuple[RegisteredAdapter, ...]
 
 
 def load_at_start(
     resolved: ResolvedRun,
     executor: Executor,
     channel: ControlChannel,
-    earlier: tuple[RegisteredAdapter, ...] | None,
+    earlier: EarlierAdapters | None,
     together: Together,
-) -> AdapterRegistry:
-    """Load the adapters and return their registry; `channel` is the engine's, of all replicas.
+) -> tuple[AdapterRegistry, AdapterRegistry]:
+    """Load LoRA and prompt adapters and return their registries; `channel` is the engine's, of all replicas.
 
-    Those of `model.adapters` are pinned and have ids from 1 on, in the order of their names; a failure ends the start.
-    Of an `earlier` engine's, those from folders whose content has not changed are loaded again, and the others are
-    logged.
+    Those of `model.adapters` and `model.prompt_adapters` are pinned and have ids from 1 on, in the order of their
+    names; a failure ends the start. Of an `earlier` engine's, those from folders whose content has not changed are
+    loaded again, pinned if they were, and the others are logged.
     """
     model = resolved.config.model
     limits = model.adapter_limits
-    if limits is None:
-        return AdapterRegistry()
-    together(_PHASE, partial(executor.collective_rpc, "leave_adapters_to_engine"))
-    paths = {name: plain_folder(path) for name, path in sorted((model.adapters or {}).items())}
+    load = partial(_load_all, executor, channel, together)
+    lora = AdapterRegistry()
+    if limits is not None:
+        together(_PHASE, partial(executor.collective_rpc, "leave_adapters_to_engine"))
+        lora = AdapterRegistry(limits.max_cpu_loras, load(ADD_LORA, model.adapters, earlier and earlier.lora))
+    given = (model.prompt_adapters, earlier and earlier.prompt)
+    return lora, AdapterRegistry(model.max_prompt_adapters, load(ADD_PROMPT_ADAPTER, *given), PROMPT)
+
+
+def _load_all(
+    executor: Executor,
+    channel: ControlChannel,
+    together: Together,
+    event: str,
+    folders: Mapping[str, str] | None,
+    earlier: tuple[RegisteredAdapter, ...] | None,
+) -> list[RegisteredAdapter]:
+    """Load the adapters of one kind."""
+    paths = {name: plain_folder(path) for name, path in sorted((folders or {}).items())}
     named = [RegisteredAdapter(index, name, paths[name], 0, True) for index, name in enumerate(paths, start=1)]
     wanted: Iterable[RegisteredAdapter] = named if earlier is None else earlier
     loaded = []
     for each in wanted:
-        # The ranks' own folders: rank 0's may have another path.
-        mine = replace(each, path=paths.get(each.name, each.path)) if each.is_pinned else each
-        digest, reason = _read(mine, executor, channel)
+        digest, num_tokens, reason = _read(event, each, executor, channel)
         if earlier is not None and not reason and digest != each.digest:
-            reason = f"{mine.path} has another content than before"
+            reason = f"{each.path} has another content than before"
         if reason and earlier is not None:
-            logger.warning("adapter %d (%r) is not loaded any more: %s", each.int_id, each.name, reason)
-            executor.adapters.unstage()
+            logger.warning("%s %d (%r) is not loaded any more: %s", _KINDS[event].noun, each.int_id, each.name, reason)
+            executor.collective_rpc("unstage_adapter" if event == ADD_LORA else "unstage_prompt_adapter")
             continue
         if reason:
             raise _failed(reason, channel)
-        change = AdapterChange(each.int_id, each.name, mine.path, digest)
-        together(_PHASE, partial(_load, executor, change))
-        loaded.append(replace(mine, digest=digest, last_use=each.last_use or each.int_id))
-    return AdapterRegistry(limits.max_cpu_loras, loaded)
+        change = AdapterChange(each.int_id, each.name, each.path, digest, num_tokens=num_tokens)
+        together(_PHASE, partial(_load, executor, event, change))
+        loaded.append(replace(each, digest=digest, last_use=each.last_use or each.int_id, num_tokens=num_tokens))
+    return loaded
 
 
-def _read(adapter: RegisteredAdapter, executor: Executor, channel: ControlChannel) -> tuple[int, str]:
-    """The digest that every rank has read, and "", or why they have no common one: the same on every rank."""
-    if not adapter.path:
-        return 0, "it was given as tensors: add it again"
-    own = executor.adapters.stage(LoRARequest(adapter.name, adapter.int_id, adapter.path))
+def _read(event: str, adapter: RegisteredAdapter, executor: Executor, channel: ControlChannel) -> tuple[int, int, str]:
+    """Digest and virtual tokens that every rank has read, and "", or why they have none in common: the same on every
+    rank.
+    """
+    own = (0, 0, _TENSORS)
+    if adapter.path:
+        own = (_read_lora if event == ADD_LORA else _read_prompt_adapter)(adapter, executor)
     found = [json.loads(payload) for payload in channel.gather(canonical([*own, adapter.path]))]
-    first = found[0][0]
-    for rank, (digest, problem, path) in enumerate(found):
+    first, num_tokens = found[0][:2]
+    for rank, (digest, _, problem, path) in enumerate(found):
         if problem:
-            return 0, f"rank {rank}: {problem}"
+            return 0, 0, problem if problem == _TENSORS else f"rank {rank}: {problem}"
         if digest != first:
-            digests = f"{digest:016x} on rank {rank} ({path}) and {first:016x} on rank 0 ({found[0][2]})"
-            return 0, f"the content of adapter {adapter.name!r} has the digest {digests}: give every rank the same"
-    return first, ""
+            digests = f"{digest:016x} on rank {rank} ({path}) and {first:016x} on rank 0 ({found[0][3]})"
+            what = f"the content of {_KINDS[event].noun} {adapter.name!r}"
+            return 0, 0, f"{what} has the digest {digests}: give every rank the same"
+    return first, num_tokens, ""
+
+
+def _read_lora(adapter: RegisteredAdapter, executor: Executor) -> tuple[int, int, str]:
+    digest, problem = executor.adapters.stage(LoRARequest(adapter.name, adapter.int_id, adapter.path))
+    return digest, 0, problem
+
+
+def _read_prompt_adapter(adapter: RegisteredAdapter, executor: Executor) -> tuple[int, int, str]:
+    try:
+        num_tokens = read_prompt_adapter(adapter.path).num_tokens
+    except (AdapterError, OSError, MemoryError) as error:
+        return 0, 0, str(error) or type(error).__name__
+    request = PromptAdapterRequest(adapter.name, adapter.int_id, adapter.path, num_tokens)
+    digest, problem = executor.prompt_adapters.stage(request)
+    return digest, num_tokens, problem
 
 
 def _failed(reason: str, channel: ControlChannel) -> Exception:
@@ -95,9 +138,9 @@ def _failed(reason: str, channel: ControlChannel) -> Exception:
     return failed
 
 
-def _load(executor: Executor, change: AdapterChange) -> None:
+def _load(executor: Executor, event: str, change: AdapterChange) -> None:
     """Load what the workers have read. Raises AdapterError."""
-    problem = executor.prepare_event(ADD_LORA, change)
+    problem = executor.prepare_event(event, change)
     executor.end_event(is_committed=not problem)
     if problem:
         raise AdapterError(reason_of(problem))

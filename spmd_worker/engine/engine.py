@@ -23,12 +23,12 @@ from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.base.metrics.step_times import StepTimes
 from spmd_worker.base.names import with_keyword_hints
-from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.interruption import Interruption
 from spmd_worker.engine.kv_connector import OutsideBlocks
 from spmd_worker.engine.life import Life, State
+from spmd_worker.engine.lora_adapters import LoRAAdapters
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.requests import Requests
@@ -104,8 +104,9 @@ class Engine:
         of_changes = (executor, self.changes, self.calls, self.life, self.requests, (channel, engine_channel))
         limits = resolved.config.model.adapter_limits
         # Weak: an engine without references is freed at once.
-        self.adapters = Adapters(*of_changes, limits, WeakMethod(self.run_step))
-        self.prompt_adapters = PromptAdapters(*of_changes, None, WeakMethod(self.run_step))
+        run_step = WeakMethod(self.run_step)
+        self.adapters = LoRAAdapters(*of_changes, scheduler.adapters, run_step, limits=limits)
+        self.prompt_adapters = PromptAdapters(*of_changes, scheduler.prompt_adapters, run_step)
         executor.adapters.watch(ref(self.adapters))
         executor.prompt_adapters.watch(ref(self.prompt_adapters))
         executor.attach_engine(self)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _IRRELEVANT: Final = (
     *("path", "dtype", "max_model_len", "load_format", "logprobs_mode", "allow_nonfinite", "runner", "pooling_type"),
     *("classifier_from_token", "default_prompt_name", "allow_any_dimensions", "tool_call_format", "reasoning_format"),
-    *("adapters", "max_cpu_loras", "lora_merge"),
+    *("adapters", "max_cpu_loras", "prompt_adapters", "max_prompt_adapters", "lora_merge"),
 )
 """Keys of `model` on which no block depends, or that are topics of their own. A new key counts until it is here."""
 

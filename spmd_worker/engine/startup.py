@@ -25,7 +25,7 @@ from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.log import leave_to_rank_0
 from spmd_worker.base.version import code_fingerprint
-from spmd_worker.engine.adapters_at_start import load_at_start
+from spmd_worker.engine.adapters_at_start import EarlierAdapters, load_at_start
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.kv_connector import (
     OutsideBlocks,
@@ -45,7 +45,7 @@ from spmd_worker.ranks.transport.connect import open_step_channel
 from spmd_worker.ranks.transport.membership import check_members, run_secret
 from spmd_worker.replica.lockstep.agreement import canonical, check_equal
 from spmd_worker.replica.lockstep.lockstep import Lockstep
-from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
+from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
 from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
@@ -114,7 +114,7 @@ def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:
     executor.check_layout(resolved.layout)
     engine.life.retire()
     set_up = partial(executor.reinitialize_distributed, resolved)
-    adapters = tuple(engine.scheduler.adapters.entries.values())
+    adapters = EarlierAdapters(engine.adapters.loaded(), engine.prompt_adapters.loaded())
     restarted = _start(resolved, executor, watchdog, set_up, type(engine), adapters)
     # Each replica has its own counts: continue from their maximum.
     least = restarted.engine_channel.minimum((-engine.requests.num_requests, -engine.requests.num_unnamed))
@@ -143,7 +143,7 @@ def _start(
     watchdog: Watchdog,
     set_up: Callable[[], None],
     engine_class: type[_Engine],
-    earlier: tuple[RegisteredAdapter, ...] | None = None,
+    earlier: EarlierAdapters | None = None,
 ) -> _Engine:
     """`earlier`: adapters of the engine that this one replaces."""
     config = resolved.config
@@ -265,7 +265,7 @@ def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
 def _new_replica(
     resolved: ResolvedRun,
     sizes: CacheSizes,
-    adapters: AdapterRegistry,
+    adapters: tuple[AdapterRegistry, AdapterRegistry],
     outside: OutsideTransfers | None,
     *,
     keeps_histories: bool,
@@ -284,10 +284,9 @@ def _new_replica(
         resolved.num_steps_ahead,
         keeps_histories,
         0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
-        config.model.max_prompt_adapters,
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
-    return new_scheduler(limits, sizes, *given, adapters, outside)
+    return new_scheduler(limits, sizes, *given, *adapters, outside)
 
 
 def package_versions() -> dict[str, str]:
@@ -307,7 +306,8 @@ def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: Resol
     del settings["cache"]["gpu_memory_utilization"]
     # So may folders: the contents of files are compared.
     settings["model"]["path"] = settings["model"]["lora_merge"] = settings["parallel"]["expert_placement"] = None
-    settings["model"]["adapters"] = sorted(resolved.config.model.adapters or ())
+    for key in ("adapters", "prompt_adapters"):
+        settings["model"][key] = sorted(settings["model"][key] or ())
     value = {
         "config": settings,
         "code": code_fingerprint(),

@@ -67,6 +67,10 @@ class WorkerPromptAdapters:
         self._read = (int_id, adapter, problem)
         return (0, problem) if problem or adapter is None else (adapter.digest, "")
 
+    def unstage(self) -> None:
+        """Drop what was read: no event follows."""
+        self._read = None
+
     def prepare_add_prompt_adapter(self, change: AdapterChange) -> StagedPromptAdapter:
         """Raises AdapterError for an adapter that cannot be used here, or differs from rank 0's."""
         if change.problem:
@@ -97,7 +101,7 @@ class WorkerPromptAdapters:
         return True
 
     def undo_add_prompt_adapter(self, staged: StagedPromptAdapter | None) -> None:
-        self._read = None
+        self.unstage()
 
     def prepare_remove_prompt_adapter(self, change: AdapterChange) -> AdapterChange:
         if change.problem:
@@ -142,7 +146,7 @@ class WorkerPromptAdapters:
         return adapter
 
     def _drop(self, change: AdapterChange) -> None:
-        self._read = None
+        self.unstage()
         for int_id in change.evicted:
             self.ids.pop(int_id, None)
         for digest in change.dropped:

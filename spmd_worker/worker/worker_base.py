@@ -222,6 +222,9 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         """`WorkerPromptAdapters.stage`: read an adapter for the worker event `add_prompt_adapter` that follows."""
         return self.prompt_adapters.stage(int_id, path, num_tokens)
 
+    def unstage_prompt_adapter(self) -> None:
+        self.prompt_adapters.unstage()
+
     @property
     def _prompt_adapter_calls(self) -> PromptAdapterCalls:
         return self.prompt_adapters

@@ -77,13 +77,13 @@ def num_cached(llm: LLM, adapter: int) -> int | None:
 
 def test_more_adapters_than_loaded_ones_are_refused(llm: LLM, requests: list[LoRARequest]):
     adapters = llm.llm_engine.adapters
-    with pytest.raises(AdapterError, match=r"3 different adapters are requested at once, and .*max_cpu_loras=2"):
+    with pytest.raises(AdapterError, match=r"3 different LoRA adapters are requested at once, and .*max_cpu_loras=2"):
         adapters.digests_of(requests)
     assert llm.list_loras() == set()
     # Adapters of unanswered requests do not give way either, and those of one call not to each other.
     add(llm, requests[0])
     assert 0 not in adapters.digests_of([requests[2], requests[0], requests[2]])
-    assert refusal(adapters.digests_of, requests[1:]).startswith("2 adapters are loaded, of which 0 are pinned")
+    assert refusal(adapters.digests_of, requests[1:]).startswith("2 LoRA adapters are loaded, 0 of them pinned")
     finish(llm)
     assert adapters.digests_of([None, requests[1], requests[2]])[0] == 0
     assert llm.list_loras() == {2, 3}
@@ -91,7 +91,7 @@ def test_more_adapters_than_loaded_ones_are_refused(llm: LLM, requests: list[LoR
 
 def test_removal_waits_for_answers_and_aborts(llm: LLM, requests: list[LoRARequest]):
     numbers = [add(llm, requests[0]) for _ in range(3)]
-    expected = "adapter 1 ('a') cannot be removed: 3 requests with it are unanswered"
+    expected = "LoRA adapter 1 ('a') cannot be removed: 3 requests with it are unanswered"
     assert refusal(llm.remove_lora, 1).startswith(expected)
     llm.llm_engine.step()
     llm.llm_engine.abort_request(numbers[1:])
@@ -237,12 +237,12 @@ def commit_of(sleep: Any, name: str) -> list[int]:
 @pytest.mark.parametrize("make", [ReferenceStack, TritonAdapterStack])
 def test_stack_has_its_matrices_elsewhere_and_back(make: Any):
     stack = make(AdapterSizes(2, 16, 8, ((0, 4), (4, 6)), torch.float32, torch.device("cpu")))
-    stack.write(1, [(torch.ones(3, 8), torch.ones(4, 3)), None])
+    stack.write(1, stack.pack([(torch.ones(3, 8), torch.ones(4, 3)), None]))
     before, copies = stack.tensors(), [tensor.clone() for tensor in stack.tensors()]
     stack.replace(copies)
     assert all(one is other for one, other in zip(stack.tensors(), copies, strict=True))
     assert [tensor.data_ptr() for tensor in before] != [tensor.data_ptr() for tensor in stack.tensors()]
-    stack.write(0, [None, (torch.ones(2, 8), torch.ones(2, 2))])
+    stack.write(0, stack.pack([None, (torch.ones(2, 8), torch.ones(2, 2))]))
     stack.clear(1)
     assert not stack.is_empty
 
@@ -259,19 +259,25 @@ def test_folders_are_loaded_again_after_a_restart(folder: Path, tmp_path: Path, 
         llm.add_lora(LoRARequest("changing", 8, changing))
         llm.add_lora(LoRARequest("tensors", 9, lora_tensors=lora_tensors(3), peft_config=CONFIG))
         write_lora(tmp_path / "changing", 9)
+        llm.pin_lora(7)
+        # By the name of one of the configuration, from another folder.
+        llm.add_lora(LoRARequest("b", 10, str(folder / "c")))
+        llm.pin_lora(10)
         with caplog.at_level(logging.WARNING):
             llm.reinitialize_distributed()
-        assert llm.list_loras() == llm.llm_engine.executor.list_loras() == {1, 2, 7}
+        assert llm.list_loras() == llm.llm_engine.executor.list_loras() == {1, 2, 7, 10}
+        pinned = {number for number, each in llm.llm_engine.scheduler.adapters.entries.items() if each.is_pinned}
+        assert pinned == {1, 2, 7, 10}
         assert "adapter 8 ('changing') is not loaded any more: " + changing in caplog.text
         assert "adapter 9 ('tensors') is not loaded any more: it was given as tensors" in caplog.text
-        assert [llm.llm_engine.adapters.digest_of_name(name) for name in "ab"] == digests
+        assert [llm.llm_engine.scheduler.adapters.entries[number].digest for number in (1, 2)] == digests
         assert tokens_with(llm, *requests) == expected
 
 
 def test_adapters_of_the_configuration_are_pinned(folder: Path):
     options = {**OPTIONS, "max_cpu_loras": None}
     with LLM(MODEL, **options, adapters={"a": str(folder / "a")}) as llm:
-        assert "1 adapters are loaded, of which 1 are pinned" in refusal(
+        assert "1 LoRA adapter is loaded, 1 of them pinned" in refusal(
             llm.add_lora, LoRARequest("b", 2, str(folder / "b"))
         )
         assert llm.remove_lora(1)
@@ -372,6 +378,18 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         ({"adapters": ["a"]}, "must be texts by name, such as {a: b}"),
         ({"adapters": {"a": "/x"}, "lora_merge": "a"}, "lora_merge=a is merged .* 'a' of adapters would have it twice"),
         ({"adapters": {"a": "/x"}, "lora_merge": "/x/"}, "lora_merge=/x/ is merged .* 'a' of adapters would have it"),
+        (
+            {"adapters": {"a": "b"}, "prompt_adapters": {"a": "c"}},
+            "adapters and prompt_adapters both have 'a'",
+        ),
+        (
+            {"prompt_adapters": {"a": "b", "c": "b"}, "max_prompt_adapters": 1},
+            "max_prompt_adapters to at least 2",
+        ),
+        (
+            {"prompt_adapters": {"a": "b"}, "runner": "pooling"},
+            "prompt_adapters are for models that generate",
+        ),
     ],
 )
 def test_settings_of_adapters_are_checked(given: dict[str, Any], words: str):

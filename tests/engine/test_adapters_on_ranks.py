@@ -141,7 +141,7 @@ def test_adapters_are_loaded_on_all_ranks(layout: dict[str, Any], tmp_path: Path
         assert seen.get("full", "rank 0: MemoryError: full") == f"rank {bad_rank}: MemoryError: full"
         assert "unanswered" in seen["in use"]
         assert seen["evicted"] == [1, 3]
-        assert "2 are pinned" in seen["pinned"]
+        assert "2 of them pinned" in seen["pinned"]
         assert seen["removed"] == [True, False, [3]]
         assert seen.get("followed", [2]) == [2]
         plain, first, second, again, third, once_more, plain_again, changed, back = answers

@@ -9,7 +9,7 @@ import pytest
 from adapter_folders import DEMO, adapter_tensors, demo_adapters, write_adapter
 from pooling_models import pooling_folder
 
-from spmd_worker import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
+from spmd_worker import LLM, BeamSearchParams, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
 from spmd_worker.base.errors import AdapterError, ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -147,6 +147,8 @@ def test_pooling_calls_take_adapters(tmp_path: Path, name: str, call: str):
     given: list[LoRARequest | None] = [None, *adapters]
     first = ("a text",) if call == "score" else ()
     with LLM(folder, enable_lora=True, max_loras=2, num_blocks=64, device="cpu") as llm:
+        with pytest.raises(ValueError, match="prompt_adapter_request is for generated text: leave it out"):
+            getattr(llm, call)(*first, "text", prompt_adapter_request=PromptAdapterRequest("a", 1, "b", 3))
 
         def pooled(texts: list[str], lora_request: Any) -> list[Any]:
             outputs = getattr(llm, call)(*first, texts, lora_request=lora_request, use_tqdm=False)

@@ -14,7 +14,7 @@ import ranks
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmd_worker import LLM, PromptAdapterRequest, PromptsRefusedError, SamplingParams
+from spmd_worker import LLM, BeamSearchParams, PromptAdapterRequest, PromptsRefusedError, SamplingParams
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.replica.sequence import prompt_adapter_request
 from spmd_worker.worker.runner.prefix_store import PrefixStore
@@ -291,6 +291,32 @@ def test_invalid_requests_are_refused(llm: LLM, folders: list[Path]):
     assert llm.generate([[1] * 83], GREEDY, prompt_adapter_request=tuned, use_tqdm=False)[0].outputs[0].token_ids
 
 
+def test_chat_beams_and_scores_take_prompt_adapters(llm: LLM, folders: list[Path]):
+    """A beam of width 1 is the greedy answer, and scores of an answer are its log-probabilities."""
+    tuned, _, prefixed = requests_of(folders)
+    given, prompts = [tuned, None, prefixed], [PROMPTS[0], PROMPTS[0], PROMPTS[0]]
+    outputs = [output.outputs[0] for output in llm.generate(prompts, GREEDY, prompt_adapter_request=given)]
+    ids = [output.token_ids for output in outputs]
+    assert len({str(each) for each in ids}) == 3
+    one = BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    assert [each.sequences[0].tokens for each in llm.beam_search(asked, one, prompt_adapter_request=given)] == [
+        [*PROMPTS[0], *each] for each in ids
+    ]
+    scores = llm.score_tokens(prompts, ids, prompt_adapter_request=given)
+    assert scores == [
+        [each[token].logprob for token, each in zip(output.token_ids, output.logprobs)] for output in outputs
+    ]
+    # Virtual tokens leave beams less room.
+    long = {"prompt_token_ids": [1] * 82}
+    (found,) = llm.beam_search([long], one, prompt_adapter_request=tuned)
+    assert len(found.sequences[0].tokens) == 84
+    with pytest.raises(ValueError, match="20 virtual and 84 tokens but max_model_len is 104"):
+        llm.beam_search([{"prompt_token_ids": [1] * 84}], one, prompt_adapter_request=tuned)
+    with pytest.raises(TypeError, match="prompt_adapter_request='a' is a str"):
+        llm.score_tokens([[1]], [[2]], prompt_adapter_request="a")
+
+
 def test_adapters_give_way_in_order_of_use(model: Path, folders: list[Path]):
     first, second, third = requests_of(folders)
     with LLM(model, dtype="float32", max_prompt_adapters=2, **SMALL) as made:
@@ -301,11 +327,11 @@ def test_adapters_give_way_in_order_of_use(model: Path, folders: list[Path]):
         assert made.list_prompt_adapters() == made.llm_engine.executor.list_prompt_adapters() == {1, 3}
         assert made.pin_prompt_adapter(1)
         assert made.pin_prompt_adapter(3)
-        with pytest.raises(AdapterError, match="pinned or with unanswered requests, and max_prompt_adapters is 2"):
+        with pytest.raises(AdapterError, match=r"^2 prompt adapters are loaded, 2 of them .*max_prompt_adapters is 2"):
             made.add_prompt_adapter(second)
         engine = made.llm_engine
         engine.add_request("a", [5, 6], GREEDY, prompt_adapter_request=first)
-        with pytest.raises(AdapterError, match="cannot be removed: 1 requests with it are unanswered"):
+        with pytest.raises(AdapterError, match=r"^prompt adapter 1 .* cannot be removed: 1 request with it is"):
             engine.remove_prompt_adapter(1)
         while engine.has_unfinished_requests():
             engine.step()
@@ -316,6 +342,31 @@ def test_adapters_give_way_in_order_of_use(model: Path, folders: list[Path]):
         assert (store.rows.num_bytes, store.prefixes.num_bytes) == (0, 20 * 192 * 4)
         with pytest.raises(AdapterError, match="cannot be pinned"):
             made.pin_prompt_adapter(1)
+
+
+def test_adapters_are_loaded_again_after_a_restart(
+    model: Path, folders: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    tuned, encoded, prefixed = requests_of(folders)
+    own = replace(encoded, prompt_adapter_local_path=str(shutil.copytree(folders[1], tmp_path / "own")))
+    with LLM(model, dtype="float32", **SMALL) as made:
+        expected = answer(made, [0, 2, 5], [tuned, encoded, prefixed])
+        made.add_prompt_adapter(own)
+        made.pin_prompt_adapter(3)
+        (tmp_path / "own" / "adapter_model.safetensors").write_bytes(b"")
+        made.reinitialize_distributed()
+        assert made.list_prompt_adapters() == made.llm_engine.executor.list_prompt_adapters() == {1, 3}
+        assert "prompt adapter 2 ('p') is not loaded any more: rank 0: " in caplog.text
+        entries = made.llm_engine.scheduler.prompt_adapters.entries
+        assert [(each.name, each.is_pinned, each.num_tokens) for each in entries.values()] == [
+            ("prompt", False, 20),
+            ("prefix", True, 20),
+        ]
+        with pytest.raises(AdapterError, match="has 20 virtual tokens"):
+            made.generate([[1]], prompt_adapter_request=replace(tuned, prompt_adapter_num_virtual_tokens=19))
+        shutil.rmtree(tmp_path / "own")
+        assert answer(made, [0, 2, 5], [tuned, encoded, prefixed]) == expected
+        assert made.llm_engine.prompt_adapters.of_name("prompt").num_tokens == 20
 
 
 def test_content_of_digest_is_read_back():

@@ -39,6 +39,24 @@ def _write_demo(name: str, folder: Path) -> None:
     write_adapter(folder, DEMO, sum(name.encode()))
 
 
+def write_prompt_adapter(folder: Path, width: int, num_tokens: int, seed: int, kind: str = "PROMPT_TUNING") -> Path:
+    """A prompt adapter whose rows of `width` numbers follow from `seed`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(seed))
+    save_file({"prompt_embeddings": rows}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": kind, "num_virtual_tokens": num_tokens}))
+    return folder
+
+
+def demo_prompt_adapters(**num_tokens: int) -> dict[str, str]:
+    """Folders of prompt adapters of the demo model with so many virtual tokens, each written once a run."""
+    made = {name: partial(write_prompt_adapter, width=128, num_tokens=num) for name, num in num_tokens.items()}
+    return {
+        name: str(made_once(f"prompt adapter {name} {num_tokens[name]}", partial(write, seed=sum(name.encode()))))
+        for name, write in made.items()
+    }
+
+
 def adapter_tensors(
     model: Path, seed: int, targets: Sequence[str] = TARGETS, rank: int = 4, scale: float = 0.5
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -52,9 +52,7 @@ class ModelOptions:
         is_path=True,
         is_common=True,
     )
-    revision: str | None = vllm_option(
-        None, "branch, tag or commit of a name on the hub, without effect for a folder; null: main", is_common=True
-    )
+    revision: str | None = vllm_option(None, "branch, tag or commit of a name on the hub; null: main", is_common=True)
     dtype: str = vllm_option(
         "auto",
         "`auto` (the checkpoint's, never shortened; float32 where config.json names none of these), `float32`, "
@@ -66,7 +64,7 @@ class ModelOptions:
     )
     max_model_len: int | None = vllm_option(
         None,
-        "longest sequence in tokens, at most the model's own; null: the model's own",
+        "longest sequence in tokens; null, and at most, the model's own",
         vllm_values={-1: None, "auto": None},
         least=1,
         is_common=True,
@@ -155,7 +153,10 @@ class ModelOptions:
         16, "prompt adapters that are loaded; one more evicts the one that was used longest ago", least=1
     )
     adapters: dict[str, str] | None = option(
-        None, "LoRA adapters to load at the start: name and PEFT folder, such as `{sql: /a/sql}`"
+        None, "LoRA adapters loaded at the start, such as `{sql: /peft/folder}`", is_common=True
+    )
+    prompt_adapters: dict[str, str] | None = option(
+        None, "prompt adapters loaded at the start, under other names", is_common=True
     )
     lora_merge: str | None = option(
         None, "folder of one adapter that is merged into the weights for all rows; it cannot be in `adapters` too"
@@ -192,16 +193,30 @@ class ModelOptions:
 
 
 def _check_adapters(model: ModelOptions) -> None:
-    """Check the names of `adapters`, and that as many are loaded as a step has and as are named."""
-    for name, path in (model.adapters or {}).items():
-        if not name or not path:
-            raise ConfigError(f"model.adapters={model.adapters} must map names to folders, and neither may be empty")
+    """Check the names of adapters, and that as many are loaded as a step has and as are named."""
+    named = {"adapters": model.adapters or {}, "prompt_adapters": model.prompt_adapters or {}}
+    for key, folders in named.items():
+        if not all(name and path for name, path in folders.items()):
+            raise ConfigError(f"model.{key}={folders} must map names to folders, and neither may be empty")
+    for name, path in named["adapters"].items():
         if model.lora_merge is not None and (model.lora_merge == name or model.merged_adapter == plain_folder(path)):
             raise ConfigError(
                 f"model.lora_merge={model.lora_merge} is merged into the weights for all rows, and those that name "
                 f"{name!r} of model.adapters would have it twice: give the folder as model.lora_merge and leave the "
                 f"name out of model.adapters, or leave model.lora_merge out"
             )
+    both = [name for name in named["adapters"] if name in named["prompt_adapters"]]
+    if both:
+        raise ConfigError(
+            f"model.adapters and model.prompt_adapters both have {both[0]!r}, and rows name either by its name: rename "
+            f"one"
+        )
+    num_named = len(named["prompt_adapters"])
+    if num_named > model.max_prompt_adapters:
+        raise ConfigError(
+            f"model.max_prompt_adapters={model.max_prompt_adapters} are loaded, and model.prompt_adapters has "
+            f"{num_named}: raise model.max_prompt_adapters to at least {num_named}, or name fewer"
+        )
     if model.max_cpu_loras is not None:
         needed = {"max_loras": model.max_loras or 1, "adapters": len(model.adapters or ())}
         key = max(needed, key=needed.__getitem__)

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
+from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, check_options, without_error
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
@@ -16,7 +17,6 @@ from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
-from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 
 class BeamCalls:
@@ -32,17 +32,20 @@ class BeamCalls:
         lora_request: LoRARequests = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
+        *,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[BeamSearchOutput]:
         """Beam search: the `beam_width` best continuations of each prompt, best first.
 
         Each token is a call of `generate` for all beams of all prompts, which share their prefixes in the prefix cache.
-        `lora_request` is as in `generate`. `concurrency_limit` is accepted for vLLM and has no effect. Raises
-        ValueError for a prompt that cannot be answered, and the errors of `generate`.
+        `lora_request` and `prompt_adapter_request` are as in `generate`; virtual tokens count in no beam's length.
+        `concurrency_limit` is accepted for vLLM and has no effect. Raises ValueError for a prompt that cannot be
+        answered, and the errors of `generate`.
         """
         with self._engine.calls.inside("beam_search", is_alone=True):
             engine = self._engine
             engine.life.check_open()
-            adapters: list[LoRARequest | None] = []
+            first: list[Encoded] = []
 
             def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
                 check_options(None, False, use_tqdm)
@@ -51,7 +54,8 @@ class BeamCalls:
                     raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
                 encoded = self._encoder.encode(prompts)
                 set_lora_requests(encoded, lora_request)
-                adapters.extend(each.lora_request for each in encoded)
+                set_prompt_adapters(encoded, prompt_adapter_request)
+                first.extend(encoded)
                 for each in encoded:
                     if each.error is not None:
                         raise ValueError(each.error)
@@ -59,23 +63,26 @@ class BeamCalls:
                         raise ValueError("cache_salt is not supported by beam_search: leave it out")
                     if each.rows is not None:
                         raise ValueError("prompt_embeds are not supported by beam_search: its beams are token ids")
-                    engine.requests.check(each.token_ids, params.step_params)
+                    engine.requests.check(each.token_ids, params.step_params, num_virtual=each.num_virtual_tokens)
                 return [each.token_ids for each in encoded], asdict(params)
 
             # In `turns()` each rank has its own beams.
             token_ids, _ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
             eos_token_ids = engine.resolved.model_config.eos_token_ids
             searches = [
-                BeamSearch(each, params, eos_token_ids, adapter)
-                for each, adapter in zip(token_ids, adapters, strict=True)
+                BeamSearch(ids, params, eos_token_ids, each.lora_request)
+                for ids, each in zip(token_ids, first, strict=True)
             ]
             with contextlib.closing(CallBar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
                 for _ in range(params.max_tokens):
-                    wanted = [search.prompts(engine.max_model_len) for search in searches]
+                    wanted = [
+                        search.prompts(engine.max_model_len - each.num_virtual_tokens)
+                        for search, each in zip(searches, first)
+                    ]
                     flat = [prompt for each in wanted for prompt in each]
                     if not flat:
                         break
-                    given = [adapter for adapter, each in zip(adapters, wanted) for _ in each]
+                    given = [each for each, beams in zip(first, wanted) for _ in beams]
                     outputs = iter(self._runner.run("generate", partial(self._encode, flat, given), params.step_params))
                     for search, beams in zip(searches, wanted):
                         if beams:
@@ -88,7 +95,9 @@ class BeamCalls:
                     beam.text = tokenizer.decode(beam.tokens, params.skip_special_tokens)
             return [BeamSearchOutput(beams) for beams in found]
 
-    def _encode(self, prompts: Sequence[Prompt], adapters: list[LoRARequest | None]) -> list[Encoded]:
+    def _encode(self, prompts: Sequence[Prompt], given: Sequence[Encoded]) -> list[Encoded]:
+        """Encode beams, each with the adapters of its prompt in `given`."""
         encoded = self._encoder.encode(prompts)
-        set_lora_requests(encoded, adapters)
+        for beam, prompt in zip(encoded, given, strict=True):
+            beam.lora_request, beam.prompt_adapter = prompt.lora_request, prompt.prompt_adapter
         return encoded

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
+from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, apply_pooling
 from spmd_worker.engine.calls.call_runner import CallRunner, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
@@ -36,7 +37,7 @@ class _Arguments:
 
     params: GivenParams
     length: int | None
-    lora_request: LoRARequests
+    adapters: tuple[LoRARequests, None]
     tokenization_kwargs: Mapping[str, Any] | None
     gather: bool
     use_tqdm: UseTqdm
@@ -58,6 +59,7 @@ class PoolingCalls:
         gather: bool = False,
         lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_adapter_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed each prompt, in order: float32 vectors, the last hidden states pooled as the model folder's
         `modules.json` or `pooling_type` says. A vector does not depend on the other rows of a batch, chunks, preemption
@@ -65,9 +67,10 @@ class PoolingCalls:
 
         Needs a pooling model, or `runner="pooling"`. `truncate_prompt_tokens` is as in `PoolingParams`; `gather`,
         `lora_request`, ranks and rejected prompts are as in `generate`. Raises ValueError for a run of another task,
-        naming it, and for a non-finite vector.
+        naming it, for a `prompt_adapter_request`, and for a non-finite vector.
         """
-        given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, gather, use_tqdm)
+        adapters = (lora_request, prompt_adapter_request)
+        given = _Arguments(pooling_params, truncate_prompt_tokens, adapters, tokenization_kwargs, gather, use_tqdm)
         return self._pool("embed", "embed", prompts, given, EmbeddingOutput, EmbeddingRequestOutput)
 
     def encode(
@@ -81,11 +84,13 @@ class PoolingCalls:
         gather: bool = False,
         lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_adapter_request: None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool each prompt: a vector or scores, as plain numbers. `pooling_task` is embed, classify, score or reward;
         None is the model's task. Otherwise as `embed`.
         """
-        given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, gather, use_tqdm)
+        adapters = (lora_request, prompt_adapter_request)
+        given = _Arguments(pooling_params, truncate_prompt_tokens, adapters, tokenization_kwargs, gather, use_tqdm)
         return self._pool("encode", pooling_task, prompts, given, PoolingOutput, PoolingRequestOutput)
 
     def classify(
@@ -97,11 +102,13 @@ class PoolingCalls:
         gather: bool = False,
         lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_adapter_request: None = None,
     ) -> list[ClassificationRequestOutput]:
         """Classify each prompt: the scores of all labels of a `*ForSequenceClassification`, from the last token, after
         softmax (sigmoid for one label, or as config.json says); raw with `use_activation=False`. Otherwise as `embed`.
         """
-        given = _Arguments(pooling_params, None, lora_request, tokenization_kwargs, gather, use_tqdm)
+        adapters = (lora_request, prompt_adapter_request)
+        given = _Arguments(pooling_params, None, adapters, tokenization_kwargs, gather, use_tqdm)
         return self._pool("classify", "classify", prompts, given, ClassificationOutput, ClassificationRequestOutput)
 
     def reward(
@@ -113,9 +120,11 @@ class PoolingCalls:
         gather: bool = False,
         lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_adapter_request: None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Score each prompt with a reward model: the raw score of its only label. Otherwise as `classify`."""
-        given = _Arguments(pooling_params, None, lora_request, tokenization_kwargs, gather, use_tqdm)
+        adapters = (lora_request, prompt_adapter_request)
+        given = _Arguments(pooling_params, None, adapters, tokenization_kwargs, gather, use_tqdm)
         return self._pool("reward", "reward", prompts, given, PoolingOutput, PoolingRequestOutput)
 
     def score(
@@ -129,12 +138,14 @@ class PoolingCalls:
         lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        prompt_adapter_request: None = None,
     ) -> list[ScoringRequestOutput]:
         """Score each text of `text_2` against its text of `text_1`, or the only one: the similarity of their vectors,
         or the score that a model with one label gives to the pair. `chat_template` is not supported. A list of
         `lora_request` is for pairs: vectors of two adapters cannot be compared. Otherwise as `embed`.
         """
-        given = _Arguments(pooling_params, truncate_prompt_tokens, lora_request, tokenization_kwargs, False, use_tqdm)
+        adapters = (lora_request, prompt_adapter_request)
+        given = _Arguments(pooling_params, truncate_prompt_tokens, adapters, tokenization_kwargs, False, use_tqdm)
         config = self._engine.limits.pooling
         are_pairs = config is None or config.task == "classify"
         num_firsts = 0
@@ -198,7 +209,9 @@ class PoolingCalls:
             truncation = given.params if given.length is None else PoolingParams(truncate_prompt_tokens=-1)
             encoded = self._encoder.encode(prompts() if callable(prompts) else prompts, truncation)
             check_extras(len(encoded), None, given.tokenization_kwargs)
-            set_lora_requests(encoded, given.lora_request)
+            loras, prompt_adapter = given.adapters
+            check_no_prompt_adapter(prompt_adapter)
+            set_lora_requests(encoded, loras)
             for each, params in zip(encoded, _listed(given.params, len(encoded)), strict=True):
                 if task is not None and params.task not in (None, task):
                     raise ValueError(f"pooling_params.task={params.task!r} does not match the call: {task}")

@@ -6,8 +6,8 @@ from typing import Any, Final
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages
-from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
-from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
+from spmd_worker.compat.lora_requests import LoRARequests, one_each, set_lora_requests
+from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, check_prompt_adapter, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, OnError, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
@@ -169,13 +169,14 @@ class PromptCalls:
         gather: bool = False,
         use_tqdm: UseTqdm = False,
         lora_request: LoRARequests = None,
+        prompt_adapter_request: PromptAdapterRequests = None,
     ) -> list[list[float]]:
         """Log-probability of each token of `completions[i]`, token ids, given `prompts[i]` and the preceding tokens.
 
         They are computed by the kernels that sample, with the current weights. For completions of `generate` they are
         bit-identical to its `logprobs` (those of the unprocessed logits, `raw_logprobs`), however rows were batched,
         cut into chunks or preempted in either call (with `logprobs=-1` under tensor parallelism, up to the rounding of
-        a sum). `gather` and `lora_request` are as in `generate`.
+        a sum). `gather`, `lora_request` and `prompt_adapter_request` are as in `generate`.
 
         `sampling_params` are those with which the completions were sampled. Only a model with LongRoPE needs them, if
         their `max_tokens` decides on the scaling of positions; they have no other effect.
@@ -196,8 +197,9 @@ class PromptCalls:
             given: Sequence[SamplingParams | None] = [None] * len(listed)
             if sampling_params is not None:
                 given = self._encoder.params(sampling_params, len(listed))
+            adapters = one_each(prompt_adapter_request, len(listed), check_prompt_adapter, "prompt adapter")
             joined = []
-            for prompt, completion, sampling in zip(listed, completions, given, strict=True):
+            for prompt, completion, sampling, adapter in zip(listed, completions, given, adapters, strict=True):
                 encoded, tokens = self._encoder.encode_one(prompt, is_truncated=False), as_token_ids(completion)
                 if not tokens:
                     raise ValueError("a completion has no tokens: there is nothing to score")
@@ -205,7 +207,9 @@ class PromptCalls:
                 error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
                 both.cache_salt, both.rows = encoded.cache_salt, encoded.rows
-                both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
+                both.prompt_adapter = adapter
+                num_before = both.num_virtual_tokens + len(encoded.token_ids)
+                both.rope_regime = self._scored_regime(num_before, len(tokens), sampling)
                 joined.append(both)
             set_lora_requests(joined, lora_request)
             return joined

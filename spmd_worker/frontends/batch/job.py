@@ -46,6 +46,7 @@ from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests,
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
     PROVENANCE_NAME,
+    adapter_folders,
     check_files,
     check_job,
     check_output,
@@ -242,9 +243,13 @@ def _run(
 
 def _check_adapters(engine: Engine, manifest: dict[str, Any]) -> None:
     """Raise ConfigError for an adapter whose files changed before it was loaded: the manifest describes the others."""
-    for name, folder in (engine.config.model.adapters or {}).items():
-        if manifest["answers"][f"model.adapters.{name}"] != hex_digest(engine.adapters.digest_of_name(name)):
-            raise ConfigError(f"model.adapters.{name}={folder} changed while the job started: start it again")
+    model, prompts = engine.config.model, engine.prompt_adapters
+    loaded = {f"model.adapters.{name}": engine.adapters.digest_of_name(name) for name in model.adapters or ()}
+    loaded |= {f"model.prompt_adapters.{name}": prompts.of_name(name).digest for name in model.prompt_adapters or ()}
+    folders = adapter_folders(model)
+    for key, digest in loaded.items():
+        if manifest["answers"][key] != hex_digest(digest):
+            raise ConfigError(f"{key}={folders[key]} changed while the job started: start it again")
 
 
 def _follow(engine: Engine, replicas: Replicas | None) -> None:
@@ -261,7 +266,7 @@ def _lead(
 ) -> None:
     job, run_dir = config.job, run.journal.folder
     num_rows, model_name = run.manifest["num_rows"], run.manifest["model_name"]
-    adapters = config.model.adapters or {}
+    adapters = (*(config.model.adapters or ()), *(config.model.prompt_adapters or ()))
     rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal, adapters)
     rows.may_read = run.check.may_read
     prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None

@@ -84,9 +84,9 @@ class JobInput:
                 return None
             self.num_rows += 1
             row = self._custom_ids.check(parse_row(index, line, self._defaults, self._limits))
-            name = None if isinstance(row, RowError) else row.adapter or row.model
-            if name in self.num_rows_by_adapter:
-                self.num_rows_by_adapter[name] += 1
+            for name in () if isinstance(row, RowError) else (row.adapter, row.prompt_adapter, row.model):
+                if name in self.num_rows_by_adapter:
+                    self.num_rows_by_adapter[name] += 1
             key = row_key(line)
             if not self._journal.has(index):
                 self.keys[index] = key

@@ -60,6 +60,7 @@ class RowRunner:
             index=row.index,
             adapter=encoded.adapter_id,
             rows=encoded.rows,
+            virtual=encoded.virtual,
         )
         # The engine holds its rows of embeddings.
         self._rows[request_id] = encoded if encoded.rows is None else replace(encoded, rows=None)

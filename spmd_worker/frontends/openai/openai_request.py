@@ -95,8 +95,10 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     body = fields["body"]
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body={shown(body)} must be an object")
-    if body.get("adapter") is not None:
-        raise InvalidRequestError("adapter is a key of a plain row: a body names its adapter in model", "unknown_key")
+    for key in ("adapter", "prompt_adapter"):
+        if body.get(key) is not None:
+            message = f"{key} is a key of a plain row: a body names its adapter in model"
+            raise InvalidRequestError(message, "unknown_key")
     url = fields["url"]
     if url == COMPLETIONS_URL:
         return _completion_row(index, custom_id, body, defaults)

@@ -63,7 +63,7 @@ def encode_pooled(
     """Encode a row's texts as ids within the limits of `engine`. Raises InvalidRequestError."""
     inputs = row.pooling
     assert inputs is not None, "a pooling row"
-    adapter_id = models.adapter_of(row)
+    adapter_id = models.adapters_of(row).adapter_id
     engine.check_runner(inputs.params)
     config = engine.pooling
     assert config is not None, "checked by check_runner"

@@ -93,11 +93,11 @@ def model_name(body: Mapping[str, Any]) -> str | None:
     return model
 
 
-def adapter_name(fields: Mapping[str, Any]) -> str | None:
-    """The adapter that a plain row names. Raises InvalidRequestError."""
-    adapter = fields.get("adapter")
+def adapter_name(fields: Mapping[str, Any], key: str = "adapter") -> str | None:
+    """The adapter that a plain row names under `key`. Raises InvalidRequestError."""
+    adapter = fields.get(key)
     if adapter is not None and not isinstance(adapter, str):
-        raise InvalidRequestError(f"adapter={shown(adapter)} must be a string, a name of model.adapters")
+        raise InvalidRequestError(f"{key}={shown(adapter)} must be a string, a name of model.{key}s")
     return adapter
 
 

@@ -12,6 +12,7 @@ from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
+from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.token_texts import TokenText
 
@@ -79,7 +80,8 @@ EchoKind = Literal["both", "prompt"]
 class Row:
     """One well-formed input row. `index` counts input rows from 0; `model` is the name in an OpenAI body, `request` the
     constraints on its answer. With `pooling` nothing is generated: `prompt` is the first of its prompts, and `sampling`
-    is unused. `returns_token_ids`: the answer has the ids of its prompt and texts. `adapter` is named in a plain row.
+    is unused. `returns_token_ids`: the answer has the ids of its prompt and texts. `adapter` and
+    `prompt_adapter` are names in a plain row.
     """
 
     index: int
@@ -93,6 +95,7 @@ class Row:
     echo: EchoKind | None = None
     returns_token_ids: bool = False
     adapter: str | None = None
+    prompt_adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,9 @@ class EncodedRow:
     number.
 
     `prompt` is the text that was encoded (a chat after its template), None for token ids. `reader` parses tool calls
-    and reasoning in the answers of a chat; None if they are only content. `adapter_id` is the number of the adapter
-    (`ServedModels`), `adapter` its name in a plain row. The ids are placeholders of `rows` of embeddings, if there are.
+    and reasoning in the answers of a chat; None if they are only content. `adapter_id` is the number of the adapter and
+    `virtual` are the tokens of the prompt adapter (`ServedModels`), `adapter` and `prompt_adapter` their names in a
+    plain row. The ids are placeholders of `rows` of embeddings, if there are.
     """
 
     index: int
@@ -127,6 +131,8 @@ class EncodedRow:
     adapter_id: int = 0
     adapter: str | None = None
     rows: PromptRows | None = None
+    virtual: VirtualTokens | None = None
+    prompt_adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds", "messages")
-_PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "adapter", "chat_template_kwargs", *SAMPLING_KEYS)
+_PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "adapter", "prompt_adapter", "chat_template_kwargs", *SAMPLING_KEYS)
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
 
 
@@ -125,7 +125,8 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     check_keys(fields, _PLAIN_KEYS)
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
-    return Row(index, custom_id, "plain", prompt, sampling, adapter=adapter_name(fields))
+    adapters = (adapter_name(fields), adapter_name(fields, "prompt_adapter"))
+    return Row(index, custom_id, "plain", prompt, sampling, adapter=adapters[0], prompt_adapter=adapters[1])
 
 
 def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
@@ -179,7 +180,8 @@ def encode_row(
     `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
     at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning.
     """
-    adapter_id = models.adapter_of(row)
+    adapter_id, virtual = models.adapters_of(row)
+    num_virtual = 0 if virtual is None else virtual.num_tokens
     engine.check_runner(None)
     if row.request is not None:
         check_takes_tools(row.request, chat_format)
@@ -196,10 +198,10 @@ def encode_row(
         text, token_ids = None, (PLACEHOLDER,) * rows.num_rows
     else:
         text, token_ids = encode(row.prompt, tokenizer, check_text)
-    token_ids = tuple(engine.truncate(token_ids, row.sampling, rows))
+    token_ids = tuple(engine.truncate(token_ids, row.sampling, rows, num_virtual))
     sampling = constrained_sampling(row, text, tokenizer, chat_format)
     try:
-        engine.check(token_ids, sampling, rows=rows)
+        engine.check(token_ids, sampling, rows=rows, num_virtual=num_virtual)
     except RequestError as error:
         raise InvalidRequestError(error_message(row, error), error.code) from None
     echo = _echo(row, text, token_ids, tokenizer)
@@ -207,7 +209,7 @@ def encode_row(
         message = f"the prompt has {len(token_ids)} tokens, more than {_MAX_TOKENS_KEY}={limits.max_prompt_tokens}"
         raise InvalidRequestError(message, "prompt_too_long")
     # A prompt that is only scored may fill the length: its one token is not computed.
-    num_left = max(engine.max_model_len - len(token_ids), 1)
+    num_left = max(engine.max_model_len - num_virtual - len(token_ids), 1)
     if limits.max_tokens is not None:
         num_left = min(num_left, limits.max_tokens)
     if sampling.min_tokens > num_left:
@@ -228,6 +230,8 @@ def encode_row(
         adapter_id=adapter_id,
         adapter=row.adapter,
         rows=rows,
+        virtual=virtual,
+        prompt_adapter=row.prompt_adapter,
     )
 
 

@@ -62,6 +62,7 @@ def _plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
         "custom_id": row.custom_id,
         "index": row.index,
         **({} if row.adapter is None else {"adapter": row.adapter}),
+        **({} if row.prompt_adapter is None else {"prompt_adapter": row.prompt_adapter}),
         "outputs": outputs,
         "usage": usage(output),
         "error": None,

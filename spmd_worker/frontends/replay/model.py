@@ -9,7 +9,7 @@ cannot be recomputed.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
@@ -216,10 +216,10 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
         executor.initialize_from_config(header.num_blocks, header.num_host_blocks)
         if header.num_tier_blocks:
             executor.collective_rpc("initialize_host_tier", args=(header.num_tier_blocks,))
-        for entry in zip(count(1), header.adapter_names, header.adapter_paths, header.adapter_digests):
-            fault = _add_adapter(executor, AddAdapter(*entry))
-            if fault:
-                raise ReplayError(f"the run had {fault}")
+        faults = [_add_adapter(executor, each) for each in header.adapters]
+        faults += [_add_prompt_adapter(executor, each) for each in header.prompt_adapters]
+        for fault in filter(None, faults):
+            raise ReplayError(f"the run had {fault}")
     except BaseException:
         executor.shutdown()
         raise

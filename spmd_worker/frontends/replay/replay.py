@@ -8,7 +8,7 @@ the same plans or reports the first difference.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from kv_cache.outside_transfers import OutsideTransfers
@@ -26,14 +26,18 @@ from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.step_order import end_step, must_end_oldest
-from spmd_worker.replica.sequence.events import Admit, Close, Event
+from spmd_worker.replica.sequence.adapter_kind import PROMPT
+from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter, Admit, Close, Event
 from spmd_worker.replica.sequence.request import Request, RequestId, random_stream
 from spmd_worker.replica.sequence.sampled import SampledIds, sample_indices, sampling_keys
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
-HEADER_KEYS_THAT_MAY_DIFFER = ("code", "model_path", "adapter_paths", "tensor_parallel_size", "data_parallel_size")
+HEADER_KEYS_THAT_MAY_DIFFER = (
+    *("code", "model_path", "adapter_paths", "prompt_adapter_paths"),
+    *("tensor_parallel_size", "data_parallel_size"),
+)
 """Runs that differ only in these should have equal steps: comparing them checks that."""
 
 
@@ -289,12 +293,18 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.num_steps_ahead,
         header.keeps_histories,
         header.max_loras,
-        header.max_prompt_adapters,
     )
     sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
-    columns = zip(count(1), header.adapter_names, header.adapter_paths, header.adapter_digests)
-    adapters = [RegisteredAdapter(*each, is_pinned=True, last_use=each[0]) for each in columns]
+    adapters = AdapterRegistry(header.max_cpu_loras, map(_pinned, header.adapters))
+    prompt_adapters = AdapterRegistry(header.max_prompt_adapters, map(_pinned, header.prompt_adapters), PROMPT)
     saves = header.connector_saves
     outside = None if saves is None else OutsideTransfers(saves=saves)
     given = (header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)
-    return new_scheduler(limits, sizes, *given, AdapterRegistry(header.max_cpu_loras, adapters), outside)
+    return new_scheduler(limits, sizes, *given, adapters, prompt_adapters, outside)
+
+
+def _pinned(event: AddAdapter | AddPromptAdapter) -> RegisteredAdapter:
+    """An adapter that was loaded at the start."""
+    num_tokens = event.num_tokens if isinstance(event, AddPromptAdapter) else 0
+    given = (event.int_id, event.name, event.path, event.digest)
+    return RegisteredAdapter(*given, is_pinned=True, last_use=event.int_id, num_tokens=num_tokens)

@@ -18,6 +18,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Final, get_args, get_origin, get_type_hints
@@ -25,6 +26,7 @@ from zlib import crc32
 
 from spmd_worker.base.errors import StepLogError
 from spmd_worker.base.files import JsonError, create_job_file, open_regular_file, parse_json_object
+from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""
@@ -88,8 +90,25 @@ class StepLogHeader:
     adapter_names: tuple[str, ...] = ()
     adapter_paths: tuple[str, ...] = ()
     adapter_digests: tuple[int, ...] = ()
+    prompt_adapter_names: tuple[str, ...] = ()
+    prompt_adapter_paths: tuple[str, ...] = ()
+    prompt_adapter_digests: tuple[int, ...] = ()
+    prompt_adapter_num_tokens: tuple[int, ...] = ()
     connector_saves: bool | None = None
     format_version: int = FORMAT_VERSION
+
+    @property
+    def adapters(self) -> list[AddAdapter]:
+        """LoRA adapters that were loaded at the start."""
+        columns = zip(count(1), self.adapter_names, self.adapter_paths, self.adapter_digests)
+        return [AddAdapter(*each) for each in columns]
+
+    @property
+    def prompt_adapters(self) -> list[AddPromptAdapter]:
+        """Prompt adapters that were loaded at the start."""
+        given = zip(self.prompt_adapter_names, self.prompt_adapter_paths, self.prompt_adapter_digests)
+        both = zip(count(1), given, self.prompt_adapter_num_tokens)
+        return [AddPromptAdapter(int_id, *each, (), num_tokens) for int_id, each, num_tokens in both]
 
     @property
     def num_in_flight(self) -> int:

@@ -91,6 +91,7 @@ class EngineLoop:
                     index=row.index,
                     adapter=row.adapter_id,
                     rows=row.rows,
+                    virtual=row.virtual,
                 )
             except ValueError as error:
                 # Errors that only the engine detects, such as a bad word that is not a token.

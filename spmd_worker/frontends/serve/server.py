@@ -81,7 +81,8 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
     chat_format = model_chat_format(config.model, engine.tokenizer)
     models = engine_models(engine)
     reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer, chat_format, models)
-    roots = {models.base: config.model.path or models.base, **(config.model.adapters or {})}
+    folders = {**(config.model.adapters or {}), **(config.model.prompt_adapters or {})}
+    roots = {models.base: config.model.path or models.base, **folders}
     app = ServerApp(exchange, reader, roots, listener.api_key, config.serve.reader_timeout_s)
     loop = EngineLoop(engine, exchange, config.serve.drain_s)
     # Without its server the engine would wait for ever.

@@ -1,4 +1,4 @@
-"""LoRA adapters that every worker has loaded: replica state, which events alone change.
+"""Adapters of one kind, LoRA or prompt, that every worker has loaded: replica state, which events alone change.
 
 An adapter is named by the user's id, and by the digest of its content, which is all that workers and block hashes know.
 Several ids may have one content, which is loaded once. `max_adapters` contents are loaded at most; one more evicts that
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.replica.sequence.adapter_kind import LORA, AdapterKind
 from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:
     """A loaded adapter, the `number`-th that an event has loaded. `path` is its folder on rank 0, or, at the start, on
-    this rank; "" for tensors. `last_use` counts uses of all adapters.
+    this rank; "" for tensors. `last_use` counts uses of all adapters. A prompt adapter has `num_tokens` virtual tokens.
     """
 
     int_id: int
@@ -25,13 +26,16 @@ class RegisteredAdapter:
     is_pinned: bool = False
     last_use: int = 0
     number: int = 0
+    num_tokens: int = 0
 
 
 class AdapterRegistry:
     """`entries` by id, in the order in which their contents were loaded; read-only for callers."""
 
-    def __init__(self, max_adapters: int = 0, loaded: Iterable[RegisteredAdapter] = ()) -> None:
-        self.max_adapters = max_adapters
+    def __init__(
+        self, max_adapters: int = 0, loaded: Iterable[RegisteredAdapter] = (), kind: AdapterKind = LORA
+    ) -> None:
+        self.max_adapters, self.kind = max_adapters, kind
         self.entries: dict[int, RegisteredAdapter] = {each.int_id: each for each in loaded}
         self.digests: tuple[int, ...] = ()
         """The loaded contents, each once: another tuple after each change, because other threads may read it."""
@@ -55,9 +59,9 @@ class AdapterRegistry:
         self._num_uses += 1
         self._num_additions += 1
         is_pinned = before is not None and before.is_pinned
-        self.entries[event.int_id] = RegisteredAdapter(
-            event.int_id, event.name, event.path, event.digest, is_pinned, self._num_uses, self._num_additions
-        )
+        num_tokens = event.num_tokens if isinstance(event, AddPromptAdapter) else 0
+        given = (event.int_id, event.name, event.path, event.digest, is_pinned)
+        self.entries[event.int_id] = RegisteredAdapter(*given, self._num_uses, self._num_additions, num_tokens)
         self._note_contents()
         assert len(self.digests) <= self.max_adapters, (self.entries, self.max_adapters)
 
@@ -99,8 +103,8 @@ class AdapterRegistry:
         if len(free) < num_too_many:
             num_pinned = sum(any(each.is_pinned for each in users) for users in contents.values())
             raise AdapterError(
-                f"{len(contents)} adapters are loaded, of which {num_pinned} are pinned and the others have unanswered "
-                f"requests, and model.max_cpu_loras is {self.max_adapters}: raise it, or remove an adapter first"
+                f"{self.kind.counted(len(contents))} loaded, {num_pinned} of them pinned and the others with "
+                f"unanswered requests, and {self.kind.limit_key} is {self.max_adapters}: raise it, or remove one first"
             )
         free.sort(key=lambda users: max(each.last_use for each in users))
         return tuple([each.int_id for users in free[:num_too_many] for each in users])

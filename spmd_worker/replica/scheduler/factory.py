@@ -29,11 +29,12 @@ def new_scheduler(
     eos_token_ids: tuple[int, ...],
     max_model_len: int,
     tokenizer: Tokenizer | None,
-    adapters: AdapterRegistry | None = None,
+    adapters: AdapterRegistry,
+    prompt_adapters: AdapterRegistry,
     outside: OutsideTransfers | None = None,
 ) -> Scheduler:
-    """An empty replica; `adapters` are loaded. Without `tokenizer` requests must not have stop strings. `outside`: see
-    `CacheManager`.
+    """An empty replica; the adapters are loaded. Without `tokenizer` requests must not have stop strings. `outside` is
+    `CacheManager`'s.
     """
     cache = CacheManager(
         sizes.num_blocks,
@@ -49,4 +50,4 @@ def new_scheduler(
         return IncrementalDecoder(tokenizer, request.known_token_ids, request.sampling.skip_special_tokens)
 
     checker = StopChecker(eos_token_ids, max_model_len, None if tokenizer is None else new_decoder)
-    return Scheduler(limits, cache, checker, adapters)
+    return Scheduler(limits, cache, checker, adapters, prompt_adapters)

@@ -38,7 +38,6 @@ class SchedulerLimits:
     `num_steps_ahead` of 1 needs a single stage: a step is decided before the ids that the one before it samples are
     read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
     with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
-    `max_prompt_adapters` are loaded.
     """
 
     max_num_seqs: int
@@ -51,7 +50,6 @@ class SchedulerLimits:
     num_steps_ahead: int = 0
     keeps_histories: bool = False
     max_loras: int = 0
-    max_prompt_adapters: int = 0
 
     @property
     def num_in_flight(self) -> int:

@@ -21,6 +21,7 @@ from spmd_worker.replica.scheduler.policy import WaitingQueue
 from spmd_worker.replica.scheduler.queues import Queues
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids, group_updates
+from spmd_worker.replica.sequence.adapter_kind import PROMPT
 from spmd_worker.replica.sequence.events import (
     Abort,
     AddAdapter,
@@ -65,10 +66,11 @@ class Scheduler:
         cache: CacheManager,
         stop_checker: StopChecker,
         adapters: AdapterRegistry | None = None,
+        prompt_adapters: AdapterRegistry | None = None,
     ) -> None:
         self.counters, self.queues = SchedulerCounters(), Queues()
         self.adapters = AdapterRegistry() if adapters is None else adapters
-        self.prompt_adapters = AdapterRegistry(limits.max_prompt_adapters)
+        self.prompt_adapters = AdapterRegistry(kind=PROMPT) if prompt_adapters is None else prompt_adapters
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
         self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching

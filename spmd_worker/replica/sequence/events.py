@@ -136,13 +136,14 @@ class PinAdapter(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class AddPromptAdapter(CheckedRecord):
-    """Every worker has loaded a prompt adapter, otherwise as `AddAdapter`."""
+    """Every worker has loaded a prompt adapter of `num_tokens` virtual tokens, otherwise as `AddAdapter`."""
 
     int_id: int
     name: str
     path: str
     digest: int
     evicted: tuple[int, ...] = ()
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ def test_mapping_has_names_of_its_own():
     assert adapters == {"sql-v2.1": "/a/sql", "b_c": "/x=y"}
     for nothing in ((), ("model.adapters=null",), ("model.adapters={}",)):
         assert composed(*nothing).model.adapters is None
+    assert composed("model.prompt_adapters={sql: /a}").model.prompt_adapters == {"sql": "/a"}
 
 
 def test_quoted_values_escape_hydra_syntax():
@@ -244,6 +245,7 @@ REFUSED = [
     ("model.adapters=3", "model.adapters=3 must be texts by name, such as {a: b} or null"),
     ("model.adapters={a: [1]}", "model.adapters={'a': [1]} must be texts by name, such as {a: b} or null"),
     ("model.adapters={a: ''}", "model.adapters={'a': ''} must map names to folders, and neither may be empty"),
+    ("model.prompt_adapters={a: ''}", "model.prompt_adapters={'a': ''} must map names to folders, and neither may be"),
     ("model.adapters={7: x}", "model.adapters={7: x} must be texts by name, such as {a: b} or null"),
     ("plan=maybe", "plan=maybe must be true or false"),
     ("plan.memory_gib=64", "plan.memory_gib=64 is the memory that a plan is made for, and a run measures its own: add"),

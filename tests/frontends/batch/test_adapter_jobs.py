@@ -7,13 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_folders import DEMO, adapter_tensors, demo_adapters, write_adapter
+from adapter_folders import (
+    DEMO,
+    adapter_tensors,
+    demo_adapters,
+    demo_prompt_adapters,
+    write_adapter,
+    write_prompt_adapter,
+)
 from cut_jobs import Ended, end_after
 from jobs_of_rows import answers_of_job, openai_row
 from pooling_models import pooling_folder
 from safetensors.torch import save_file
 
-from spmd_worker import LLM, LoRARequest, SamplingParams
+from spmd_worker import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.job import run_job
@@ -67,6 +74,56 @@ def test_rows_name_adapters_by_both_doors(tmp_path: Path, texts: dict[tuple[int,
     assert metrics["adapters"] == {"a": 4, "b": 4}
 
 
+def test_rows_name_prompt_adapters_by_both_doors(tmp_path: Path):
+    """Beside LoRA adapters, and together with one; their answers are those of a call."""
+    folders, prompt = demo_prompt_adapters(soft=9, other=16), "add 1 7 ="
+    rows = [
+        {"prompt": prompt, **named, **SAMPLING}
+        for named in ({}, {"prompt_adapter": "soft"}, {"prompt_adapter": "other", "adapter": "a"}, {"adapter": "a"})
+    ]
+    named = [{} if name is None else {"model": name} for name in ("other", "a", None, "model", "gpt")]
+    bodies = [{"prompt": prompt, **SAMPLING, **each} for each in named]
+    rows += [openai_row(str(index), "/v1/completions", body) for index, body in enumerate(bodies)]
+    rows += [{"prompt": prompt, "prompt_adapter": "a"}, {"embed": "a", "prompt_adapter": "soft"}]
+    options = {"adapters": {"a": ADAPTERS["a"]}, "prompt_adapters": folders}
+    answers = answers_of_job(tmp_path, DEMO, rows, options=options)
+    lora = LoRARequest("a", 1, ADAPTERS["a"])
+    soft, other = (
+        PromptAdapterRequest(name, number, path, number_of_tokens)
+        for number, ((name, path), number_of_tokens) in enumerate(zip(folders.items(), (9, 16)), start=7)
+    )
+    given = [(None, None), (None, soft), (lora, other), (lora, None), (None, other)]
+    with LLM(DEMO, enable_lora=True, num_blocks=64, device="cpu") as llm:
+        adapters = {"lora_request": [each[0] for each in given], "prompt_adapter_request": [each[1] for each in given]}
+        outputs = llm.generate([prompt] * 5, SamplingParams(**SAMPLING), use_tqdm=False, **adapters)
+    expected = [output.outputs[0].text for output in outputs]
+    assert len(set(expected)) == 5
+    assert [answer["outputs"][0]["text"] for answer in answers[:4]] == expected[:4]
+    assert [answer.get("prompt_adapter") for answer in answers[:4]] == [None, "soft", "other", None]
+    assert {answer["usage"]["prompt_tokens"] for answer in answers[:4]} == {len(outputs[0].prompt_token_ids)}
+    bodies = [answer["response"]["body"] for answer in answers[4:8]]
+    assert [body["choices"][0]["text"] for body in bodies] == [expected[index] for index in (4, 3, 0, 0)]
+    assert [body["model"] for body in bodies] == ["other", "a", "model", "model"]
+    unknown, wrong, pooled = (answer["error"] for answer in answers[8:])
+    assert wrong["message"].startswith("prompt_adapter='a' is not loaded: the run has soft, other")
+    assert unknown["message"] == "model 'gpt' is not served; served are model, a, soft, other"
+    assert pooled["code"] == "unknown_key"
+    metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
+    assert metrics["adapters"] == {"a": 4, "soft": 1, "other": 2}
+
+
+def test_virtual_tokens_count_in_a_rows_limits(tmp_path: Path):
+    """Without `max_tokens` a row fills what its virtual tokens leave of `max_model_len`."""
+    rows = [
+        {"prompt_token_ids": [7] * number, "prompt_adapter": "soft", "temperature": 0, "ignore_eos": True}
+        for number in (8, 22, 23)
+    ]
+    options = {"prompt_adapters": demo_prompt_adapters(soft=9), "max_model_len": 32}
+    first, second, third = answers_of_job(tmp_path, DEMO, rows, options=options)
+    assert [each["usage"]["completion_tokens"] for each in (first, second)] == [15, 1]
+    assert third["error"]["message"].startswith("the prompt has 9 virtual and 23 tokens but model.max_model_len is 32")
+
+
 def test_without_adapters_model_names_have_no_effect(tmp_path: Path, texts: dict[tuple[int, str | None], str]):
     rows = [named_row(0, "gpt"), plain_row(1, "a"), plain_row(1, None)]
     free, refused, base = answers_of_job(tmp_path, DEMO, rows)
@@ -90,11 +147,11 @@ def test_pooled_rows_name_adapters_by_both_doors(tmp_path: Path):
     assert [answer.get("adapter") for answer in answers[:3]] == list(NAMES)
 
 
-def job_of(folder: Path, **adapters: str) -> RunConfig:
+def job_of(folder: Path, prompt_adapters: dict[str, str] | None = None, **adapters: str) -> RunConfig:
     rows = [plain_row(index, NAMES[index % 3]) for index in range(12)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return RunConfig(
-        model=ModelOptions(path=str(DEMO), adapters=adapters or None),
+        model=ModelOptions(path=str(DEMO), adapters=adapters or None, prompt_adapters=prompt_adapters),
         cache=CacheConfig(num_blocks=64),
         job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), commit_rows=1),
         device="cpu",
@@ -105,7 +162,9 @@ def test_resumed_job_compares_contents_of_adapters(tmp_path: Path):
     """Moved files are the same adapter, and other weights or another adapter under a name are not."""
     own = tmp_path / "own"
     shutil.copytree(ADAPTERS["a"], own)
-    config = job_of(tmp_path, a=str(own), b=ADAPTERS["b"])
+    soft = tmp_path / "soft"
+    shutil.copytree(demo_prompt_adapters(soft=9)["soft"], soft)
+    config = job_of(tmp_path, {"soft": str(soft)}, a=str(own), b=ADAPTERS["b"])
     with pytest.MonkeyPatch.context() as monkeypatch:
         end_after(monkeypatch, 5)
         with pytest.raises(Ended):
@@ -115,6 +174,10 @@ def test_resumed_job_compares_contents_of_adapters(tmp_path: Path):
         run_job(config, RankEnvironment())
     with pytest.raises(ConfigError, match=r'^model.adapters.b is null, and "[0-9a-f]{16}" in the run of'):
         run_job(replace(config, model=replace(config.model, adapters={"a": ADAPTERS["a"]})), RankEnvironment())
+    write_prompt_adapter(soft, 128, 9, 1)
+    with pytest.raises(ConfigError, match=r"^model.prompt_adapters.soft is .*: answers would differ"):
+        run_job(replace(config, model=replace(config.model, adapters=ADAPTERS)), RankEnvironment())
+    write_prompt_adapter(soft, 128, 9, sum(b"soft"))
     tensors, _ = adapter_tensors(DEMO, sum(b"a"))
     # The same contents, in another order in the file.
     save_file(dict(reversed(list(tensors.items()))), own / "adapter_model.safetensors")
@@ -122,7 +185,7 @@ def test_resumed_job_compares_contents_of_adapters(tmp_path: Path):
     run_job(moved, RankEnvironment())
     metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
     assert metrics["resumed_rows"] == 5
-    assert metrics["adapters"] == {"a": 4, "b": 4}
+    assert metrics["adapters"] == {"a": 4, "b": 4, "soft": 0}
     whole = tmp_path / "whole"
     whole.mkdir()
     run_job(job_of(whole, **ADAPTERS), RankEnvironment())
@@ -139,3 +202,5 @@ def test_job_checks_folders_of_adapters_first(tmp_path: Path):
         run_job(inside, RankEnvironment())
     with pytest.raises(ConfigError, match=r"model.adapters has 'model', which is the model's own name"):
         run_job(job_of(tmp_path, model=ADAPTERS["a"]), RankEnvironment())
+    with pytest.raises(ConfigError, match=r"^model.prompt_adapters.x: .*'LORA' is not supported: it is a LoRA"):
+        run_job(job_of(tmp_path, {"x": ADAPTERS["a"]}), RankEnvironment())

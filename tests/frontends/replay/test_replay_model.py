@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_folders import write_prompt_adapter
 from lora_folders import write_lora
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tools_main import tool
 
 from kv_cache.cache_engine import CacheEngine
@@ -199,33 +200,36 @@ def test_rows_with_adapters_are_recomputed(tmp_path: Path, run_script):
 
 def test_prompt_adapters_are_read_again_and_embeddings_end_replay(tmp_path: Path, run_script):
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    with LLM(DEMO / "model", num_blocks=64, block_size=8) as llm, open_step_log(llm.llm_engine, tmp_path) as writer:
+    write_prompt_adapter(tmp_path / "start", 128, 8, 5)
+    options = {"num_blocks": 64, "block_size": 8, "prompt_adapters": {"start": str(tmp_path / "start")}}
+    with LLM(DEMO / "model", **options) as llm, open_step_log(llm.llm_engine, tmp_path) as writer:
         config = llm.llm_engine.resolved.model_config
         widths = {
             "PROMPT_TUNING": config.embedding_size,
             "PREFIX_TUNING": sum(2 * layer.num_kv_heads * layer.head_size for layer in config.layers),
         }
-        for number, (kind, width) in enumerate(widths.items(), start=1):
-            folder = tmp_path / kind
-            folder.mkdir()
-            (folder / "adapter_config.json").write_text(json.dumps({"peft_type": kind, "num_virtual_tokens": 9}))
-            tensor = torch.randn(9, width, generator=torch.Generator().manual_seed(number))
-            save_file({"prompt_embeddings": tensor}, folder / "adapter_model.safetensors")
+        start = PromptAdapterRequest("start", 1, str(tmp_path / "start"), 8)
+        llm.generate("3 + 4 =", greedy, prompt_adapter_request=start, use_tqdm=False)
+        for number, (kind, width) in enumerate(widths.items(), start=2):
+            folder = write_prompt_adapter(tmp_path / kind, width, 9, number, kind)
             request = PromptAdapterRequest(kind, number, str(folder), 9)
             llm.generate(["3 + 4 =", "a b"], greedy, prompt_adapter_request=request, use_tqdm=False)
         llm.generate({"prompt_embeds": torch.zeros(7, config.embedding_size)}, greedy, use_tqdm=False)
     code, output, errors = run_script(writer.path, "--with-model")
     assert code == 2
     assert re.search(
-        r"step \d+ computes with the embeddings of request 4 \(prompt_embeds\), which the log does not", errors
+        r"step \d+ computes with the embeddings of request 5 \(prompt_embeds\), which the log does not", errors
     )
     num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
-    assert num_equal == num_all == 20
+    assert num_equal == num_all == 25
     code, output, _ = run_script(writer.path)
     assert code == 0
     assert "digests equal" in output
-    assert "7 prompt tokens" in run_script(writer.path, "--row", "4")[1]
+    assert "7 prompt tokens" in run_script(writer.path, "--row", "5")[1]
     (tmp_path / "PREFIX_TUNING" / "adapter_model.safetensors").unlink()
     code, output, errors = run_script(writer.path, "--with-model")
     assert code == 2
-    assert "prompt adapter 2 ('PREFIX_TUNING')" in errors
+    assert "prompt adapter 3 ('PREFIX_TUNING')" in errors
+    write_prompt_adapter(tmp_path / "start", 128, 8, 6)
+    _, _, errors = run_script(writer.path, "--with-model")
+    assert f"the run had prompt adapter 1 ('start'), whose folder {tmp_path}/start has another content" in errors

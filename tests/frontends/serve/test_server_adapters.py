@@ -6,19 +6,21 @@ from typing import Any
 
 import openai
 import pytest
-from adapter_folders import DEMO, demo_adapters
+from adapter_folders import DEMO, demo_adapters, demo_prompt_adapters
 from jobs_of_rows import answers_of_job, openai_row
 from serving import KEY, ServedHere
 
 ADAPTERS = demo_adapters("a", "b")
+PROMPT_ADAPTERS = demo_prompt_adapters(soft=9)
+OPTIONS: dict[str, Any] = {"adapters": ADAPTERS, "prompt_adapters": PROMPT_ADAPTERS}
 BODY: dict[str, Any] = {"prompt": "add 1 2 =", "max_tokens": 8, "temperature": 0}
 TALK: list[Any] = [{"role": "user", "content": "add 12 3 ="}]
-MODELS = ("model", "a", "b", "model", "b")
+MODELS = ("model", "a", "b", "model", "b", "soft")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServedHere]:
-    with ServedHere(options={"adapters": ADAPTERS}, max_queued=8) as served:
+    with ServedHere(options=OPTIONS, max_queued=8) as served:
         yield served
 
 
@@ -31,21 +33,22 @@ def client(server: ServedHere) -> Iterator[openai.OpenAI]:
 
 def test_list_of_models_has_the_adapters(server: ServedHere, client: openai.OpenAI):
     listed = {each.id: each for each in client.models.list()}
-    assert list(listed) == ["model", "a", "b"]
+    assert list(listed) == ["model", "a", "b", "soft"]
     extra = {name: (each.model_extra or {}) for name, each in listed.items()}
-    assert {name: each["parent"] for name, each in extra.items()} == {"model": None, "a": "model", "b": "model"}
-    assert {name: each["root"] for name, each in extra.items()} == {"model": str(DEMO), **ADAPTERS}
+    parents = [each["parent"] for each in extra.values()]
+    assert parents == [None, *["model"] * 3]
+    assert {name: each["root"] for name, each in extra.items()} == {"model": str(DEMO), **ADAPTERS, **PROMPT_ADAPTERS}
     assert client.models.retrieve("a") == listed["a"]
-    with pytest.raises(openai.NotFoundError, match="unknown model 'c': use model, a, b"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'c': use model, a, b, soft"):
         client.models.retrieve("c")
 
 
 def test_request_gets_the_model_that_it_names(client: openai.OpenAI, tmp_path: Any):
     """As a job's rows do, when all are asked at once."""
     rows = [openai_row(str(number), "/v1/completions", {**BODY, "model": name}) for number, name in enumerate(MODELS)]
-    answers = answers_of_job(tmp_path, DEMO, rows, options={"adapters": ADAPTERS})
+    answers = answers_of_job(tmp_path, DEMO, rows, options=OPTIONS)
     expected = [answer["response"]["body"]["choices"][0]["text"] for answer in answers]
-    assert len(set(expected)) == 3
+    assert len(set(expected)) == 4
     with ThreadPoolExecutor(len(MODELS)) as pool:
         found = list(pool.map(lambda name: client.completions.create(model=name, **BODY), MODELS))
     assert [each.choices[0].text for each in found] == expected
@@ -69,7 +72,7 @@ def test_unknown_model_is_not_found(server: ServedHere, client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError) as refused:
         client.completions.create(model="c", **BODY)
     assert refused.value.code == "model_not_found"
-    assert "model 'c' is not served; served are model, a, b" in str(refused.value)
+    assert "model 'c' is not served; served are model, a, b, soft" in str(refused.value)
     with pytest.raises(openai.NotFoundError, match="model 'c' is not served"):
         client.chat.completions.create(model="c", messages=TALK, stream=True)
     # A body without a model is the base model's.

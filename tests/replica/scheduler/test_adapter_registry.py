@@ -63,7 +63,7 @@ def test_ids_of_one_content_give_way_together():
 def test_addition_is_refused_when_nothing_may_give_way():
     registry = registry_of(10, 20, 30)
     registry.pin(2)
-    with pytest.raises(AdapterError, match=r"3 adapters are loaded, of which 1 are pinned .*max_cpu_loras is 3"):
+    with pytest.raises(AdapterError, match=r"3 LoRA adapters are loaded, 1 of them pinned .*max_cpu_loras is 3"):
         registry.victims(4, 40, lambda digest: digest != 20)
 
 
@@ -112,9 +112,9 @@ def test_loaded_id_with_other_content_is_refused():
 def test_unanswered_requests_keep_their_adapter():
     registry = registry_of(10, 20)
     replaced = plan_addition(registry, request(1, load_inplace=True), (11, ""), lambda digest: 3 * (digest == 10))
-    assert replaced.problem.startswith("adapter 1 cannot be replaced: 3 requests with it are unanswered")
+    assert replaced.problem.startswith("LoRA adapter 1 cannot be replaced: 3 requests with it are unanswered")
     removed = plan_removal(registry, 1, lambda digest: 2 * (digest == 10))
-    assert removed.problem.startswith("adapter 1 ('name 1') cannot be removed: 2 requests with it are unanswered")
+    assert removed.problem.startswith("LoRA adapter 1 ('name 1') cannot be removed: 2 requests with it are unanswered")
     assert plan_removal(registry, 2, lambda digest: 2 * (digest == 10)).dropped == (20,)
 
 

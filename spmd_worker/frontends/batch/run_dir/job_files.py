@@ -110,8 +110,11 @@ def check_files(resolved: ResolvedRun) -> None:
 
 
 def adapter_folders(model: ModelOptions) -> dict[str, str]:
-    """Folder of each adapter, by the key that names it: `model.adapters.NAME` and `model.lora_merge`."""
-    folders = {f"model.adapters.{name}": folder for name, folder in (model.adapters or {}).items()}
+    """Folder of each adapter, by the key that names it: `model.adapters.NAME`, `model.prompt_adapters.NAME` and
+    `model.lora_merge`.
+    """
+    named = {"adapters": model.adapters or {}, "prompt_adapters": model.prompt_adapters or {}}
+    folders = {f"model.{key}.{name}": folder for key, given in named.items() for name, folder in given.items()}
     if model.merged_adapter is not None:
         folders["model.lora_merge"] = model.merged_adapter
     return folders

@@ -42,6 +42,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
     model, scheduler, parallel = config.model, config.scheduler, config.parallel
     tokens, adapters = model.classifier_from_token, model.adapter_limits
     loaded = list(engine.scheduler.adapters.entries.values())[: len(model.adapters or ())]
+    prompts = list(engine.scheduler.prompt_adapters.entries.values())[: len(model.prompt_adapters or ())]
     return StepLogHeader(
         code=code_fingerprint(),
         model_path=str(resolved.model_folder.resolve()),
@@ -81,5 +82,9 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         adapter_names=tuple(each.name for each in loaded),
         adapter_paths=tuple(str(Path(each.path).resolve()) for each in loaded),
         adapter_digests=tuple(each.digest for each in loaded),
+        prompt_adapter_names=tuple(each.name for each in prompts),
+        prompt_adapter_paths=tuple(str(Path(each.path).resolve()) for each in prompts),
+        prompt_adapter_digests=tuple(each.digest for each in prompts),
+        prompt_adapter_num_tokens=tuple(each.num_tokens for each in prompts),
         connector_saves=None if engine.outside is None else engine.outside.saves,
     )
