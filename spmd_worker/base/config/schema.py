@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.config.options import check_options, command_option, option, vllm_option
-from spmd_worker.base.config.plain_values import plain_folder
+from spmd_worker.base.config.plain_values import plain_folder, sendable_text
 from spmd_worker.base.errors import ConfigError
 
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
@@ -36,6 +36,8 @@ _OTHER_LOAD_FORMATS: Final = {
 _MAX_MEMORY_GIB: Final = 2**20
 _MOST_LORAS: Final = 8
 """Adapters of a step where `max_loras` is not given: each more makes its products smaller."""
+_MAX_CPU_LORAS: Final = 2**16
+"""Every layer has a table of as many."""
 _MAX_NESTING: Final = 256
 """Nesting that every reader of JSON accepts: their stacks are limited."""
 
@@ -142,7 +144,10 @@ class ModelOptions:
     )
     enable_lora: bool = vllm_option(False, "accept LoRA adapters; `adapters` sets it")
     max_loras: int | None = vllm_option(
-        None, f"adapters in a step; null: 1, or the number of `adapters`, at most {_MOST_LORAS}", least=1
+        None,
+        f"adapters in a step; null: 1, or the number of `adapters`, at most {_MOST_LORAS}",
+        least=1,
+        most=_MAX_CPU_LORAS,
     )
     max_lora_rank: int = vllm_option(64, "largest rank of an adapter", least=1, most=512)
     max_cpu_loras: int | None = vllm_option(
@@ -150,6 +155,7 @@ class ModelOptions:
         "adapters that are loaded; one more evicts the one that was used longest ago; null: the larger of `max_loras` "
         "and the number of `adapters`",
         least=1,
+        most=_MAX_CPU_LORAS,
     )
     max_prompt_adapters: int = vllm_option(
         16, "prompt adapters that are loaded; one more evicts the one that was used longest ago", least=1
@@ -196,6 +202,11 @@ def _check_adapters(model: ModelOptions) -> None:
     for name, path in (model.adapters or {}).items():
         if not name or not path:
             raise ConfigError(f"model.adapters={model.adapters} must map names to folders, and neither may be empty")
+        try:
+            for text in (name, path):
+                sendable_text("model.adapters: the text", text)
+        except ValueError as error:
+            raise ConfigError(f"{error}: rename the adapter or its folder") from None
         if model.lora_merge is not None and (model.lora_merge == name or model.merged_adapter == plain_folder(path)):
             raise ConfigError(
                 f"model.lora_merge={model.lora_merge} is merged into the weights for all rows, and those that name "
