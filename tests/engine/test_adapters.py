@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_folders import CONFIG, lora_tensors, write_lora
+from adapter_folders import CONFIG, lora_tensors, write_lora
 from safetensors.torch import load_file
 from test_adapters_on_ranks import MODEL, PARAMS, PROMPT, refusal, tokens_with
 

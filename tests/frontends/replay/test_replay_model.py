@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_folders import write_lora
+from adapter_folders import write_lora
 from safetensors.torch import load_file, save_file
 from tools_main import tool
 
