@@ -266,7 +266,9 @@ class Worker(WorkerBase):
         weights = self.loaded.model.weights
         path = self.resolved.model_folder if folder is None else Path(folder)
         with weights.open(path, self.model_config.quantization) as checkpoint:
-            weights.reload(with_merged_adapter(checkpoint, weights, self.resolved.config.model))
+            adapters = self.loaded.adapters
+            loaded = () if adapters is None else adapters.digests
+            weights.reload(with_merged_adapter(checkpoint, weights, self.resolved.config.model, loaded))
         self._check_graph_addresses()
 
     def save_sharded_state(

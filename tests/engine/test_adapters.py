@@ -5,6 +5,7 @@ import logging
 import shutil
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,8 @@ def test_merged_adapter_is_refused_for_rows(folder: Path, tmp_path: Path):
         # A trainer's weights have no adapter in them.
         llm.load_weights(load_file(MODEL / "model.safetensors").items())
         assert tokens_with(llm, LoRARequest("x", 2, str(copy)))[0] != tokens_with(llm, None)[0]
+        expected = "has by now the content of an adapter that rows may name"
+        assert expected in refusal(partial(llm.collective_rpc, "reload_weights"))
         llm.remove_lora(2)
         llm.collective_rpc("reload_weights")
         assert words in refusal(llm.add_lora, request)
