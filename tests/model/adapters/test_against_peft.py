@@ -110,9 +110,7 @@ def test_modules_beside_text_are_left_out(caplog: pytest.LogCaptureFixture):
         loaded.prepare(source)
     (words,) = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
     tower = {name: each for name, each in source.modules.items() if "vision_tower" in name}
-    assert (
-        f"{len(tower)} of {len(source.modules)} modules, such as {min(tower)}, are left out, as" in words
-    )
+    assert f"{len(tower)} of {len(source.modules)} modules, such as {min(tower)}, are left out, as" in words
     unknown = {"model.language_model.layers.9.mlp.up_proj": next(iter(tower.values()))}
     with pytest.raises(AdapterError, match=r"layers\.9\.mlp\.up_proj: the model has no such module") as raised:
         loaded.prepare(replace(source, modules={**source.modules, **unknown}))
