@@ -1,5 +1,6 @@
 """Fills a model from the files of a folder: checkpoints, streamed ones among them, and sharded states."""
 
+from collections.abc import Collection
 from typing import Final
 
 import torch
@@ -62,16 +63,19 @@ def fill_from_files(
         return model.weights.fill(merged, num_readers)
 
 
-def reload_from_files(model: DecoderForCausalLM, resolved: ResolvedRun, rank: int, path: str | None) -> None:
+def reload_from_files(
+    model: DecoderForCausalLM, resolved: ResolvedRun, rank: int, path: str | None, loaded: Collection[int]
+) -> None:
     """Update all weights of a running model from a folder, by default its own, or from a name of the hub whose files
     are in the local cache: a checkpoint, or a sharded state of this layout and dtype, whatever `model.load_format` is.
-    Raises CheckpointError or AdapterError, with the weights unchanged, if names or shapes are not the model's.
+    `loaded` are digests of adapters that rows may name. Raises CheckpointError or AdapterError, with the weights
+    unchanged, if names or shapes are not the model's.
     """
     options = resolved.config.model
     folder = resolved.model_folder if path in (None, options.path) else cached_folder(path)
     if not (folder / STATE_FILE).is_file():
         with model.weights.open(folder, resolved.model_config.quantization) as checkpoint:
-            model.weights.reload(with_merged_adapter(checkpoint, model.weights, options))
+            model.weights.reload(with_merged_adapter(checkpoint, model.weights, options, loaded))
         return
     for key, value in (("quantization", options.quantization), ("lora_merge", options.merged_adapter)):
         if value is not None:

@@ -263,7 +263,9 @@ class Worker(WorkerBase):
         is read again and merged into a checkpoint. Raises CheckpointError or AdapterError, with the
         weights unchanged, if names or shapes in a folder are not the model's.
         """
-        reload_from_files(self.loaded.model, self.resolved, self.environment.rank, folder)
+        adapters = self.loaded.adapters
+        loaded = () if adapters is None else adapters.digests
+        reload_from_files(self.loaded.model, self.resolved, self.environment.rank, folder, loaded)
         self._check_graph_addresses()
 
     def save_sharded_state(

@@ -5,12 +5,13 @@ import logging
 import shutil
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lora_folders import CONFIG, lora_tensors, write_lora
+from adapter_folders import CONFIG, lora_tensors, write_lora
 from safetensors.torch import load_file
 from test_adapters_on_ranks import MODEL, PARAMS, PROMPT, refusal, tokens_with
 
@@ -305,6 +306,8 @@ def test_merged_adapter_is_refused_for_rows(folder: Path, tmp_path: Path):
         # A trainer's weights have no adapter in them.
         llm.load_weights(load_file(MODEL / "model.safetensors").items())
         assert tokens_with(llm, LoRARequest("x", 2, str(copy)))[0] != tokens_with(llm, None)[0]
+        expected = "has by now the content of an adapter that rows may name"
+        assert expected in refusal(partial(llm.collective_rpc, "reload_weights"))
         llm.remove_lora(2)
         llm.collective_rpc("reload_weights")
         assert words in refusal(llm.add_lora, request)
@@ -375,6 +378,10 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2 adapters are loaded, and max_loras needs 3"),
         ({"adapters": {"a": ""}}, "must map names to folders"),
         ({"max_lora_rank": 513}, "max_lora_rank=513 must be from 1 to 512"),
+        ({"max_cpu_loras": 10**9}, "max_cpu_loras=1000000000 must be from 1 to 65536"),
+        ({"max_loras": 10**9}, "max_loras=1000000000 must be from 1 to 65536"),
+        ({"adapters": {"a\ud800": "/x"}}, r"^adapters: the text='a.ud800' contains a lone surrogate, .*: rename the"),
+        ({"adapters": {"a": "/\ud800"}}, r"^adapters: the text='/.ud800' contains a lone surrogate, .*: rename the"),
         ({"adapters": ["a"]}, "must be texts by name, such as {a: b}"),
         ({"adapters": {"a": "/x"}, "lora_merge": "a"}, "lora_merge=a is merged .* 'a' of adapters would have it twice"),
         ({"adapters": {"a": "/x"}, "lora_merge": "/x/"}, "lora_merge=/x/ is merged .* 'a' of adapters would have it"),

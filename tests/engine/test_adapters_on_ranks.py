@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import ranks
-from lora_folders import CONFIG, lora_tensors, write_lora
+from adapter_folders import CONFIG, lora_tensors, write_lora
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import AdapterError

@@ -17,6 +17,14 @@ from safetensors.torch import save_file
 
 DEMO = REPOSITORY / "scripts" / "demo" / "model"
 TARGETS = ("q_proj", "v_proj", "down_proj")
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 4,
+    "target_modules": list(TARGETS),
+    "bias": "none",
+}
+"""Content of adapter_config.json, unless rank and targets are given."""
 
 
 def write_adapter(
@@ -28,6 +36,16 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_lora(folder: Path, seed: int) -> str:
+    """Path of an adapter of the demo model, written or overwritten."""
+    return str(write_adapter(folder, DEMO, seed))
+
+
+def lora_tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of the same adapter; `CONFIG` belongs to them."""
+    return adapter_tensors(DEMO, seed)[0]
 
 
 def demo_adapters(*names: str) -> dict[str, str]:
@@ -74,5 +92,4 @@ def adapter_tensors(
                     tensors[f"base_model.model.{module}.lora_A.weight"] = a
                     tensors[f"base_model.model.{module}.lora_B.weight"] = b
     assert tensors, (model, targets)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets), "bias": "none"}
-    return tensors, config
+    return tensors, CONFIG | {"r": rank, "lora_alpha": rank, "target_modules": list(targets)}

@@ -5,9 +5,9 @@ which form Triton would compile them for sm_90, by Triton's own rules.
 import inspect
 
 import pytest
+from adapter_folders import CONFIG, lora_tensors
 from encoder_models import encoder_folder
 from expert_checkpoints import expert_folder
-from lora_folders import CONFIG, lora_tensors
 from pooling_models import pooling_folder
 from ranks import REPOSITORY
 from triton.backends.compiler import GPUTarget

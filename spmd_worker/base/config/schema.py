@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.config.options import check_options, command_option, option, vllm_option
-from spmd_worker.base.config.plain_values import plain_folder
+from spmd_worker.base.config.plain_values import plain_folder, sendable_text
 from spmd_worker.base.errors import ConfigError
 
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
@@ -36,6 +36,8 @@ _OTHER_LOAD_FORMATS: Final = {
 _MAX_MEMORY_GIB: Final = 2**20
 _MOST_LORAS: Final = 8
 """Adapters of a step where `max_loras` is not given: each more makes its products smaller."""
+_MAX_CPU_LORAS: Final = 2**16
+"""Every layer has a table of as many."""
 _MAX_NESTING: Final = 256
 """Nesting that every reader of JSON accepts: their stacks are limited."""
 
@@ -140,7 +142,10 @@ class ModelOptions:
     )
     enable_lora: bool = vllm_option(False, "accept LoRA adapters; `adapters` sets it")
     max_loras: int | None = vllm_option(
-        None, f"adapters in a step; null: 1, or the number of `adapters`, at most {_MOST_LORAS}", least=1
+        None,
+        f"adapters in a step; null: 1, or the number of `adapters`, at most {_MOST_LORAS}",
+        least=1,
+        most=_MAX_CPU_LORAS,
     )
     max_lora_rank: int = vllm_option(64, "largest rank of an adapter", least=1, most=512)
     max_cpu_loras: int | None = vllm_option(
@@ -148,6 +153,7 @@ class ModelOptions:
         "adapters that are loaded; one more evicts the one that was used longest ago; null: the larger of `max_loras` "
         "and the number of `adapters`",
         least=1,
+        most=_MAX_CPU_LORAS,
     )
     max_prompt_adapters: int = vllm_option(
         16, "prompt adapters that are loaded; one more evicts the one that was used longest ago", least=1
@@ -198,6 +204,11 @@ def _check_adapters(model: ModelOptions) -> None:
     for key, folders in named.items():
         if not all(name and path for name, path in folders.items()):
             raise ConfigError(f"model.{key}={folders} must map names to folders, and neither may be empty")
+        try:
+            for text in (text for pair in folders.items() for text in pair):
+                sendable_text(f"model.{key}: the text", text)
+        except ValueError as error:
+            raise ConfigError(f"{error}: rename the adapter or its folder") from None
     for name, path in named["adapters"].items():
         if model.lora_merge is not None and (model.lora_merge == name or model.merged_adapter == plain_folder(path)):
             raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import AdapterTargets, num_inputs, scaled
@@ -48,7 +49,9 @@ class LoadedAdapters:
     """
 
     def __init__(self, model: DecoderForCausalLM, limits: AdapterLimits, base: str = "") -> None:
-        """`base`: the model's path or hub name, with which an adapter's is compared; "": it is not."""
+        """`base`: the model's path or hub name, with which an adapter's is compared; "": it is not. Raises ConfigError
+        if there is no memory for as many adapters.
+        """
         self._base = base
         self._other_bases = set[str]()
         """Bases of adapters that were warned of: a trainer pushes many adapters of one."""
@@ -64,7 +67,13 @@ class LoadedAdapters:
         for name, parts in self.targets.parts.items():
             layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
-            layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes))
+            try:
+                layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes))
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise ConfigError(
+                    f"model.max_cpu_loras={limits.max_cpu_loras} adapters of rank model.max_lora_rank="
+                    f"{limits.max_lora_rank} have no room in memory: lower one of them ({error})"
+                ) from error
 
     @property
     def merged(self) -> frozenset[int]:

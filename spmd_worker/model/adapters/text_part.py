@@ -26,11 +26,11 @@ def text_part(source: AdapterSource, names: CheckpointNames) -> AdapterSource:
         return source
     if not modules:
         raise AdapterError(
-            f"{source.subject}: has modules for other input than text alone, such as {left_out[0]}, and only the text "
-            f"model runs: rows with it would have the answers of the base model"
+            f"{source.subject}: has only modules that no row of text runs, such as {left_out[0]}: rows with it would "
+            f"have the answers of the base model"
         )
     logger.info(
-        "%s: %d of %d modules, such as %s, are left out: they are for other input, and only the text model runs",
+        "%s: %d of %d modules, such as %s, are left out, as their weights are: no row of text runs them",
         *(source.subject, len(left_out), len(source.modules) + len(source.saved), left_out[0]),
         extra=SAME_ON_EVERY_RANK,
     )

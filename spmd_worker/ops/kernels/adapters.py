@@ -99,7 +99,7 @@ class ReferenceStack:
 
     def __init__(self, sizes: AdapterSizes) -> None:
         self.sizes = sizes
-        self.slots: list[list[Matrices | None]] = [[] for _ in range(sizes.num_slots)]
+        self.slots: dict[int, list[Matrices | None]] = {}
 
     def pack(self, parts: Sequence[Matrices | None]) -> list[Matrices | None]:
         return [None if each is None else self._padded(*each) for each in parts]
@@ -108,11 +108,11 @@ class ReferenceStack:
         self.slots[slot] = packed
 
     def clear(self, slot: int) -> None:
-        self.slots[slot] = []
+        self.slots.pop(slot, None)
 
     @property
     def is_empty(self) -> bool:
-        return not any(self.slots)
+        return not self.slots
 
     def tensors(self) -> list[Tensor]:
         return [tensor for parts in self.slots for matrices in parts if matrices is not None for tensor in matrices]
@@ -123,7 +123,7 @@ class ReferenceStack:
 
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         for slot, rows in step.layout.items():
-            parts = zip(self.sizes.parts, self.slots[slot])
+            parts = zip(self.sizes.parts, self.slots.get(slot, ()))
             found = [(start, stop, *matrices) for (start, stop), matrices in parts if matrices is not None]
             inputs = x[rows].float() if found else x
             for start, stop, a, b in found:

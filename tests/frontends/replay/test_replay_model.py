@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_folders import write_prompt_adapter
-from lora_folders import write_lora
+from adapter_folders import write_lora, write_prompt_adapter
 from safetensors.torch import load_file
 from tools_main import tool
 

@@ -1,6 +1,7 @@
 """Adapters that a model has loaded: two phases, slots that are used again, and what does not fit a model."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from our_model import load_model, prompt_logits
 from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
-from spmd_worker.base.errors import AdapterError
+from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import AdapterSource, adapter_from_tensors
 from spmd_worker.model.decoder import DecoderForCausalLM
@@ -102,6 +103,12 @@ def test_equal_contents_are_loaded_once(model: DecoderForCausalLM):
     assert loaded.digests == ()
     with pytest.raises(KeyError):
         loaded.slot_of(source.digest)
+
+
+def test_adapters_without_room_name_their_keys(model: DecoderForCausalLM, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model.model, "adapter_kernels", mock.Mock(new_stack=mock.Mock(side_effect=MemoryError("full"))))
+    with pytest.raises(ConfigError, match=r"max_cpu_loras=2 adapters of rank model.max_lora_rank=8 .* them \(full"):
+        LoadedAdapters(model, LIMITS)
 
 
 def problems(model: DecoderForCausalLM, source: AdapterSource) -> str:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_folders import write_lora
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
-from lora_folders import write_lora
 from ranks import REPOSITORY
 from reference_models import checkpoint_folder
 
