@@ -32,6 +32,7 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 TESTS = str(Path(__file__).resolve().parent)
 
 LONGEST_FILES = (
+    "ops/kernels/test_triton.py",
     "base/liveness/test_signals.py",
     "scenarios/test_fault_matrix.py",
     "replica/lockstep/test_divergence.py",

@@ -209,7 +209,7 @@ def test_shutdown_leaves_no_resources():
 
 @forked
 @pytest.mark.matrix
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [pytest.param(2, marks=pytest.mark.stress), 4])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_worker_death_at_any_moment_is_named(num_workers: int, number: signal.Signals):
     moments = random.Random(0)

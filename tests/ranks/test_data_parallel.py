@@ -207,7 +207,7 @@ def test_three_replicas_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
     check_failure(reports, ("rank 0 (replica 0) raised ValueError: no more",), range(1))
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_two_replicas_of_two_ranks_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
     """The rank that fails is not the one that speaks for its replica."""
     reports = reports_of(4, tmp_path, culprit=3, data_parallel_size=2, tensor_parallel_size=2)

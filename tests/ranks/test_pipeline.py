@@ -90,7 +90,7 @@ def check(by_rank: list[dict[str, Any]], stages: list[list[int]]) -> None:
 
 
 @pytest.mark.guarantee("Stages: one rank's bits")
-@pytest.mark.parametrize("names", [["llama3"], pytest.param(["llama_tied", "qwen3"], marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("names", [["llama3"], pytest.param(["llama_tied", "qwen3"], marks=pytest.mark.stress)])
 def test_two_stages_match_one_rank_bit_for_bit(tmp_path: Path, names: list[str]):
     by_rank = run({"pipeline_parallel_size": 2}, 2, names, tmp_path)
     num_layers = by_rank[1][names[0]]["layers"][1]
@@ -110,7 +110,7 @@ def test_three_stages_match_one_rank_bit_for_bit(tmp_path: Path):
     check(by_rank, [[0, 1], [1, 2], [2, 3]])
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_four_stages_match_one_rank_bit_for_bit(tmp_path: Path):
     by_rank = run({"pipeline_parallel_size": 4}, 4, ["llama_four_layers"], tmp_path)
     check(by_rank, [[0, 1], [1, 2], [2, 3], [3, 4]])
@@ -118,7 +118,7 @@ def test_four_stages_match_one_rank_bit_for_bit(tmp_path: Path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "before", [pytest.param("", marks=pytest.mark.matrix), SHARING], ids=["few elements", "shared rows"]
+    "before", [pytest.param("", marks=pytest.mark.stress), SHARING], ids=["few elements", "shared rows"]
 )
 def test_stages_of_two_ranks_match_one_rank(tmp_path: Path, before: str):
     by_rank = run({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 4, ["llama_tied"], tmp_path, before)

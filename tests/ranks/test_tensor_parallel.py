@@ -117,7 +117,7 @@ def check_size(names: list[str], size: int, tmp_path: Path) -> None:
     "names",
     [
         ["llama_biased", "dynamic", "qwen3_biased_window"],
-        pytest.param(["llama3", "mistral", "qwen2_tied"], marks=pytest.mark.matrix),
+        pytest.param(["llama3", "mistral", "qwen2_tied"], marks=pytest.mark.stress),
     ],
     ids=" ".join,
 )
@@ -125,10 +125,17 @@ def test_two_ranks_match_one_rank(tmp_path: Path, names: list[str]):
     check_size(names, 2, tmp_path)
 
 
-@pytest.mark.matrix
-def test_four_ranks_sharing_kv_heads_match_one_rank(tmp_path: Path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["llama_tied", "qwen3"], marks=pytest.mark.matrix),
+        pytest.param(["llama3", "qwen2"], marks=pytest.mark.stress),
+    ],
+    ids=" ".join,
+)
+def test_four_ranks_sharing_kv_heads_match_one_rank(tmp_path: Path, names: list[str]):
     """The model has two key-value heads."""
-    check_size(["llama3", "llama_tied", "qwen2", "qwen3"], 4, tmp_path)
+    check_size(names, 4, tmp_path)
 
 
 @pytest.mark.matrix

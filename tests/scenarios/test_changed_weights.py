@@ -1,6 +1,7 @@
 """Weights changed in place, and newly loaded ones, give bit-identical answers to a checkpoint with these weights."""
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,31 @@ from safetensors.torch import load_file
 from spmd_worker import LLM
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 
-LAYOUTS = [
-    ("tied", []),
-    ("untied", ["tensor"]),
-    pytest.param("untied", [], marks=pytest.mark.matrix),
-    pytest.param("tied", ["pipeline"], marks=pytest.mark.matrix),
-]
-KERNELS = [
-    ("float32", native_libraries.NATIVE),
-    pytest.param("bfloat16", native_libraries.WITHOUT_AMX, marks=pytest.mark.matrix),
-    pytest.param("bfloat16", native_libraries.WITH_AMX, marks=[native_libraries.needs_avx512, pytest.mark.matrix]),
-]
+LAYOUTS: dict[str, tuple[str, list[str]]] = {
+    "tied": ("tied", []),
+    "untied": ("untied", []),
+    "shards": ("untied", ["tensor"]),
+    "stages": ("tied", ["pipeline"]),
+}
+"""Model, and how it is divided."""
+KERNELS: dict[str, tuple[str, str]] = {
+    "float32": ("float32", native_libraries.NATIVE),
+    "bfloat16": ("bfloat16", native_libraries.WITHOUT_AMX),
+    "AMX": ("bfloat16", native_libraries.WITH_AMX),
+}
+QUICK = {("tied", "float32"), ("shards", "float32")}
+IN_LAYOUTS = {("stages", "float32"), ("untied", "float32"), ("shards", "bfloat16"), ("tied", "bfloat16")}
+IN_LAYOUTS |= {("shards", "AMX"), ("stages", "AMX")}
+"""The tier of layouts: each layout, and each kind of kernels on ranks too. Others are in the stress tier."""
+
+
+def each_case() -> list[Any]:
+    cases = []
+    for case in product(LAYOUTS, KERNELS):
+        marks = [] if case in QUICK else [pytest.mark.matrix if case in IN_LAYOUTS else pytest.mark.stress]
+        marks += [native_libraries.needs_avx512] if case[1] == "AMX" else []
+        cases.append(pytest.param(*case, marks=marks))
+    return cases
 
 
 def change(llm: LLM, factors: dict[str, float]) -> str:
@@ -50,10 +65,10 @@ def compare(folder: Path, dtype: str, **layout: int) -> None:
             assert (expected == before) == (kind == "lm_head" and "lm_head.weight" not in base)
 
 
-@pytest.mark.parametrize(("dtype", "kernels"), KERNELS)
-@pytest.mark.parametrize(("model", "cut"), LAYOUTS)
-def test_new_weights_answer_as_a_checkpoint_with_them(model: str, cut: list[str], dtype: str, kernels: str):
-    done = ranks.run_forked([__file__, changed_pair(model), dtype, kernels, *cut], 1 + len(cut), timeout_s=240)
+@pytest.mark.parametrize(("layout", "kernels"), each_case())
+def test_new_weights_answer_as_a_checkpoint_with_them(layout: str, kernels: str):
+    (model, cut), (dtype, library) = LAYOUTS[layout], KERNELS[kernels]
+    done = ranks.run_forked([__file__, changed_pair(model), dtype, library, *cut], 1 + len(cut), timeout_s=240)
     assert done.returncode == 0, done.output
 
 

@@ -109,12 +109,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 QUICK_BFLOAT16 = ("chunks of 7", "small blocks", "recomputed", "without a prefix cache")
-"""All cases are compared in float32; in bfloat16 these, and the others in the tier of layouts."""
+LAYOUT_BFLOAT16 = ("three at a time", "a step ahead, swapped")
+"""Compared in float32 are all cases; in bfloat16 these, these in the tier of layouts, and others in the stress tier."""
 
 
 def each_case() -> list[Any]:
-    is_quick = {(dtype, case): dtype == "float32" or case in QUICK_BFLOAT16 for dtype in DTYPES for case in CASES}
-    return [pytest.param(*each, marks=[] if quick else pytest.mark.matrix) for each, quick in is_quick.items()]
+    marks = {("float32", case): [] for case in CASES}
+    for case in CASES:
+        later = pytest.mark.matrix if case in LAYOUT_BFLOAT16 else pytest.mark.stress
+        marks["bfloat16", case] = [] if case in QUICK_BFLOAT16 else [later]
+    return [pytest.param(*each, marks=mark) for each, mark in marks.items()]
 
 
 @pytest.fixture(scope="module", params=DTYPES)

@@ -104,7 +104,7 @@ def test_stopped_rank_blocks_others_without_watchdog(tmp_path: Path):
     assert HEADING not in (tmp_path / "stderr").read_text()
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_full_disk_is_reported_also_by_doctor(tmp_path: Path):
     """A file system of 32 KiB for the run directory, in a mount namespace of its own."""
     (tmp_path / "run").mkdir()

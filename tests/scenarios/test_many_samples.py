@@ -134,7 +134,7 @@ ON_RANKS = """
     [
         "tensor_parallel_size",
         "data_parallel_size",
-        pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix),
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.stress),
     ],
 )
 def test_ranks_agree_on_parts(key: str):

@@ -31,7 +31,8 @@ OTHERS = [
 ]
 SETS = [
     pytest.param("tensor_parallel_size", ["fp8_block"], id="one"),
-    pytest.param("tensor_parallel_size", OTHERS, id="others", marks=pytest.mark.matrix),
+    pytest.param("tensor_parallel_size", ["gptq_v2_8bits", "awq"], id="two", marks=pytest.mark.matrix),
+    pytest.param("tensor_parallel_size", OTHERS, id="others", marks=pytest.mark.stress),
     pytest.param("pipeline_parallel_size", ["gptq_order", "w4a16_zeros"], id="stages", marks=pytest.mark.matrix),
 ]
 

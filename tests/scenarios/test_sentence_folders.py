@@ -5,7 +5,9 @@ file and key for unsupported ones.
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,6 @@ import torch
 from encoder_models import encoder_folder
 from pooling_models import DENSE_SIZE, SIZES, pooling_folder, write_modules
 from run_folder import made_once
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
-from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.sentence_transformer.modules import Dropout, Pooling
 from torch import nn
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
@@ -47,6 +45,18 @@ PARTS = (
 )
 
 
+@cache
+def library() -> SimpleNamespace:
+    """Classes of sentence_transformers, whose import takes a second: all processes collect this file, one runs it."""
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+    from sentence_transformers.sentence_transformer.modules import Dropout, Pooling
+
+    names = (CrossEncoder, SentenceTransformer, Dense, Normalize, Transformer, LogitScore, Dropout, Pooling)
+    return SimpleNamespace(**{each.__name__: each for each in names})
+
+
 def edit(path: Path, **changes: Any) -> None:
     """Keys of a JSON file; `...` takes one out."""
     values = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
@@ -73,36 +83,41 @@ def copied(folder: Path, model: Path, **options: Any) -> str:
     return str(folder / "source")
 
 
-def cross(name: str, **options: Any) -> Callable[[Path], CrossEncoder]:
-    model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern")) else pooling_folder(name)
+def cross(name: str, **options: Any) -> Callable[[Path], Any]:
     activation = options.pop("activation_fn", None)
-    return lambda folder: CrossEncoder(copied(folder, model, **options), device="cpu", activation_fn=activation)
 
-
-def logits(*tokens: int | None, **options: Any) -> Callable[[Path], CrossEncoder]:
-    def make(folder: Path) -> CrossEncoder:
-        activation = options.get("activation_fn")
-        inner = {key: value for key, value in options.items() if key in ("template",)}
-        transformer = Transformer(
-            copied(folder, pooling_folder("causal"), **inner),
-            transformer_task="text-generation",
-            processing_kwargs=options.get("processing_kwargs"),
-        )
-        return CrossEncoder(modules=[transformer, LogitScore(*tokens)], device="cpu", activation_fn=activation)
+    def make(folder: Path) -> Any:
+        model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern")) else pooling_folder(name)
+        return library().CrossEncoder(copied(folder, model, **options), device="cpu", activation_fn=activation)
 
     return make
 
 
-def scored_by_dense(folder: Path) -> CrossEncoder:
+def logits(*tokens: int | None, **options: Any) -> Callable[[Path], Any]:
+    def make(folder: Path) -> Any:
+        activation = options.get("activation_fn")
+        inner = {key: value for key, value in options.items() if key in ("template",)}
+        transformer = library().Transformer(
+            copied(folder, pooling_folder("causal"), **inner),
+            transformer_task="text-generation",
+            processing_kwargs=options.get("processing_kwargs"),
+        )
+        return library().CrossEncoder(
+            modules=[transformer, library().LogitScore(*tokens)], device="cpu", activation_fn=activation
+        )
+
+    return make
+
+
+def scored_by_dense(folder: Path) -> Any:
+    size, transformer = SIZES["hidden_size"], library().Transformer(copied(folder, encoder_folder("bert")))
     torch.manual_seed(3)
-    transformer = Transformer(copied(folder, encoder_folder("bert")))
-    size = SIZES["hidden_size"]
-    layers = [Dense(size, DENSE_SIZE, activation_function=nn.GELU())]
-    layers += [Dense(DENSE_SIZE, 1, activation_function=nn.Identity(), module_output_name="scores")]
-    return CrossEncoder(modules=[transformer, Pooling(size, "cls"), *layers], device="cpu")
+    layers = [library().Dense(size, DENSE_SIZE, activation_function=nn.GELU())]
+    layers += [library().Dense(DENSE_SIZE, 1, activation_function=nn.Identity(), module_output_name="scores")]
+    return library().CrossEncoder(modules=[transformer, library().Pooling(size, "cls"), *layers], device="cpu")
 
 
-CROSS: dict[str, Callable[[Path], CrossEncoder]] = {
+CROSS: dict[str, Callable[[Path], Any]] = {
     "identity": cross("bert_pairs", activation_fn=nn.Identity()),
     "default": cross("bert_pairs"),
     "short": cross("bert_pairs", model_max_length=24),
@@ -122,7 +137,7 @@ CROSS: dict[str, Callable[[Path], CrossEncoder]] = {
 
 def predicted(folder: Path, pairs: list[tuple[str, str]] = PAIRS) -> np.ndarray[Any, Any]:
     """One by one: padding changes no number that is compared here, and no length."""
-    model = CrossEncoder(str(folder), device="cpu")
+    model = library().CrossEncoder(str(folder), device="cpu")
     model.double()
     return np.stack([np.asarray(model.predict([pair])[0]) for pair in pairs])
 
@@ -157,7 +172,7 @@ def test_scores_are_those_of_predict(name: str) -> None:
 @pytest.mark.parametrize("name", in_gate(["labels", "softmax"], "labels"))
 def test_classes_are_those_of_predict(name: str) -> None:
     folder = saved(name, CROSS[name])
-    model = CrossEncoder(str(folder), device="cpu")
+    model = library().CrossEncoder(str(folder), device="cpu")
     model.double()
     with LLM(folder, **SETTINGS) as llm:
         outputs = llm.classify(TEXTS, pooling_params=PoolingParams(truncate_prompt_tokens=-1), use_tqdm=False)
@@ -167,38 +182,42 @@ def test_classes_are_those_of_predict(name: str) -> None:
             assert near(output.outputs.probs, model.activation_fn(model(features)["scores"])[0])
 
 
-def embedder(name: str, *rest: Any, **options: Any) -> Callable[[Path], SentenceTransformer]:
+def embedder(name: str, *rest: Any, **options: Any) -> Callable[[Path], Any]:
     """Its Transformer, then `rest`: modules, or functions from the size of a vector to a module."""
-    model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern", "gemma")) else pooling_folder(name)
     inner = {key: options.pop(key) for key in ("processing_kwargs", "max_seq_length") if key in options}
     own = {key: options.pop(key) for key in ("prompts", "default_prompt_name", "truncate_dim") if key in options}
     own |= {"similarity_fn_name": options.pop("similarity")} if "similarity" in options else {}
 
-    def make(folder: Path) -> SentenceTransformer:
+    def make(folder: Path) -> Any:
+        model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern", "gemma")) else pooling_folder(name)
+        transformer = library().Transformer(copied(folder, model, **options), **inner)
         torch.manual_seed(3)
-        transformer = Transformer(copied(folder, model, **options), **inner)
-        return SentenceTransformer(modules=[transformer, *(each() for each in rest)], device="cpu", **own)
+        return library().SentenceTransformer(modules=[transformer, *(each() for each in rest)], device="cpu", **own)
 
     return make
 
 
-def pool(mode: str) -> Callable[[], Pooling]:
-    return lambda: Pooling(SIZES["hidden_size"], mode)  # type: ignore[arg-type]  # any mode
+def pool(mode: str) -> Callable[[], Any]:
+    return lambda: library().Pooling(SIZES["hidden_size"], mode)
 
 
-def dense() -> Dense:
-    return Dense(SIZES["hidden_size"], DENSE_SIZE, activation_function=nn.SiLU())
+def normalize() -> Any:
+    return library().Normalize()
+
+
+def dense() -> Any:
+    return library().Dense(SIZES["hidden_size"], DENSE_SIZE, activation_function=nn.SiLU())
 
 
 MARKED = {"prompts": {"ask": "to find: ", "query": "kept: "}, "default_prompt_name": "ask"}
-EMBED: dict[str, Callable[[Path], SentenceTransformer]] = {
+EMBED: dict[str, Callable[[Path], Any]] = {
     "plain": embedder("bert", pool("mean")),
-    "length": embedder("bert", pool("cls"), Normalize, max_seq_length=20),
-    "cut": embedder("xlm", pool("mean"), dense, Normalize, truncate_dim=10),
-    "prompt": embedder("bert", pool("mean"), lambda: Dropout(0.5), Normalize, **MARKED),
+    "length": embedder("bert", pool("cls"), normalize, max_seq_length=20),
+    "cut": embedder("xlm", pool("mean"), dense, normalize, truncate_dim=10),
+    "prompt": embedder("bert", pool("mean"), lambda: library().Dropout(0.5), normalize, **MARKED),
     "dot": embedder("bert", pool("mean"), similarity="dot"),
     "manhattan": embedder("bert", pool("mean"), similarity="manhattan"),
-    "last": embedder("causal", pool("lasttoken"), Normalize, max_seq_length=40),
+    "last": embedder("causal", pool("lasttoken"), normalize, max_seq_length=40),
     "flat": embedder("causal", pool("lasttoken"), template=FLAT, model_max_length=60),
     "flat prompt": embedder(
         "causal",
@@ -208,7 +227,7 @@ EMBED: dict[str, Callable[[Path], SentenceTransformer]] = {
         processing_kwargs={"chat_template": {"add_generation_prompt": True, "tail": "!"}},
         **MARKED,
     ),
-    "parts": embedder("causal", pool("lasttoken"), Normalize, template=PARTS, max_seq_length=30, **MARKED),
+    "parts": embedder("causal", pool("lasttoken"), normalize, template=PARTS, max_seq_length=30, **MARKED),
     "no suffix": embedder(
         "causal",
         pool("lasttoken"),
@@ -219,7 +238,7 @@ EMBED: dict[str, Callable[[Path], SentenceTransformer]] = {
 
 
 def encoded(folder: Path, texts: list[str] = TEXTS, **options: Any) -> np.ndarray[Any, Any]:
-    model = SentenceTransformer(str(folder), device="cpu")
+    model = library().SentenceTransformer(str(folder), device="cpu")
     model.double()
     return np.stack([np.asarray(model.encode([text], **options)[0]) for text in texts])
 
@@ -254,7 +273,7 @@ def test_named_or_empty_prompt_is_prepended_to_texts() -> None:
 @pytest.mark.parametrize("name", in_gate(["dot", "manhattan", "plain"], "dot"))
 def test_similarity_is_the_folders(name: str) -> None:
     folder = saved(name, EMBED[name])
-    model = SentenceTransformer(str(folder), device="cpu")
+    model = library().SentenceTransformer(str(folder), device="cpu")
     firsts, seconds = [list(each) for each in zip(*PAIRS[:2], strict=True)]
     theirs = model.similarity_pairwise(model.encode(firsts), model.encode(seconds))
     assert np.allclose(scored(folder, PAIRS[:2]), np.asarray(theirs), rtol=1e-4, atol=1e-4)
@@ -471,7 +490,7 @@ def test_pair_scores_take_the_types_that_crossencoder_takes(changes: Mapping[str
         # With ids the caller says what is of which type.
         params = PoolingParams(num_first_tokens=4)
         typed = llm.classify([{"prompt_token_ids": ids}], pooling_params=params, use_tqdm=False)
-    model = CrossEncoder(str(folder), device="cpu")
+    model = library().CrossEncoder(str(folder), device="cpu")
     with torch.no_grad():
         assert near(single, model(model.preprocess(["hello world"]))["scores"].sigmoid()[0])
     # The control: types count in this model.

@@ -91,7 +91,6 @@ def test_commands_run_from_wheel_in_separate_environment(environment: Path, tmp_
         ("spmd-worker", ["--help"], "usage: torchrun --nproc-per-node N --no-python spmd-worker KEY=VALUE..."),
         ("python", ["-m", "launch", "--help"], "usage: torchrun --nproc-per-node N -m launch KEY=VALUE..."),
         ("spmd-worker", ["plan=true", "model.path=model"], "LlamaForCausalLM"),
-        ("python", [*two_ranks, "-m", "launch", "plan=true", "model.path=model"], "LlamaForCausalLM"),
         ("python", [*two_ranks, "--no-python", "spmd-worker", *job, "parallel.tensor_parallel_size=2"], ""),
     ):
         assert expected in run_installed(environment, tmp_path, program, *arguments)
@@ -115,6 +114,9 @@ def test_demo_from_the_wheel_names_missing_files(environment: Path, tmp_path: Pa
 
 @pytest.mark.stress
 def test_tools_run_from_wheel_under_their_own_name(environment: Path, tmp_path: Path):
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
+    model = f"model.path={REPOSITORY / 'scripts' / 'demo' / 'model'}"
+    assert "LlamaForCausalLM" in run_installed(environment, tmp_path, "python", *ranks, "plan=true", model)
     for command, entry in SETTINGS["project"]["scripts"].items():
         _, _, tool = entry.removesuffix(":main").rpartition(".")
         if tool == "launch":

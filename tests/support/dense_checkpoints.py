@@ -153,6 +153,7 @@ CAME_LAST: Final = (
 LIKE_OTHERS: Final = (
     *("mistral3", "mistral3_ministral", "gemma2_head_size", "gemma3_kinds", "gemma_older_word", "smollm3_layers"),
     *("gpt2_inner", "qwen2_vl", "qwen3_vl", "gemma3_images", "seed_oss", "llava"),
+    *("gemma", "gemma3", "glm", "granite", "phi3", "starcoder2", "smollm3", "ernie", "qwen2_5_vl"),
     *(name for name in SIMILAR if name not in DENSE_CASES),
     *(name for name in DENSE_CASES if name not in _SEEN_IN_LAYOUTS),
 )

@@ -212,7 +212,7 @@ def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, erro
     ("numbers", "exit_codes"),
     [
         pytest.param([signal.SIGTERM], [143], marks=pytest.mark.matrix),
-        pytest.param([signal.SIGUSR1], [138], marks=pytest.mark.matrix),
+        pytest.param([signal.SIGUSR1], [138], marks=pytest.mark.stress),
         ([signal.SIGINT], [1]),
         pytest.param([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130], marks=pytest.mark.matrix),
     ],

@@ -155,7 +155,7 @@ def test_two_replicas_of_two_ranks_equal_one_replica(tmp_path: Path, alone: Path
     check_same(four, pair, 2, names)
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_three_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
     run_on_ranks(tmp_path, 3, num_replicas=3)
     check_same(tmp_path, alone, 3)

@@ -32,11 +32,19 @@ from spmd_worker.ops.kernels.reference import ReferenceKernels
 # (inputs, outputs); the last two have numbers of inputs and outputs that fit no tile.
 SHAPES = [(576, 960), (576, 3072), (1536, 576), (896, 1152), (4864, 896), (64, 192), (128, 64), (4096, 1024)]
 ODD_SHAPES = [(72, 48), (64, 50)]
+LARGE_SHAPES = [(4096, 1024), (576, 3072)]
+"""As others, and longer: stress tier."""
 ROWS = [1, 2, 3, 5, 7, 15, 16, 17, 31, 32, 33]
 NUM_ROWS = 64
 
+
+def tiers(shapes: list[tuple[int, int]], *, stress: list[tuple[int, int]]) -> list:
+    """Parameters, of which some are in the stress tier."""
+    return [pytest.param(*each, marks=pytest.mark.stress if each in stress else []) for each in shapes]
+
+
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-each_shape = pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES + ODD_SHAPES)
+each_shape = pytest.mark.parametrize(("num_inputs", "num_outputs"), [*tiers(SHAPES, stress=LARGE_SHAPES), *ODD_SHAPES])
 
 
 def numbers(*shape, dtype):
@@ -118,7 +126,7 @@ def many_rows_for(kernels, num_inputs):
 
 # Where products are cut in other ways: few rows and many, short and long ones, results that pass the caches, a last
 # panel that is alone.
-CUTS = [(576, 960), (1536, 576), (4864, 896), (896, 2080), (64, 16400)]
+CUTS = tiers([(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400)], stress=[(1536, 576)])
 MANY_ROWS = 520
 
 
@@ -274,7 +282,7 @@ def float32_error(kernels: PackedKernels, num_inputs: int, num_outputs: int) -> 
     return float(errors.pow(2).mean().sqrt())
 
 
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), tiers(SHAPES, stress=LARGE_SHAPES))
 def test_amx_float32_is_as_exact_as_float32_instructions(kernels, num_inputs, num_outputs):
     """A chain of steps as long as the inputs, against one that oneDNN cuts as it likes: within twice of each other."""
     ours, onednns = (float32_error(each, num_inputs, num_outputs) for each in (kernels, PackedKernels()))

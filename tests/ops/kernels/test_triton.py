@@ -1,4 +1,4 @@
-"""Kernels of a GPU, without one: interpreted, and compiled for chips that are not there. Each in a process of its own,
+"""Kernels of a GPU, without one: interpreted, and compiled for chips that are not there. In processes of their own,
 because triton is told at its import which of the two it is.
 """
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ LONGEST_S = 500.0
 LONGEST_OF_STRESS_S = 1150.0
 
 
-def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False, timeout_s: float = LONGEST_S) -> dict:
+def variables_for(cache: Path, *, interpret: bool = False) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     folders = os.pathsep.join(IMPORT_PATH)
     variables |= {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
@@ -51,18 +52,49 @@ def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False
         # Interpreted matmuls are numpy's. OpenBLAS adds up some rows of a tile in another order than others where the
         # processor has AVX2 and no AVX-512; in its kernels for older ones all rows of a tile are alike.
         variables |= {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
+    return variables
+
+
+def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False, timeout_s: float = LONGEST_S) -> dict:
+    variables = variables_for(cache, interpret=interpret)
     command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
+    """A function that runs a script in a fork of a process that has imported what all of them do."""
+    folder = tmp_path_factory.mktemp("interpreted")
+    command, variables = [sys.executable, str(HERE / "triton_forks.py")], variables_for(folder, interpret=True)
+    with (
+        (folder / "errors").open("w") as errors,
+        subprocess.Popen(
+            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        scripts, answers = process.stdin, process.stdout
+        assert scripts is not None
+        assert answers is not None
+
+        def run(script: str, *arguments: str) -> object:
+            print(json.dumps([str(HERE / script), *arguments]), file=scripts, flush=True)
+            answer = answers.readline()
+            assert answer, (folder / "errors").read_text()
+            return json.loads(answer)
+
+        yield run
+        scripts.close()
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", GATE_CASES)
-def test_interpreted_kernels_have_row_independent_bits(tmp_path: Path, script: str):
+def test_interpreted_kernels_have_row_independent_bits(interpreted: Callable[..., object], script: str):
     arguments, num_least = GATE_CASES[script]
-    found = run_alone(script, *arguments, cache=tmp_path, interpret=True)
+    found = interpreted(script, *arguments)
+    assert isinstance(found, dict), found
     assert len(found) >= num_least
     assert {name: error for name, error in found.items() if error} == {}
 

@@ -73,7 +73,8 @@ def launches() -> Iterator[tuple[bool, Case, bool, list[Tile]]]:
         every = list(tested_tiles(is_gated=is_gated))
         for case in cases():
             found = every if not is_on_gpu() or case[2] % 8 == 0 else every[:2]
-            for has_bias in (False, True) if not is_on_gpu() or case[0] == 70 else (False,):
+            # Interpreted, each tile has one case with a bias and one without.
+            for has_bias in (False, True) if case[0] == 70 else (case[0] == 33,):
                 yield is_gated, case, has_bias, found
 
 
