@@ -115,11 +115,14 @@ class ReferenceStack:
         return not self.slots
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for parts in self.slots for matrices in parts if matrices is not None for tensor in matrices]
+        return [tensor for parts in self.slots.values() for found in parts if found is not None for tensor in found]
 
     def replace(self, tensors: Sequence[Tensor]) -> None:
         rest = iter(tensors)
-        self.slots = [[None if each is None else (next(rest), next(rest)) for each in parts] for parts in self.slots]
+        self.slots = {
+            slot: [None if each is None else (next(rest), next(rest)) for each in parts]
+            for slot, parts in self.slots.items()
+        }
 
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         for slot, rows in step.layout.items():
