@@ -162,14 +162,14 @@ def test_hundred_hostile_tokenizers_raise_only_tokenizer_errors(
     """All that have a name, and drawn ones: 100 each part."""
     writers: list[tuple[Any, Any]] = [(write_named, name) for name in [*COMPONENTS, *MODELS][part::4]]
     writers += [(write_drawn, seed) for seed in range(1000 * part, 1000 * part + 100 - len(writers))]
-    said = 0
+    said, peak = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number, (write, fault) in enumerate(writers):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
         said += bool(check(write(tmp_path / str(number), fault), capfd))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < MOST_CPU_S, fault
     with capfd.disabled():
         print(f"\nHOSTILE TOKENIZERS part {part}: {len(writers)} folders, {said} with words")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < max(4 << 20, peak + 1), "or an earlier test's peak"
 
 
 # ---- forms that models have are of known form

@@ -33,7 +33,9 @@ _OWN_PACKAGES: Final = (__name__.partition(".")[0], "kv_cache")
 _COLLECTS_AT_ALLOCATIONS: Final = sys.version_info < (3, 12)
 """Later interpreters collect garbage only between two bytecodes."""
 
-_looks = threading.Lock()
+_looks = threading.RLock()
+# A process that is forked during a look would wait for its end for ever, and collect no garbage.
+os.register_at_fork(before=_looks.acquire, after_in_parent=_looks.release, after_in_child=_looks.release)
 
 
 class Moment(NamedTuple):

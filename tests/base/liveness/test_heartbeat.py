@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import pytest
 import ranks
+from forked_child import in_child
 from waiting import LIMIT_S, wait_until
 
 from spmd_worker.base.liveness import heartbeat
@@ -254,3 +255,28 @@ def test_location_leaves_garbage_collection_disabled():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_fork_during_a_look_leaves_a_free_child():
+    """The child had a lock that nobody would release, and no garbage collection."""
+    is_in = threading.Event()
+
+    def look() -> None:
+        with heartbeat._not_collecting():
+            is_in.set()
+            # The fork waits for the end of the look, however long that takes.
+            time.sleep(0.05)
+
+    def check() -> None:
+        taken: list[bool] = []
+        thread = threading.Thread(target=lambda: taken.append(heartbeat._looks.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        assert (taken, gc.isenabled()) == ([True], True)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    is_in.wait()
+    assert in_child(check) == 0
+    thread.join()
+    assert gc.isenabled()
