@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,13 @@ def extra_bytes(folder: Path, result: Path) -> int:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _kernels_are_built(tmp_path_factory: pytest.TempPathFactory):
+def _kernels_are_built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     load_model(write_checkpoint(tmp_path_factory.mktemp("small") / "model", CheckpointSpec(LlamaConfig)))
+    # A forked process waits for ever for threads of torch that an earlier test has started here.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.guarantee("A streamed start takes the memory of the weights and 64 MiB")
