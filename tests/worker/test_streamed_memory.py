@@ -45,12 +45,15 @@ def write_zeros(folder: Path, *, is_streamed: bool) -> Path:
 LOADING = """
 import ctypes, os, sys
 from pathlib import Path
+import torch
 from our_model import load_model
 from spmd_worker.worker.memory import host
 
 # Large pages, which some systems give unasked, would round every thread's memory up.
 PR_SET_THP_DISABLE = 41
 ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, (PR_SET_THP_DISABLE, 1, 0, 0, 0)))
+# A forked process has no threads but its own: it would wait for those of a pool for ever.
+torch.set_num_threads(1)
 # Kernels are built, and libraries loaded.
 load_model(Path(sys.argv[1]))
 for folder in sys.argv[2:]:
