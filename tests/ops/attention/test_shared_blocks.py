@@ -94,8 +94,14 @@ def assert_sharing_changes_no_bit(instruction_set: str, branches: list[Branch], 
 @pytest.mark.guarantee("A common beginning is read together, no bit changes")
 @each_library
 @each_dtype
-@pytest.mark.parametrize("group_size", [1, 3, 4, pytest.param(7, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("block_size", [16, pytest.param(64, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("block_size", "group_size"),
+    [
+        *((16, group_size) for group_size in (1, 3, 4)),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in ((16, 7), (64, 3))),
+        *(pytest.param(64, group_size, marks=pytest.mark.stress) for group_size in (1, 4, 7)),
+    ],
+)
 def test_a_common_beginning_changes_no_bit(instruction_set, dtype, group_size, block_size):
     sizes = Sizes(dtype=dtype, group_size=group_size, block_size=block_size)
     assert_sharing_changes_no_bit(instruction_set, NESTED, sizes)
