@@ -189,7 +189,8 @@ def _pair_problem(config: PeftConfig, module: str, pair: Mapping[str, Tensor]) -
     if len(pair) != 2:
         return f"has lora_{'A' if 'A' in pair else 'B'} alone: the file is not complete"
     a, b = pair["A"], pair["B"]
-    if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
+    # Those of convolutions have more dimensions: a tower's are left out later.
+    if not 2 <= a.ndim == b.ndim or len(a) != b.shape[1]:
         return f"lora_A {list(a.shape)} and lora_B {list(b.shape)} must be [rank, inputs] and [outputs, rank]"
     if len(a) != config.rank_of(module):
         return f"lora_A has the rank {len(a)}, but {config.subject} says {config.rank_of(module)} (r, rank_pattern)"

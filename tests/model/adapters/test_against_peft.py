@@ -23,7 +23,7 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.peft_config import PeftConfig
-from spmd_worker.model.adapters.source import read_adapter
+from spmd_worker.model.adapters.source import adapter_from_tensors, read_adapter
 from spmd_worker.model.decoder import DecoderForCausalLM
 
 PROMPTS = [random_prompt(length, 3, vocab_size=96) for length in (1, 7, 30)]
@@ -115,8 +115,12 @@ def test_modules_beside_text_are_left_out(caplog: pytest.LogCaptureFixture):
     with pytest.raises(AdapterError, match=r"layers\.9\.mlp\.up_proj: the model has no such module") as raised:
         loaded.prepare(replace(source, modules={**source.modules, **unknown}))
     assert "vision_tower" not in str(raised.value)
+    convolution = replace(next(iter(tower.values())), a=torch.ones(4, 3, 2, 2), b=torch.ones(9, 4, 1, 1))
+    weights = {f"{name}.lora_{each}.weight": getattr(convolution, each.lower()) for name in tower for each in "AB"}
     with pytest.raises(AdapterError, match=r"has only modules that no row of text runs, such as .*vision_tower"):
-        loaded.prepare(replace(source, modules=tower))
+        loaded.prepare(adapter_from_tensors({"peft_type": "LORA", "r": 4}, weights))
+    with pytest.raises(AdapterError, match=r"model.patch: is a convolution: only linear modules are adapted"):
+        loaded.prepare(replace(source, modules={**source.modules, "model.patch": convolution}))
     merged = load_model(family_folder("gemma3_images"), lora_merge=adapter_folder("gemma3_images"))
     (found,) = prompt_logits(merged, PROMPTS[1:2])
     assert relative_error(found, peft_logits(peft_model("gemma3_images"), PROMPTS[1])) < 1e-4
