@@ -49,6 +49,7 @@ class SwiftLoRARequest(LoRARequest):
         lora_tensors: Mapping[str, Any] | None = None,
         peft_config: Mapping[str, Any] | None = None,
         load_inplace: bool = False,
+        base_model_name: str | None = None,
     ) -> None:
         path = lora_path if lora_tensors is None else ""
         super().__init__(
@@ -58,6 +59,7 @@ class SwiftLoRARequest(LoRARequest):
             lora_tensors=lora_tensors,
             peft_config=peft_config,
             load_inplace=load_inplace,
+            base_model_name=base_model_name,
         )
 
 

@@ -62,8 +62,8 @@ class WorkerPromptAdapters:
                     f"{adapter.subject}: has {adapter.num_tokens} virtual tokens, and the request says "
                     f"prompt_adapter_num_virtual_tokens={num_tokens}"
                 )
-        except (AdapterError, OSError, MemoryError) as error:
-            problem = str(error) or type(error).__name__
+        except Exception as error:  # the other ranks must learn of any failure
+            problem = str(error) if isinstance(error, AdapterError) else f"{type(error).__name__}: {error}"
         self._read = (int_id, adapter, problem)
         return (0, problem) if problem or adapter is None else (adapter.digest, "")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from spmd_worker.base.config.plain_values import plain_int, plain_text, sendable_text, shown
+from spmd_worker.base.config.plain_values import plain_folder, plain_int, plain_text, sendable_text, shown
 from spmd_worker.replica.sequence.input_rows import EMBEDDINGS, KEYS_VALUES, InputRows
 from spmd_worker.replica.sequence.record_checks import CheckedRecord
 
@@ -34,7 +34,8 @@ class PromptAdapterRequest:
                 raise TypeError(f"PromptAdapterRequest.{name}={shown(value)} is a {type(value).__name__}: give text")
             if not text:
                 raise ValueError(f"PromptAdapterRequest.{name} is empty")
-            object.__setattr__(self, name, sendable_text(f"PromptAdapterRequest.{name}", text))
+            text = sendable_text(f"PromptAdapterRequest.{name}", text)
+            object.__setattr__(self, name, text if name == "prompt_adapter_name" else plain_folder(text))
         for name in ("prompt_adapter_id", "prompt_adapter_num_virtual_tokens"):
             value = getattr(self, name)
             number = plain_int(value)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_worker import LoRARequest
+from spmd_worker import LoRARequest, PromptAdapterRequest
 
 
 def test_paths_of_one_folder_are_equal(monkeypatch: pytest.MonkeyPatch):
@@ -14,6 +14,7 @@ def test_paths_of_one_folder_are_equal(monkeypatch: pytest.MonkeyPatch):
     expected = LoRARequest("a", 1, "/home/me/a")
     for path in ("/home/me/a/", "/home/me//a", "/home/me/./a", "~/a"):
         assert LoRARequest("a", 1, path) == expected
+        assert PromptAdapterRequest("a", 1, path, 4).local_path == "/home/me/a"
     assert LoRARequest("a", 1, "/home/me/../me/a") != expected, "a link may be there"
 
 
