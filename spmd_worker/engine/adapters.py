@@ -7,7 +7,6 @@ digest, so nothing is ever found under an id or a name that has other weights by
 """
 
 import builtins
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,26 +19,25 @@ from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes, RunStep
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.requests import Requests
-from spmd_worker.executor.adapters import reason_of
-from spmd_worker.executor.executor import Executor
+from spmd_worker.executor.adapters import ExecutorAdapters, reason_of
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.ranks.transport.channel import ControlChannel
-from spmd_worker.replica.scheduler.adapter_plans import plan_addition, plan_removal, taken, unanswered
+from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition, plan_removal, taken, unanswered
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
-from spmd_worker.replica.sequence.adapter_kind import AdapterRequest
-from spmd_worker.replica.sequence.events import Event
+from spmd_worker.replica.sequence.adapter_kind import PROMPT, AdapterRequest
+from spmd_worker.replica.sequence.events import Event, PinAdapter, PinPromptAdapter, RemoveAdapter, RemovePromptAdapter
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 
 
-class Adapters(ABC):
+class Adapters:
     """Adapters of one kind. Every rank of an engine makes the same calls, in the same order; or rank 0 makes them while
     the others follow.
     """
 
     def __init__(
         self,
-        executor: Executor,
+        on_workers: ExecutorAdapters,
         changes: Changes,
         calls: CallGuard,
         life: Life,
@@ -48,8 +46,10 @@ class Adapters(ABC):
         registry: AdapterRegistry,
         run_step: Callable[[], RunStep | None],
     ) -> None:
-        """`channels` are those of the replica and of the engine. `run_step` returns the engine's."""
-        self._executor, self._changes, self._calls, self._life = executor, changes, calls, life
+        """`on_workers` are the executor's, `channels` those of the replica and of the engine; `run_step` returns the
+        engine's.
+        """
+        self._on_workers, self._changes, self._calls, self._life = on_workers, changes, calls, life
         self._requests, self._registry, self._kind = requests, registry, registry.kind
         self._channel, self._engine_channel = channels
         self._weak_run_step = run_step
@@ -72,11 +72,11 @@ class Adapters(ABC):
         with self._calls.inside(f"add_{self._kind.call}"):
             self._check_call()
             self._check_request(request)
-            digest, problem = self._stage(request)
+            digest, problem = self._on_workers.stage(request)
             staged, num_with = (digest, problem and f"rank 0: {problem}"), self._requests.num_with_adapter
             plan = partial(plan_addition, self._registry, request, staged, num_with, self._wanted.__contains__)
             with self._change(plan) as change:
-                self._run_event(f"add_{self._kind.call}", change, self._addition_of(change))
+                self._run_event(f"add_{self._kind.call}", change, addition_of(self._kind, change))
             for int_id in change.evicted:
                 self._forget(int_id)
             entry = self._registry.entries[request.adapter_id]
@@ -95,7 +95,8 @@ class Adapters(ABC):
             if number not in self._registry.entries:
                 return False
             with self._change(partial(plan_removal, self._registry, number, self._requests.num_with_adapter)) as change:
-                self._run_event(f"remove_{self._kind.call}", change, self._removal_of(number))
+                event = (RemovePromptAdapter if self._kind is PROMPT else RemoveAdapter)(number)
+                self._run_event(f"remove_{self._kind.call}", change, event)
             self._forget(number)
             return True
 
@@ -107,7 +108,7 @@ class Adapters(ABC):
             if number not in self._registry.entries:
                 what = f"{self._kind.noun} {number} cannot be pinned"
                 raise AdapterError(f"{what}: {self._loaded_words()}; add it first")
-            self._calls.queue(self._pin_of(number))
+            self._calls.queue((PinPromptAdapter if self._kind is PROMPT else PinAdapter)(number))
             self._changes.ended += self._run_step()
             return True
 
@@ -118,21 +119,6 @@ class Adapters(ABC):
     def loaded(self) -> tuple[RegisteredAdapter, ...]:
         """The loaded adapters, with the folders that this rank's callers name."""
         return tuple(replace(each, path=self._path_of(each)) for each in self._registry.entries.values())
-
-    @abstractmethod
-    def _stage(self, request: Any) -> tuple[int, str]:
-        """Have the workers read an adapter for the event that follows. Returns its digest and "", or 0 and the
-        reason.
-        """
-
-    @abstractmethod
-    def _addition_of(self, change: AdapterChange) -> Event: ...
-
-    @abstractmethod
-    def _removal_of(self, int_id: int) -> Event: ...
-
-    @abstractmethod
-    def _pin_of(self, int_id: int) -> Event: ...
 
     def _entry_of_name(self, name: str) -> RegisteredAdapter:
         """A loaded adapter; of several with one name, the one loaded last. Raises AdapterError."""

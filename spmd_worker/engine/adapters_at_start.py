@@ -85,7 +85,7 @@ def _load_all(
             reason = f"{each.path} has another content than before"
         if reason and earlier is not None:
             logger.warning("%s %d (%r) is not loaded any more: %s", _KINDS[event].noun, each.int_id, each.name, reason)
-            executor.collective_rpc("unstage_adapter" if event == ADD_LORA else "unstage_prompt_adapter")
+            (executor.adapters if event == ADD_LORA else executor.prompt_adapters).unstage()
             continue
         if reason:
             raise _failed(reason, channel)

@@ -101,12 +101,14 @@ class Engine:
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
         )
-        of_changes = (executor, self.changes, self.calls, self.life, self.requests, (channel, engine_channel))
+        of_changes = (self.changes, self.calls, self.life, self.requests, (channel, engine_channel))
         limits = resolved.config.model.adapter_limits
         # Weak: an engine without references is freed at once.
         run_step = WeakMethod(self.run_step)
-        self.adapters = LoRAAdapters(*of_changes, scheduler.adapters, run_step, limits=limits)
-        self.prompt_adapters = PromptAdapters(*of_changes, scheduler.prompt_adapters, run_step)
+        self.adapters = LoRAAdapters(executor.adapters, *of_changes, scheduler.adapters, run_step, limits=limits)
+        self.prompt_adapters = PromptAdapters(
+            executor.prompt_adapters, *of_changes, scheduler.prompt_adapters, run_step
+        )
         executor.adapters.watch(ref(self.adapters))
         executor.prompt_adapters.watch(ref(self.prompt_adapters))
         executor.attach_engine(self)

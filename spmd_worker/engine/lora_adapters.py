@@ -6,11 +6,9 @@ from typing import Any
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.engine.adapters import Adapters
-from spmd_worker.replica.scheduler.adapter_plans import addition_of, taken
+from spmd_worker.replica.scheduler.adapter_plans import taken
 from spmd_worker.replica.scheduler.adapter_registry import RegisteredAdapter
-from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.adapter_kind import AdapterRequest
-from spmd_worker.replica.sequence.events import AddAdapter, PinAdapter, RemoveAdapter
 from spmd_worker.replica.sequence.lora_request import LoRARequest, TensorSnapshot
 
 
@@ -56,18 +54,6 @@ class LoRAAdapters(Adapters):
         """The number of a loaded adapter; of several with one name, of the one loaded last. Raises AdapterError."""
         return self._entry_of_name(name).digest
 
-    def _stage(self, request: LoRARequest) -> tuple[int, str]:
-        return self._executor.adapters.stage(request)
-
-    def _addition_of(self, change: AdapterChange) -> AddAdapter:
-        return addition_of(change)
-
-    def _removal_of(self, int_id: int) -> RemoveAdapter:
-        return RemoveAdapter(int_id)
-
-    def _pin_of(self, int_id: int) -> PinAdapter:
-        return PinAdapter(int_id)
-
     def _is_same(self, known: LoRARequest, other: LoRARequest) -> bool:
         return known is other or (known == other and known.lora_tensors is other.lora_tensors)
 
@@ -78,8 +64,8 @@ class LoRAAdapters(Adapters):
         entry = super()._loaded_entry(request)
         if request.lora_tensors is not None and not self._is_loaded_snapshot(request, entry):
             # A trainer changes its tensors in place.
-            digest, _ = self._executor.adapters.stage(request)
-            self._executor.adapters.unstage()
+            digest, _ = self._on_workers.stage(request)
+            self._on_workers.unstage()
             if digest != entry.digest:
                 raise AdapterError(taken(self._kind, request, entry))
         return entry

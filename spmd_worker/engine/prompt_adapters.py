@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.engine.adapters import Adapters
 from spmd_worker.replica.scheduler.adapter_registry import RegisteredAdapter
-from spmd_worker.replica.sequence.adapter_change import AdapterChange
-from spmd_worker.replica.sequence.events import AddPromptAdapter, PinPromptAdapter, RemovePromptAdapter
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest, VirtualTokens
 
 
@@ -29,19 +27,6 @@ class PromptAdapters(Adapters):
         AdapterError.
         """
         return _virtual_tokens(self._entry_of_name(name))
-
-    def _stage(self, request: PromptAdapterRequest) -> tuple[int, str]:
-        return self._executor.prompt_adapters.stage(request)
-
-    def _addition_of(self, change: AdapterChange) -> AddPromptAdapter:
-        known = (change.int_id, change.name, change.path, change.digest)
-        return AddPromptAdapter(*known, change.evicted, change.num_tokens)
-
-    def _removal_of(self, int_id: int) -> RemovePromptAdapter:
-        return RemovePromptAdapter(int_id)
-
-    def _pin_of(self, int_id: int) -> PinPromptAdapter:
-        return PinPromptAdapter(int_id)
 
     def _loaded_entry(self, request: PromptAdapterRequest) -> RegisteredAdapter:
         entry, number = super()._loaded_entry(request), request.prompt_adapter_num_virtual_tokens

@@ -17,11 +17,11 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, ReplicaDivergedError, WorkerEventError
 from spmd_worker.executor.adapters import ExecutorAdapters
-from spmd_worker.executor.prompt_adapters import ExecutorPromptAdapters
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.lockstep.transfers import TransferBook
+from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_level, checked_tags, tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
@@ -74,8 +74,8 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         """Tags that sleep on every worker: "weights", "kv_cache"."""
         self._prepared_event: tuple[str, Any] = ("", None)
         limits = resolved.config.model.adapter_limits
-        self.adapters = ExecutorAdapters(proxy(self), 0 if limits is None else limits.max_cpu_loras)
-        self.prompt_adapters = ExecutorPromptAdapters(proxy(self))
+        self.adapters = ExecutorAdapters(proxy(self), 0 if limits is None else limits.max_cpu_loras, LORA)
+        self.prompt_adapters = ExecutorAdapters(proxy(self), resolved.config.model.max_prompt_adapters, PROMPT)
         self._engine: Callable[[], EventEngine | None] = lambda: None
 
     @property

@@ -198,11 +198,11 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         """
         raise AdapterError(f"{type(self).__name__} takes no LoRA adapters")
 
-    def stage_adapter(self, *given: Any) -> tuple[int, str]:
+    def stage_lora(self, *given: Any) -> tuple[int, str]:
         """`WorkerAdapters.stage`: read an adapter for the worker event `add_lora` that follows."""
         return self.adapters.stage(*given)
 
-    def unstage_adapter(self) -> None:
+    def unstage_lora(self) -> None:
         self.adapters.unstage()
 
     def leave_adapters_to_engine(self) -> None:

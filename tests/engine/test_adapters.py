@@ -132,7 +132,7 @@ def test_id_name_and_content_must_fit(llm: LLM, requests: list[LoRARequest], fol
         adapters.digests_of([requests[1], LoRARequest("x", 2, "elsewhere")])
     with pytest.raises(AdapterError, match=r"adapter 'z' is not loaded: loaded are 1 \('a'\), 2 \('t'\)"):
         adapters.digest_of_name("z")
-    with pytest.raises(AdapterError, match="adapter 9 cannot be pinned"):
+    with pytest.raises(AdapterError, match="LoRA adapter 9 cannot be pinned"):
         llm.pin_lora(9)
     with pytest.raises(TypeError, match="give a LoRARequest"):
         llm.add_lora("a")

@@ -14,7 +14,7 @@ import ranks
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmd_worker import LLM, BeamSearchParams, PromptAdapterRequest, PromptsRefusedError, SamplingParams
+from spmd_worker import LLM, BeamSearchParams, LoRARequest, PromptAdapterRequest, PromptsRefusedError, SamplingParams
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.replica.sequence import prompt_adapter_request
 from spmd_worker.worker.runner.prefix_store import PrefixStore
@@ -374,6 +374,46 @@ def test_content_of_digest_is_read_back():
     assert prompt_adapter_request.digest_in(virtual.rows) == virtual.digest
 
 
+def combined(llm: LLM, lora: Path, requests: list[PromptAdapterRequest], places: list[int]) -> list[Any]:
+    """Answers of these rows, in one call, each a LoRA adapter, a prompt adapter and embeddings, or fewer of them."""
+    rows = torch.randn(11, 64, generator=torch.Generator().manual_seed(5))
+    loras = [LoRARequest("lora", 1, str(lora)), None]
+    prompts = [{"prompt_embeds": rows}, {"prompt_token_ids": PROMPTS[1]}]
+    given = [(prompt, adapter, tuned) for prompt in prompts for adapter in loras for tuned in (*requests, None)]
+    asked = [given[place] for place in places]
+    outputs = llm.generate(
+        [prompt for prompt, _, _ in asked],
+        [PARAMS[place % 2] for place in places],
+        lora_request=[adapter for _, adapter, _ in asked],
+        prompt_adapter_request=[tuned for _, _, tuned in asked],
+        use_tqdm=False,
+    )
+    return [[one.token_ids, [[*each.items()] for each in one.logprobs]] for each in outputs for one in each.outputs]
+
+
+COMBINED = list(range(16))
+
+
+def main_combined(model: Path, folder: Path, names: list[str], **layout: Any) -> None:
+    """Compares rows in one call with each alone, and writes a rank's answers to a file."""
+    lora, *others = [Path(name) for name in names]
+    requests = requests_of(others)
+    with LLM(model, **SMALL, **layout, enable_lora=True) as made:
+        mixed = combined(made, lora, requests, COMBINED)
+        made.reset_prefix_cache()
+        alone = [*itertools.chain(*[combined(made, lora, requests, [place]) for place in COMBINED])]
+        assert len({str(each) for each in alone}) == len(COMBINED)
+        assert mixed == alone
+        assert mixed[::-1] == combined(made, lora, requests, COMBINED[::-1])
+        made.pin_prompt_adapter(2)
+        made.reinitialize_distributed(**layout)
+        engine = made.llm_engine
+        assert engine.executor.list_prompt_adapters() == {1, 2, 3}
+        assert [each.is_pinned for each in engine.scheduler.prompt_adapters.entries.values()] == [False, True, False]
+        assert mixed == combined(made, lora, requests, COMBINED)
+        (folder / str(made.llm_engine.engine_channel.rank)).write_text(json.dumps(mixed))
+
+
 def main(model: Path, folder: Path, names: list[str], **layout: Any) -> None:
     """Writes a rank's report to a file."""
     requests = requests_of([Path(name) for name in names])
@@ -404,7 +444,7 @@ def main(model: Path, folder: Path, names: list[str], **layout: Any) -> None:
 )
 def test_prompt_adapters_on_ranks(model: Path, folders: list[Path], layout: dict[str, int], tmp_path: Path):
     (tmp_path / "out").mkdir()
-    command = [__file__, json.dumps(layout), model, tmp_path / "out", *folders]
+    command = [__file__, "main", json.dumps(layout), model, tmp_path / "out", *folders]
     done = ranks.run_forked(command, 2, timeout_s=240)
     assert done.returncode == 0, done.output
     first, second = (json.loads(path.read_text()) for path in sorted((tmp_path / "out").iterdir()))
@@ -422,5 +462,27 @@ def test_prompt_adapters_on_ranks(model: Path, folders: list[Path], layout: dict
     assert [[ids for ids, _ in row] for row in answers] == [[ids for ids, _ in row] for row in alone]
 
 
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
+def test_lora_prompt_adapter_and_embeddings_combine_on_ranks(
+    model: Path, folders: list[Path], kind: str, tmp_path: Path
+):
+    from adapter_folders import write_adapter
+
+    given = [write_adapter(tmp_path / "lora", model, 3), *folders]
+    (tmp_path / "here").mkdir()
+    main_combined(model, tmp_path / "here", list(map(str, given)))
+    (tmp_path / "out").mkdir()
+    layout = json.dumps({f"{kind}_parallel_size": 2})
+    done = ranks.run_forked([__file__, "main_combined", layout, model, tmp_path / "out", *given], 2, timeout_s=240)
+    assert done.returncode == 0, done.output
+    here = json.loads((tmp_path / "here/0").read_text())
+    first, second = (json.loads(path.read_text()) for path in sorted((tmp_path / "out").iterdir()))
+    assert first == second
+    if kind != "tensor":
+        assert first == here
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:], **json.loads(sys.argv[1]))
+    program = {"main": main, "main_combined": main_combined}[sys.argv[1]]
+    program(Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:], **json.loads(sys.argv[2]))

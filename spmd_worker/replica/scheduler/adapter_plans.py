@@ -6,8 +6,8 @@ from dataclasses import replace
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
-from spmd_worker.replica.sequence.adapter_kind import AdapterKind, AdapterRequest
-from spmd_worker.replica.sequence.events import AddAdapter
+from spmd_worker.replica.sequence.adapter_kind import PROMPT, AdapterKind, AdapterRequest
+from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 
@@ -54,9 +54,10 @@ def plan_removal(registry: AdapterRegistry, int_id: int, num_requests: NumReques
     return AdapterChange(int_id, entry.name, entry.path, entry.digest, (), dropped, problem)
 
 
-def addition_of(change: AdapterChange) -> AddAdapter:
-    """The event that takes effect with the addition of a LoRA adapter."""
-    return AddAdapter(change.int_id, change.name, change.path, change.digest, change.evicted)
+def addition_of(kind: AdapterKind, change: AdapterChange) -> AddAdapter | AddPromptAdapter:
+    """The event that takes effect with an addition."""
+    known = (change.int_id, change.name, change.path, change.digest, change.evicted)
+    return AddPromptAdapter(*known, change.num_tokens) if kind is PROMPT else AddAdapter(*known)
 
 
 def taken(kind: AdapterKind, request: AdapterRequest, entry: RegisteredAdapter) -> str:

@@ -118,10 +118,12 @@ def test_virtual_tokens_count_in_a_rows_limits(tmp_path: Path):
         {"prompt_token_ids": [7] * number, "prompt_adapter": "soft", "temperature": 0, "ignore_eos": True}
         for number in (8, 22, 23)
     ]
+    rows.append({**rows[0], "min_tokens": 16})
     options = {"prompt_adapters": demo_prompt_adapters(soft=9), "max_model_len": 32}
-    first, second, third = answers_of_job(tmp_path, DEMO, rows, options=options)
+    first, second, third, fourth = answers_of_job(tmp_path, DEMO, rows, options=options)
     assert [each["usage"]["completion_tokens"] for each in (first, second)] == [15, 1]
     assert third["error"]["message"].startswith("the prompt has 9 virtual and 23 tokens but model.max_model_len is 32")
+    assert fourth["error"]["message"] == "min_tokens=16 but only 15 tokens of model.max_model_len are left"
 
 
 def test_without_adapters_model_names_have_no_effect(tmp_path: Path, texts: dict[tuple[int, str | None], str]):

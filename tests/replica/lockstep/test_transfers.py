@@ -22,7 +22,6 @@ from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConf
 from spmd_worker.base.errors import ReplicaDivergedError
 from spmd_worker.engine.engine import Engine
 from spmd_worker.executor.adapters import ExecutorAdapters
-from spmd_worker.executor.prompt_adapters import ExecutorPromptAdapters
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel
 from spmd_worker.replica.lockstep import lockstep as lockstep_module
@@ -34,6 +33,7 @@ from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.stop import StopChecker
+from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
 from spmd_worker.replica.sequence.events import Event, FinishTransfers
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
@@ -238,7 +238,7 @@ class MadeUpExecutor:
     is_sleeping: bool = False
 
     def __post_init__(self) -> None:
-        self.adapters, self.prompt_adapters = ExecutorAdapters(self, 0), ExecutorPromptAdapters(self)
+        self.adapters, self.prompt_adapters = ExecutorAdapters(self, 0, LORA), ExecutorAdapters(self, 0, PROMPT)
         self._mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
         self._in_flight: deque[tuple[int, int]] = deque()
 
