@@ -23,6 +23,7 @@ from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.step_order import must_end_oldest
 from spmd_worker.replica.scheduler.stop import DecoderFactory, StopChecker
+from spmd_worker.replica.sequence.adapter_kind import LORA
 from spmd_worker.replica.sequence.events import (
     Abort,
     Admit,
@@ -132,7 +133,7 @@ class Run:
         request = LoRARequest(f"adapter {digest}", int_id, "folder", load_inplace=True)
         change = plan_addition(self.adapters, request, (digest, ""), num_requests)
         if not change.problem:
-            self.scheduler.handle(addition_of(change))
+            self.scheduler.handle(addition_of(LORA, change))
         self.scheduler.check_integrity()
         return not change.problem
 
