@@ -345,7 +345,7 @@ def test_digest_that_cannot_be_computed_is_a_refusal(llm: LLM, monkeypatch: pyte
 def test_run_without_adapters_names_the_key(requests: list[LoRARequest]):
     with LLM(MODEL, device="cpu", num_blocks=64) as llm:
         for call in (lambda: llm.add_lora(requests[0]), lambda: llm.llm_engine.adapters.digest_of(requests[0])):
-            with pytest.raises(ConfigError, match=r"this run has no adapters: set .*enable_lora="):
+            with pytest.raises(ConfigError, match=r"this run has no LoRA adapters: set .*enable_lora="):
                 call()
         assert llm.list_loras() == set()
 
@@ -365,7 +365,7 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         assert (executor.remove_lora(3), executor.list_loras()) == (True, {2})
         wrapper = executor.driver_worker
         assert (wrapper.add_lora(requests[0]), wrapper.pin_lora(1), wrapper.list_loras()) == (True, True, {1, 2})
-        with pytest.raises(AdapterError, match="max_cpu_loras=2 adapters are loaded"):
+        with pytest.raises(AdapterError, match="max_cpu_loras=2 LoRA adapters are loaded"):
             wrapper.add_lora(requests[2])
         assert (wrapper.remove_lora(1), wrapper.remove_lora(1), wrapper.list_loras()) == (True, False, {2})
     finally:

@@ -119,7 +119,7 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
 
 def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
     """Load an adapter as the run did. Returns what cannot be recomputed, or nothing."""
-    what = f"adapter {event.int_id} ({event.name!r})"
+    what = f"LoRA adapter {event.int_id} ({event.name!r})"
     if not event.path:
         return f"the tensors of {what}"
     for int_id in event.evicted:

@@ -187,14 +187,14 @@ def test_rows_with_adapters_are_recomputed(tmp_path: Path, run_script):
     assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
     messages = read_messages(read_step_log(writer.path).messages())
     removed = next(each.step for each in messages if RemoveAdapter(3) in each.events)
-    assert "\n  then adapter 3 is removed\n" in run_script(writer.path, "--until", str(removed))[1]
+    assert "\n  then LoRA adapter 3 is removed\n" in run_script(writer.path, "--until", str(removed))[1]
     write_lora(tmp_path / "c", 9)
     code, _, errors = run_script(writer.path, "--with-model")
     assert code == 2
-    assert f"adapter 3 ('c'), whose folder {folders['c']} has another content than in the run" in errors
+    assert f"LoRA adapter 3 ('c'), whose folder {folders['c']} has another content than in the run" in errors
     write_lora(tmp_path / "a", 9)
     _, _, errors = run_script(writer.path, "--with-model")
-    assert f"the run had adapter 1 ('a'), whose folder {folders['a']} has another content" in errors
+    assert f"the run had LoRA adapter 1 ('a'), whose folder {folders['a']} has another content" in errors
 
 
 def test_prompt_adapters_are_read_again_and_embeddings_end_replay(tmp_path: Path, run_script):
