@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_folders import CONFIG, lora_tensors, write_lora
+from adapter_folders import CONFIG, lora_tensors, write_lora, write_prompt_adapter
 from safetensors.torch import load_file
 from test_adapters_on_ranks import MODEL, PARAMS, PROMPT, refusal, tokens_with
 
 from spmd_worker import LLM, LoRARequest
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.compat.engine_args import run_config
+from spmd_worker.engine import adapters_at_start
 from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.model.adapters import source
@@ -287,6 +288,18 @@ def test_adapters_of_the_configuration_are_pinned(folder: Path):
         LLM(MODEL, **options, adapters={"a": "/nowhere"})
     with pytest.raises(AdapterError, match=rf"^rank 0: {folder}/a.*the adapter cannot be used"):
         LLM(MODEL, **options, adapters={"a": str(folder / "a")}, max_lora_rank=2)
+
+
+def test_any_failure_to_read_a_prompt_adapter_is_told_to_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Some errors left the reading rank at the start, before it had told the others."""
+    path = str(write_prompt_adapter(tmp_path / "soft", 128, 4, 1))
+
+    def read(_: str) -> None:
+        raise RuntimeError("no reader")
+
+    monkeypatch.setattr(adapters_at_start, "read_prompt_adapter", read)
+    with pytest.raises(AdapterError, match=r"^rank 0: RuntimeError: no reader"):
+        LLM(MODEL, device="cpu", num_blocks=64, prompt_adapters={"soft": path})
 
 
 def test_merged_adapter_is_refused_for_rows(folder: Path, tmp_path: Path):
