@@ -5,6 +5,7 @@ import logging
 import shutil
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ from spmd_worker import LLM, LoRARequest
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.engine import adapters_at_start
+from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.model.adapters import source
 from spmd_worker.ops.kernels.adapters import AdapterSizes, ReferenceStack
 from spmd_worker.ops.kernels.triton.adapters import TritonAdapterStack
 from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.scheduler.adapter_plans import addition_of
+from spmd_worker.replica.sequence.adapter_change import AdapterChange
+from spmd_worker.replica.sequence.adapter_kind import LORA
 from spmd_worker.replica.sequence.lora_request import TensorSnapshot
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "enable_lora": True, "max_cpu_loras": 2}
@@ -300,6 +305,31 @@ def test_any_failure_to_read_a_prompt_adapter_is_told_to_all_ranks(tmp_path: Pat
     monkeypatch.setattr(adapters_at_start, "read_prompt_adapter", read)
     with pytest.raises(AdapterError, match=r"^rank 0: RuntimeError: no reader"):
         LLM(MODEL, device="cpu", num_blocks=64, prompt_adapters={"soft": path})
+
+
+def test_rank_notes_what_rank_0_has_evicted(llm: LLM, requests: list[LoRARequest], monkeypatch: pytest.MonkeyPatch):
+    """After a start of one replica in place of two, whose uses differed, a rank forgot the folder of an adapter that
+    stayed, and refused rows with it where the others did not.
+    """
+    run, victims = Changes.run_worker_event, [(), (), (1,)]
+
+    def as_rank_0_says(changes: Changes, name: str, change: AdapterChange, then: list[Any], run_step: Any) -> Any:
+        evicted = victims.pop(0)
+        dropped = tuple([llm.llm_engine.scheduler.adapters.entries[each].digest for each in evicted])
+        change = replace(change, path=f"/of rank 0/{change.name}", evicted=evicted, dropped=dropped)
+        return run(changes, name, change, [addition_of(LORA, change)], run_step)
+
+    a, b, c = requests
+    with monkeypatch.context() as patch:
+        patch.setattr(Changes, "run_worker_event", as_rank_0_says)
+        llm.add_lora(a)
+        llm.add_lora(b)
+        before = tokens_with(llm, b)
+        # Here the second was used longest ago.
+        tokens_with(llm, a)
+        llm.add_lora(c)
+    assert llm.list_loras() == {2, 3}
+    assert tokens_with(llm, b) == before
 
 
 def test_merged_adapter_is_refused_for_rows(folder: Path, tmp_path: Path):
