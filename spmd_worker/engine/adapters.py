@@ -77,7 +77,8 @@ class Adapters:
             plan = partial(plan_addition, self._registry, request, staged, num_with, self._wanted.__contains__)
             with self._change(plan) as change:
                 self._run_event(f"add_{self._kind.call}", change, addition_of(self._kind, change))
-            for int_id in change.evicted:
+            # Rank 0 has decided what gave way: uses may have been counted otherwise here, by another replica.
+            for int_id in [each for each in self._own_paths if each not in self._registry.entries]:
                 self._forget(int_id)
             entry = self._registry.entries[request.adapter_id]
             self._own_paths[entry.int_id] = (entry.number, request.local_path)

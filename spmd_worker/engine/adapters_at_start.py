@@ -122,8 +122,8 @@ def _read_lora(adapter: RegisteredAdapter, executor: Executor) -> tuple[int, int
 def _read_prompt_adapter(adapter: RegisteredAdapter, executor: Executor) -> tuple[int, int, str]:
     try:
         num_tokens = read_prompt_adapter(adapter.path).num_tokens
-    except (AdapterError, OSError, MemoryError) as error:
-        return 0, 0, str(error) or type(error).__name__
+    except Exception as error:  # the other ranks must learn of any failure
+        return 0, 0, str(error) if isinstance(error, AdapterError) else f"{type(error).__name__}: {error}"
     request = PromptAdapterRequest(adapter.name, adapter.int_id, adapter.path, num_tokens)
     digest, problem = executor.prompt_adapters.stage(request)
     return digest, num_tokens, problem

@@ -84,4 +84,6 @@ class LoRAAdapters(Adapters):
     def _check_call(self) -> None:
         super()._check_call()
         if self._limits is None:
-            raise ConfigError("this run has no adapters: set model.enable_lora=true, or name some in model.adapters")
+            raise ConfigError(
+                "this run has no LoRA adapters: set model.enable_lora=true, or name some in model.adapters"
+            )

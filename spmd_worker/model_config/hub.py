@@ -103,14 +103,14 @@ def locate_model(path: str, revision: str | None, *, needs_weights: bool = True)
         return found
 
 
-def cached_folder(path: str) -> Path:
+def cached_folder(path: str | Path) -> Path:
     """The folder `path`, or the snapshot of main of the hub's model of that name in the local cache; nothing is
     downloaded. Raises CheckpointError for a name of which the cache has no complete snapshot.
     """
-    folder = Path(path)
-    if folder.is_dir() or not is_hub_name(path):
+    folder, name = Path(path), str(path)
+    if folder.is_dir() or not is_hub_name(name):
         return folder
-    found = _Wanted(cache_folder(), path, "main", needs_weights=True).find()
+    found = _Wanted(cache_folder(), name, "main", needs_weights=True).find()
     if found is None:
         raise CheckpointError(
             f"{path}: is not a folder, and {cache_folder()} has no complete snapshot of a model of that name: give a "

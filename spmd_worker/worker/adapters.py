@@ -76,14 +76,14 @@ class WorkerAdapters:
         source = self._source(change)
         if source.digest != change.digest:
             raise AdapterError(
-                f"{source.subject}: the content of adapter {change.int_id} ({change.name!r}) has the digest "
+                f"{source.subject}: the content of LoRA adapter {change.int_id} ({change.name!r}) has the digest "
                 f"{source.digest:016x} here and {change.digest:016x} on rank 0: give every rank the same"
             )
         if source.digest in loaded.merged:
             raise AdapterError(
-                f"{source.subject}: adapter {change.int_id} ({change.name!r}) is merged into the weights for all rows "
-                f"(model.lora_merge), and those that name it would have it twice: name no adapter in rows that need "
-                f"this one alone, or leave model.lora_merge out"
+                f"{source.subject}: LoRA adapter {change.int_id} ({change.name!r}) is merged into the weights for all "
+                f"rows (model.lora_merge), and those that name it would have it twice: name no adapter in rows that "
+                f"need this one alone, or leave model.lora_merge out"
             )
         return StagedAddition(change, None if self.has(source.digest) else loaded.prepare(source))
 
@@ -125,7 +125,7 @@ class WorkerAdapters:
         if not problem and before != digest and not request.load_inplace:
             problem = f"lora_int_id={int_id} has another content: give load_inplace=True, or remove it first"
         if not problem and len(dict.fromkeys([digest, *others])) > self._max_adapters:
-            problem = f"model.max_cpu_loras={self._max_adapters} adapters are loaded: remove one first"
+            problem = f"model.max_cpu_loras={self._max_adapters} LoRA adapters are loaded: remove one first"
         change = AdapterChange(int_id, request.lora_name, request.lora_path, digest, (), dropped, problem)
         return self.commit_add_lora(self.prepare_add_lora(change))
 
@@ -139,7 +139,7 @@ class WorkerAdapters:
     def pin(self, int_id: int) -> bool:
         """No effect: a worker evicts none by itself. Raises AdapterError unless it is loaded."""
         if int_id not in self.ids:
-            raise AdapterError(f"adapter {int_id} cannot be pinned: it is not loaded")
+            raise AdapterError(f"LoRA adapter {int_id} cannot be pinned: it is not loaded")
         return True
 
     def list(self) -> set[int]:
@@ -155,7 +155,7 @@ class WorkerAdapters:
         if change.problem:
             raise AdapterRefusal(change.problem)
         if self._loaded is None:
-            raise AdapterError("this run has no adapters: set model.enable_lora=true")
+            raise AdapterError("this run has no LoRA adapters: set model.enable_lora=true")
         return self._loaded
 
     def _source(self, change: AdapterChange) -> AdapterSource:
@@ -167,8 +167,8 @@ class WorkerAdapters:
             return read.source
         if not change.path:
             raise AdapterError(
-                f"adapter {change.int_id} ({change.name!r}) has tensors on rank 0 and none here: every rank gives its "
-                f"own, or all read a folder"
+                f"LoRA adapter {change.int_id} ({change.name!r}) has tensors on rank 0 and none here: every rank gives "
+                f"its own, or all read a folder"
             )
         return read_adapter(change.path)
 

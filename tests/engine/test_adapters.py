@@ -5,25 +5,31 @@ import logging
 import shutil
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapter_folders import CONFIG, lora_tensors, write_lora
+from adapter_folders import CONFIG, lora_tensors, write_lora, write_prompt_adapter
 from safetensors.torch import load_file
 from test_adapters_on_ranks import MODEL, PARAMS, PROMPT, refusal, tokens_with
 
 from spmd_worker import LLM, LoRARequest
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.compat.engine_args import run_config
+from spmd_worker.engine import adapters_at_start
+from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.model.adapters import source
 from spmd_worker.ops.kernels.adapters import AdapterSizes, ReferenceStack
 from spmd_worker.ops.kernels.triton.adapters import TritonAdapterStack
 from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.scheduler.adapter_plans import addition_of
+from spmd_worker.replica.sequence.adapter_change import AdapterChange
+from spmd_worker.replica.sequence.adapter_kind import LORA
 from spmd_worker.replica.sequence.lora_request import TensorSnapshot
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "enable_lora": True, "max_cpu_loras": 2}
@@ -289,6 +295,43 @@ def test_adapters_of_the_configuration_are_pinned(folder: Path):
         LLM(MODEL, **options, adapters={"a": str(folder / "a")}, max_lora_rank=2)
 
 
+def test_any_failure_to_read_a_prompt_adapter_is_told_to_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Some errors left the reading rank at the start, before it had told the others."""
+    path = str(write_prompt_adapter(tmp_path / "soft", 128, 4, 1))
+
+    def read(_: str) -> None:
+        raise RuntimeError("no reader")
+
+    monkeypatch.setattr(adapters_at_start, "read_prompt_adapter", read)
+    with pytest.raises(AdapterError, match=r"^rank 0: RuntimeError: no reader"):
+        LLM(MODEL, device="cpu", num_blocks=64, prompt_adapters={"soft": path})
+
+
+def test_rank_notes_what_rank_0_has_evicted(llm: LLM, requests: list[LoRARequest], monkeypatch: pytest.MonkeyPatch):
+    """After a start of one replica in place of two, whose uses differed, a rank forgot the folder of an adapter that
+    stayed, and refused rows with it where the others did not.
+    """
+    run, victims = Changes.run_worker_event, [(), (), (1,)]
+
+    def as_rank_0_says(changes: Changes, name: str, change: AdapterChange, then: list[Any], run_step: Any) -> Any:
+        evicted = victims.pop(0)
+        dropped = tuple([llm.llm_engine.scheduler.adapters.entries[each].digest for each in evicted])
+        change = replace(change, path=f"/of rank 0/{change.name}", evicted=evicted, dropped=dropped)
+        return run(changes, name, change, [addition_of(LORA, change)], run_step)
+
+    a, b, c = requests
+    with monkeypatch.context() as patch:
+        patch.setattr(Changes, "run_worker_event", as_rank_0_says)
+        llm.add_lora(a)
+        llm.add_lora(b)
+        before = tokens_with(llm, b)
+        # Here the second was used longest ago.
+        tokens_with(llm, a)
+        llm.add_lora(c)
+    assert llm.list_loras() == {2, 3}
+    assert tokens_with(llm, b) == before
+
+
 def test_merged_adapter_is_refused_for_rows(folder: Path, tmp_path: Path):
     copy = shutil.copytree(folder / "a", tmp_path / "copy")
     words = "('x') is merged into the weights for all rows (lora_merge), and those that name it would have it"
@@ -345,7 +388,7 @@ def test_digest_that_cannot_be_computed_is_a_refusal(llm: LLM, monkeypatch: pyte
 def test_run_without_adapters_names_the_key(requests: list[LoRARequest]):
     with LLM(MODEL, device="cpu", num_blocks=64) as llm:
         for call in (lambda: llm.add_lora(requests[0]), lambda: llm.llm_engine.adapters.digest_of(requests[0])):
-            with pytest.raises(ConfigError, match=r"this run has no adapters: set .*enable_lora="):
+            with pytest.raises(ConfigError, match=r"this run has no LoRA adapters: set .*enable_lora="):
                 call()
         assert llm.list_loras() == set()
 
@@ -365,7 +408,7 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         assert (executor.remove_lora(3), executor.list_loras()) == (True, {2})
         wrapper = executor.driver_worker
         assert (wrapper.add_lora(requests[0]), wrapper.pin_lora(1), wrapper.list_loras()) == (True, True, {1, 2})
-        with pytest.raises(AdapterError, match="max_cpu_loras=2 adapters are loaded"):
+        with pytest.raises(AdapterError, match="max_cpu_loras=2 LoRA adapters are loaded"):
             wrapper.add_lora(requests[2])
         assert (wrapper.remove_lora(1), wrapper.remove_lora(1), wrapper.list_loras()) == (True, False, {2})
     finally:

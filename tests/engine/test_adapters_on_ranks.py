@@ -103,7 +103,7 @@ def follow(llm: LLM, request: LoRARequest) -> list[Any]:
         tokens_with(llm, LoRARequest("b", 2, engine.scheduler.adapters.entries[2].path))
         return sorted(llm.list_loras())
     refused = refusal(engine.add_lora, LoRARequest("t", 9, lora_tensors=lora_tensors(9), peft_config=CONFIG))
-    assert refused.startswith("rank 1: adapter 9 ('t') has tensors on rank 0 and none here"), refused
+    assert refused.startswith("rank 1: LoRA adapter 9 ('t') has tensors on rank 0 and none here"), refused
     before = tokens_with(llm, request)
     assert before == tokens_with(llm, request)
     engine.pin_lora(2)

@@ -3,6 +3,7 @@
 Saving over ranks is in test_saving_on_ranks.py.
 """
 
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import CheckpointError, ConfigError, MissingWeightsError, ModelConfigError, SaveError
+from spmd_worker.model.weights import sharded_state
 from spmd_worker.model.weights.sharded_state import held_parameters
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
@@ -453,12 +455,37 @@ def test_reload_leaves_weights_when_a_state_is_refused(llm: LLM, before: list[An
         llm.collective_rpc("reload_weights", args=(str(folder),))
     with pytest.raises(CheckpointError, match=r"org/none: is not a folder, and .* no complete snapshot"):
         llm.collective_rpc("reload_weights", args=("org/none",))
+    with pytest.raises(CheckpointError, match=r"nowhere: is not a folder"):
+        llm.collective_rpc("reload_weights", args=(Path("/nowhere"),))
     assert answers(llm) == before
     with (
         open_llm(quantization="int8") as rounded,
         pytest.raises(CheckpointError, match=r"holds a sharded state.*quantization=int8: give a checkpoint"),
     ):
         rounded.collective_rpc("reload_weights", args=(str(changed_state()),))
+
+
+def test_interrupted_reload_of_a_state_leaves_weights_missing(before: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """Weights that a trainer had loaded before counted as there, and some of them were the state's."""
+    contents, num_calls = sharded_state._contents, itertools.count()
+
+    def until_the_second_reading(*given: Any) -> Iterator[Any]:
+        for number, pair in enumerate(contents(*given)):
+            if number == 3 and next(num_calls) == 1:
+                raise OSError("the disk is gone")
+            yield pair
+
+    monkeypatch.setattr(sharded_state, "_contents", until_the_second_reading)
+    state = changed_state()
+    with open_llm() as llm:
+        llm.start_weight_update()
+        llm.update_weights(load_file(MODEL / "model.safetensors").items())
+        with pytest.raises(OSError, match="the disk is gone"):
+            llm.collective_rpc("reload_weights", args=(str(state),))
+        with pytest.raises(MissingWeightsError):
+            llm.finish_weight_update()
+        llm.collective_rpc("reload_weights")
+        assert answers(llm) == before
 
 
 def test_state_in_the_hubs_cache_is_found(llm: LLM, before: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

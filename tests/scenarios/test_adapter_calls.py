@@ -69,7 +69,7 @@ def test_comparison_detects_adapters_in_another_order(llm: LLM, alone: dict[str 
 def test_model_without_adapters_has_the_same_bits(alone: dict[str | None, Any]):
     with LLM(DEMO, num_blocks=64, device="cpu") as plain:
         assert bits(plain.generate(PROMPT, GREEDY, use_tqdm=False)) == [alone[None]]
-        with pytest.raises(ConfigError, match=r"no adapters: set enable_lora=True"):
+        with pytest.raises(ConfigError, match=r"no LoRA adapters: set enable_lora=True"):
             generated(plain, REQUESTS[0])
 
 

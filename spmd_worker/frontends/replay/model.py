@@ -119,7 +119,7 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
 
 def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
     """Load an adapter as the run did. Returns what cannot be recomputed, or nothing."""
-    what = f"adapter {event.int_id} ({event.name!r})"
+    what = f"LoRA adapter {event.int_id} ({event.name!r})"
     if not event.path:
         return f"the tensors of {what}"
     for int_id in event.evicted:
@@ -194,6 +194,8 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             max_loras=header.max_loras or None,
             max_lora_rank=header.max_lora_rank or 1,
             max_cpu_loras=header.max_cpu_loras or None,
+            # As many as the run had: the executor evicts too.
+            max_prompt_adapters=header.max_prompt_adapters or 1,
         ),
         executor=ExecutorConfig(backend="uniproc"),
         cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks or None),

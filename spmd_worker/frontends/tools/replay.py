@@ -241,11 +241,11 @@ EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {
         f"worker event {event.number} is {'undone: ' + event.problem if event.problem else 'committed'}"
     ),
     AddAdapter: lambda event: (
-        f"adapter {event.int_id} ({event.name}) is loaded"
+        f"LoRA adapter {event.int_id} ({event.name!r}) is loaded"
         f"{', evicted are ' + shorten(event.evicted) if event.evicted else ''}"
     ),
-    RemoveAdapter: lambda event: f"adapter {event.int_id} is removed",
-    PinAdapter: lambda event: f"adapter {event.int_id} is pinned",
+    RemoveAdapter: lambda event: f"LoRA adapter {event.int_id} is removed",
+    PinAdapter: lambda event: f"LoRA adapter {event.int_id} is pinned",
     AddPromptAdapter: lambda event: f"prompt adapter {event.int_id} ({event.name!r}) is loaded from {event.path}",
     RemovePromptAdapter: lambda event: f"prompt adapter {event.int_id} is removed",
     PinPromptAdapter: lambda event: f"prompt adapter {event.int_id} is pinned",

@@ -106,7 +106,8 @@ class WeightUpdate:
     def begin_all(self) -> None:
         """Open an update that `add_all` completes: until then no caller may compute with the weights."""
         self.begin()
-        self.must_be_complete = True
+        # Tensors that were loaded before may be overwritten by a try that fails.
+        self.must_be_complete, self.digests = True, {}
         self.forget_tied_head()
 
     def add_all(self, names: Collection[str], state: str) -> None:

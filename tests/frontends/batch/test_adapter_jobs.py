@@ -24,6 +24,7 @@ from spmd_worker import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests
 from spmd_worker.ranks.environment import RankEnvironment
 
 ADAPTERS = demo_adapters("a", "b")
@@ -192,6 +193,19 @@ def test_resumed_job_compares_contents_of_adapters(tmp_path: Path):
     whole.mkdir()
     run_job(job_of(whole, **ADAPTERS), RankEnvironment())
     assert (tmp_path / "out.jsonl").read_bytes() == (whole / "out.jsonl").read_bytes()
+
+
+def test_job_finds_adapters_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`LLM` did, and a job said that `~/a` is not a folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_adapter(tmp_path / "a", DEMO, 1)
+    write_prompt_adapter(tmp_path / "soft", 128, 9, 1)
+    named = job_of(tmp_path, {"soft": "~/soft"}, a="~/a").model
+    given = job_of(tmp_path, {"soft": str(tmp_path / "soft")}, a=str(tmp_path / "a")).model
+    assert adapter_digests(named) == adapter_digests(given)
+    config = job_of(tmp_path, a="~/a")
+    with pytest.raises(ConfigError, match=r"is in the folder of model.adapters.a=.*, which is only read"):
+        run_job(replace(config, job=replace(config.job, output=str(tmp_path / "a" / "out"))), RankEnvironment())
 
 
 def test_job_checks_folders_of_adapters_first(tmp_path: Path):

@@ -187,14 +187,14 @@ def test_rows_with_adapters_are_recomputed(tmp_path: Path, run_script):
     assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
     messages = read_messages(read_step_log(writer.path).messages())
     removed = next(each.step for each in messages if RemoveAdapter(3) in each.events)
-    assert "\n  then adapter 3 is removed\n" in run_script(writer.path, "--until", str(removed))[1]
+    assert "\n  then LoRA adapter 3 is removed\n" in run_script(writer.path, "--until", str(removed))[1]
     write_lora(tmp_path / "c", 9)
     code, _, errors = run_script(writer.path, "--with-model")
     assert code == 2
-    assert f"adapter 3 ('c'), whose folder {folders['c']} has another content than in the run" in errors
+    assert f"LoRA adapter 3 ('c'), whose folder {folders['c']} has another content than in the run" in errors
     write_lora(tmp_path / "a", 9)
     _, _, errors = run_script(writer.path, "--with-model")
-    assert f"the run had adapter 1 ('a'), whose folder {folders['a']} has another content" in errors
+    assert f"the run had LoRA adapter 1 ('a'), whose folder {folders['a']} has another content" in errors
 
 
 def test_prompt_adapters_are_read_again_and_embeddings_end_replay(tmp_path: Path, run_script):
@@ -232,3 +232,20 @@ def test_prompt_adapters_are_read_again_and_embeddings_end_replay(tmp_path: Path
     write_prompt_adapter(tmp_path / "start", 128, 8, 6)
     _, _, errors = run_script(writer.path, "--with-model")
     assert f"the run had prompt adapter 1 ('start'), whose folder {tmp_path}/start has another content" in errors
+
+
+def test_as_many_prompt_adapters_as_in_the_run_are_recomputed(tmp_path: Path, run_script):
+    """The executor of a replay had the default limit, and evicted adapters that the run had kept."""
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    requests = [
+        PromptAdapterRequest(f"{seed}", seed, str(write_prompt_adapter(tmp_path / f"{seed}", 128, 8, seed)), 8)
+        for seed in range(1, 18)
+    ]
+    options = {"num_blocks": 64, "block_size": 8, "max_prompt_adapters": 17, "enable_prefix_caching": False}
+    with LLM(DEMO / "model", **options) as llm, open_step_log(llm.llm_engine, tmp_path) as writer:
+        for request in requests:
+            llm.add_prompt_adapter(request)
+        llm.generate("3 + 4 =", greedy, prompt_adapter_request=requests[0], use_tqdm=False)
+    code, output, errors = run_script(writer.path, "--with-model")
+    assert code == 0, errors
+    assert output.endswith("2 of 2 tokens equal\n")

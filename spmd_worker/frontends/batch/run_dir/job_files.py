@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
+from spmd_worker.base.config.plain_values import plain_folder
 from spmd_worker.base.config.schema import JobConfig, ModelOptions
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
@@ -114,7 +115,9 @@ def adapter_folders(model: ModelOptions) -> dict[str, str]:
     `model.lora_merge`.
     """
     named = {"adapters": model.adapters or {}, "prompt_adapters": model.prompt_adapters or {}}
-    folders = {f"model.{key}.{name}": folder for key, given in named.items() for name, folder in given.items()}
+    folders = {
+        f"model.{key}.{name}": plain_folder(path) for key, given in named.items() for name, path in given.items()
+    }
     if model.merged_adapter is not None:
         folders["model.lora_merge"] = model.merged_adapter
     return folders
