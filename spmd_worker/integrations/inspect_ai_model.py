@@ -85,9 +85,10 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         **model_args: Any,
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
-        known = model_args.get("adapters") or {}
+        known = [*(model_args.get("adapters") or ()), *(model_args.get("prompt_adapters") or ())]
         if adapter is not None and adapter not in known:
-            raise ConfigError(f"adapter={adapter} is not one of adapters: {', '.join(known) or 'none are given'}")
+            named = ", ".join(known) or "none are given"
+            raise ConfigError(f"adapter={adapter} is not one of adapters or prompt_adapters: {named}")
         self._adapter = adapter
         arguments = {"model": model_name, **model_args}
         _send_arguments(arguments)

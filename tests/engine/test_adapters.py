@@ -426,6 +426,7 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
         ({"adapters": {"a\ud800": "/x"}}, r"^adapters: the text='a.ud800' contains a lone surrogate, .*: rename the"),
         ({"adapters": {"a": "/\ud800"}}, r"^adapters: the text='/.ud800' contains a lone surrogate, .*: rename the"),
         ({"adapters": ["a"]}, "must be texts by name, such as {a: b}"),
+        ({"lora_merge": ""}, "lora_merge is empty: give the folder"),
         ({"adapters": {"a": "/x"}, "lora_merge": "a"}, "lora_merge=a is merged .* 'a' of adapters would have it twice"),
         ({"adapters": {"a": "/x"}, "lora_merge": "/x/"}, "lora_merge=/x/ is merged .* 'a' of adapters would have it"),
         (

@@ -133,5 +133,5 @@ def test_samples_get_the_adapter_that_is_named(provider: Any):
             for given in (adapter, None)
         )
     assert found == expected != plain
-    with pytest.raises(ValueError, match="adapter=c is not one of adapters: a"):
+    with pytest.raises(ValueError, match="adapter=c is not one of adapters or prompt_adapters: a"):
         type(provider)(str(MODEL), adapters={"a": "/a"}, adapter="c")

@@ -209,6 +209,8 @@ def _check_adapters(model: ModelOptions) -> None:
                 sendable_text(f"model.{key}: the text", text)
         except ValueError as error:
             raise ConfigError(f"{error}: rename the adapter or its folder") from None
+    if model.lora_merge == "":
+        raise ConfigError("model.lora_merge is empty: give the folder of an adapter, or leave it out")
     for name, path in named["adapters"].items():
         if model.lora_merge is not None and (model.lora_merge == name or model.merged_adapter == plain_folder(path)):
             raise ConfigError(
