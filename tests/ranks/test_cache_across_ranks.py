@@ -42,7 +42,7 @@ for name, settings in job["kinds"].items():
     with LLM(job["folder"], tensor_parallel_size=2, **job["settings"], **settings) as llm:
         cache, loaded = llm.llm_engine.scheduler.cache, []
         finish = cache.finish_transfer
-        cache.finish_transfer = lambda number: (finish(number), loaded.append(number))
+        cache.finish_transfer = lambda number: (loaded.append(number), finish(number))[1]
         for round in range(2):
             outputs = llm.generate(job["prompts"], params, use_tqdm=False)
             if int(os.environ["RANK"]) == 0 and round == 0:
