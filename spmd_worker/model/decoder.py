@@ -7,7 +7,7 @@ sampling.
 T: tokens of the step; W: tokens of `WantedTokens`; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
@@ -30,6 +31,7 @@ from spmd_worker.model.layers.embedding import (
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import replicated_linear
+from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
@@ -58,8 +60,12 @@ class DecoderLayer(nn.Module):
         assert layer.is_plain_wiring or not defers, layer
         self.config, self.hidden_size = layer, hidden_size
         self._group, self._defers, self._multiplier = context.parts_group, defers, layer.residual_multiplier
-        self.self_attn = Attention(context, layer, hidden_size)
-        self.mlp = (FeedForward if layer.experts is None else SparseFeedForward)(context, layer, hidden_size)
+        self._mixers = MIXERS[layer.mixer]
+        for name, mixer_class in self._mixers:
+            self.add_module(name, mixer_class(context, layer, hidden_size))
+        self.mlp: FeedForward | SparseFeedForward | None = None
+        if layer.has_feed_forward:
+            self.mlp = (FeedForward if layer.experts is None else SparseFeedForward)(context, layer, hidden_size)
         norms = [new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.norms]
         self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
 
@@ -72,6 +78,7 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
         *,
+        states: LayerStates | None = None,
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
@@ -79,27 +86,41 @@ class DecoderLayer(nn.Module):
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
         results are [W, hidden], and only keys and values of the other tokens are computed.
         """
-        x = _normed(self.input_layernorm, part, residual)
         parallel_input = None
-        if self.config.is_parallel:
-            assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
-            parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
-        part = self.self_attn(x, ropes, layer_cache, metadata, wanted, adapters=adapters, is_fused=is_fused)
-        if wanted is not None:
-            residual, adapters = residual[wanted.rows], wanted.adapters
-            if not len(residual):
-                return part, residual
-        part = self._added(part, self.attention_output_norm, residual)
+        if self._mixers:
+            x = _normed(self.input_layernorm, part, residual)
+            if self.config.is_parallel:
+                assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
+                parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
+            arguments = (x, ropes, layer_cache, metadata, wanted)
+            part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused)
+            if wanted is not None:
+                residual, adapters = residual[wanted.rows], wanted.adapters
+                if not len(residual):
+                    return part, residual
+            part = self._added(part, self.attention_output_norm, residual)
+        if self.mlp is None:
+            return part, residual
         x = _normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
         options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
         if adapters is not None:
             options["adapters"] = adapters
         return self._added(self.mlp(x, is_fused=is_fused, **options), self.mlp_output_norm, residual), residual
 
+    def _mixed(self, *arguments: Any, **options: Any) -> Tensor:
+        """The sum of the mixers' outputs, in their order."""
+        (first, _), *others = self._mixers
+        part: Tensor = getattr(self, first)(*arguments, **options)
+        for name, _ in others:
+            part = part + getattr(self, name)(*arguments, **options)
+        return part
+
     @property
     def supports_wanted(self) -> bool:
-        """Whether tokens can be left out: each is computed by itself, and no tokens of experts are counted."""
-        return self._defers and isinstance(self.mlp, FeedForward)
+        """Whether tokens can be left out: each is computed by itself, and no tokens of experts are counted. A state is
+        a function of all tokens.
+        """
+        return self._defers and isinstance(self.mlp, FeedForward) and not self.config.has_states
 
     def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
         """The scaled part if it is still to be added; None if it was added here."""
@@ -112,8 +133,14 @@ class DecoderLayer(nn.Module):
             residual.copy_(norm(residual))
         return None
 
+    @property
+    def _attention(self) -> Attention:
+        attention = self.self_attn
+        assert isinstance(attention, Attention), "layers with other mixers are not joined"
+        return attention
+
     def weights(self) -> LayerWeights:
-        attention, feed_forward = self.self_attn, self.mlp
+        attention, feed_forward = self._attention, self.mlp
         norms = [norm for norm in (self.input_layernorm, self.post_attention_layernorm) if isinstance(norm, RMSNorm)]
         assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
         assert len(norms) == 2, "layers with other norms are not joined"
@@ -132,13 +159,13 @@ class DecoderLayer(nn.Module):
         )
 
     def adapter_stacks(self) -> tuple[AdapterStack | None, ...]:
-        attention, feed_forward = self.self_attn, self.mlp
+        attention, feed_forward = self._attention, self.mlp
         assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
         layers = (attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj)
         return tuple(layer.adapters for layer in layers)
 
     def sizes(self) -> LayerSizes:
-        attention, feed_forward = self.self_attn, self.mlp
+        attention, feed_forward = self._attention, self.mlp
         assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
         return LayerSizes(
             hidden_size=self.hidden_size,
@@ -216,6 +243,7 @@ class DecoderStack(nn.Module):
         wanted: WantedTokens | None = None,
         adapters: StepAdapters | None = None,
         given: TokenRows | None = None,
+        states: Sequence[LayerStates | None] = (),
     ) -> Tensor:
         """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` [layers, blocks,
         ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
@@ -224,6 +252,8 @@ class DecoderStack(nn.Module):
 
         `incoming` is the residual stream [T, hidden] of the previous stage, changed in place; every stage but the last
         returns it for the next.
+
+        `states` are those of each layer, if any layer has them.
 
         `adapters` of the step's rows add to outputs of linear layers, which are stored therefore; other rows keep their
         bits. If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits. Else all layers may
@@ -242,7 +272,9 @@ class DecoderStack(nn.Module):
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 else None
             layer = self.layers[index]
-            options = {"adapters": adapters, "is_fused": is_fused}
+            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused}
+            if states:
+                options["states"] = states[index]
             part, residual = layer(part, residual, ropes, cache[index], metadata, leaves_out, **options)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)

@@ -87,8 +87,95 @@ class ExpertShare:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvConfig:
+    """A gated short convolution over the hidden size (LFM2, https://arxiv.org/abs/2511.23404), of `kernel_size` taps;
+    `has_bias`: the convolution and both projections have biases.
+    """
+
+    kernel_size: int
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """A gated delta net (https://arxiv.org/abs/2412.06464): a state [`key_size`, `value_size`] for each value head,
+    neighbours of which share a key head, behind a convolution of `kernel_size` taps.
+
+    `beta_scale` 2 allows negative eigenvalues. `norm_eps` is of the gated norm, whose gate passes through
+    `gate_activation`, "silu" or "sigmoid". `is_per_channel`: each channel of a key decays by itself (Kimi's KDA,
+    https://arxiv.org/abs/2510.26692).
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    norm_eps: float
+    kernel_size: int = 4
+    beta_scale: float = 1.0
+    gate_activation: str = "silu"
+    is_per_channel: bool = False
+
+    @property
+    def num_channels(self) -> int:
+        """Inputs of the convolution: queries, keys, values."""
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+
+@dataclass(frozen=True, slots=True)
+class MambaConfig:
+    """Mamba2 (https://arxiv.org/abs/2405.21060): a state [`head_size`, `state_size`] for each head, neighbours of which
+    share inputs B and C in `num_groups` groups, behind a convolution of `kernel_size` taps.
+
+    `norm` of the gated output is "grouped", a group by itself after the gate; "grouped_first", before the gate; or
+    "none", the gate alone. `multipliers` scale z, x, B, C and dt, outputs of the projection; `in_multiplier` its input
+    and `out_multiplier` the output of the layer. dt is bounded by `dt_limits`.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    norm_eps: float
+    kernel_size: int = 4
+    has_conv_bias: bool = True
+    has_bias: bool = False
+    norm: str = "grouped"
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    in_multiplier: float = 1.0
+    out_multiplier: float = 1.0
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def num_channels(self) -> int:
+        """Inputs of the convolution: x, B, C."""
+        return self.num_heads * self.head_size + 2 * self.num_groups * self.state_size
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (https://arxiv.org/abs/2405.04434): keys and values of all heads come from one latent
+    of `rank` numbers, which is cached with `rope_size` rotated numbers that the heads share.
+
+    `nope_size` numbers of a query head are not rotated; `value_size` are of a head's value. Queries come from a latent
+    of `query_rank` numbers; 0: from the hidden state.
+    """
+
+    rank: int
+    nope_size: int
+    rope_size: int
+    value_size: int
+    query_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Sizes of the full layer, not of a rank's share.
+
+    `mixer` mixes tokens: "attention", "latent", "conv", "delta", "mamba", "attention_and_mamba" (the sum of both) or
+    "none"; `latent`, `conv`, `delta` and `mamba` are its sizes. `has_feed_forward`: the layer has a second part.
+    `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, from
+    `gate_proj`) or "number" (one each, from a second half of each head of `q_proj`).
 
     `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
     are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
@@ -126,12 +213,27 @@ class LayerConfig:
     has_sinks: bool = False
     experts: ExpertsConfig | None = None
     norms_sums: bool = False
+    mixer: str = "attention"
+    has_feed_forward: bool = True
+    latent: LatentConfig | None = None
+    conv: ConvConfig | None = None
+    delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
+    output_gate: str = ""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence has a recurrent state in this layer."""
+        return self.mixer in ("conv", "delta", "mamba", "attention_and_mamba")
 
     @property
     def is_plain_attention(self) -> bool:
         """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
         return (
-            self.qk_norm == "none" and self.rope is not None and not (self.has_sinks or self.score_cap or self.qkv_clip)
+            self.mixer == "attention"
+            and self.qk_norm == "none"
+            and self.rope is not None
+            and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate)
         )
 
     @property

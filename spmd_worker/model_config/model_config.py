@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -437,7 +438,8 @@ def _layers(
         has_sinks=attention.has_sinks,
         norms_sums=norms.are_of_sums,
     )
-    ropes = _ropes(reader, family.rope, max_positions, head_size)
+    read_ropes = family.ropes or partial(_ropes, rope=family.rope)
+    ropes = read_ropes(reader, max_positions, head_size)
     windows = _sliding_windows(reader, family, num_layers)
     experts = read_experts(reader, family.experts, num_layers)
     first_norms = [(index > 0 or norms.has_first) and layer.norms[0] for index in range(num_layers)]
@@ -448,7 +450,8 @@ def _layers(
         kind: replace(layer, window=kind[0], rope=kind[1], experts=kind[2], norms=(kind[3], *layer.norms[1:]))
         for kind in dict.fromkeys(kinds)
     }
-    return tuple(layers[kind] for kind in kinds), ropes
+    ordered = tuple(layers[kind] for kind in kinds)
+    return ordered if family.layers is None else family.layers(reader, ordered), ropes
 
 
 def _image_layers(reader: ConfigReader, family: Family) -> tuple[int, ...]:
@@ -479,7 +482,7 @@ def _ropes_of_layers(reader: ConfigReader, rope: Rope | None, windows: tuple[int
     return tuple(0 if is_rotated else None for is_rotated in rotated_layers(reader, rope.layers, windows))
 
 
-def _ropes(reader: ConfigReader, rope: Rope | None, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
+def _ropes(reader: ConfigReader, max_positions: int, head_size: int, rope: Rope | None) -> tuple[RopeParameters, ...]:
     if rope is None:
         return ()
     if rope.has_local:

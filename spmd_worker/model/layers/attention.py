@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
@@ -80,10 +81,12 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
         *,
+        states: LayerStates | None = None,
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
+        del states
         projected = self.qkv_proj(x, adapters)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
+from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.rope import RopeParameters
 
 NORM_POSITIONS: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
@@ -289,6 +290,10 @@ class Family:
     `file_keys` are the file's names of our keys, "" for keys that it does not have. `required` keys must have one value
     if they are there. `variants` are other rows of the architecture; a file uses the first that matches it.
 
+    `layers` changes the layers that the other parts describe, for a family in which they mix tokens in several ways:
+    from the file and the layers, in order. `ropes` gives all ropes of such a family instead of `rope`; then `layers`
+    sets each layer's.
+
     `layer` names the kind of layer if it has arithmetic that no part describes, "" for the plain one: a model's layers
     are then the `Layer` of the module of this name next to the decoder. Plans do not count the weights that it adds.
     """
@@ -312,6 +317,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     variants: "tuple[Variant, ...]" = ()
     layer: str = ""
+    layers: Callable[[ConfigReader, tuple[LayerConfig, ...]], tuple[LayerConfig, ...]] | None = None
+    ropes: Callable[[ConfigReader, int, int], tuple[RopeParameters, ...]] | None = None
+    """From the file, the number of positions and the head size."""
 
 
 @dataclass(frozen=True, slots=True)

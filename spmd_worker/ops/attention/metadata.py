@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.recurrent import StateSegments
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class AttentionMetadata:
     on the device, if they are there, and `slots` int32 [T] are the tokens' slots in the cache, block * block size +
     offset, negative for padding tokens. `fixed` belongs to the backend, for steps whose tensors keep their addresses
     (`attention.backend.FixedAttention`): the other fields except `sees_later` and `slots` are not used then.
-    Fixed steps of one number of tokens and different `kind` have different launches.
+    Fixed steps of one number of tokens and different `kind` have different launches. `segments` are the sequences as
+    layers with states take them; None if the model has no such layer.
     """
 
     query_starts: tuple[int, ...]
@@ -36,6 +38,7 @@ class AttentionMetadata:
     slots: Tensor | None = None
     fixed: object | None = None
     kind: int = 0
+    segments: StateSegments | None = None
 
     def num_later_keys(self, window: int) -> int:
         """Number of later keys that a token may see: 0 for causal attention."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterStack
+from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
 
 MAX_LOGIT: Final = 1e30
@@ -233,6 +234,9 @@ class Kernels(Protocol):
 
     def adapter_kernels(self) -> AdapterKernels:
         """Kernels of low-rank adapters."""
+
+    def recurrent_kernels(self) -> RecurrentKernels:
+        """Kernels of layers with recurrent states."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., H] -> [..., H], computed in float32 (https://arxiv.org/abs/1910.07467)."""

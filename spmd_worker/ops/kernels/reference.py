@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from spmd_worker.ops.kernels.adapters import AdapterKernels, ReferenceAdapterKernels
 from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, Draws, ExpertKernels, LogitFilters, RowHistories
 from spmd_worker.ops.kernels.random import random_bits, random_shares
+from spmd_worker.ops.kernels.recurrent import RecurrentKernels
+from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ops.kernels.top_k import top_k_of_rows
 
 _MAX_BLOCK_ELEMENTS: Final = 1 << 18
@@ -63,6 +65,9 @@ class ReferenceKernels:
 
     def adapter_kernels(self) -> AdapterKernels:
         return ReferenceAdapterKernels()
+
+    def recurrent_kernels(self) -> RecurrentKernels:
+        return ReferenceRecurrentKernels()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rounds to the input's dtype before the weight is applied."""

@@ -1,0 +1,17 @@
+"""Parts of a layer that mix tokens, by `LayerConfig.mixer`: one place that knows every kind.
+
+Each is a module `forward(x, ropes, layer_cache, metadata, wanted, states=, adapters=, is_fused=)` from [T, hidden] to
+this rank's part of [T, hidden]. A layer with several adds their outputs.
+"""
+
+from typing import Final
+
+from torch import nn
+
+from spmd_worker.model.layers.attention import Attention
+
+MIXERS: Final[dict[str, tuple[tuple[str, type[nn.Module]], ...]]] = {
+    "attention": (("self_attn", Attention),),
+    "none": (),
+}
+"""(Name in the layer, class) of the modules of each kind. The names are those of most checkpoints."""
