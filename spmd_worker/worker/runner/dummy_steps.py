@@ -135,7 +135,8 @@ def _sequence(
     params = None if pooling is None else resolve_pooling(PoolingParams(), pooling)
     request = Request(RequestId(index), (0,) * (num_computed + num_tokens), sampling, stream=index, pooling=params)
     block_ids = [BlockId(number) for number in blocks]
-    sequence = MirroredSequence(request, 0, [], block_ids, num_computed, num_tokens)
+    # All share the first slot: their states mean nothing, and are finite.
+    sequence = MirroredSequence(request, 0, [], block_ids, num_computed, num_tokens, state_slot=0)
     return ScheduledSequence(sequence, num_tokens, num_samples=1)
 
 
