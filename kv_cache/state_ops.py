@@ -1,7 +1,7 @@
 """Moves of recurrent states that run before a step's forward pass: a value sent from the scheduler to the workers."""
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import Final, NewType
 
 SlotId = NewType("SlotId", int)
 """Index of one sequence's recurrent states in one memory (device or host), from 0: the same number on every rank."""
@@ -26,3 +26,6 @@ class StateOps:
     @property
     def is_empty(self) -> bool:
         return not (self.copy or self.swap_in or self.swap_out)
+
+
+NO_STATE_OPS: Final = StateOps()

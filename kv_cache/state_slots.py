@@ -10,12 +10,10 @@ from typing import Final
 from kv_cache.block import BlockHash, BlockId
 from kv_cache.block_pool import BlockPool
 from kv_cache.pending_moves import PendingMoves
-from kv_cache.state_ops import SlotId, StateOps
+from kv_cache.state_ops import NO_STATE_OPS, SlotId, StateOps
 
 STATE_GRID: Final = 64
 """Snapshots are made at multiples of this many tokens only: every form of the kernels has a state there."""
-
-NO_STATE_OPS: Final = StateOps()
 
 
 class StateSlots:

@@ -191,6 +191,11 @@ class Allocator:
         sequence.is_known = False
         sequence.status = SequenceStatus.PREEMPTED
 
+    def fork_state(self, parent: Sequence, fork: Sequence) -> None:
+        """Give a fork its own recurrent state, copied in the next step; its blocks are shared already."""
+        if self.states is not None:
+            self.states.fork(parent, fork)
+
     def release(self, sequence: Sequence) -> None:
         """Release all that a sequence that ended holds, in any status."""
         if self.states is not None:
