@@ -4,11 +4,13 @@ Shapes: tensors of the device [layers, number on the device, *shape], of the hos
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
 from kv_cache.host_memory import HostMemory, Pairs, indices
+
+_TEMPORARY_BYTES: Final = 2**28
 
 
 class Moves(Protocol):
@@ -81,10 +83,12 @@ def _copy_each(pairs: Pairs, tensor: Tensor) -> None:
 def _copy_at_once(pairs: Pairs, tensor: Tensor) -> None:
     """Copy within a device's memory, one operation for all layers of the tensor: gathers all sources, then scatters.
 
-    Needs a temporary of what is copied, [layers, num_pairs, *shape].
+    Needs a temporary of what is copied, [layers, num_pairs, *shape]; if it would be big, a layer's at a time.
     """
     if not pairs:
         return
     sources = indices([source for source, _ in pairs], tensor.device)
     destinations = indices([destination for _, destination in pairs], tensor.device)
-    tensor.index_copy_(1, destinations, tensor.index_select(1, sources))
+    num_bytes = len(pairs) * tensor.nbytes // tensor.shape[1]
+    for part in [tensor] if num_bytes <= _TEMPORARY_BYTES else tensor.split(1):
+        part.index_copy_(1, destinations, part.index_select(1, sources))
