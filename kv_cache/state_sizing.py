@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_cache.block import num_blocks_for
-from kv_cache.cache_sizing import format_bytes
+from kv_cache.cache_sizing import StateSizing, format_bytes
 from kv_cache.cache_spec import CacheSpec, StateLayer
 
 TOKENS_A_SEQUENCE: Final = 2048
@@ -44,20 +44,6 @@ class StateNeed:
         return num_blocks * spec.block_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StateSizing:
-    """Slots of one rank; the ranks take the minimum of each number."""
-
-    num_seqs: int
-    num_snapshots: int
-    num_host_slots: int = 0
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the device."""
-        return self.num_seqs + self.num_snapshots
-
-
 def size_states(
     spec: CacheSpec, need: StateNeed, left_bytes: int | None, *, swap_space_bytes: int = 0
 ) -> StateSizing:
@@ -75,7 +61,8 @@ def size_states(
     num_host_slots = 0
     if spec.slot_bytes:
         num_host_slots = min(max(swap_space_bytes, 0) // _HOST_SHARE // spec.slot_bytes, num_seqs)
-    return StateSizing(num_seqs, num_snapshots, num_host_slots)
+    note = _describe(spec, num_seqs, num_snapshots)
+    return StateSizing(num_seqs, num_snapshots, num_host_slots, spec.slot_bytes, note)
 
 
 def _num_seqs(spec: CacheSpec, need: StateNeed, left_bytes: int, num_fitting: int) -> int:
@@ -120,23 +107,21 @@ def _num_snapshots(spec: CacheSpec, need: StateNeed, left_bytes: int, num_seqs: 
 
 def slot_tokens(spec: CacheSpec) -> int:
     """Tokens whose keys and values take as much memory as a slot; 0 if tokens take none."""
-    return spec.slot_bytes * spec.block_size // spec.block_bytes if spec.block_bytes else 0
+    return -(-spec.slot_bytes * spec.block_size // spec.block_bytes) if spec.block_bytes else 0
 
 
-def describe_states(spec: CacheSpec, sizing: StateSizing) -> str:
+def _describe(spec: CacheSpec, num_seqs: int, num_snapshots: int) -> str:
     """`12.3 GiB: 256 of 49.1 MiB (24 layers of 32 heads of 128 x 128 float32, 3 x 8,192 inputs), 64 snapshots 3.1 GiB;
     a state costs as much as 1,572 tokens`.
     """
     kinds = Counter(layer for layer in spec.states if layer is not None)
     layers = ", ".join(f"{count} layers of {_describe_layer(layer)}" for layer, count in kinds.items())
-    parts = [
-        f"{format_bytes(sizing.num_seqs * spec.slot_bytes)}: {sizing.num_seqs} of {format_bytes(spec.slot_bytes)}"
-        f" ({layers or 'no layer of this stage'})"
-    ]
-    if sizing.num_snapshots:
-        parts.append(f", {sizing.num_snapshots} snapshots {format_bytes(sizing.num_snapshots * spec.slot_bytes)}")
-    if slot_tokens(spec):
-        parts.append(f"; a state costs as much as {slot_tokens(spec):,} tokens")
+    total, each = format_bytes(num_seqs * spec.slot_bytes), format_bytes(spec.slot_bytes)
+    parts = [f"{total}: {num_seqs} of {each} ({layers or 'no layer of this stage'})"]
+    if num_snapshots:
+        parts.append(f", {num_snapshots} snapshots {format_bytes(num_snapshots * spec.slot_bytes)}")
+    if tokens := slot_tokens(spec):
+        parts.append(f"; a state costs as much as {tokens:,} tokens")
     return "".join(parts)
 
 

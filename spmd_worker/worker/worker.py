@@ -57,6 +57,7 @@ class Worker(WorkerBase):
         self.model_runner: ModelRunner | None = None
         self.start_times = StartTimes()
         self._num_slots: tuple[int, int] | None = None
+        """State slots of the device and of the host."""
         self._opened: OpenedDevice | None = None
         self._loaded: LoadedModel | None = None
         self._running: RunningWorker | None = None
@@ -143,16 +144,15 @@ class Worker(WorkerBase):
 
     def determine_num_state_slots(self) -> tuple[int, int, int]:
         states = _existing(self.sizing, "determine_num_available_blocks").states
-        return (0, 0, 0) if states is None else (states.num_seqs, states.num_snapshots, states.num_host_slots)
+        return states.num_seqs, states.num_snapshots, states.num_host_slots
 
     def initialize_states(self, num_slots: int, num_host_slots: int) -> None:
         self._num_slots = (num_slots, num_host_slots)
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        spec, num_slots = self.get_kv_cache_spec(), self._num_slots
-        if spec.states and num_slots is None:
-            num_seqs, num_snapshots, num_host_slots = self.determine_num_state_slots()
-            num_slots = (num_seqs + num_snapshots, num_host_slots)
+        spec, num_slots = self.get_kv_cache_spec(), (0, 0)
+        if spec.states:
+            num_slots = _existing(self._num_slots, "initialize_states")
         with self.start_times.part("cache"):
             self._running = allocate(self.loaded, spec, num_device_blocks, num_host_blocks, num_slots)
         self.model_runner = self._running.runner

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from kv_cache.cache_spec import BlockLayer, CacheSpec
+from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
+from kv_cache.state_sizing import slot_tokens
+from kv_cache.state_slots import STATE_GRID
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
@@ -17,7 +19,7 @@ from spmd_worker.model_config.layer_config import LayerConfig, LayerShare, float
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
-from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, stage_of, vocabulary_rows
+from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, shard_range, stage_of, vocabulary_rows
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Prefill operations of a device per byte moved between it and the host: about 1 TFLOP/s to 7 GB/s in host memory, 400
@@ -253,11 +255,43 @@ def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: 
     if model_config.is_encoder:
         assert len(dict.fromkeys(layers)) == 1, f"layers of an encoder are alike: {layers}"
         layers = layers[:1]
-    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size)
+    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size, rank_states(model_config, layout, rank))
+
+
+def rank_states(model_config: ModelConfig, layout: RankLayout, rank: int) -> tuple[StateLayer | None, ...]:
+    """The rank's share of the recurrent states of its stage's layers; empty if the model has none."""
+    if not model_config.has_states:
+        return ()
+    layers, hidden_size = model_config.layers, model_config.hidden_size
+    ranks = (layout.tensor_parallel_size, layout.tensor_rank(rank))
+    indices = stage_of(layout, model_config, rank).indices
+    return tuple([state_layer(layers[index], hidden_size, *ranks) for index in indices])
+
+
+def state_layer(layer: LayerConfig, hidden_size: int, size: int, rank: int) -> StateLayer | None:
+    """State of a layer on tensor rank `rank` of `size`; None if it has none. Key heads and groups of which there are
+    fewer than ranks are on several.
+    """
+    if layer.conv is not None:
+        first, end = shard_range(hidden_size, size, rank)
+        return StateLayer((), (layer.conv.kernel_size - 1, end - first))
+    if layer.delta is not None:
+        delta = layer.delta
+        num_heads, num_key_heads = delta.num_value_heads // size, max(delta.num_key_heads // size, 1)
+        num_channels = 2 * num_key_heads * delta.key_size + num_heads * delta.value_size
+        return StateLayer((num_heads, delta.key_size, delta.value_size), (delta.kernel_size - 1, num_channels))
+    if layer.mamba is not None:
+        mamba = layer.mamba
+        num_heads, num_groups = mamba.num_heads // size, max(mamba.num_groups // size, 1)
+        num_channels = num_heads * mamba.head_size + 2 * num_groups * mamba.state_size
+        return StateLayer((num_heads, mamba.head_size, mamba.state_size), (mamba.kernel_size - 1, num_channels))
+    return None
 
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
+    if layer.mixer in ("conv", "delta", "mamba", "none"):
+        return None
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 
@@ -268,6 +302,24 @@ def block_copy_tokens(model_config: ModelConfig, dtype: str, block_size: int, de
     Replicas decide by it, so it depends on sizes and constants, not on measurements. The tensor-parallel size cancels
     out: each rank computes its share of the tokens and moves its share of the block.
     """
-    operations_per_token = 2 * model_config.num_parameters
-    moved_bytes = 2 * cache_spec(model_config, RankLayout(1, 1, 1), 0, dtype, block_size).block_bytes
-    return moved_bytes * OPERATIONS_PER_BYTE[device] / operations_per_token
+    return _copy_tokens(model_config, _complete_spec(model_config, dtype, block_size).block_bytes, device)
+
+
+def slot_copy_tokens(model_config: ModelConfig, dtype: str, device: str) -> float:
+    """`block_copy_tokens` of one sequence's recurrent states."""
+    return _copy_tokens(model_config, _complete_spec(model_config, dtype, 1).slot_bytes, device)
+
+
+def snapshot_interval(model_config: ModelConfig, dtype: str) -> int:
+    """Tokens from one snapshot of recurrent states in a prompt to the next, so that they cost at most what the keys and
+    values between them do; 0: none between, in a model without states or without keys and values.
+    """
+    return -(-slot_tokens(_complete_spec(model_config, dtype, 1)) // STATE_GRID) * STATE_GRID
+
+
+def _complete_spec(model_config: ModelConfig, dtype: str, block_size: int) -> CacheSpec:
+    return cache_spec(model_config, RankLayout(1, 1, 1), 0, dtype, block_size)
+
+
+def _copy_tokens(model_config: ModelConfig, num_bytes: int, device: str) -> float:
+    return 2 * num_bytes * OPERATIONS_PER_BYTE[device] / (2 * model_config.num_parameters)
