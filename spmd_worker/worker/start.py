@@ -180,7 +180,7 @@ def allocate(
     return RunningWorker(
         loaded,
         caches,
-        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules),
+        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules, num_slots[0]),
         runner,
         clock,
         sleep,
