@@ -172,6 +172,6 @@ def _check_owners(kind: str, pool: BlockPool, owned: Iterable[SlotId]) -> None:
     for slot in owned:
         assert 0 <= slot < pool.num_blocks, f"a sequence owns {kind} {slot} of {pool.num_blocks}"
         counts[slot] += 1
-    for slot, count in enumerate(counts):
-        ref_count = pool.ref_count(BlockId(slot))
-        assert ref_count == count <= 1, f"{kind} {slot} counts {ref_count} owners, {count} sequences own it"
+    for index, count in enumerate(counts):
+        ref_count = pool.ref_count(BlockId(index))
+        assert ref_count == count <= 1, f"{kind} {index} counts {ref_count} owners, {count} sequences own it"
