@@ -32,32 +32,20 @@ class StateNeed:
     max_model_len: int
     num_blocks: int | None = None
 
-    @property
-    def is_given(self) -> bool:
-        """Whether nothing depends on the memory."""
-        is_known = self.num_snapshots is not None or not self.has_snapshots
-        return self.num_seqs is not None and is_known and self.num_blocks is not None
-
     def blocks_bytes(self, spec: CacheSpec) -> int:
         """Bytes that the states must leave: those of the given blocks, else of the longest sequence."""
         num_blocks = self.num_blocks or num_blocks_for(self.max_model_len, spec.block_size)
         return num_blocks * spec.block_bytes
 
 
-def size_states(
-    spec: CacheSpec, need: StateNeed, left_bytes: int | None, *, swap_space_bytes: int = 0
-) -> StateSizing:
-    """Slots within `left_bytes`, the memory of states and blocks together; None if it is unknown, for a need that is
-    given. Raises ValueError, with the largest number that fits, for sequences or snapshots that do not fit.
+def size_states(spec: CacheSpec, need: StateNeed, left_bytes: int, *, swap_space_bytes: int = 0) -> StateSizing:
+    """Slots within `left_bytes`, the memory of states and blocks together. Raises ValueError, with the largest number
+    that fits, for sequences or snapshots that do not fit.
     """
-    if left_bytes is None:
-        assert need.is_given and need.num_seqs is not None, need
-        num_seqs, num_snapshots = need.num_seqs, (need.num_snapshots or 0) if need.has_snapshots else 0
-    else:
-        free_bytes = max(left_bytes - need.blocks_bytes(spec), 0)
-        num_fitting = free_bytes // spec.slot_bytes if spec.slot_bytes else _UNLIMITED
-        num_seqs = _num_seqs(spec, need, left_bytes, num_fitting)
-        num_snapshots = _num_snapshots(spec, need, left_bytes, num_seqs, num_fitting - num_seqs)
+    free_bytes = max(left_bytes - need.blocks_bytes(spec), 0)
+    num_fitting = free_bytes // spec.slot_bytes if spec.slot_bytes else _UNLIMITED
+    num_seqs = _num_seqs(spec, need, left_bytes, num_fitting)
+    num_snapshots = _num_snapshots(spec, need, left_bytes, num_seqs, num_fitting - num_seqs)
     num_host_slots = 0
     if spec.slot_bytes:
         num_host_slots = min(max(swap_space_bytes, 0) // _HOST_SHARE // spec.slot_bytes, num_seqs)

@@ -143,7 +143,7 @@ def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) 
     )
 
 
-def resolve_state_need(resolved: ResolvedRun) -> StateNeed:
+def _state_need(resolved: ResolvedRun) -> StateNeed:
     """Wanted numbers of state slots."""
     config = resolved.config
     return StateNeed(
@@ -157,11 +157,9 @@ def resolve_state_need(resolved: ResolvedRun) -> StateNeed:
 
 
 def is_size_known(resolved: ResolvedRun) -> bool:
-    """Whether the sizes of the cache depend on no measurement."""
-    if resolved.model_config.is_encoder:
-        return True
-    needs_memory = resolved.model_config.has_states and not resolve_state_need(resolved).is_given
-    return resolved.config.cache.num_blocks is not None and not needs_memory
+    """Whether the sizes of the cache depend on no measurement: given states must fit beside given blocks."""
+    model_config = resolved.model_config
+    return model_config.is_encoder or (resolved.config.cache.num_blocks is not None and not model_config.has_states)
 
 
 def _size_states(
@@ -170,12 +168,10 @@ def _size_states(
     """Raises ConfigError for numbers that do not fit. Swap space in the same memory is subtracted completely, because
     the part of it that is used depends on these numbers.
     """
-    need, left_bytes = resolve_state_need(resolved), None
-    if not need.is_given:
-        left_bytes = measurement.left_bytes(resolved.config.cache.gpu_memory_utilization)
-        left_bytes -= swap_space_bytes if resolved.device_type == "cpu" else 0
+    left_bytes = measurement.left_bytes(resolved.config.cache.gpu_memory_utilization)
+    left_bytes -= swap_space_bytes if resolved.device_type == "cpu" else 0
     try:
-        return size_states(spec, need, left_bytes, swap_space_bytes=swap_space_bytes)
+        return size_states(spec, _state_need(resolved), left_bytes, swap_space_bytes=swap_space_bytes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
