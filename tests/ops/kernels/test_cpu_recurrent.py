@@ -37,7 +37,7 @@ def cut_convolution(kernels, inputs, weight, bias, chunk, *, silu=True):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("num_taps, num_channels", [(3, 5), (7, 200)])
+@pytest.mark.parametrize(("num_taps", "num_channels"), [(3, 5), (7, 200)])
 def test_convolutions_agree_with_plain_torch(instruction_set, dtype, num_taps, num_channels):
     kernels, segments = kernels_for(instruction_set), segments_of((4, 1, 9), (3, 70, 0), (-1, 2, 5), (0, 2, 3))
     x = numbers(75, num_channels + 3, dtype=dtype)[:, 1 : num_channels + 1]
