@@ -656,7 +656,7 @@ def _sliding_layers(reader: ConfigReader, windows: Windows, num_layers: int) -> 
     """Whether each layer slides; the newer `layer_types` list takes precedence over the family's older rule."""
     layer_types, layers = reader.get("layer_types"), range(num_layers)
     if layer_types is not None and windows.rule != "in_use":
-        known = ("full_attention", "sliding_attention")
+        known = ("full_attention", "sliding_attention", *windows.others)
         is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
         if not is_list or any(kind not in known for kind in layer_types):
             raise ModelConfigError(f"{reader.path}: layer_types must list {num_layers} of {', '.join(known)}")

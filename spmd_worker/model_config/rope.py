@@ -12,7 +12,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number
 
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 """Scalings whose `max_position_embeddings` may be the unscaled length: `factor` then multiplies it."""
@@ -21,6 +21,7 @@ STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
     """Rotary embedding: the head size, the base and its scaling. Fields a type does not use keep their neutral value.
+    `proportional`: the frequencies are those of a full head, and pairs after the first `partial_factor` have none.
 
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
     derive it; lengths are in tokens. The first `partial_factor` of a head's `size` elements is rotated. LongRoPE
@@ -57,8 +58,8 @@ class RopeParameters:
 
     @property
     def rotary_size(self) -> int:
-        """Number of rotated elements of a head."""
-        return int(self.size * self.partial_factor)
+        """Number of rotated elements of a head, some by no angle if it is `proportional`."""
+        return self.size if self.rope_type == "proportional" else int(self.size * self.partial_factor)
 
     def regime(self, num_prompt_tokens: int, most_tokens: int, max_positions: int) -> int:
         """Implements `ModelConfig.rope_regime` for one rope."""
@@ -185,7 +186,7 @@ def rope_of(
         raise ModelConfigError(f"{reader.path}: rope truncate={shown(truncate)} must be true or false")
     theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
     theta = checked_number(theta, f"{reader.path}: rope_theta")
-    partial = _partial_factor(given, reader, head_size, may_be_partial)
+    partial = _partial_factor(given, reader, head_size, may_be_partial or rope_type == "proportional")
     numbers = _numbers(given, rope_type, reader, max_positions)
     if rope_type == "yarn" and theta <= 1.0:
         raise ModelConfigError(
@@ -224,10 +225,11 @@ def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: i
     return partial
 
 
-_REQUIRED: Final = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_REQUIRED: Final = {"default": (), "proportional": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 _OPTIONAL: Final = {
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
+    "proportional": ("factor",),
 }
 
 

@@ -154,13 +154,14 @@ class Windows:
     on before `max_window_layers`), "in_use" (every layer) or "layer_types" (all but every `full_every`th layer, or the
     number in `full_every_key`; with `is_full_first` the first layer of each group is the full one, not the last).
     "late_layers", "even_layers" and "in_use" need `use_sliding_window` too. A list `layer_types` in the file takes
-    precedence over all but "never" and "in_use".
+    precedence over all but "never" and "in_use"; it may have `others`, of layers without attention.
     """
 
     rule: str = "never"
     full_every: int = 1
     full_every_key: str = ""
     is_full_first: bool = False
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

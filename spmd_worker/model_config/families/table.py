@@ -7,6 +7,7 @@ Each row is compared with transformers on a checkpoint of its own, which must de
 from dataclasses import replace
 from typing import Final
 
+from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import (
     GATE_UP,
@@ -221,6 +222,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **LAYER_NORM_ROWS,
     **EXPERT_FAMILIES,
     **SPARSE_ROWS,
+    **CONV_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
