@@ -15,11 +15,12 @@ from kv_cache.state_slots import STATE_GRID
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
-from spmd_worker.model_config.layer_config import LayerConfig, LayerShare, float32_elements, layer_elements
+from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
+from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
-from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, shard_range, stage_of, vocabulary_rows
+from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, stage_of, vocabulary_rows
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Prefill operations of a device per byte moved between it and the host: about 1 TFLOP/s to 7 GB/s in host memory, 400
@@ -102,10 +103,10 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     """
     stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
     for layer, share in rank_layers(model_config, layout, rank):
-        query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
         columns = share.num_columns if share.experts is None else share.experts.num_shared_columns
-        modules = [(hidden, query), (hidden, key_value), (hidden, key_value), (query, hidden)]
-        if columns:
+        linears = mixer_linears(layer, hidden, share)
+        modules = [(each.num_inputs, outputs) for each in linears for outputs in each.num_outputs]
+        if columns and layer.has_feed_forward:
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += (
@@ -142,10 +143,11 @@ def quantised_shapes(
     stage, hidden = stage_of(layout, model_config, rank), model_config.hidden_size
     shapes: Counter[tuple[int, int, bool]] = Counter()
     for layer, share in rank_layers(model_config, layout, rank):
-        query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
+        for each in mixer_linears(layer, hidden, share):
+            shapes[sum(each.num_outputs), each.num_inputs, False] += 1
+        if not layer.has_feed_forward:
+            continue
         first = share.num_columns * (1 + layer.is_gated)
-        shapes[query + 2 * key_value, hidden, False] += 1
-        shapes[hidden, query, False] += 1
         shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
         shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
@@ -205,7 +207,7 @@ def activation_bytes(
     inputs as bytes and, with several ranks, the int32 sums of all.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
-    attention = max(_attention_elements(model_config, layer, share) for layer, share in kinds)
+    attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
     num_columns = max(share.num_columns * (16 if layer.activation == "xielu" else 4) for layer, share in kinds)
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     per_token = num_streams * model_config.hidden_size + max(
@@ -221,6 +223,13 @@ def activation_bytes(
         if layout.tensor_parallel_size > 1 and quantization == "int8":
             quantised += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     return num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits
+
+
+def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
+    """Elements per token of what the mixers of one layer compute."""
+    # Three projections, the input and the output of the convolution, and their product.
+    conv = 6 * model_config.hidden_size // share.num_ranks if layer.mixer == "conv" else 0
+    return conv + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
@@ -255,26 +264,20 @@ def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: 
     if model_config.is_encoder:
         assert len(dict.fromkeys(layers)) == 1, f"layers of an encoder are alike: {layers}"
         layers = layers[:1]
-    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size, rank_states(model_config, layout, rank))
+    states: tuple[StateLayer | None, ...] = ()
+    if model_config.has_states:
+        hidden_size = model_config.hidden_size
+        states = tuple([state_layer(layer, hidden_size, share) for layer, share in rank_layers(model_config, layout, rank)])
+    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size, states)
 
 
-def rank_states(model_config: ModelConfig, layout: RankLayout, rank: int) -> tuple[StateLayer | None, ...]:
-    """The rank's share of the recurrent states of its stage's layers; empty if the model has none."""
-    if not model_config.has_states:
-        return ()
-    layers, hidden_size = model_config.layers, model_config.hidden_size
-    ranks = (layout.tensor_parallel_size, layout.tensor_rank(rank))
-    indices = stage_of(layout, model_config, rank).indices
-    return tuple([state_layer(layers[index], hidden_size, *ranks) for index in indices])
-
-
-def state_layer(layer: LayerConfig, hidden_size: int, size: int, rank: int) -> StateLayer | None:
-    """State of a layer on tensor rank `rank` of `size`; None if it has none. Key heads and groups of which there are
-    fewer than ranks are on several.
+def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare) -> StateLayer | None:
+    """Recurrent state that a rank with this share of a layer keeps; None if it keeps none. Key heads and groups of
+    which there are fewer than ranks are on several.
     """
+    size = share.num_ranks
     if layer.conv is not None:
-        first, end = shard_range(hidden_size, size, rank)
-        return StateLayer((), (layer.conv.kernel_size - 1, end - first))
+        return StateLayer((), (layer.conv.kernel_size - 1, hidden_size // size))
     if layer.delta is not None:
         delta = layer.delta
         num_heads, num_key_heads = delta.num_value_heads // size, max(delta.num_key_heads // size, 1)
