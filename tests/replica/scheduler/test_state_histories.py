@@ -37,7 +37,13 @@ def test_many_more_histories_keep_states(limits: dict[str, Any], states: dict[st
     keeps_states_and_ends({**limits, **states}, operations)
 
 
-CROWDED = {"num_blocks": 9, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "snapshot_slots": 3, "grid": 4}
+CROWDED = {
+    "num_blocks": 9,
+    "max_num_batched_tokens": 16,
+    "max_model_len": MAX_MODEL_LEN,
+    "snapshot_slots": 3,
+    "grid": 4,
+}
 CACHED = {**CROWDED, "caching": True, "preemption": "auto", "num_host_blocks": 6, "host_slots": 2}
 SWAPPED = {**CACHED, "preemption": "swap"}
 FLOWS = [{}, {"ahead": 1}, {"virtual_engines": 2}]
