@@ -1,34 +1,100 @@
-"""Bytes of the cache on one rank: layers x key-value heads x head size x dtype.
+"""Bytes of the cache on one rank, layer by layer: heads x (key size + value size) x dtype a token, and the states that
+layers keep of a sequence.
 
 The attention backend decides how keys and values are packed inside a block.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Final
+
+_STATE_BYTES: Final = 4
+"""Bytes of a number of a state, float32 whatever the model's dtype is."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayer:
+    """Keys and values that one layer keeps of each token: `num_heads` of this rank, sizes in elements of the dtype.
+
+    `value_size` 0: a layer that keeps keys alone, such as latent attention.
+    """
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_heads, self.key_size, self.value_size + 1)
+        assert min(sizes) >= 1, f"every size of a layer's keys is at least 1: {self}"
+
+    @property
+    def token_size(self) -> int:
+        """Elements of one token."""
+        return self.num_heads * (self.key_size + self.value_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """Recurrent state that one layer keeps of each sequence, this rank's share: `state`, the shape of its float32
+    numbers, () for a convolution alone; `tail`, (K - 1, C), the last inputs of a convolution of K taps and C channels,
+    in the model's dtype.
+    """
+
+    state: tuple[int, ...]
+    tail: tuple[int, int]
+
+    def num_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of one sequence."""
+        return _STATE_BYTES * math.prod(self.state) * bool(self.state) + dtype_bytes * math.prod(self.tail)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """This rank's share of the cache: its pipeline stage's layers and its tensor-parallel shard's key-value heads.
 
-    `head_size` is in elements, `dtype_bytes` the bytes of one element, `block_size` the tokens of one block.
+    `layers` has an entry for each layer of the stage, None for one that keeps no keys and values of its own; `states`
+    too, None for one without a state; it is empty if no layer of the model, of any stage, has one. `dtype_bytes` are
+    the bytes of one element, `block_size` the tokens of one block.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
+    layers: tuple[BlockLayer | None, ...]
     dtype_bytes: int
     block_size: int
+    states: tuple[StateLayer | None, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = (self.num_layers, self.num_kv_heads, self.head_size, self.dtype_bytes, self.block_size)
+        sizes = (len(self.layers), self.dtype_bytes, self.block_size)
         assert min(sizes) >= 1, f"every size of a cache is at least 1: {self}"
+        assert len(self.states) in (0, len(self.layers)), f"states are of each layer: {self}"
 
     @property
-    def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer, keys and values."""
-        return 2 * self.num_kv_heads * self.head_size * self.dtype_bytes * self.block_size
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def shapes(self) -> tuple[BlockLayer, ...]:
+        """The distinct layers that have blocks, in the order of their first ones."""
+        return tuple(dict.fromkeys(layer for layer in self.layers if layer is not None))
+
+    def num_layers_of(self, shape: BlockLayer) -> int:
+        """Number of layers with blocks of this shape."""
+        return self.layers.count(shape)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every layer has blocks, all of one shape."""
+        return self.layers[0] is not None and self.num_layers_of(self.layers[0]) == self.num_layers
+
+    def layer_block_bytes(self, layer: BlockLayer) -> int:
+        """Bytes of one block in such a layer, keys and values."""
+        return layer.token_size * self.dtype_bytes * self.block_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers, keys and values."""
-        return self.num_layers * self.layer_block_bytes
+        """Bytes of one block in all layers, keys and values; 0 if no layer has blocks."""
+        return sum(self.layer_block_bytes(layer) for layer in self.layers if layer is not None)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one sequence's states in all layers, of a snapshot too."""
+        return sum(layer.num_bytes(self.dtype_bytes) for layer in self.states if layer is not None)

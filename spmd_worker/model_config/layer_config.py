@@ -1,6 +1,6 @@
 """Config of one layer: its weights, norms, rotary embedding and attention window. One for each layer of a model.
 
-Needs no torch: the plan of a run counts weights with `layer_elements`, the layers are built from the same fields.
+Needs no torch: the plan of a run counts weights from the fields (`layer_elements.py`) that layers are built from.
 
 A layer is attention and a feed-forward on a residual stream. Each kind of model has a norm at some of four positions:
 before attention, after it, before the feed-forward, after it.
@@ -36,12 +36,16 @@ class ExpertsConfig:
     """Experts of a sparse layer, with `intermediate_size` columns each, and the choice of a token's `num_chosen`
     (https://arxiv.org/abs/2101.03961).
 
-    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, or "sigmoid". The top scores are chosen,
-    after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by number. Weights
-    are the scores, divided by their sum with `renormalises`, times `scaling`.
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
+    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by
+    number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
+    `sum_eps` is added to a sum of sigmoids.
+    "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
+    the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
+    best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
-    `shared_size` columns are of the expert that every token visits, 0 for none.
+    `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none.
     """
 
     num_experts: int
@@ -58,6 +62,16 @@ class ExpertsConfig:
     limit: float = 0.0
     shared_size: int = 0
     has_shared_gate: bool = False
+    has_shared_bias: bool = False
+    min_sum: float = 0.0
+    sum_eps: float = 1e-20
+    jitter: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def added_to_sum(self) -> float:
+        """Number that is added to the sum of the weights before they are divided by it."""
+        return self.sum_eps if self.score == "sigmoid" else 0.0
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
@@ -69,6 +83,8 @@ class ExpertsConfig:
         columns = share.num_columns
         each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
         shared = 3 * hidden_size * share.num_shared_columns
+        if self.has_shared_bias and self.shared_size:
+            shared += 2 * share.num_shared_columns + hidden_size
         return share.num_experts * each + shared + self.router_elements(hidden_size)
 
     @property
@@ -169,6 +185,19 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShare:
+    """A tensor-parallel rank's share of one layer: heads, columns of a dense feed-forward, and experts of a sparse one,
+    None for a dense one. Of what is divided evenly it has the `num_ranks`th part.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    num_columns: int
+    experts: ExpertShare | None = None
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Sizes of the full layer, not of a rank's share.
 
@@ -188,7 +217,9 @@ class LayerConfig:
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
-    in both.
+    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert: min(act(gate),
+    bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the sigmoid of a number
+    that is projected from the layer's input; "" for no gate.
     """
 
     num_heads: int
@@ -213,6 +244,7 @@ class LayerConfig:
     has_sinks: bool = False
     experts: ExpertsConfig | None = None
     norms_sums: bool = False
+    bound: float = 0.0
     mixer: str = "attention"
     has_feed_forward: bool = True
     latent: LatentConfig | None = None
@@ -225,6 +257,17 @@ class LayerConfig:
     def has_states(self) -> bool:
         """Whether a sequence has a recurrent state in this layer."""
         return self.mixer in ("conv", "delta", "mamba", "attention_and_mamba")
+
+    @property
+    def full_share(self) -> LayerShare:
+        """The share of a rank that has the complete layer."""
+        experts = None if self.experts is None else self.experts.full_share
+        return LayerShare(self.num_heads, self.num_kv_heads, self.intermediate_size, experts)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layer keeps keys and values of its heads."""
+        return self.mixer in ("attention", "attention_and_mamba")
 
     @property
     def is_plain_attention(self) -> bool:
@@ -240,39 +283,3 @@ class LayerConfig:
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
-
-
-def layer_elements(
-    layer: LayerConfig,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    num_columns: int,
-    share: ExpertShare | None = None,
-) -> int:
-    """Elements of a layer's parameters on a rank with `num_heads`, `num_kv_heads` and `num_columns` of the
-    feed-forward, and `share` of its experts; None: all of them.
-    """
-    size, num_gates = layer.head_size, 1 + layer.is_gated
-    query, key_value = num_heads * size, num_kv_heads * size
-    weights = hidden_size * (2 * query + 2 * key_value) + num_heads * layer.has_sinks
-    biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
-    if layer.experts is not None:
-        weights += layer.experts.elements(hidden_size, share or layer.experts.full_share)
-    else:
-        weights += (num_gates + 1) * hidden_size * num_columns
-        biases += (num_gates * num_columns + hidden_size) * layer.has_mlp_bias
-    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
-    if layer.qk_norm in ("head", "head_after_rope"):
-        norms += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
-    elif layer.qk_norm == "each_head":
-        norms += (num_heads + num_kv_heads) * size
-    elif layer.qk_norm == "flat":
-        norms += (layer.num_heads + layer.num_kv_heads) * size
-    return weights + biases + norms + 4 * (layer.activation == "xielu")
-
-
-def float32_elements(layer: LayerConfig, hidden_size: int, num_heads: int) -> int:
-    """Number of these that are float32 in every dtype."""
-    router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
-    return router + num_heads * layer.has_sinks

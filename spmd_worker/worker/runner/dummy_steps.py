@@ -6,6 +6,7 @@ All tokens are zero, and no real requests exist.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Final
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import CacheEngine
@@ -22,6 +23,11 @@ _FILTERED = SamplingParams(top_p=0.9, logprobs=1).frozen()
 _PENALISED = SamplingParams(top_p=0.9, logprobs=1, repetition_penalty=1.1).frozen()
 _REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0).frozen()
 _GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=1).frozen()
+
+DUMMY_SLOTS: Final = (1, 0)
+"""Slots of recurrent states, of the device and of the host, that dummy steps need: all their rows share the first. What
+it holds means nothing, and is finite.
+"""
 
 _WARM_UP_PARAMS = (
     SamplingParams(temperature=0.0),
@@ -135,7 +141,7 @@ def _sequence(
     params = None if pooling is None else resolve_pooling(PoolingParams(), pooling)
     request = Request(RequestId(index), (0,) * (num_computed + num_tokens), sampling, stream=index, pooling=params)
     block_ids = [BlockId(number) for number in blocks]
-    sequence = MirroredSequence(request, 0, [], block_ids, num_computed, num_tokens)
+    sequence = MirroredSequence(request, 0, [], block_ids, num_computed, num_tokens, state_slot=0)
     return ScheduledSequence(sequence, num_tokens, num_samples=1)
 
 
@@ -153,15 +159,16 @@ def prepared_step(
     """Context with a function that runs `steps` one after another on their own cache, which is allocated on entry and
     freed on exit. Where rows may have adapters, which need memory, all have one.
 
-    `engine` is not allocated yet. It may have fewer layers than the model, of which only that many run: layers are
-    alike and run one after another, so a few reach the same peak as all. The model has all layers again on exit.
+    `engine` is not allocated yet. It may have fewer layers than the model, of which only that many run: layers of a
+    kind run one after another, so a few reach the same peak as all. The model has all layers again on exit.
     """
     stack = model.model
     all_layers = stack.layers
     stack.layers = all_layers[: engine.spec.num_layers]
     try:
         engine.allocate()
-        engine.device_cache.zero_()  # host memory is taken when it is written
+        for tensor in engine.tensors:
+            tensor.zero_()  # host memory is taken when it is written
 
         def run() -> None:
             runner = new_runner(engine)

@@ -133,7 +133,10 @@ class ModelRunner:
         has_state = keeps_state and not model.model_config.is_encoder
         self.adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
         self._step_adapters: StepAdapters | None = None
-        self._state = BatchState(block_size, self._device, self._slot_of) if has_state else None
+        self._has_states = model.model_config.has_states
+        self._state = None
+        if has_state:
+            self._state = BatchState(block_size, self._device, self._slot_of, has_states=self._has_states)
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
@@ -163,17 +166,18 @@ class ModelRunner:
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
             rows = self._rows.of(scheduled)
-            block_size, device, slot_of = self._block_size, self._device, self._slot_of
-            batch = build_batch(scheduled, block_size, device, rows, is_encoder=is_encoder, slot_of=slot_of)
+            options = {"is_encoder": is_encoder, "slot_of": self._slot_of, "has_states": self._has_states}
+            batch = build_batch(scheduled, self._block_size, self._device, rows, **options)
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)
             self._unconstrained = () if constrained else batch.rows
             self._grammars.begin(constrained)
-        cache = self._cache_engine.device_cache
+        cache = self._cache_engine.layer_caches
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
-            cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
+            (tensor,) = self._cache_engine.tensors
+            cache = tensor.expand(self.model.stage.num_layers, *tensor.shape[1:])
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
@@ -198,6 +202,7 @@ class ModelRunner:
                 wanted=wanted,
                 adapters=adapters,
                 given=given,
+                states=() if self._cache_engine.states is None else self._cache_engine.states.layers,
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
@@ -282,8 +287,8 @@ class ModelRunner:
 
     def _receiving(self, num_tokens: int) -> Transfer:
         shape = (num_tokens, self.model.model_config.hidden_size)
-        dtype = self._cache_engine.device_cache.dtype
-        return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
+        empty = torch.empty(shape, dtype=self._cache_engine.dtype, device=self._device)
+        return self._pipeline.receive_previous(empty)
 
     def _report(
         self, read_back: ReadBack, hidden: Tensor, token_ids: list[int], num_logprobs: int
