@@ -33,6 +33,7 @@ _SIGNATURES: Final = {
     "bound": f"{_ROWS} f p i",
     "gemm": f"{_GEMM} pp ii",
     "add_adapters": "pp pi pi i i",
+    "scan_mamba": "pppi iiii pi pi ppp ff pp i",
     "argmax": f"{_ROWS} pp i",
     "prob_sums": f"{_ROWS} pp p i",
     "invert_cdf": f"{_ROWS} pp pp p",
