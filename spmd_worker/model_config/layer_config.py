@@ -41,7 +41,9 @@ class ExpertsConfig:
     are the scores, divided by their sum with `renormalises`, times `scaling`.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
-    `shared_size` columns are of the expert that every token visits, 0 for none.
+    `shared_size` columns are of the expert that every token visits, 0 for none. Experts that are not `is_gated` have no
+    gate: the activation is between two GEMMs. With `latent_size` above 0 routed experts, but not the shared one, work in
+    a space of this size, between two projections of the layer.
     """
 
     num_experts: int
@@ -58,6 +60,8 @@ class ExpertsConfig:
     limit: float = 0.0
     shared_size: int = 0
     has_shared_gate: bool = False
+    is_gated: bool = True
+    latent_size: int = 0
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
@@ -66,9 +70,9 @@ class ExpertsConfig:
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
-        columns = share.num_columns
-        each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
-        shared = 3 * hidden_size * share.num_shared_columns
+        columns, num_matrices, size = share.num_columns, 2 + self.is_gated, self.latent_size or hidden_size
+        each = num_matrices * size * columns + (2 * columns + size) * self.has_bias
+        shared = num_matrices * hidden_size * share.num_shared_columns + 2 * self.latent_size * hidden_size
         return share.num_experts * each + shared + self.router_elements(hidden_size)
 
     @property
@@ -177,6 +181,9 @@ class LayerConfig:
     `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, from
     `gate_proj`) or "number" (one each, from a second half of each head of `q_proj`).
 
+    Attention's input and output are scaled by `attention_multipliers`, keys by `key_multiplier`, gates of the dense
+    feed-forward and its output by `mlp_multipliers`.
+
     `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
     are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
     cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "each_head" (each by itself, with
@@ -220,6 +227,9 @@ class LayerConfig:
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     output_gate: str = ""
+    key_multiplier: float = 1.0
+    attention_multipliers: tuple[float, float] = (1.0, 1.0)
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     @property
     def has_states(self) -> bool:
@@ -234,6 +244,7 @@ class LayerConfig:
             and self.qk_norm == "none"
             and self.rope is not None
             and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate)
+            and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
         )
 
     @property

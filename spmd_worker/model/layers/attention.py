@@ -50,6 +50,10 @@ class Attention(nn.Module):
         self.window, self.scale, self._score_cap = layer.window, layer.scale, layer.score_cap
         self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
         self._qkv_clip, self._is_plain = layer.qkv_clip, layer.is_plain_attention
+        self._key_multiplier, (self._in_multiplier, self._out_multiplier) = (
+            layer.key_multiplier,
+            layer.attention_multipliers,
+        )
         self._group, self._kernels, self._backend = group, context.kernels, context.attention
         shares = [
             ("q_proj", layer.num_heads, heads),
@@ -87,7 +91,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
         del states
-        projected = self.qkv_proj(x, adapters)
+        projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]
         is_one_call = is_fused and self._is_plain and wanted is None and not metadata.sees_later
@@ -106,11 +110,12 @@ class Attention(nn.Module):
             attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window, *bounds)
             attended = attended.view(len(query), -1)
         output: Tensor = self.o_proj(attended, adapters if wanted is None else wanted.adapters)
-        return output
+        return output if self._out_multiplier == 1.0 else output * self._out_multiplier
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]."""
         query, key, value = projected.split_with_sizes(self._sizes, dim=-1)
+        key = key if self._key_multiplier == 1.0 else key * self._key_multiplier
         if self._qk_norm == "flat":
             query, key = self._norm_all_heads(query, key)
         if self._qkv_clip:

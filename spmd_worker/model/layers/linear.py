@@ -82,22 +82,32 @@ class ColumnParallelLinear(AdaptableLayer):
 
 class GatedLinear(ColumnParallelLinear):
     """Two parts of equal size, gate and up: [T, input_size] -> act(gate) * up, [T, half of the outputs of this rank]
-    (https://arxiv.org/abs/2002.05202).
+    (https://arxiv.org/abs/2002.05202). Gates are multiplied by `gate_multiplier` first.
     """
 
     def __init__(
-        self, context: LayerContext, input_size: int, parts: tuple[OutputPart, ...], has_bias: bool, activation: str
+        self,
+        context: LayerContext,
+        input_size: int,
+        parts: tuple[OutputPart, ...],
+        has_bias: bool,
+        activation: str,
+        gate_multiplier: float = 1.0,
     ) -> None:
         super().__init__(context, input_size, parts, has_bias)
-        self._activation = activation
+        self._activation, self._gate_multiplier = activation, gate_multiplier
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
         """If not `is_fused`, or if adapters add to them, the GEMM's outputs are stored before the activation is
         applied, with the same bits.
         """
-        if is_fused and self._activation == "silu" and not self.is_adapted(adapters):
+        is_scaled = self._gate_multiplier != 1.0
+        if is_fused and self._activation == "silu" and not is_scaled and not self.is_adapted(adapters):
             return self._kernels.gated_linear(x, self.weight, self.bias)
         columns = super().forward(x, adapters)
+        if is_scaled:
+            gates, ups = columns.chunk(2, dim=1)
+            columns = torch.cat((gates * self._gate_multiplier, ups), dim=1)
         is_silu = self._activation == "silu"
         return (
             self._kernels.silu_and_mul(columns)
@@ -198,12 +208,17 @@ def kv_head_range(num_kv_heads: int, size: int, rank: int) -> tuple[int, int]:
 
 
 def gate_up_linear(
-    context: LayerContext, hidden_size: int, intermediate_size: int, has_bias: bool, activation: str
+    context: LayerContext,
+    hidden_size: int,
+    intermediate_size: int,
+    has_bias: bool,
+    activation: str,
+    gate_multiplier: float = 1.0,
 ) -> GatedLinear:
     """Gate and up projections, merged."""
     start, stop = shard_range(intermediate_size, context.tensor_group.size, context.tensor_group.rank)
     parts = tuple(OutputPart(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj"))
-    return GatedLinear(context, hidden_size, parts, has_bias, activation)
+    return GatedLinear(context, hidden_size, parts, has_bias, activation, gate_multiplier)
 
 
 def replicated_linear(context: LayerContext, name: str, input_size: int, output_size: int) -> ColumnParallelLinear:

@@ -113,10 +113,14 @@ def _fitted(tile: Tile, halves: int, itemsize: int, room_bytes: int) -> Tile:
 
 
 class TritonExperts:
-    """Implements `kernels.api.ExpertKernels`. `activate_and_mul` is called for gates other than silu."""
+    """Implements `kernels.api.ExpertKernels`. `activate_and_mul` is called for gates other than silu, `activate` for
+    experts without gates.
+    """
 
-    def __init__(self, activate_and_mul: Callable[[Tensor, str], Tensor]) -> None:
-        self._activate_and_mul = activate_and_mul
+    def __init__(
+        self, activate_and_mul: Callable[[Tensor, str], Tensor], activate: Callable[[Tensor, str], Tensor]
+    ) -> None:
+        self._activate_and_mul, self._activate = activate_and_mul, activate
 
     def route(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
@@ -155,14 +159,15 @@ class TritonExperts:
         if not num_own:
             return results
         placed = placing.place(ids, slots, counts, stack.ids, tile.rows)
-        if stack.limit > 0 or stack.activation == "silu":
+        if stack.is_gated and (stack.limit > 0 or stack.activation == "silu"):
             gated = x.new_empty((ids.numel(), width // 2))
             _gate_up(x, stack, placed, gated, gate_tile)
         else:
             columns = x.new_empty((ids.numel(), width))
             weights = stack.gate_up, stack.gate_up_scales, stack.gate_up_bias
             _linear(x, *weights, stack.stored, placed, columns, tile, gathers=True)
-            gated = self._activate_and_mul(columns, stack.activation).contiguous()
+            activate = self._activate_and_mul if stack.is_gated else self._activate
+            gated = activate(columns, stack.activation).contiguous()
         weights = stack.down, stack.down_scales, stack.down_bias
         _linear(gated, *weights, stack.stored, placed, results, tile, gathers=False)
         return results

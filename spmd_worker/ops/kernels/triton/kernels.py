@@ -34,7 +34,7 @@ class TritonKernels(ReferenceKernels):
         return matmul.gated_linear(x, weight, bias)
 
     def expert_kernels(self) -> ExpertKernels:
-        return experts.TritonExperts(self.activate_and_mul)
+        return experts.TritonExperts(self.activate_and_mul, self.activate)
 
     def adapter_kernels(self) -> AdapterKernels:
         return TritonAdapterKernels()
