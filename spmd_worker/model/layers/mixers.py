@@ -15,6 +15,11 @@ MIXERS: Final[dict[str, tuple[tuple[str, type[nn.Module]], ...]]] = {
     "attention": (("self_attn", Attention),),
     "attention_and_mamba": (("self_attn", Attention), ("mamba", Mamba)),
     "mamba": (("mamba", Mamba),),
+from spmd_worker.model.layers.delta_net import DeltaNet
+
+MIXERS: Final[dict[str, tuple[tuple[str, type[nn.Module]], ...]]] = {
+    "attention": (("self_attn", Attention),),
+    "delta": (("linear_attn", DeltaNet),),
     "none": (),
 }
 """(Name in the layer, class) of the modules of each kind. The names are those of most checkpoints."""

@@ -7,6 +7,7 @@ Each row is compared with transformers on a checkpoint of its own, which must de
 from dataclasses import replace
 from typing import Final
 
+from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import (
     GATE_UP,
@@ -219,6 +220,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **RMS_ROWS,
     **LAYER_NORM_ROWS,
     **EXPERT_FAMILIES,
+    **DELTA_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
@@ -241,7 +243,7 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model"
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: (*("Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
-    _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
+    _RECURRENT: ("MambaForCausalLM",),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
         *("Gemma4ForConditionalGeneration", "Llama4ForConditionalGeneration", "Ovis2ForConditionalGeneration"),
