@@ -56,6 +56,8 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
         limit=reader.number(family.limit_key) if family.limit_key else 0.0,
         shared_size=shared * size if family.counts_shared else shared,
         has_shared_gate=family.has_shared_gate and shared > 0,
+        is_gated=family.is_gated,
+        latent_size=reader.count(family.latent_key) if reader.get(family.latent_key) is not None else 0,
     )
 
 

@@ -320,7 +320,8 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         family = _family_of_text(family.text, given, path) if family.text.families else family
     variant = _variant(family, config)
     family = family.variants[variant - 1].family if variant else family
-    reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
+    derived = {} if family.derived is None else family.derived(config)
+    reader = ConfigReader({**family.defaults, **config, **derived}, path, family.file_keys)
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
     layers, ropes = _layers(reader, family, max_positions)

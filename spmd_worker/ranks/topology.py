@@ -216,6 +216,11 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
         return f"it has {model_config.num_heads} attention heads"
     if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
         return f"it has {model_config.num_kv_heads} key-value heads"
+    for mamba in dict.fromkeys(layer.mamba for layer in model_config.layers if layer.mamba is not None):
+        if mamba.num_heads % size:
+            return f"it has {mamba.num_heads} Mamba heads"
+        if mamba.num_groups % size and size % mamba.num_groups:
+            return f"its {mamba.num_heads} Mamba heads are in {mamba.num_groups} groups"
     columns = min((each for layer in model_config.layers for each in _split_columns(layer, experts)), default=size)
     if columns < size:
         return f"its feed-forward has {columns} columns"
@@ -224,6 +229,8 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
 
 def _split_columns(layer: LayerConfig, layout: ExpertLayout | None) -> tuple[int, ...]:
     """Columns of each feed-forward that is split among the ranks of a group."""
+    if not layer.has_feed_forward:
+        return ()
     if layer.experts is None:
         return (layer.intermediate_size,)
     routed = () if layout is not None else (layer.experts.intermediate_size,)

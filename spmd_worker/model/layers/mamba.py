@@ -157,7 +157,7 @@ class Mamba(nn.Module):
         config, group = layer.mamba, context.tensor_group
         assert config is not None, layer
         share = MambaShare.of(config, group.size, group.rank)
-        self._config, self._kernels = share.own, context.kernels
+        self.config, self._kernels = share.own, context.kernels
         self._recurrent = context.kernels.recurrent_kernels()
         num_columns, num_shared = config.num_heads * config.head_size, config.num_groups * config.state_size
         parts = (
@@ -193,7 +193,7 @@ class Mamba(nn.Module):
     ) -> Tensor:
         """Reads and writes the states of the step's sequences alone."""
         del ropes, layer_cache, is_fused
-        segments, config = metadata.segments, self._config
+        segments, config = metadata.segments, self.config
         assert wanted is None, "a state is a function of all tokens"
         assert segments is not None and states is not None and states.state is not None, "the layer has states"
         projected = self.in_proj(_scaled(x, config.in_multiplier), adapters)

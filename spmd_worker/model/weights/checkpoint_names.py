@@ -16,14 +16,16 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, TensorView, WeightSlice, empty_slice
 from spmd_worker.model_config.families.family import NORM_POSITIONS
-from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig
+from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
-_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices."""
+_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices. Those
+without gates have a stack of their own.
+"""
 _EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMORY.values() for part in parts)
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
@@ -318,6 +320,7 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
         "mlp.up_proj": layer.intermediate_size,
         **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),
         **({} if layer.delta is None else _delta_sizes(layer.delta)),
+        **({} if layer.mamba is None else _mamba_sizes(layer.mamba)),
     }
 
 
@@ -327,6 +330,12 @@ def _delta_sizes(delta: DeltaConfig) -> dict[str, int]:
     mixed = {f"{part}_conv1d": size for part, size in (("q", key), ("k", key), ("v", value))}
     sizes = {"in_proj_q": key, "in_proj_k": key, "in_proj_v": value, "in_proj_z": value, **gates, **mixed}
     return {f"linear_attn.{name}": size for name, size in sizes.items()}
+
+
+def _mamba_sizes(mamba: MambaConfig) -> dict[str, int]:
+    inner, shared = mamba.num_heads * mamba.head_size, mamba.num_groups * mamba.state_size
+    sizes = {"z": inner, "x": inner, "b": shared, "c": shared, "dt": mamba.num_heads}
+    return {f"mamba.in_{name}": size for name, size in sizes.items()}
 
 
 def _num_key_heads(layer: LayerConfig) -> int:

@@ -291,7 +291,8 @@ class Family:
     if they are there. `variants` are other rows of the architecture; a file uses the first that matches it.
 
     `layers` changes the layers that the other parts describe, for a family in which they mix tokens in several ways:
-    from the file and the layers, in order. `ropes` gives all ropes of such a family instead of `rope`; then `layers`
+    from the file and the layers, in order. `derived` gives keys that follow from others of the file, which take
+    precedence. `ropes` gives all ropes of such a family instead of `rope`; then `layers`
     sets each layer's.
 
     `layer` names the kind of layer if it has arithmetic that no part describes, "" for the plain one: a model's layers
@@ -320,6 +321,7 @@ class Family:
     layers: Callable[[ConfigReader, tuple[LayerConfig, ...]], tuple[LayerConfig, ...]] | None = None
     ropes: Callable[[ConfigReader, int, int], tuple[RopeParameters, ...]] | None = None
     """From the file, the number of positions and the head size."""
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

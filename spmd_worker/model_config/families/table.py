@@ -26,6 +26,7 @@ from spmd_worker.model_config.families.family import (
     next_to,
 )
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
+from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
 
@@ -221,6 +222,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **LAYER_NORM_ROWS,
     **EXPERT_FAMILIES,
     **DELTA_ROWS,
+    **MAMBA_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
