@@ -131,7 +131,15 @@ class ReferenceRecurrentKernels:
         raise NotImplementedError
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, num_groups: int, activation: str, gates_first: bool
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        num_groups: int,
+        activation: str,
+        gates_first: bool,
     ) -> Tensor:
         assert activation in ("silu", "sigmoid"), activation
         gates = (silu if activation == "silu" else sigmoid)(gate.float())
