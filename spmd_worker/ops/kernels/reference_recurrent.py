@@ -147,7 +147,15 @@ class ReferenceRecurrentKernels:
         return out.view(len(mixed), inner).to(mixed.dtype)
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, num_groups: int, activation: str, gates_first: bool
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        num_groups: int,
+        activation: str,
+        gates_first: bool,
     ) -> Tensor:
         assert activation in ("silu", "sigmoid"), activation
         gates = (silu if activation == "silu" else sigmoid)(gate.float())
