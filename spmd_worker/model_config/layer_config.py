@@ -6,7 +6,7 @@ A layer is attention and a feed-forward on a residual stream. Each kind of model
 before attention, after it, before the feed-forward, after it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class ExpertsConfig:
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
     `shared_size` columns are of the expert that every token visits, 0 for none. Experts that are not `is_gated` have no
-    gate: the activation is between two GEMMs. With `latent_size` above 0 routed experts, but not the shared one, work in
-    a space of this size, between two projections of the layer.
+    gate: the activation is between two GEMMs. With `latent_size` above 0 routed experts, but not the shared one, work
+    in a space of this size, between two projections of the layer.
     """
 
     num_experts: int
@@ -70,10 +70,15 @@ class ExpertsConfig:
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
-        columns, num_matrices, size = share.num_columns, 2 + self.is_gated, self.latent_size or hidden_size
-        each = num_matrices * size * columns + (2 * columns + size) * self.has_bias
-        shared = num_matrices * hidden_size * share.num_shared_columns + 2 * self.latent_size * hidden_size
-        return share.num_experts * each + shared + self.router_elements(hidden_size)
+        shared = (2 + self.is_gated) * hidden_size * share.num_shared_columns
+        others = 2 * self.latent_size * hidden_size + self.router_elements(hidden_size)
+        return self.routed_elements(hidden_size, share) + shared + others
+
+    def routed_elements(self, hidden_size: int, share: "ExpertShare") -> int:
+        """Parameters of the routed experts of a rank with this share."""
+        columns, size = share.num_columns, self.latent_size or hidden_size
+        each = (2 + self.is_gated) * size * columns + (2 * columns + size) * self.has_bias
+        return share.num_experts * each
 
     @property
     def full_share(self) -> "ExpertShare":
@@ -151,9 +156,32 @@ class MambaConfig:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
+    def num_columns(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
     def num_channels(self) -> int:
         """Inputs of the convolution: x, B, C."""
-        return self.num_heads * self.head_size + 2 * self.num_groups * self.state_size
+        return self.num_columns + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of the first projection: z, x, B, C, dt."""
+        return self.num_columns + self.num_channels + self.num_heads
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters that are float32 in every dtype: A, D and the bias of dt of each head."""
+        return 3 * self.num_heads
+
+    def elements(self, hidden_size: int, full: "MambaConfig") -> int:
+        """Parameters of a rank with this share of `full`, which has all heads of its groups in the norm."""
+        weights = hidden_size * (self.num_projected + self.num_columns)
+        biases = (self.num_projected + hidden_size) * self.has_bias
+        taps = self.num_channels * (self.kernel_size + self.has_conv_bias)
+        norm = full.num_columns // full.num_groups * self.num_groups * (self.norm != "none")
+        return weights + biases + taps + norm + self.num_float32_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,27 +301,54 @@ class LayerConfig:
 
 def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Elements of a layer's parameters on a rank with this share of it."""
-    size, num_gates = layer.head_size, 1 + layer.is_gated
+    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
+    total = norms + _feed_forward_elements(layer, hidden_size, share)
+    if layer.mixer in ("attention", "attention_and_mamba"):
+        total += _attention_elements(layer, hidden_size, share)
+    if layer.mamba is not None:
+        total += mamba_share(layer.mamba, layer, share).elements(hidden_size, layer.mamba)
+    return total
+
+
+def _attention_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    size = layer.head_size
     query, key_value = share.num_heads * size, share.num_kv_heads * size
     weights = hidden_size * (2 * query + 2 * key_value) + share.num_heads * layer.has_sinks
     biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
+    norms = 0
+    if layer.qk_norm in ("head", "head_after_rope"):
+        norms = 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
+    elif layer.qk_norm == "each_head":
+        norms = (share.num_heads + share.num_kv_heads) * size
+    elif layer.qk_norm == "flat":
+        norms = (layer.num_heads + layer.num_kv_heads) * size
+    return weights + biases + norms
+
+
+def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    if not layer.has_feed_forward:
+        return 0
     if layer.experts is not None:
         assert share.experts is not None, share
-        weights += layer.experts.elements(hidden_size, share.experts)
-    else:
-        weights += (num_gates + 1) * hidden_size * share.num_columns
-        biases += (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
-    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
-    if layer.qk_norm in ("head", "head_after_rope"):
-        norms += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
-    elif layer.qk_norm == "each_head":
-        norms += (share.num_heads + share.num_kv_heads) * size
-    elif layer.qk_norm == "flat":
-        norms += (layer.num_heads + layer.num_kv_heads) * size
-    return weights + biases + norms + 4 * (layer.activation == "xielu")
+        return layer.experts.elements(hidden_size, share.experts)
+    num_gates = 1 + layer.is_gated
+    biases = (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
+    return (num_gates + 1) * hidden_size * share.num_columns + biases + 4 * (layer.activation == "xielu")
+
+
+def mamba_share(mamba: MambaConfig, layer: LayerConfig, share: LayerShare) -> MambaConfig:
+    """Sizes of a rank with this share of the layer: heads divide evenly, and a group may be on several ranks."""
+    size = layer.num_heads // share.num_heads
+    return replace(mamba, num_heads=mamba.num_heads // size, num_groups=max(mamba.num_groups // size, 1))
 
 
 def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Number of these that are float32 in every dtype."""
-    router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
-    return router + share.num_heads * layer.has_sinks
+    total = 0
+    if layer.experts is not None:
+        total += layer.experts.router_elements(hidden_size)
+    if layer.mixer in ("attention", "attention_and_mamba"):
+        total += share.num_heads * layer.has_sinks
+    if layer.mamba is not None:
+        total += mamba_share(layer.mamba, layer, share).num_float32_elements
+    return total

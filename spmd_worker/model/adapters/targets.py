@@ -23,8 +23,10 @@ from spmd_worker.ops.kernels.adapters import Matrices
 _FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")
 _LINEARS: Final = (
     *(*QKV, "self_attn.o_proj"),
+    *("mamba.in_z", "mamba.out_proj"),
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
+    *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
 )
 """Linear layers of a decoder layer, by our names."""
 _EXPERTS: Final = "experts"

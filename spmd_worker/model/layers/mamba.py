@@ -1,5 +1,5 @@
-"""Mamba2 (https://arxiv.org/abs/2405.21060) in a decoder layer: a projection to z, x, B, C and dt, a short convolution of
-x, B and C, the recurrence, a norm gated by z, and a projection back.
+"""Mamba2 (https://arxiv.org/abs/2405.21060) in a decoder layer: a projection to z, x, B, C and dt, a short convolution
+of x, B and C, the recurrence, a norm gated by z, and a projection back.
 
 A rank has a range of heads, and the groups of B and C of these; a group of several ranks is replicated.
 
@@ -74,9 +74,8 @@ class MambaConvolution(CheckpointLayer):
         self._shape = (config.num_channels, 1, config.kernel_size)
         sizes = (config.num_heads * config.head_size, *[config.num_groups * config.state_size] * 2)
         starts = (0, sizes[0], sizes[0] + sizes[1])
-        self._ranges = [
-            (start + first, start + end) for start, (first, end) in zip(starts, (share.inner, share.shared, share.shared))
-        ]
+        of_parts = zip(starts, (share.inner, share.shared, share.shared))
+        self._ranges = [(start + first, start + end) for start, (first, end) in of_parts]
         self.weight = context.parameter(own.num_channels, 1, config.kernel_size)
         self.bias = context.parameter(own.num_channels) if config.has_conv_bias else None
 
@@ -195,7 +194,9 @@ class Mamba(nn.Module):
         del ropes, layer_cache, is_fused
         segments, config = metadata.segments, self.config
         assert wanted is None, "a state is a function of all tokens"
-        assert segments is not None and states is not None and states.state is not None, "the layer has states"
+        assert segments is not None, "the layer has states"
+        assert states is not None, "the layer has states"
+        assert states.state is not None, "the layer has states"
         projected = self.in_proj(_scaled(x, config.in_multiplier), adapters)
         projected = projected if self._multipliers is None else projected * self._multipliers
         gate, mixed, dt = projected.split_with_sizes(self._sizes, dim=-1)

@@ -30,8 +30,8 @@ class ExpertsFamily:
     columns of an expert. A layer is dense before `first_key`, if `every_key` does not divide its number, counted from
     1, and if `dense_layers_key` lists it. `score` is as in `ExpertsConfig`; `renormalises` is True or False in every
     file, or the key that has the flag. `limit_key` is the bound of clamped gates. `shared_key` is the columns of the
-    expert that every token visits, or, with `counts_shared`, how many times `size_key` they are. `is_gated` and the size
-    at `latent_key`, if the file has one, are as in `ExpertsConfig`.
+    expert that every token visits, or, with `counts_shared`, how many times `size_key` they are. `is_gated` and the
+    size at `latent_key`, if the file has one, are as in `ExpertsConfig`.
     """
 
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")

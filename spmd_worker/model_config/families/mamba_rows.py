@@ -253,7 +253,10 @@ _NEMOTRON_PARTS: Final = {
     "mamba": "mixer",
     **{f"mamba.{part}": f"mixer.{part}" for part in ("conv1d", "norm", "out_proj")},
     **{f"self_attn.{part}": f"mixer.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj")},
-    **{f"mlp.{part}": f"mixer.{part}" for part in ("up_proj", "down_proj", "gate", "fc1_latent_proj", "fc2_latent_proj")},
+    **{
+        f"mlp.{part}": f"mixer.{part}"
+        for part in ("up_proj", "down_proj", "gate", "fc1_latent_proj", "fc2_latent_proj")
+    },
     **{f"mlp.experts.{{}}.{part}": f"mixer.experts.{{}}.{part}" for part in ("up_proj", "down_proj")},
     **{f"mlp.shared_expert.{part}": f"mixer.shared_experts.{part}" for part in ("up_proj", "down_proj")},
 }

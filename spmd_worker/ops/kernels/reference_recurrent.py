@@ -133,7 +133,8 @@ class ReferenceRecurrentKernels:
         x, b, c = mixed.float().split((inner, shared, shared), dim=-1)
         x = x.reshape(len(mixed), num_heads, size)
         b, c = (
-            each.reshape(len(mixed), num_groups, -1).repeat_interleave(num_heads // num_groups, dim=1) for each in (b, c)
+            each.reshape(len(mixed), num_groups, -1).repeat_interleave(num_heads // num_groups, dim=1)
+            for each in (b, c)
         )
         steps = softplus(dt.float() + dt_bias).clamp(*config.dt_limits)
         decays, added = torch.exp(steps * -torch.exp(a_log)), steps.unsqueeze(-1) * x

@@ -6,14 +6,13 @@ runtime's forward pass, rounded up.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
-from spmd_worker.model_config.layer_config import LayerConfig, LayerShare, float32_elements, layer_elements
+from spmd_worker.model_config.layer_config import LayerConfig, LayerShare, float32_elements, layer_elements, mamba_share
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
@@ -102,9 +101,16 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     for layer, share in rank_layers(model_config, layout, rank):
         query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
         columns = share.num_columns if share.experts is None else share.experts.num_shared_columns
-        modules = [(hidden, query), (hidden, key_value), (hidden, key_value), (query, hidden)]
-        if columns:
+        modules: list[tuple[int, int]] = []
+        if layer.mixer in ("attention", "attention_and_mamba"):
+            modules += [(hidden, query), (hidden, key_value), (hidden, key_value), (query, hidden)]
+        if layer.mamba is not None:
+            mamba = mamba_share(layer.mamba, layer, share)
+            modules += [(hidden, mamba.num_projected), (mamba.num_columns, hidden)]
+        if columns and layer.has_feed_forward:
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
+        if layer.experts is not None and layer.experts.latent_size:
+            modules += [(hidden, layer.experts.latent_size), (layer.experts.latent_size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += (
         (stage.is_first + stage.is_last)
@@ -142,10 +148,16 @@ def quantised_shapes(
     for layer, share in rank_layers(model_config, layout, rank):
         query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
         first = share.num_columns * (1 + layer.is_gated)
-        shapes[query + 2 * key_value, hidden, False] += 1
-        shapes[hidden, query, False] += 1
-        shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
-        shapes[hidden, share.num_columns, False] += 1
+        if layer.mixer in ("attention", "attention_and_mamba"):
+            shapes[query + 2 * key_value, hidden, False] += 1
+            shapes[hidden, query, False] += 1
+        if layer.mamba is not None:
+            mamba = mamba_share(layer.mamba, layer, share)
+            shapes[mamba.num_projected, hidden, False] += 1
+            shapes[hidden, mamba.num_columns, False] += 1
+        if layer.has_feed_forward:
+            shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
+            shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
         shapes[rank_vocabulary_rows(model_config, layout), model_config.embedding_size, False] += 1
     if model_config.own_embedding_size and stage.is_first:
@@ -162,7 +174,10 @@ def _bytes_saved(model_config: ModelConfig, layout: RankLayout, rank: int, dtype
         share = expert_share(layout, model_config.layers[index], index, layout.tensor_rank(rank))
         if share is None or index not in stored:
             continue
-        shapes = (2 * share.num_columns, hidden), (hidden, share.num_columns)
+        experts = model_config.layers[index].experts
+        inputs = hidden if experts is None else experts.latent_size or hidden
+        num_gates = 1 if experts is None or not experts.is_gated else 2
+        shapes = (num_gates * share.num_columns, inputs), (inputs, share.num_columns)
         for outputs, inputs in shapes:
             saved = outputs * inputs * DTYPE_BYTES[dtype] - stored[index].num_bytes(outputs, inputs)
             total += share.num_experts * saved
@@ -178,8 +193,7 @@ def expert_bytes(
         layer = model_config.layers[index]
         share = expert_share(layout, layer, index, layout.tensor_rank(rank))
         if layer.experts is not None and share is not None:
-            routed = replace(share, num_shared_columns=0)
-            total += layer.experts.elements(hidden, routed) - layer.experts.router_elements(hidden)
+            total += layer.experts.routed_elements(hidden, share)
     return total * DTYPE_BYTES[dtype] - _bytes_saved(model_config, layout, rank, dtype, stored)
 
 
@@ -222,10 +236,18 @@ def activation_bytes(
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
-    """Elements per token of queries, keys and values and of their copies in one layer."""
+    """Elements per token of what one layer's mixers hold: of attention queries, keys and values and their copies."""
     size, heads = layer.head_size, share.num_heads + 2 * share.num_kv_heads
     has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
-    elements = (5 if has_copies or layer.qkv_clip else 3) * heads * size
+    elements = 0
+    if layer.mamba is not None:
+        # Projected, twice if scaled, convolved, scanned, gathered with its gate, and gated.
+        mamba = mamba_share(layer.mamba, layer, share)
+        elements += 2 * mamba.num_projected + mamba.num_channels + 2 * mamba.num_columns
+        elements += 6 * layer.mamba.num_columns // layer.mamba.num_groups * mamba.num_groups
+    if layer.mixer not in ("attention", "attention_and_mamba"):
+        return elements
+    elements += (5 if has_copies or layer.qkv_clip or layer.key_multiplier != 1.0 else 3) * heads * size
     if layer.qk_norm == "flat":
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
     if layer.qk_norm == "each_head":

@@ -1,8 +1,8 @@
 """Compiled kernels of layers with recurrent states on the CPU, float32 and bfloat16. What the library lacks is computed
 by the reference.
 
-T: tokens; S: sequences; K: taps, C: channels of a convolution; Hk, Hv: key and value heads; H, P, G, n: heads of Mamba2,
-their size, groups, and size of a state.
+T: tokens; S: sequences; K: taps, C: channels of a convolution; Hk, Hv: key and value heads; H, P, G, n: heads of
+Mamba2, their size, groups, and size of a state.
 """
 
 from typing import Final
@@ -123,7 +123,15 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         return output
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, num_groups: int, activation: str, gates_first: bool
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        num_groups: int,
+        activation: str,
+        gates_first: bool,
     ) -> Tensor:
         size = x.shape[1] // num_groups
         check_dtype(x, gate)
