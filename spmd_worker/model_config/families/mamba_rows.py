@@ -159,14 +159,17 @@ def _falcon_layers(reader: ConfigReader, layers: Layers) -> Layers:
         in_multiplier=reader.number("ssm_in_multiplier", 1.0),
         out_multiplier=reader.number("ssm_out_multiplier", 1.0),
     )
-    around = tuple(reader.number(f"attention_{each}_multiplier", 1.0) for each in ("in", "out"))
+    gate, down = _numbers(reader, "mlp_multipliers", 2)
     layer = replace(
         layers[0],
         mixer="attention_and_mamba",
         mamba=mamba,
         key_multiplier=reader.number("key_multiplier", 1.0),
-        attention_multipliers=around,
-        mlp_multipliers=_numbers(reader, "mlp_multipliers", 2),
+        attention_multipliers=(
+            reader.number("attention_in_multiplier", 1.0),
+            reader.number("attention_out_multiplier", 1.0),
+        ),
+        mlp_multipliers=(gate, down),
     )
     return (layer,) * len(layers)
 

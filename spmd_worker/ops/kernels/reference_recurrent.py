@@ -130,7 +130,7 @@ class ReferenceRecurrentKernels:
     ) -> Tensor:
         num_heads, size, num_groups = config.num_heads, config.head_size, config.num_groups
         inner, shared = num_heads * size, num_groups * config.state_size
-        x, b, c = mixed.float().split((inner, shared, shared), dim=-1)
+        x, b, c = mixed.float().split_with_sizes((inner, shared, shared), dim=-1)
         x = x.reshape(len(mixed), num_heads, size)
         b, c = (
             each.reshape(len(mixed), num_groups, -1).repeat_interleave(num_heads // num_groups, dim=1)
