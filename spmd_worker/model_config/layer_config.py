@@ -1,6 +1,6 @@
 """Config of one layer: its weights, norms, rotary embedding and attention window. One for each layer of a model.
 
-Needs no torch: the plan of a run counts weights with `layer_elements`, the layers are built from the same fields.
+Needs no torch: the plan of a run counts weights from the fields (`layer_elements.py`) that layers are built from.
 
 A layer is attention and a feed-forward on a residual stream. Each kind of model has a norm at some of four positions:
 before attention, after it, before the feed-forward, after it.
@@ -36,14 +36,18 @@ class ExpertsConfig:
     """Experts of a sparse layer, with `intermediate_size` columns each, and the choice of a token's `num_chosen`
     (https://arxiv.org/abs/2101.03961).
 
-    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, or "sigmoid". The top scores are chosen,
-    after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by number. Weights
-    are the scores, divided by their sum with `renormalises`, times `scaling`.
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
+    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by
+    number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
+    `sum_eps` is added to a sum of sigmoids.
+    "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
+    the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
+    best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
-    `shared_size` columns are of the expert that every token visits, 0 for none. Experts that are not `is_gated` have no
-    gate: the activation is between two GEMMs. With `latent_size` above 0 routed experts, but not the shared one, work
-    in a space of this size, between two projections of the layer.
+    `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
+    that are not `is_gated` have no gate: the activation is between two GEMMs. With `latent_size` above 0 routed
+    experts, but not the shared one, work in a space of this size, between two projections of the layer.
     """
 
     num_experts: int
@@ -62,6 +66,16 @@ class ExpertsConfig:
     has_shared_gate: bool = False
     is_gated: bool = True
     latent_size: int = 0
+    has_shared_bias: bool = False
+    min_sum: float = 0.0
+    sum_eps: float = 1e-20
+    jitter: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def added_to_sum(self) -> float:
+        """Number that is added to the sum of the weights before they are divided by it."""
+        return self.sum_eps if self.score == "sigmoid" else 0.0
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
@@ -71,6 +85,8 @@ class ExpertsConfig:
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
         shared = (2 + self.is_gated) * hidden_size * share.num_shared_columns
+        if self.has_shared_bias and self.shared_size:
+            shared += (1 + self.is_gated) * share.num_shared_columns + hidden_size
         others = 2 * self.latent_size * hidden_size + self.router_elements(hidden_size)
         return self.routed_elements(hidden_size, share) + shared + others
 
@@ -175,13 +191,10 @@ class MambaConfig:
         """Parameters that are float32 in every dtype: A, D and the bias of dt of each head."""
         return 3 * self.num_heads
 
-    def elements(self, hidden_size: int, full: "MambaConfig") -> int:
-        """Parameters of a rank with this share of `full`, which has all heads of its groups in the norm."""
-        weights = hidden_size * (self.num_projected + self.num_columns)
-        biases = (self.num_projected + hidden_size) * self.has_bias
-        taps = self.num_channels * (self.kernel_size + self.has_conv_bias)
-        norm = full.num_columns // full.num_groups * self.num_groups * (self.norm != "none")
-        return weights + biases + taps + norm + self.num_float32_elements
+    def share(self, num_ranks: int) -> "MambaConfig":
+        """Sizes of one of these ranks. Heads divide evenly; of more ranks than groups several have one."""
+        num_groups = max(self.num_groups // num_ranks, 1)
+        return replace(self, num_heads=self.num_heads // num_ranks, num_groups=num_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +216,14 @@ class LatentConfig:
 @dataclass(frozen=True, slots=True)
 class LayerShare:
     """A tensor-parallel rank's share of one layer: heads, columns of a dense feed-forward, and experts of a sparse one,
-    None for a dense one.
+    None for a dense one. Of what is divided evenly it has the `num_ranks`th part.
     """
 
     num_heads: int
     num_kv_heads: int
     num_columns: int
     experts: ExpertShare | None = None
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +249,9 @@ class LayerConfig:
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
-    in both.
+    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert: min(act(gate),
+    bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the sigmoid of a number
+    that is projected from the layer's input; "" for no gate.
     """
 
     num_heads: int
@@ -260,6 +276,7 @@ class LayerConfig:
     has_sinks: bool = False
     experts: ExpertsConfig | None = None
     norms_sums: bool = False
+    bound: float = 0.0
     mixer: str = "attention"
     has_feed_forward: bool = True
     latent: LatentConfig | None = None
@@ -283,6 +300,11 @@ class LayerConfig:
         return LayerShare(self.num_heads, self.num_kv_heads, self.intermediate_size, experts)
 
     @property
+    def has_attention(self) -> bool:
+        """Whether the layer keeps keys and values of its heads."""
+        return self.mixer in ("attention", "attention_and_mamba")
+
+    @property
     def is_plain_attention(self) -> bool:
         """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
         return (
@@ -297,58 +319,3 @@ class LayerConfig:
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
-
-
-def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Elements of a layer's parameters on a rank with this share of it."""
-    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
-    total = norms + _feed_forward_elements(layer, hidden_size, share)
-    if layer.mixer in ("attention", "attention_and_mamba"):
-        total += _attention_elements(layer, hidden_size, share)
-    if layer.mamba is not None:
-        total += mamba_share(layer.mamba, layer, share).elements(hidden_size, layer.mamba)
-    return total
-
-
-def _attention_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    size = layer.head_size
-    query, key_value = share.num_heads * size, share.num_kv_heads * size
-    weights = hidden_size * (2 * query + 2 * key_value) + share.num_heads * layer.has_sinks
-    biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
-    norms = 0
-    if layer.qk_norm in ("head", "head_after_rope"):
-        norms = 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
-    elif layer.qk_norm == "each_head":
-        norms = (share.num_heads + share.num_kv_heads) * size
-    elif layer.qk_norm == "flat":
-        norms = (layer.num_heads + layer.num_kv_heads) * size
-    return weights + biases + norms
-
-
-def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    if not layer.has_feed_forward:
-        return 0
-    if layer.experts is not None:
-        assert share.experts is not None, share
-        return layer.experts.elements(hidden_size, share.experts)
-    num_gates = 1 + layer.is_gated
-    biases = (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
-    return (num_gates + 1) * hidden_size * share.num_columns + biases + 4 * (layer.activation == "xielu")
-
-
-def mamba_share(mamba: MambaConfig, layer: LayerConfig, share: LayerShare) -> MambaConfig:
-    """Sizes of a rank with this share of the layer: heads divide evenly, and a group may be on several ranks."""
-    size = layer.num_heads // share.num_heads
-    return replace(mamba, num_heads=mamba.num_heads // size, num_groups=max(mamba.num_groups // size, 1))
-
-
-def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Number of these that are float32 in every dtype."""
-    total = 0
-    if layer.experts is not None:
-        total += layer.experts.router_elements(hidden_size)
-    if layer.mixer in ("attention", "attention_and_mamba"):
-        total += share.num_heads * layer.has_sinks
-    if layer.mamba is not None:
-        total += mamba_share(layer.mamba, layer, share).num_float32_elements
-    return total

@@ -1,5 +1,5 @@
-"""Small random checkpoints of hybrids with Mamba2, written by transformers with the hub's tensor names, what it computes
-with them, and config.json as the hub's files have it.
+"""Small random checkpoints of hybrids with Mamba2, written by transformers with the hub's tensor names, what it
+computes with them, and config.json as the hub's files have it.
 
 No weight is what a mistake would leave it at: norms are not 1, epsilons not small, decays neither 0 nor 1. Knows
 nothing of the runtime under test.

@@ -49,7 +49,7 @@ class FeedForward(nn.Module):
         self._out_multiplier = layer.mlp_multipliers[1]
         if layer.is_gated:
             self.gate_up_proj = gate_up_linear(
-                context, hidden_size, size, has_bias, layer.activation, layer.mlp_multipliers[0]
+                context, hidden_size, size, has_bias, layer.activation, layer.bound, layer.mlp_multipliers[0]
             )
         else:
             self.act_fn = Xielu(context) if layer.activation == "xielu" else None

@@ -42,8 +42,8 @@ class MambaShare:
     @property
     def own(self) -> MambaConfig:
         """The rank's sizes."""
-        (first, end), (first_group, end_group) = self.heads, self.groups
-        return replace(self.config, num_heads=end - first, num_groups=end_group - first_group)
+        num_heads, num_groups = (stop - start for start, stop in (self.heads, self.groups))
+        return replace(self.config, num_heads=num_heads, num_groups=num_groups)
 
     @property
     def inner(self) -> Range:

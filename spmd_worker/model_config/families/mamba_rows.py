@@ -6,6 +6,7 @@ Each row is compared with transformers, and each entry broken, in tests/model/te
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import ConfigReader, checked_number
@@ -174,14 +175,15 @@ def _falcon_layers(reader: ConfigReader, layers: Layers) -> Layers:
     return (layer,) * len(layers)
 
 
-def _nemotron_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _nemotron_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The list of layers is their number too; `hybrid_override_pattern` is the older word for it, a letter each."""
+    del path
     pattern, listed = config.get("hybrid_override_pattern"), config.get("layers_block_type", config.get("layer_types"))
     if listed is None and isinstance(pattern, str):
         listed = [_NEMOTRON_LETTERS.get(letter, letter) for letter in pattern]
     if not isinstance(listed, list) or not listed:
-        return {}
-    return {"layers_block_type": listed, "num_hidden_layers": len(listed)}
+        return config
+    return {**config, "layers_block_type": listed, "num_hidden_layers": len(listed)}
 
 
 def _nemotron_layers(reader: ConfigReader, layers: Layers) -> Layers:
@@ -315,7 +317,7 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
         },
         layers=_nemotron_layers,
         ropes=_no_ropes,
-        derived=_nemotron_keys,
+        newer=_nemotron_keys,
     ),
     "GraniteMoeHybridForCausalLM": replace(
         _GRANITE_DENSE,

@@ -28,6 +28,7 @@ from spmd_worker.model_config.families.family import (
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
+from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
 
 _QWEN2: Final = Family(
@@ -221,6 +222,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **RMS_ROWS,
     **LAYER_NORM_ROWS,
     **EXPERT_FAMILIES,
+    **SPARSE_ROWS,
     **DELTA_ROWS,
     **MAMBA_ROWS,
 }
@@ -243,7 +245,7 @@ _RELATIVE: Final = "its attention encodes relative positions as learned biases"
 _HAS_ENCODER: Final = "it is an encoder-decoder model"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
-    _EXPERTS: (*("Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),),
+    _EXPERTS: ("Llama4ForCausalLM", "BailingMoeForCausalLM"),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     _RECURRENT: ("MambaForCausalLM",),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
