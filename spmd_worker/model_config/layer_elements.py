@@ -19,7 +19,8 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
 def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Number of these that are float32 in every dtype."""
     router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
-    return router + share.num_heads * (layer.has_sinks and layer.has_attention)
+    mamba = 0 if layer.mamba is None else layer.mamba.share(share.num_ranks).num_float32_elements
+    return router + share.num_heads * (layer.has_sinks and layer.has_attention) + mamba
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,23 @@ def _conv_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int
     return layer.conv.kernel_size * num_channels + (4 * num_channels + hidden_size) * layer.conv.has_bias
 
 
+def _mamba_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    assert layer.mamba is not None, layer
+    own = layer.mamba.share(share.num_ranks)
+    return LinearSizes(hidden_size, (own.num_projected,)), LinearSizes(own.num_columns, (hidden_size,))
+
+
+def _mamba_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of taps, biases, numbers of heads, and the norm, which has all heads of the rank's groups."""
+    full = layer.mamba
+    assert full is not None, layer
+    own = full.share(share.num_ranks)
+    biases = (own.num_projected + hidden_size) * own.has_bias
+    taps = own.num_channels * (own.kernel_size + own.has_conv_bias)
+    norm = full.num_columns // full.num_groups * own.num_groups * (own.norm != "none")
+    return biases + taps + norm + own.num_float32_elements
+
+
 def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     if not layer.has_feed_forward:
         return 0
@@ -81,13 +99,17 @@ def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerSha
 
 _MIXER_LINEARS: Final = {
     "attention": (_attention_linears,),
+    "attention_and_mamba": (_attention_linears, _mamba_linears),
     "conv": (_conv_linears,),
+    "mamba": (_mamba_linears,),
     "none": (),
 }
 """Linear layers of each kind of mixer (`LayerConfig.mixer`)."""
 _MIXER_OTHERS: Final = {
     "attention": (_attention_others,),
+    "attention_and_mamba": (_attention_others, _mamba_others),
     "conv": (_conv_others,),
+    "mamba": (_mamba_others,),
     "none": (),
 }
 """Number of their other elements."""

@@ -24,8 +24,10 @@ _FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")
 _LINEARS: Final = (
     *(*QKV, "self_attn.o_proj", "self_attn.g_proj"),
     *("conv.in_proj", "conv.out_proj"),
+    *("mamba.in_z", "mamba.out_proj"),
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
+    *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
 )
 """Linear layers of a decoder layer, by our names."""
 _EXPERTS: Final = "experts"

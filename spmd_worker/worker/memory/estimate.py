@@ -6,7 +6,6 @@ runtime's forward pass, rounded up.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
@@ -108,6 +107,8 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
         modules = [(each.num_inputs, outputs) for each in linears for outputs in each.num_outputs]
         if columns and layer.has_feed_forward:
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
+        if layer.experts is not None and layer.experts.latent_size:
+            modules += [(hidden, layer.experts.latent_size), (layer.experts.latent_size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += (
         (stage.is_first + stage.is_last)
@@ -166,7 +167,10 @@ def _bytes_saved(model_config: ModelConfig, layout: RankLayout, rank: int, dtype
         share = expert_share(layout, model_config.layers[index], index, layout.tensor_rank(rank))
         if share is None or index not in stored:
             continue
-        shapes = (2 * share.num_columns, hidden), (hidden, share.num_columns)
+        experts = model_config.layers[index].experts
+        inputs = hidden if experts is None else experts.latent_size or hidden
+        num_gates = 1 if experts is None or not experts.is_gated else 2
+        shapes = (num_gates * share.num_columns, inputs), (inputs, share.num_columns)
         for outputs, inputs in shapes:
             saved = outputs * inputs * DTYPE_BYTES[dtype] - stored[index].num_bytes(outputs, inputs)
             total += share.num_experts * saved
@@ -182,8 +186,7 @@ def expert_bytes(
         layer = model_config.layers[index]
         share = expert_share(layout, layer, index, layout.tensor_rank(rank))
         if layer.experts is not None and share is not None:
-            routed = replace(share, num_shared_columns=0)
-            total += layer.experts.elements(hidden, routed) - layer.experts.router_elements(hidden)
+            total += layer.experts.routed_elements(hidden, share)
     return total * DTYPE_BYTES[dtype] - _bytes_saved(model_config, layout, rank, dtype, stored)
 
 
@@ -228,15 +231,21 @@ def activation_bytes(
 def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
     """Elements per token of what the mixers of one layer compute."""
     # Three projections, the input and the output of the convolution, and their product.
-    conv = 6 * model_config.hidden_size // share.num_ranks if layer.mixer == "conv" else 0
-    return conv + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
+    elements = 6 * model_config.hidden_size // share.num_ranks if layer.mixer == "conv" else 0
+    if layer.mamba is not None:
+        # Projected, twice if scaled, convolved, scanned, gathered with its gate, and gated.
+        mamba = layer.mamba.share(share.num_ranks)
+        elements += 2 * mamba.num_projected + mamba.num_channels + 2 * mamba.num_columns
+        elements += 6 * layer.mamba.num_columns // layer.mamba.num_groups * mamba.num_groups
+    return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
     """Elements per token of queries, keys and values and of their copies in one layer."""
     size, heads = layer.head_size, share.num_heads + 2 * share.num_kv_heads
     has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
-    elements = (5 if has_copies or layer.qkv_clip else 3) * heads * size
+    has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0
+    elements = (5 if has_copies else 3) * heads * size
     if layer.qk_norm == "flat":
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
     if layer.qk_norm == "each_head":
