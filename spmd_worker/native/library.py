@@ -35,6 +35,7 @@ _SIGNATURES: Final = {
     "gemm_heads": f"{_STRIDED} ii pi ii {_STRIDED} i",
     "add_adapters": "pp pi pi i i",
     "argmax": f"{_ROWS} pp i",
+    "short_conv": "pii pi pp ppp i ip i",
     "prob_sums": f"{_ROWS} pp p i",
     "invert_cdf": f"{_ROWS} pp pp p",
     "count_above": f"{_ROWS} p p i",

@@ -90,7 +90,15 @@ class RecurrentKernels(Protocol):
         """
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, num_groups: int, activation: str, gates_first: bool
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        num_groups: int,
+        activation: str,
+        gates_first: bool,
     ) -> Tensor:
         """x and gate [T, N], each of `num_groups` groups of a row normed by itself (https://arxiv.org/abs/1910.07467),
         weight [N / num_groups] or [N] -> [T, N].

@@ -94,6 +94,14 @@ class ReferenceRecurrentKernels:
         raise NotImplementedError
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, num_groups: int, activation: str, gates_first: bool
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        num_groups: int,
+        activation: str,
+        gates_first: bool,
     ) -> Tensor:
         raise NotImplementedError

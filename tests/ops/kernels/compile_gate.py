@@ -45,6 +45,8 @@ from spmd_worker.ops.kernels.triton import (
     row_kernels,
     rows,
     sampling_kernels,
+    short_conv,
+    short_conv_kernels,
     sum_kernels,
     tile_table,
     tiles,
@@ -693,6 +695,19 @@ def _typed(kernel: Any, element: str) -> dict[str, str]:
     return {name: known.get(name, f"*{element}") for name in names}
 
 
+_SEGMENTS = dict.fromkeys(("slots", "starts", "firsts"), "*i32") | {"C": "i32", "stride_x": "i32"}
+
+
+def recurrent_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Convolutions of LFM2, LFM3 and a gated delta net."""
+    kernel = short_conv_kernels.short_conv
+    for num_taps, has_silu in ((3, False), (7, False), (4, True)):
+        types = dict.fromkeys(("x", "weight", "bias", "tails", "out"), f"*{element}") | _SEGMENTS
+        constants = short_conv.conv_constants(num_taps, has_bias=True, has_silu=has_silu)
+        options = short_conv_kernels.LAUNCH
+        yield Variant(f"short_conv {num_taps}", kernel, types, constants, options, ("C", "stride_x"))
+
+
 def planted() -> dict[str, Variant]:
     """Failures that the gate has to find on sm_90, by the word that it finds them with."""
     by_pointers, by_tma = (False, False, False), (True, True, True)
@@ -751,6 +766,7 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
     found += [each for each in matmuls if not is_short or each.name.startswith(MATMULS_OF_THE_GATE)]
     found += expert_variants(is_short=is_short)
     found += adapter_variants(is_short=is_short)
+    found += (each for each in recurrent_variants() if not is_short or each.name == "short_conv 3")
     yield from (each for each in found if capability in each.chips)
 
 

@@ -35,6 +35,8 @@ from spmd_worker.ops.kernels.cpu.panels import (
     rows_of_panels,
     write_rows,
 )
+from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
+from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
 _FUNCTIONS = (
@@ -165,6 +167,9 @@ class CpuKernels(PackedKernels):
 
     def adapter_kernels(self) -> AdapterKernels:
         return NativeAdapterKernels(self._library)
+
+    def recurrent_kernels(self) -> RecurrentKernels:
+        return NativeRecurrentKernels(self._library)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rounds to the input's dtype before the weight is applied, as the reference does."""

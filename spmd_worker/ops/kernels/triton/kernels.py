@@ -12,10 +12,12 @@ from torch import Tensor
 from spmd_worker.ops.kernels.adapters import AdapterKernels
 from spmd_worker.ops.kernels.api import ExpertKernels
 from spmd_worker.ops.kernels.byte_rows import is_packed
+from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton import experts, matmul, rows, sampling
 from spmd_worker.ops.kernels.triton.adapters import TritonAdapterKernels
 from spmd_worker.ops.kernels.triton.penalties import RowHistories
+from spmd_worker.ops.kernels.triton.recurrent import TritonRecurrentKernels
 
 
 class TritonKernels(ReferenceKernels):
@@ -38,6 +40,9 @@ class TritonKernels(ReferenceKernels):
 
     def adapter_kernels(self) -> AdapterKernels:
         return TritonAdapterKernels()
+
+    def recurrent_kernels(self) -> RecurrentKernels:
+        return TritonRecurrentKernels()
 
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)

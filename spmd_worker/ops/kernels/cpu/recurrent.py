@@ -1,0 +1,74 @@
+"""Compiled kernels of layers with recurrent states on the CPU, float32 and bfloat16. What the library lacks is computed
+by the reference.
+
+T: tokens; S: sequences; K: taps, C: channels of a convolution.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from spmd_worker.native.library import NativeLibrary
+from spmd_worker.native.threads import num_threads
+from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_dtype, check_tensor, contiguous_rows, dtype_name
+from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
+
+MAX_TAPS: Final = 16
+"""Taps of a convolution, at most, as in native/short_conv.cpp."""
+_FUNCTIONS: Final = ("short_conv",)
+
+
+class NativeRecurrentKernels(ReferenceRecurrentKernels):
+    """Implements `RecurrentKernels` for tensors in host memory."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._functions = {
+            (name, dtype): library.functions[f"{name}_{dtype_name(dtype)}"]
+            for name in _FUNCTIONS
+            for dtype in NATIVE_DTYPES
+        }
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tails: Tensor,
+        segments: StateSegments,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        (num_tokens, num_channels), num_taps = x.shape, weight.shape[1]
+        if not 1 < num_taps <= MAX_TAPS:
+            return super().short_conv(x, weight, bias, tails, segments, has_silu=has_silu)
+        check_dtype(x)
+        check_tensor(weight, x.dtype, (num_channels, num_taps))
+        check_tensor(tails, x.dtype, (len(tails), num_taps - 1, num_channels))
+        if bias is not None:
+            check_tensor(bias, x.dtype, (num_channels,))
+        addresses = segment_addresses(segments, num_tokens, len(tails))
+        x = contiguous_rows(x)
+        # Rows of padding sequences are left out.
+        output = torch.zeros((num_tokens, num_channels), dtype=x.dtype)
+        self._functions["short_conv", x.dtype](
+            *(x.data_ptr(), x.stride(0), num_channels, weight.data_ptr(), num_taps),
+            *(None if bias is None else bias.data_ptr(), tails.data_ptr(), *addresses),
+            *(has_silu, output.data_ptr(), num_threads()),
+        )
+        return output
+
+
+def segment_addresses(segments: StateSegments, num_tokens: int, num_slots: int) -> tuple[int, int, int, int]:
+    """Addresses of slots, starts and first positions, and the number of sequences, as the library takes them. Raises
+    AssertionError if tokens or slots are out of range.
+    """
+    num_segments = len(segments.slots)
+    check_tensor(segments.slots, torch.int32, (num_segments,))
+    check_tensor(segments.starts, torch.int32, (num_segments + 1,))
+    check_tensor(segments.firsts, torch.int32, (num_segments,))
+    assert int(segments.starts[-1]) <= num_tokens, (segments, num_tokens)
+    assert num_segments == 0 or int(segments.slots.max()) < num_slots, (segments, num_slots)
+    addresses = (each.data_ptr() for each in (segments.slots, segments.starts, segments.firsts))
+    return (*addresses, num_segments)  # type: ignore[return-value]  # three addresses and a number
