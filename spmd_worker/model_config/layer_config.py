@@ -7,6 +7,11 @@ before attention, after it, before the feed-forward, after it.
 """
 
 from dataclasses import dataclass
+from typing import Final
+
+
+LATENT_NORM_EPS: Final = 1e-6
+"""Of the norms of latents, whatever the file has for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,24 @@ class LatentConfig:
     rope_size: int
     value_size: int
     query_rank: int = 0
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a query head as it is projected."""
+        return self.nope_size + self.rope_size
+
+    @property
+    def key_size(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.rank + self.rope_size
+
+    def elements(self, hidden_size: int, num_heads: int, *, has_bias: bool) -> int:
+        """Parameters of a rank with so many heads, without the output projection."""
+        norms = self.rank + self.query_rank
+        latents = self.query_rank + self.key_size
+        queries = num_heads * self.query_size * (self.query_rank or hidden_size)
+        projection = num_heads * (self.nope_size + self.value_size) * self.rank
+        return norms + latents * (hidden_size + has_bias) + queries + projection
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,11 @@ from typing import Final
 from torch import nn
 
 from spmd_worker.model.layers.attention import Attention
+from spmd_worker.model.layers.latent_attention import LatentAttention
 
 MIXERS: Final[dict[str, tuple[tuple[str, type[nn.Module]], ...]]] = {
     "attention": (("self_attn", Attention),),
+    "latent": (("self_attn", LatentAttention),),
     "none": (),
 }
 """(Name in the layer, class) of the modules of each kind. The names are those of most checkpoints."""
