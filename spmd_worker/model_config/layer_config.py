@@ -41,12 +41,15 @@ class ExpertsConfig:
     """Experts of a sparse layer, with `intermediate_size` columns each, and the choice of a token's `num_chosen`
     (https://arxiv.org/abs/2101.03961).
 
-    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, or "sigmoid". The top scores are chosen,
-    after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by number. Weights
-    are the scores, divided by their sum with `renormalises`, times `scaling`.
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
+    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by
+    number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
+    "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
+    the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
+    best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
-    `shared_size` columns are of the expert that every token visits, 0 for none.
+    `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none.
     """
 
     num_experts: int
@@ -63,6 +66,10 @@ class ExpertsConfig:
     limit: float = 0.0
     shared_size: int = 0
     has_shared_gate: bool = False
+    has_shared_bias: bool = False
+    min_sum: float = 0.0
+    jitter: float = 0.0
+    bound: float = 0.0
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
@@ -74,6 +81,8 @@ class ExpertsConfig:
         columns = share.num_columns
         each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
         shared = 3 * hidden_size * share.num_shared_columns
+        if self.has_shared_bias and self.shared_size:
+            shared += 2 * share.num_shared_columns + hidden_size
         return share.num_experts * each + shared + self.router_elements(hidden_size)
 
     @property
@@ -223,7 +232,9 @@ class LayerConfig:
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
-    in both.
+    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert: min(act(gate),
+    bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the sigmoid of a number
+    that is projected from the layer's input; "" for no gate.
     """
 
     num_heads: int
@@ -248,6 +259,7 @@ class LayerConfig:
     has_sinks: bool = False
     experts: ExpertsConfig | None = None
     norms_sums: bool = False
+    bound: float = 0.0
     mixer: str = "attention"
     has_feed_forward: bool = True
     latent: LatentConfig | None = None
@@ -288,6 +300,7 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     size, num_gates = layer.head_size, 1 + layer.is_gated
     query, key_value = share.num_heads * size, share.num_kv_heads * size
     weights = hidden_size * (2 * query + 2 * key_value) + share.num_heads * layer.has_sinks
+    weights += hidden_size * share.num_heads * (layer.output_gate == "head")
     biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
     if layer.experts is not None:
         assert share.experts is not None, share

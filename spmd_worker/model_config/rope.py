@@ -26,9 +26,10 @@ class RopeParameters:
     derive it; lengths are in tokens. The first `partial_factor` of a head's `size` elements is rotated. LongRoPE
     divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs
     are neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied
-    by (1 + `query_growth` * log(1 + floor(position / original length))). `rounding` lists the values rounded to the
-    model's dtype: "each step" (cosines, sines, multiplications and additions), "angles" (cosines and sines, and the
-    result), or "result", the result alone; the others are float32.
+    by (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: by the negative angles.
+    LongRoPE's `short_mscale` and `long_mscale`, if above 0, multiply cosines and sines instead of the factor.
+    `rounding` lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and
+    additions), "angles" (cosines and sines, and the result), or "result", the result alone; the others are float32.
     """
 
     size: int
@@ -50,6 +51,9 @@ class RopeParameters:
     long_factors: tuple[float, ...] = ()
     query_growth: float = 0.0
     rounding: str = "each step"
+    is_backward: bool = False
+    short_mscale: float = 0.0
+    long_mscale: float = 0.0
 
     @property
     def rotary_size(self) -> int:
@@ -105,6 +109,20 @@ def with_query_growth(rope: RopeParameters, reader: ConfigReader, head_size: int
     return replace(rope, query_growth=checked_number(beta, key)) if beta else rope
 
 
+def with_mscales(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
+    """The rope with the factors that Phi-3.5-MoE has instead of LongRoPE's. Raises ModelConfigError."""
+    del head_size
+    if rope.rope_type == "default":
+        return rope
+    if rope.rope_type != "longrope":
+        raise ModelConfigError(
+            f"{reader.path}: rope_type={shown(rope.rope_type)} is not supported, only default and longrope"
+        )
+    given, where = _given(reader), f"{reader.path}: rope longrope"
+    short, long = (checked_number(given.get(key), f"{where} {key}") for key in ("short_mscale", "long_mscale"))
+    return replace(rope, short_mscale=short, long_mscale=long)
+
+
 def rotated_layers(reader: ConfigReader, rule: str, windows: Sequence[int]) -> Sequence[bool]:
     """Whether each layer rotates queries and keys, by the rule of `families.family.Rope`, of layers with these windows.
     Raises ModelConfigError.
@@ -122,7 +140,9 @@ def rotated_layers(reader: ConfigReader, rule: str, windows: Sequence[int]) -> S
     return [bool(flag) for flag in flags]
 
 
-def read_local_rope(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, RopeParameters]:
+def read_local_rope(
+    reader: ConfigReader, max_positions: int, head_size: int, *, may_be_partial: bool = False
+) -> tuple[RopeParameters, RopeParameters]:
     """The ropes of full and of sliding layers: the older keys scale the first alone. Raises ModelConfigError."""
     by_kind = reader.get("rope_parameters") or {}
     if not isinstance(by_kind, Mapping):
@@ -134,10 +154,11 @@ def read_local_rope(reader: ConfigReader, max_positions: int, head_size: int) ->
     if not all(isinstance(each, Mapping) for each in (full, sliding, scaling)):
         raise ModelConfigError(f"{reader.where('rope_parameters')} must be an object for each kind of layer")
     local = {"rope_theta": reader.get("rope_local_base_freq", 10000.0), **sliding}
-    return (
-        rope_of({"rope_theta": reader.get("rope_theta"), **full, **scaling}, reader, max_positions, head_size),
-        rope_of(local, reader, max_positions, head_size),
+    main = {"rope_theta": reader.get("rope_theta"), **full, **scaling}
+    full_rope, local_rope = (
+        rope_of(each, reader, max_positions, head_size, may_be_partial=may_be_partial) for each in (main, local)
     )
+    return full_rope, local_rope
 
 
 def rope_of(

@@ -55,6 +55,8 @@ MODEL_TYPES: Final = {
     "HeliumForCausalLM": "helium",
     "CwmForCausalLM": "cwm",
     "VaultGemmaForCausalLM": "vaultgemma",
+    "GraniteSWAForCausalLM": "granite_swa",
+    "NanoChatForCausalLM": "nanochat",
     "OlmoForCausalLM": "olmo",
     "NemotronForCausalLM": "nemotron",
     "Jais2ForCausalLM": "jais2",
@@ -78,6 +80,15 @@ MODEL_TYPES: Final = {
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "Dots1ForCausalLM": "dots1",
+    "GraniteMoeSWAForCausalLM": "granitemoe_swa",
+    "HYV3ForCausalLM": "hy_v3",
+    "ExaoneMoeForCausalLM": "exaone_moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "SolarOpenForCausalLM": "solar_open",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "FlexOlmoForCausalLM": "flex_olmo",
+    "PhimoeForCausalLM": "phimoe",
+    "Step3p7ForConditionalGeneration": "step3p7",
 }
 
 ENCODER_TYPES: Final = {

@@ -19,6 +19,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -38,7 +39,9 @@ class Sinks(CheckpointLayer):
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys, rotary embedding, attention, output projection."""
+    """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head, output
+    projection.
+    """
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
@@ -61,6 +64,12 @@ class Attention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(context, hidden_size, parts, layer.has_qkv_bias)
         inputs, num_inputs = (heads[0] * size, heads[1] * size), layer.num_heads * size
         self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias)
+        assert layer.output_gate in ("", "head"), layer.output_gate
+        self.g_proj: ColumnParallelLinear | None = None
+        if layer.output_gate:
+            self.g_proj = ColumnParallelLinear(
+                context, hidden_size, (OutputPart("g_proj", layer.num_heads, *heads),), has_bias=False
+            )
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
         self.q_norm: Norm | HeadNorms | None = None
         self.k_norm: Norm | HeadNorms | None = None
@@ -105,8 +114,17 @@ class Attention(nn.Module):
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
             attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window, *bounds)
             attended = attended.view(len(query), -1)
-        output: Tensor = self.o_proj(attended, adapters if wanted is None else wanted.adapters)
+        if wanted is not None:
+            x, adapters = x[wanted.rows], wanted.adapters
+        if self.g_proj is not None:
+            attended = self._gated(attended, self.g_proj(x, adapters))
+        output: Tensor = self.o_proj(attended, adapters)
         return output
+
+    def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
+        """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq]."""
+        heads = attended.view(len(attended), self.num_heads, self.head_size)
+        return (heads * sigmoid(gates.float()).to(heads.dtype).unsqueeze(2)).flatten(1)
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]."""

@@ -32,10 +32,11 @@ class StackedExperts:
         num_experts: int,
         activation: str,
         limit: float,
+        bound: float,
         device: torch.device,
         stored: StoredFormat | None = None,
     ) -> None:
-        self._experts, self._activation, self._limit = tuple(experts), activation, limit
+        self._experts, self._activation, self._limit, self._bound = tuple(experts), activation, limit, bound
         self._stored = stored
         is_own = [int(index in set(own)) for index in range(num_experts)]
         self._ids = torch.tensor(own, dtype=torch.int32).to(device)
@@ -70,6 +71,7 @@ class StackedExperts:
                 down_bias=down_bias if has_bias else None,
                 activation=self._activation,
                 limit=self._limit,
+                bound=self._bound,
                 stored=self._stored,
                 gate_up_scales=gate_up_scales,
                 down_scales=down_scales,

@@ -31,6 +31,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import shard_range
 
@@ -58,7 +59,7 @@ class Router(PackedLayer):
         if kernels is not None:
             return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
         logits, num_experts = self._kernels.linear(x.float(), self.weight, None), self._experts.num_experts
-        shared_gate = _sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
+        shared_gate = sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
         logits = logits[:, :num_experts]
         logits = logits if self.bias is None else logits + self.bias
         ids, weights = select_experts(logits, self.choice_bias, self._experts)
@@ -83,10 +84,12 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
 
     Of equal scores the lower index is selected. The weights of a row with a NaN score are NaN.
     """
-    assert experts.score in ("softmax", "sigmoid", "softmax_chosen"), experts.score
+    assert experts.score in ("softmax", "sigmoid", "softmax_chosen", "sparsemixer"), experts.score
+    if experts.score == "sparsemixer":
+        return _mix_sparsely(logits, experts.jitter)
     scores = logits
     if experts.score != "softmax_chosen":
-        scores = _sigmoid(logits) if experts.score == "sigmoid" else logits.softmax(-1)
+        scores = sigmoid(logits) if experts.score == "sigmoid" else logits.softmax(-1)
     choice = scores if choice_bias is None else scores + choice_bias
     if experts.num_groups > 1:
         choice = _masked_to_best_groups(choice, experts)
@@ -96,7 +99,8 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
         weights = weights.softmax(-1)
     if experts.renormalises:
         total = reduce(torch.add, weights.unbind(1)).unsqueeze(1)
-        weights = weights / (total + (_MIN_SUM if experts.score == "sigmoid" else 0.0))
+        total = total + (_MIN_SUM if experts.score == "sigmoid" else 0.0)
+        weights = weights / (total.clamp(min=experts.min_sum) if experts.min_sum else total)
     return ids, (weights * experts.scaling).masked_fill(scores.isnan().any(-1, keepdim=True), nan)
 
 
@@ -110,11 +114,19 @@ def _masked_to_best_groups(choice: Tensor, experts: ExpertsConfig) -> Tensor:
     return groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def _sigmoid(logits: Tensor) -> Tensor:
-    """Sigmoid as a softmax of two, which is row-wise: torch's sigmoid uses another function for the last few elements
-    of a tensor, so that bits would depend on the number of rows.
-    """
-    return torch.stack((logits, torch.zeros_like(logits)), dim=-1).softmax(-1)[..., 0]
+def _mix_sparsely(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """`select_experts` with the score "sparsemixer" (`ExpertsConfig`)."""
+    left, chosen, weights = logits, [], []
+    for _ in range(2):
+        index = left.sort(dim=-1, descending=True, stable=True).indices[:, :1]
+        best = left.gather(1, index)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        chosen.append(index)
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(1, index))
+        left = left.scatter(1, index, -torch.inf)
+    ids, order = torch.cat(chosen, dim=1).sort(dim=-1)
+    is_nan = logits.isnan().any(-1, keepdim=True)
+    return ids, torch.cat(weights, dim=1).gather(1, order).masked_fill(is_nan, nan)
 
 
 class _ClampedGates(ColumnParallelLinear):
@@ -158,7 +170,7 @@ class Expert(nn.Module):
         self.gate_up_proj = (
             _ClampedGates(context, hidden_size, size, has_bias, experts.limit)
             if experts.limit > 0
-            else gate_up_linear(context, hidden_size, size, has_bias, layer.activation)
+            else gate_up_linear(context, hidden_size, size, has_bias, layer.activation, experts.bound)
         )
         self.down_proj = _Down(context, shard_range(size, group.size, group.rank), size, hidden_size, has_bias)
 
@@ -228,12 +240,14 @@ class SparseFeedForward(nn.Module):
             stored = context.stored_experts.get(context.layer)
             if stored is not None:
                 _hold_as_stored(modules, stored)
-            self._stacked = StackedExperts(modules, own, size, layer.activation, experts.limit, context.device, stored)
+            bounds = experts.limit, experts.bound
+            self._stacked = StackedExperts(modules, own, size, layer.activation, *bounds, context.device, stored)
             self._stacked.allocate(context.device)
             self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
         self.shared_expert: FeedForward | None = None
         if experts.shared_size:
-            shared = replace(layer, intermediate_size=experts.shared_size, has_mlp_bias=False)
+            has_bias = experts.has_shared_bias
+            shared = replace(layer, intermediate_size=experts.shared_size, has_mlp_bias=has_bias)
             self.shared_expert = FeedForward(unsharded if self._is_exact else context, shared, hidden_size)
 
     def forward(

@@ -47,7 +47,7 @@ class FeedForward(nn.Module):
         self.intermediate_size = columns[1] - columns[0]
         self._activation, self._is_gated, self._kernels = layer.activation, layer.is_gated, context.kernels
         if layer.is_gated:
-            self.gate_up_proj = gate_up_linear(context, hidden_size, size, has_bias, layer.activation)
+            self.gate_up_proj = gate_up_linear(context, hidden_size, size, has_bias, layer.activation, layer.bound)
         else:
             self.act_fn = Xielu(context) if layer.activation == "xielu" else None
             self.up_proj = ColumnParallelLinear(

@@ -124,7 +124,8 @@ class CheckpointNames:
             return
         prefix, full_name = self._layer_prefix(index), self._parts.get(f"{part}.{leaf}")
         if full_name is not None:
-            yield replace(piece, checkpoint_name=prefix + full_name)
+            named = replace(piece, checkpoint_name=prefix + full_name)
+            yield _as_row(named) if f"{part}.{leaf}" in self._names.as_rows else named
             return
         if "{}" in self._parts.get(part, ""):
             yield from _row_by_row(piece, f"{prefix}{self._parts[part]}.{leaf}")
@@ -172,7 +173,8 @@ class CheckpointNames:
             return {name: None}
         if self._names.stacked:
             is_transposed = self._is_transposed_stack(found[1], experts, shape)
-            return {name: TensorView(given_name) if is_transposed else None}
+            joined = self._joined_parts(*found, experts, TensorView(given_name), shape)
+            return joined or {name: TensorView(given_name) if is_transposed else None}
         return self._stacked_parts(*found, experts, TensorView(given_name), shape) or {name: None}
 
     def _table_name(self, given_name: str) -> str:
@@ -208,6 +210,21 @@ class CheckpointNames:
             )
             for expert in range(experts.num_experts)
             for part, pattern in enumerate(patterns)
+        }
+
+    def _joined_parts(
+        self, index: int, inside: str, experts: ExpertsConfig, given: TensorView, shape: Sequence[int]
+    ) -> dict[str, TensorView | None]:
+        """Stacks that are one in memory, [experts, outputs of all, inputs] (`Names.joined`); empty for other tensors."""
+        names, prefix = self._names.joined.get(inside, ()), self._layer_prefix(index)
+        if names and (len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(names)):
+            raise CheckpointError(
+                f"{prefix}{inside}: has the shape {list(shape)}, but this layer of the model has "
+                f"{experts.num_experts} experts: a stack is [experts, outputs, inputs]"
+            )
+        rows = shape[1] // len(names) if names else 0
+        return {
+            prefix + name: replace(given, rows=(part * rows, (part + 1) * rows)) for part, name in enumerate(names)
         }
 
     def _is_transposed_stack(self, inside: str, experts: ExpertsConfig, shape: Sequence[int]) -> bool:
@@ -271,9 +288,9 @@ class CheckpointNames:
                 tensor = found.setdefault(piece.checkpoint_name, piece.tensor)
                 assert tensor.shape == piece.checkpoint_shape, (piece, tensor)
         # Layers of one kind have the same tensors.
-        of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, ModelTensor]] = {}
-        for index, layer in enumerate(layers):
-            kind, prefix = (layer.experts, layer.norms), self._layer_prefix(index)
+        of_kind: dict[LayerConfig, dict[str, ModelTensor]] = {}
+        for index, kind in enumerate(layers):
+            prefix = self._layer_prefix(index)
             if kind not in of_kind:
                 pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
                 of_kind[kind] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
@@ -285,6 +302,11 @@ class CheckpointNames:
         layer, config = self._layer.match(name), self._model_config
         num_layers = config.num_layers + len(config.image_layers)
         return self._names.ignores_later_layers and layer is not None and int(layer[1]) >= num_layers
+
+
+def _as_row(piece: WeightSlice) -> WeightSlice:
+    """The slice of a tensor [n] that the checkpoint has as [1, n]."""
+    return replace(piece, checkpoint_shape=(1, *piece.checkpoint_shape), source=((0, 1), *piece.source))
 
 
 def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:

@@ -26,6 +26,7 @@ from spmd_worker.model_config.families.family import (
 )
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
+from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
 
 _QWEN2: Final = Family(
@@ -219,6 +220,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **RMS_ROWS,
     **LAYER_NORM_ROWS,
     **EXPERT_FAMILIES,
+    **SPARSE_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
@@ -239,7 +241,7 @@ _RELATIVE: Final = "its attention encodes relative positions as learned biases"
 _HAS_ENCODER: Final = "it is an encoder-decoder model"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
-    _EXPERTS: (*("Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),),
+    _EXPERTS: ("Llama4ForCausalLM", "BailingMoeForCausalLM"),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),

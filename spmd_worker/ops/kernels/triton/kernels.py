@@ -39,7 +39,7 @@ class TritonKernels(ReferenceKernels):
         head_products.linear_of_heads(x, weight, out)
 
     def expert_kernels(self) -> ExpertKernels:
-        return experts.TritonExperts(self.activate_and_mul)
+        return experts.TritonExperts(self.activate_and_mul, self.activate)
 
     def adapter_kernels(self) -> AdapterKernels:
         return TritonAdapterKernels()

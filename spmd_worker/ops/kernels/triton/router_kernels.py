@@ -72,9 +72,17 @@ def _kept_groups(choice, e, E, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr
     return is_kept
 
 
+@triton.jit
+def _sparse_weight(scores, is_best, is_left, reach):
+    """Softmax at the best of the scores that are left, of those within `reach` of it (`ExpertsConfig`)."""
+    best = tl.sum(tl.where(is_best, scores, 0.0), 0)
+    is_far = (best - scores) / tl.maximum(tl.abs(scores), best) > reach
+    return 1.0 / tl.sum(tl.where(is_left & (is_far == 0), tl.exp(scores - best), 0.0), 0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def choose(
-    partials, bias, choice_bias, ids, weights, gates, T, scaling, min_sum,
+    partials, bias, choice_bias, ids, weights, gates, T, scaling, added, min_sum, reach,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, PIECES: tl.constexpr, CHOSEN: tl.constexpr,
     SCORE: tl.constexpr, RENORMALISES: tl.constexpr, BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
@@ -111,17 +119,23 @@ def choose(
         choice = tl.where(is_kept, choice, float("-inf"))
     left = tl.where(inside, _key(choice, e), -(1 << 62))
     is_chosen = e < 0
+    mixed = tl.zeros([EP], tl.float32)
     for _ in tl.static_range(CHOSEN):
-        top = tl.max(left, 0)
-        is_chosen = is_chosen | (left == top)
-        left = tl.where(left == top, -(1 << 62), left)
+        is_top = left == tl.max(left, 0)
+        if SCORE == "sparsemixer":
+            weight = _sparse_weight(scores, is_top, inside & (left > -(1 << 62)), reach)
+            mixed = tl.where(is_top, weight, mixed)
+        is_chosen = is_chosen | is_top
+        left = tl.where(is_top, -(1 << 62), left)
     values = tl.where(is_chosen, scores, 0.0)
+    if SCORE == "sparsemixer":
+        values = mixed
     if SCORE == "softmax_chosen":
         power = tl.exp(scores - tl.max(tl.where(is_chosen, scores, float("-inf")), 0))
         power = tl.where(is_chosen, power, 0.0)
         values = power / tl.sum(power, 0)
     if RENORMALISES:
-        values = values / (tl.sum(values, 0) + min_sum)
+        values = values / tl.maximum(tl.sum(values, 0) + added, min_sum)
     is_nan = tl.max(tl.where(inside & (scores != scores), 1, 0), 0) == 1
     values = tl.where(is_nan, float("nan"), values * scaling)
     place = token * CHOSEN + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
