@@ -1,6 +1,6 @@
 """Config of one layer: its weights, norms, rotary embedding and attention window. One for each layer of a model.
 
-Needs no torch: the plan of a run counts weights with `layer_elements`, the layers are built from the same fields.
+Needs no torch: the plan of a run counts weights from the fields (`layer_elements.py`) that layers are built from.
 
 A layer is attention and a feed-forward on a residual stream. Each kind of model has a norm at some of four positions:
 before attention, after it, before the feed-forward, after it.
@@ -44,6 +44,7 @@ class ExpertsConfig:
     `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
     are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by
     number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
+    `sum_eps` is added to a sum of sigmoids.
     "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
     the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
     best and their own magnitude.
@@ -68,8 +69,14 @@ class ExpertsConfig:
     has_shared_gate: bool = False
     has_shared_bias: bool = False
     min_sum: float = 0.0
+    sum_eps: float = 1e-20
     jitter: float = 0.0
     bound: float = 0.0
+
+    @property
+    def added_to_sum(self) -> float:
+        """Number that is added to the sum of the weights before they are divided by it."""
+        return self.sum_eps if self.score == "sigmoid" else 0.0
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
@@ -203,13 +210,14 @@ class LatentConfig:
 @dataclass(frozen=True, slots=True)
 class LayerShare:
     """A tensor-parallel rank's share of one layer: heads, columns of a dense feed-forward, and experts of a sparse one,
-    None for a dense one.
+    None for a dense one. Of what is divided evenly it has the `num_ranks`th part.
     """
 
     num_heads: int
     num_kv_heads: int
     num_columns: int
     experts: ExpertShare | None = None
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +288,11 @@ class LayerConfig:
         return LayerShare(self.num_heads, self.num_kv_heads, self.intermediate_size, experts)
 
     @property
+    def has_attention(self) -> bool:
+        """Whether the layer keeps keys and values of its heads."""
+        return self.mixer in ("attention", "attention_and_mamba")
+
+    @property
     def is_plain_attention(self) -> bool:
         """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
         return (
@@ -293,32 +306,3 @@ class LayerConfig:
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
-
-
-def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Elements of a layer's parameters on a rank with this share of it."""
-    size, num_gates = layer.head_size, 1 + layer.is_gated
-    query, key_value = share.num_heads * size, share.num_kv_heads * size
-    weights = hidden_size * (2 * query + 2 * key_value) + share.num_heads * layer.has_sinks
-    weights += hidden_size * share.num_heads * (layer.output_gate == "head")
-    biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
-    if layer.experts is not None:
-        assert share.experts is not None, share
-        weights += layer.experts.elements(hidden_size, share.experts)
-    else:
-        weights += (num_gates + 1) * hidden_size * share.num_columns
-        biases += (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
-    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
-    if layer.qk_norm in ("head", "head_after_rope"):
-        norms += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
-    elif layer.qk_norm == "each_head":
-        norms += (share.num_heads + share.num_kv_heads) * size
-    elif layer.qk_norm == "flat":
-        norms += (layer.num_heads + layer.num_kv_heads) * size
-    return weights + biases + norms + 4 * (layer.activation == "xielu")
-
-
-def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Number of these that are float32 in every dtype."""
-    router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
-    return router + share.num_heads * layer.has_sinks

@@ -22,7 +22,8 @@ from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart, Windows
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
-from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
+from spmd_worker.model_config.layer_elements import layer_elements
 from spmd_worker.model_config.pooling import (
     EncoderPooling,
     HeadConfig,
@@ -517,9 +518,7 @@ def _ropes(
         return tuple([replace(each, rounding=rope.rounding) for each in ropes])
     found = read_rope(reader, max_positions, head_size, rope.rotary_size_key, may_be_partial=rope.may_be_partial)
     found = found if rope.adjust is None else rope.adjust(found, reader, head_size)
-    found = replace(
-        found, is_interleaved=rope.is_interleaved, is_backward=rope.is_backward, rounding=rope.rounding
-    )
+    found = replace(found, is_interleaved=rope.is_interleaved, is_backward=rope.is_backward, rounding=rope.rounding)
     if thetas is None:
         return (found,)
     return tuple(replace(found, rope_theta=theta) for theta in sorted({theta for theta in thetas if theta}))

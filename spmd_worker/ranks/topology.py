@@ -222,6 +222,8 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
             return f"it has {layer.num_heads} attention heads"
         if layer.num_kv_heads % size and size % layer.num_kv_heads:
             return f"it has {layer.num_kv_heads} key-value heads"
+        if layer.conv is not None and model_config.hidden_size % size:
+            return f"its convolutions have {model_config.hidden_size} channels"
     columns = min((each for layer in model_config.layers for each in _split_columns(layer, experts)), default=size)
     if columns < size:
         return f"its feed-forward has {columns} columns"
@@ -246,6 +248,7 @@ def layer_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank:
         num_kv_heads=max(layer.num_kv_heads // size, min(layer.num_kv_heads, 1)),
         num_columns=stop - start,
         experts=expert_share(layout, layer, index, tensor_rank),
+        num_ranks=size,
     )
 
 

@@ -23,6 +23,7 @@ from spmd_worker.ops.kernels.adapters import Matrices
 _FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")
 _LINEARS: Final = (
     *(*QKV, "self_attn.o_proj", "self_attn.g_proj"),
+    *("conv.in_proj", "conv.out_proj"),
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
 )

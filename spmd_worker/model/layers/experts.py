@@ -36,7 +36,6 @@ from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import shard_range
 
 _GATE_SLOPE: Final = 1.702
-_MIN_SUM: Final = 1e-20
 
 
 class Router(PackedLayer):
@@ -99,7 +98,7 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
         weights = weights.softmax(-1)
     if experts.renormalises:
         total = reduce(torch.add, weights.unbind(1)).unsqueeze(1)
-        total = total + (_MIN_SUM if experts.score == "sigmoid" else 0.0)
+        total = total + experts.added_to_sum
         weights = weights / (total.clamp(min=experts.min_sum) if experts.min_sum else total)
     return ids, (weights * experts.scaling).masked_fill(scores.isnan().any(-1, keepdim=True), nan)
 

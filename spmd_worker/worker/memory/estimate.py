@@ -13,7 +13,8 @@ from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
-from spmd_worker.model_config.layer_config import LayerConfig, LayerShare, float32_elements, layer_elements
+from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
+from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
@@ -100,10 +101,10 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     """
     stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
     for layer, share in rank_layers(model_config, layout, rank):
-        query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
         columns = share.num_columns if share.experts is None else share.experts.num_shared_columns
-        modules = [(hidden, query), (hidden, key_value), (hidden, key_value), (query, hidden)]
-        if columns:
+        linears = mixer_linears(layer, hidden, share)
+        modules = [(each.num_inputs, outputs) for each in linears for outputs in each.num_outputs]
+        if columns and layer.has_feed_forward:
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += (
@@ -140,10 +141,11 @@ def quantised_shapes(
     stage, hidden = stage_of(layout, model_config, rank), model_config.hidden_size
     shapes: Counter[tuple[int, int, bool]] = Counter()
     for layer, share in rank_layers(model_config, layout, rank):
-        query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
+        for each in mixer_linears(layer, hidden, share):
+            shapes[sum(each.num_outputs), each.num_inputs, False] += 1
+        if not layer.has_feed_forward:
+            continue
         first = share.num_columns * (1 + layer.is_gated)
-        shapes[query + 2 * key_value, hidden, False] += 1
-        shapes[hidden, query, False] += 1
         shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
         shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
@@ -203,7 +205,7 @@ def activation_bytes(
     inputs as bytes and, with several ranks, the int32 sums of all.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
-    attention = max(_attention_elements(model_config, layer, share) for layer, share in kinds)
+    attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
     num_columns = max(share.num_columns * (16 if layer.activation == "xielu" else 4) for layer, share in kinds)
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     per_token = num_streams * model_config.hidden_size + max(
@@ -219,6 +221,13 @@ def activation_bytes(
         if layout.tensor_parallel_size > 1 and quantization == "int8":
             quantised += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     return num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits
+
+
+def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
+    """Elements per token of what the mixers of one layer compute."""
+    # Three projections, the input and the output of the convolution, and their product.
+    conv = 6 * model_config.hidden_size // share.num_ranks if layer.mixer == "conv" else 0
+    return conv + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
@@ -258,6 +267,8 @@ def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: 
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
+    if layer.mixer in ("conv", "delta", "mamba", "none"):
+        return None
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 

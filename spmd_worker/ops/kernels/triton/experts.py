@@ -45,7 +45,6 @@ ROUTER, ROUTER_MANY_ROWS = Tile(32, 64, 32, 4, 3), Tile(32, 128, 32, 4, 3)
 """Plain FMA, with fewer columns if the router has fewer."""
 ROUTER_FEW_TOKENS = 512
 """Maximum tokens of a step with the first of these tiles."""
-MIN_SUM = 1e-20
 MAX_FEW_ROWS, MAX_SOME_ROWS = 16, 96
 """Maximum mean number of rows of an expert with these tiles."""
 _WITH_WGMMA = (9, 10)
@@ -140,7 +139,7 @@ class TritonExperts:
             )
             router_kernels.choose[(num_tokens,)](
                 *(partials, bias, choice_bias, ids, weights, gates, num_tokens),
-                *(float(experts.scaling), MIN_SUM if experts.score == "sigmoid" else 0.0),
+                *(float(experts.scaling), experts.added_to_sum),
                 *(float(experts.min_sum), 2 * float(experts.jitter)),
                 **choice_constants(experts, num_rows, num_pieces),
             )
