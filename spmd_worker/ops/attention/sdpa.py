@@ -55,7 +55,7 @@ class SdpaBackend(AttentionBackend):
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
             arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
             if value_size:
-                assert not (score_cap or sinks is not None), "latents have no caps and no sinks"
+                assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
                 output[rows] = _attend_latents(query[rows], keys, first_key, num_keys, scale, window, value_size)
             elif score_cap > 0 or sinks is not None:
                 output[rows] = _attend_unfused(*arguments, score_cap, sinks)

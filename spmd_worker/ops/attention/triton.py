@@ -1,7 +1,7 @@
 """Paged attention in Triton, for NVIDIA GPUs.
 
-The layout of a block is [2, Hkv, block size, D]: keys, then values, each head's tokens contiguous; without values [1, 1,
-block size, D]. One query row's bits
+The layout of a block is [2, Hkv, block size, D]: keys, then values, each head's tokens contiguous; without values [1,
+1, block size, D]. One query row's bits
 do not depend on its chunk, its batch or the split of its keys: see ops/kernels/triton/attention_kernels.py.
 
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
@@ -133,7 +133,7 @@ class TritonBackend(AttentionBackend):
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
         plan = self._plan(query, metadata, layer_cache, num_heads, window)
         if value_size:
-            assert not (score_cap or sinks is not None), "latents have no caps and no sinks"
+            assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
             return attention.attend_latents(query, layer_cache, plan, num_heads, scale, value_size)
         return attention.attend(query, layer_cache, plan, num_heads, scale, score_cap, sinks)
 

@@ -314,9 +314,7 @@ def attend_pages(
             *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores),
             *(queries.stride(0), keys.stride(0), plan.tables.stride(0)),
             *(plan.window or _ALL_KEYS, plan.later, scale_log2, score_cap * _LOG2_E),
-            **attend_constants(
-                tile, *sizes, is_capped=score_cap > 0, has_sinks=sinks is not None, is_latent=is_latent
-            ),
+            **attend_constants(tile, *sizes, is_capped=score_cap > 0, has_sinks=sinks is not None, is_latent=is_latent),
             ONE=is_one,
             LOOPS=not is_short,
             **tile.options(),

@@ -20,8 +20,8 @@ Shapes, T: tokens; S: sequences; Hq, Hkv: query and key-value heads; G = Hq / Hk
 value. K0 + K1 and V0 + V1 cover D and DV / PARTS with one or two powers of two (K1 and V1 may be 0), so that 96 or 192
 are not padded: scores are one chain over K0, then K1.
 LATENT (https://arxiv.org/abs/2405.04434): the first DV elements of a key are its value, there are no others, and all
-"key-value heads", groups of G query heads, see the same keys [blocks, BLOCK, D]. A tile of keys is read once where K0 is
-all of a value.
+"key-value heads", groups of G query heads, see the same keys [blocks, BLOCK, D]. A tile of keys is read once where K0
+is all of a value.
 queries [T, at least Hq * D], a token's heads contiguous; a layer's keys [blocks, Hkv, BLOCK, D] and values [blocks,
 Hkv, BLOCK, DV], a block's contiguous, blocks `stride_page` elements apart; tables int32 [S, B]; out [T, Hq, DV].
 Queries, keys, values and out are of one dtype: float16, bfloat16 or float32; sums are float32.
@@ -199,7 +199,8 @@ def _item(
         top, denom, left, right = _segment(
             q0, q1, head_keys, head_values, table, before, last,
             tl.maximum(first * SEGMENT, lowest // TILE * TILE), tl.minimum((first + 1) * SEGMENT, seen), lowest,
-            all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED, LATENT,
+            all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
+            LATENT,
         )  # fmt: skip
     else:
         top, denom, left, right = _fresh(ROWS, V0, V1)
@@ -207,7 +208,8 @@ def _item(
             top2, denom2, left2, right2 = _segment(
                 q0, q1, head_keys, head_values, table, before, last,
                 tl.maximum(segment * SEGMENT, lowest // TILE * TILE), tl.minimum((segment + 1) * SEGMENT, seen), lowest,
-                all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED, LATENT,
+                all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
+                LATENT,
             )  # fmt: skip
             top, denom, left, right = _join(top, denom, left, right, top2, denom2, left2, right2, V1)
     if partial < 0:

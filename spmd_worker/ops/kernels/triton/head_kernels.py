@@ -4,8 +4,8 @@
 One output is one chain of sums over K in steps of the matrix instruction, in ascending order, as in matmul_kernels.py:
 neither rows of a tile nor the grid change it.
 
-x [T, HEADS, K], weight [HEADS, N, K] -> out [T, HEADS, N], of one dtype: float16, bfloat16 or float32. K is contiguous in
-x, N in out; weights of heads and their rows may be strided.
+x [T, HEADS, K], weight [HEADS, N, K] -> out [T, HEADS, N], of one dtype: float16, bfloat16 or float32. K is contiguous
+in x, N in out; weights of heads and their rows may be strided.
 """
 
 import triton
