@@ -103,7 +103,7 @@ GLM_NAMES: Final = Names(
 
 _KIMI: Final = Family(
     models="Kimi K2.5, K2.6, the text",
-    names=inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector."),
+    names=inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector.", "model.mm_projector."),
     text=TextPart(
         ties_by_default=True,
         families={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
