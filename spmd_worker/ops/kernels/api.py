@@ -215,6 +215,19 @@ class Kernels(Protocol):
         `out`, of the result's shape and dtype, is a suggestion: kernels may return another tensor.
         """
 
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        """Weights of heads [heads, out, in], of the model's dtype, packed for `linear_of_heads`: [heads, ...], of as
+        many elements. They are not quantised.
+        """
+
+    def unpack_heads(self, packed: Tensor) -> Tensor:
+        """The weights given to `pack_heads`, bit for bit: a copy, or a view."""
+
+    def linear_of_heads(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """`out` [T, heads, outputs] = x [T, heads, in] by each head's weight, from `pack_heads`. The last dimension of
+        x and `out` is contiguous.
+        """
+
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[R, in] x [V, in] -> `argmax` of each row of the result over its first `count` columns."""
 

@@ -237,7 +237,19 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         mamba = layer.mamba.share(share.num_ranks)
         elements += 2 * mamba.num_projected + mamba.num_channels + 2 * mamba.num_columns
         elements += 6 * layer.mamba.num_columns // layer.mamba.num_groups * mamba.num_groups
+    if layer.latent is not None:
+        elements += _latent_elements(layer, share)
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
+
+
+def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
+    """Elements per token of queries as projected and five copies of their parts, absorbed queries, latents, their
+    weighted sums, and values.
+    """
+    assert layer.latent is not None, layer
+    latent = layer.latent
+    of_head = 6 * latent.query_size + layer.head_size + latent.rank + 2 * latent.value_size
+    return share.num_heads * of_head + 2 * latent.query_rank + 4 * latent.key_size
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
@@ -304,6 +316,8 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
     if layer.mixer in ("conv", "delta", "mamba", "none"):
         return None
+    if layer.latent is not None:
+        return BlockLayer(1, layer.latent.key_size, 0)
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 
