@@ -1,8 +1,10 @@
 """Blocks of a cache as bytes, for connectors that live outside the engine.
 
-Shapes: device_cache [num_layers, num_device_blocks, *block_shape].
+Shapes: tensors of the cache [layers of a shape, num_device_blocks, *block_shape]. A block's bytes are those of the
+first shape's layers, then of the next one's.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -28,8 +30,13 @@ class CacheBlocks:
         return self._engine.spec.block_bytes
 
     def read(self, block_ids: Sequence[BlockId]) -> list[memoryview]:
-        """Views of the cache on the CPU, copies elsewhere."""
-        cache = self._engine.device_cache
+        """Views of the cache on the CPU, copies elsewhere and of layers whose blocks differ in shape."""
+        parts = [self._read(tensor, block_ids) for tensor in self._engine.tensors]
+        if len(parts) == 1:
+            return parts[0]
+        return [memoryview(b"".join([part[index] for part in parts])) for index in range(len(block_ids))]
+
+    def _read(self, cache: Tensor, block_ids: Sequence[BlockId]) -> list[memoryview]:
         if self._is_on_host:
             return [_as_bytes(cache[:, block_id]) for block_id in block_ids]
         contents: list[memoryview] = []
@@ -40,7 +47,20 @@ class CacheBlocks:
         return contents
 
     def write(self, block_ids: Sequence[BlockId], contents: Sequence[bytes | bytearray | memoryview]) -> None:
-        cache = self._engine.device_cache
+        tensors = self._engine.tensors
+        if len(tensors) == 1:
+            self._write(tensors[0], block_ids, contents)
+            return
+        assert all(len(each) == self.block_bytes for each in contents), (list(map(len, contents)), self.block_bytes)
+        start = 0
+        for cache in tensors:
+            end = start + cache.shape[0] * math.prod(cache.shape[2:]) * cache.itemsize
+            self._write(cache, block_ids, [memoryview(each)[start:end] for each in contents])
+            start = end
+
+    def _write(
+        self, cache: Tensor, block_ids: Sequence[BlockId], contents: Sequence[bytes | bytearray | memoryview]
+    ) -> None:
         shape = (cache.shape[0], *cache.shape[2:])
         for turn in self._turns(len(block_ids)):
             # [blocks, layers, *block_shape]
@@ -53,7 +73,7 @@ class CacheBlocks:
             cache.index_copy_(1, indices(list(block_ids[turn]), cache.device), arrived)
 
     def _turns(self, count: int) -> list[slice]:
-        size = max(1, _TURN_BYTES // self.block_bytes)
+        size = max(1, _TURN_BYTES // max(self.block_bytes, 1))
         return [slice(start, start + size) for start in range(0, count, size)]
 
 

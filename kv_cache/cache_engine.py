@@ -1,10 +1,10 @@
 """Tensors of the KV cache and the moves of blocks between and within them.
 
 Knows nothing of tables, and never looks inside a block: the attention backend decides how one layer's keys and values
-are packed in `block_shape`.
+are packed in a block shape. Layers whose blocks have one shape share a tensor.
 
-Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
-        host_cache   [num_layers, num_host_blocks, *block_shape].
+Shapes: tensors of the device [layers of the shape, num_device_blocks, *block_shape],
+        tensors of the host   [layers of the shape, num_host_blocks, *block_shape].
 """
 
 import math
@@ -16,10 +16,15 @@ from torch import Tensor
 from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_spec import CacheSpec
-from kv_cache.host_memory import HostMemory, indices, lazy_cache, new_host_memory
+from kv_cache.host_memory import HostMemory, indices, lazy_caches, new_host_memory
 from kv_cache.host_reserve import HostReserve
 
 _Pairs = Sequence[tuple[BlockId, BlockId]]
+
+LayerCaches = Tensor | tuple[Tensor | None, ...]
+"""Caches [blocks, *block_shape] of a stage's layers, by index: one tensor [layers, blocks, *block_shape] if all layers
+have blocks of one shape, else None for a layer without blocks.
+"""
 
 
 class CacheEngine:
@@ -34,56 +39,75 @@ class CacheEngine:
     def __init__(
         self,
         spec: CacheSpec,
-        block_shape: tuple[int, ...],
+        block_shapes: Sequence[tuple[int, ...]],
         num_device_blocks: int,
         num_host_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`block_shape`: elements of `dtype` that hold one block of one layer, exactly `spec.layer_block_bytes`."""
+        """`block_shapes`, one for each of `spec.shapes`: elements of `dtype` that hold one block of one such layer,
+        exactly `spec.layer_block_bytes`.
+        """
         self.spec = spec
-        self.block_shape = block_shape
+        self.block_shapes = tuple(block_shapes)
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
         self.dtype = dtype
         self.device = device
-        self._device_cache: Tensor | None = None
-        self._host: HostMemory | None = None
+        self._tensors: tuple[Tensor, ...] | None = None
+        self._layer_caches: LayerCaches = ()
+        self._host: tuple[HostMemory, ...] = ()
 
     @property
-    def device_cache(self) -> Tensor:
-        """[num_layers, num_device_blocks, *block_shape], between `allocate` and `release`."""
-        assert self._device_cache is not None, "the cache is not allocated"
-        return self._device_cache
+    def tensors(self) -> tuple[Tensor, ...]:
+        """[layers of the shape, num_device_blocks, *block_shape] of each shape, between `allocate` and `release`."""
+        assert self._tensors is not None, "the cache is not allocated"
+        return self._tensors
+
+    @property
+    def layer_caches(self) -> LayerCaches:
+        """The caches of all layers, between `allocate` and `release`."""
+        assert self._tensors is not None, "the cache is not allocated"
+        return self._layer_caches
+
+    def layer_cache(self, layer: int) -> Tensor | None:
+        """[num_device_blocks, *block_shape] of a layer of the stage; None if it has no blocks."""
+        return self.layer_caches[layer]
 
     @property
     def num_host_bytes(self) -> int:
         """Host memory in use; on CUDA 0 before the first block moves there."""
-        return 0 if self._host is None else self._host.num_bytes
+        return sum(each.num_bytes for each in self._host)
 
     def allocate(self, reserve: HostReserve | None = None) -> None:
         """Make both caches, zero-filled, and on CUDA the side stream that moves blocks between them. On the CPU the
         device cache is the beginning of `reserve`, if there is one.
         """
-        assert self._device_cache is None, "the cache is allocated already"
-        packed_bytes = math.prod(self.block_shape) * self.dtype.itemsize
-        assert packed_bytes == self.spec.layer_block_bytes, (
-            f"block_shape {self.block_shape} of {self.dtype} is {packed_bytes} bytes, "
-            f"one block of one layer is {self.spec.layer_block_bytes}"
-        )
+        assert self._tensors is None, "the cache is allocated already"
+        shapes = []
+        for layer, block_shape in zip(self.spec.shapes, self.block_shapes, strict=True):
+            packed_bytes, layer_bytes = math.prod(block_shape) * self.dtype.itemsize, self.spec.layer_block_bytes(layer)
+            assert packed_bytes == layer_bytes, (
+                f"block_shape {block_shape} of {self.dtype} is {packed_bytes} bytes, "
+                f"one block of one layer is {layer_bytes}"
+            )
+            shapes.append((self.spec.num_layers_of(layer), self.num_device_blocks, *block_shape))
         # A tensor created in inference mode could not be written outside it, and the cache outlives both.
         with torch.inference_mode(False):
-            shape = (self.spec.num_layers, self.num_device_blocks, *self.block_shape)
             if self.device.type == "cpu":
-                self._device_cache = lazy_cache(shape, self.dtype, reserve)
+                self._tensors = lazy_caches(shapes, self.dtype, reserve)
             else:
-                self._device_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self._host = new_host_memory(self._device_cache, self.num_host_blocks)
+                self._tensors = tuple([torch.zeros(each, dtype=self.dtype, device=self.device) for each in shapes])
+            self._layer_caches = self._tensors[0] if self.spec.is_uniform else self._by_layer(self._tensors)
+            self._host = tuple([new_host_memory(each, self.num_host_blocks) for each in self._tensors])
+
+    def _by_layer(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        left = {shape: iter(tensor) for shape, tensor in zip(self.spec.shapes, tensors, strict=True)}
+        return tuple([None if layer is None else next(left[layer]) for layer in self.spec.layers])
 
     def release(self) -> None:
         """Drop both caches with their contents. Views keep the memory alive, so drop them first."""
-        self._device_cache = None
-        self._host = None
+        self._tensors, self._layer_caches, self._host = None, (), ()
 
     def execute(self, block_ops: BlockOps) -> None:
         """Run one step's moves in the order swap out, copy, swap in (see `BlockOps`).
@@ -99,17 +123,12 @@ class CacheEngine:
         _check_pairs("swap_out", block_ops.swap_out, device, host, {})
         _check_pairs("copy", block_ops.copy, device, device, received)
         _check_pairs("swap_in", block_ops.swap_in, host, device, received)
-        self._host_memory.move_out(block_ops.swap_out)
-        if self.device.type == "cpu":
-            _copy_each(block_ops.copy, self.device_cache)
-        else:
-            _copy_at_once(block_ops.copy, self.device_cache)
-        self._host_memory.move_in(block_ops.swap_in)
-
-    @property
-    def _host_memory(self) -> HostMemory:
-        assert self._host is not None, "the cache is not allocated"
-        return self._host
+        copy = _copy_each if self.device.type == "cpu" else _copy_at_once
+        # Each shape by itself: its layers' blocks have no memory in common with those of another.
+        for tensor, host_memory in zip(self.tensors, self._host, strict=True):
+            host_memory.move_out(block_ops.swap_out)
+            copy(block_ops.copy, tensor)
+            host_memory.move_in(block_ops.swap_in)
 
 
 def _check_pairs(
@@ -145,9 +164,9 @@ def _copy_each(pairs: _Pairs, cache: Tensor) -> None:
 
 
 def _copy_at_once(pairs: _Pairs, cache: Tensor) -> None:
-    """Copy within a device's memory, one operation for all layers: gathers all sources, then scatters them.
+    """Copy within a device's memory, one operation for the layers of a shape: gathers all sources, then scatters them.
 
-    Needs a temporary of the copied blocks, [num_layers, num_pairs, *block_shape].
+    Needs a temporary of the copied blocks, [layers of the shape, num_pairs, *block_shape].
     """
     if not pairs:
         return

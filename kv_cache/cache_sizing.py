@@ -85,7 +85,14 @@ def size_cache(
 
 def num_swap_blocks(spec: CacheSpec, swap_space_bytes: int, need: CacheNeed) -> int:
     """Number of host blocks: no more than are ever swapped out at once."""
-    return min(max(swap_space_bytes, 0) // spec.block_bytes, need.num_blocks(spec.block_size))
+    if swap_space_bytes <= 0:
+        return 0
+    return min(num_fitting(swap_space_bytes, spec, need), need.num_blocks(spec.block_size))
+
+
+def num_fitting(num_bytes: int, spec: CacheSpec, need: CacheNeed) -> int:
+    """Number of blocks in `num_bytes`. If no layer keeps keys, a block takes no bytes, and the need decides."""
+    return max(0, num_bytes // spec.block_bytes) if spec.block_bytes else need.num_blocks(spec.block_size)
 
 
 def check_cache_holds_one_sequence(
@@ -130,7 +137,7 @@ def _profiled_blocks(
     allowed_bytes = int(measurement.total_bytes * memory_utilization)
     used_bytes = measurement.weights_bytes + measurement.activation_bytes + measurement.non_torch_bytes
     left_bytes = allowed_bytes - used_bytes - swap_bytes
-    num_fitting, num_useful = max(0, left_bytes // spec.block_bytes), need.num_blocks(spec.block_size)
+    num_left, num_useful = num_fitting(left_bytes, spec, need), need.num_blocks(spec.block_size)
     note = f" ({measurement.activation_note})" if measurement.activation_note else ""
     lines = [
         f"device memory {format_bytes(measurement.total_bytes)}, of which cache.gpu_memory_utilization="
@@ -139,12 +146,12 @@ def _profiled_blocks(
         f"activations of the largest step {format_bytes(measurement.activation_bytes)}{note}",
         f"outside the tensors {format_bytes(measurement.non_torch_bytes)}",
         *([f"swap space {format_bytes(swap_bytes)}"] if swap_bytes else []),
-        f"left for the cache {format_bytes(left_bytes)}: {num_fitting} blocks",
+        f"left for the cache {format_bytes(left_bytes)}: {num_left} blocks",
         f"limited by need: {need} use at most {num_useful} blocks"
-        if num_fitting >= num_useful
+        if num_left >= num_useful
         else f"limited by memory: {need} could use {num_useful} blocks",
     ]
-    return min(num_fitting, num_useful), lines
+    return min(num_left, num_useful), lines
 
 
 def _describe_blocks(num_blocks: int, spec: CacheSpec) -> str:

@@ -1,5 +1,5 @@
 """Cache blocks in host memory, and their moves to and from the device, for preempted sequences and evicted prefixes
-alike.
+alike. Each memory is of the layers whose blocks have one shape.
 
 Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
         tensor       [num_layers, num_blocks, *block_shape],
@@ -194,18 +194,23 @@ def indices(block_ids: list[int], device: torch.device) -> Tensor:
     return torch.tensor(block_ids, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
-def lazy_cache(shape: tuple[int, ...], dtype: torch.dtype, reserve: HostReserve | None) -> Tensor:
-    """`lazy_zeros` of [layers, blocks, ...] in which a block's layers are adjacent, so that the first blocks are the
-    beginning of the memory: that of `reserve` if it is given and big enough.
+def lazy_caches(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, reserve: HostReserve | None
+) -> tuple[Tensor, ...]:
+    """`lazy_zeros` of [layers, blocks, ...], of equally many blocks, in which all layers of a block are adjacent, so
+    that the first blocks are the beginning of the memory: that of `reserve` if it is given and big enough.
     """
-    num_layers, num_blocks, *block_shape = shape
-    by_blocks = (num_blocks, num_layers, *block_shape)
-    memory = None if reserve is None else reserve.take(math.prod(shape) * dtype.itemsize)
+    if not shapes:
+        return ()
+    sizes = [shape[0] * math.prod(shape[2:]) for shape in shapes]
+    by_blocks = (shapes[0][1], sum(sizes))
+    memory = None if reserve is None else reserve.take(math.prod(by_blocks) * dtype.itemsize)
     if memory is None:
         zeros = lazy_zeros(by_blocks, dtype)
     else:
         zeros = torch.frombuffer(memory, dtype=dtype).view(by_blocks)
-    return zeros.transpose(0, 1)
+    parts = zip(zeros.split_with_sizes(sizes, dim=1), shapes, strict=True)
+    return tuple([part.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) for part, shape in parts])
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -18,24 +18,26 @@ class HostTierEngine:
 
     def __init__(self, cache_engine: CacheEngine, num_slots: int) -> None:
         """Allocate host memory for `num_slots` blocks of an allocated cache; it is freed with this object."""
-        self._memory = new_host_memory(cache_engine.device_cache, num_slots)
+        self._memories = [new_host_memory(each, num_slots) for each in cache_engine.tensors]
         self._num_slots = num_slots
         self._finished: list[int] = []
 
     @property
     def num_host_bytes(self) -> int:
         """Host memory in use; on CUDA 0 before the first block moves there."""
-        return self._memory.num_bytes
+        return sum(each.num_bytes for each in self._memories)
 
     def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
         """Store (`TransferEngine.store`). Raises ValueError, before anything moves, for a slot that does not exist."""
         self._check(slot for _, slot in pairs)
-        self._memory.move_out(pairs)
+        for memory in self._memories:
+            memory.move_out(pairs)
 
     def load(self, number: int, pairs: Sequence[tuple[int, BlockId]]) -> None:
         """Load (`TransferEngine.load`). Raises ValueError, before anything moves, for a slot that does not exist."""
         self._check(slot for slot, _ in pairs)
-        self._memory.move_in(pairs)
+        for memory in self._memories:
+            memory.move_in(pairs)
         if number:
             self._finished.append(number)
 

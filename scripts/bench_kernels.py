@@ -111,7 +111,7 @@ def _shared_table(seconds: float) -> list[dict[str, object]]:
 
 
 def _ours(dtype_name: str, head_size: int) -> CpuBackend:
-    backend = cpu_backend_or_reason(DTYPES[dtype_name], head_size, BLOCK_SIZE)
+    backend = cpu_backend_or_reason(DTYPES[dtype_name], (head_size,), BLOCK_SIZE)
     assert isinstance(backend, CpuBackend), backend
     return backend
 

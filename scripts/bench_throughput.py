@@ -145,7 +145,7 @@ def run_rows(engine: Any, watch: "StepWatch | None" = None, path: str | None = N
     done = Pass()
     runner = RowRunner(engine, "model")
     rows = iter(RowReader.of(path or engine.config.job.input))
-    most_unfinished, has_ended = 2 * engine.config.scheduler.max_num_seqs, False
+    most_unfinished, has_ended = 2 * engine.max_num_seqs, False
     answers: dict[int, list[int]] = {}
     num_steps, began_s = engine.times.step, time.perf_counter()
     while runner.num_rows or not has_ended:
@@ -191,7 +191,7 @@ class StepWatch:
         self._works: list[StepWork] = []
         self._attended: list[AttentionMetadata] = []
         self._kernels: Any = None
-        self._layers: CachedLayers | None = None
+        self._layers: tuple[CachedLayers, ...] = ()
         self._block_size = 0
 
     def instrument(self, worker: Any) -> None:
@@ -238,7 +238,8 @@ class StepWatch:
         lengths, starts = attended.context_lengths, attended.query_starts
         repeated = num_tokens_read_before(attended.block_tables.tolist(), lengths, self._block_size)
         for start, end, length, num_read in zip(starts, starts[1:], lengths, repeated, strict=False):
-            work.add_attention(end - start, length, self._layers, num_read)
+            for layers in self._layers:
+                work.add_attention(end - start, length, layers, num_read)
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -350,15 +351,18 @@ def num_tokens_read_before(tables: list[list[int]], lengths: Sequence[int], bloc
     return counts
 
 
-def cached_layers(worker: Any) -> CachedLayers:
-    """Of a worker's stage."""
-    from spmd_worker.ranks.topology import stage_of
+def cached_layers(worker: Any) -> tuple[CachedLayers, ...]:
+    """Of a worker's stage, one for each size of heads."""
+    from spmd_worker.worker.memory.estimate import rank_layers
 
-    stage = stage_of(worker.layout, worker.model_config, worker.environment.rank)
-    layers, spec = worker.model_config.layers[stage.start : stage.stop], worker.get_kv_cache_spec()
-    num_heads = layers[0].num_heads * spec.num_kv_heads // layers[0].num_kv_heads
-    token_bytes = spec.layer_block_bytes / spec.block_size
-    return CachedLayers(dict(Counter(layer.window or 0 for layer in layers)), num_heads, spec.head_size, token_bytes)
+    spec = worker.get_kv_cache_spec()
+    windows: dict[tuple[int, int, float], Counter[int]] = {}
+    shares = rank_layers(worker.model_config, worker.layout, worker.environment.rank)
+    for (layer, share), cached in zip(shares, spec.layers, strict=True):
+        if cached is not None:
+            kind = (share.num_heads, layer.head_size, spec.layer_block_bytes(cached) / spec.block_size)
+            windows.setdefault(kind, Counter())[layer.window or 0] += 1
+    return tuple(CachedLayers(dict(counts), *kind) for kind, counts in windows.items())
 
 
 def _num_inputs(weight: Any) -> int:

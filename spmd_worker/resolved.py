@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
@@ -27,6 +28,8 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_DEFAULT_MAX_NUM_SEQS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class ResolvedRun:
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
 
     @property
+    def max_num_seqs(self) -> int:
+        """Number of sequences that may be in a step."""
+        return highest_num_seqs(self.config)
+
+    @property
     def num_steps_ahead(self) -> int:
         """Number of steps decided before the ids of the oldest of them are read, beyond one for each stage."""
         return int(_uses_async_scheduling(self.config, self.model_config, self.device_type))
@@ -60,6 +68,14 @@ class ResolvedRun:
     @property
     def model_folder(self) -> Path:
         return self.location.folder
+
+
+def highest_num_seqs(config: RunConfig) -> int:
+    """`scheduler.max_num_seqs`; where it is unset, the default, for which each sequence needs a token of a step."""
+    scheduler = config.scheduler
+    if scheduler.max_num_seqs is not None:
+        return scheduler.max_num_seqs
+    return min(_DEFAULT_MAX_NUM_SEQS, scheduler.max_num_batched_tokens)
 
 
 def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:

@@ -80,17 +80,22 @@ class HollowDevice(CpuDevice):
 
     def new_graphs(self, model: Any, tensor: GroupHandle, adapters: None = None) -> StepGraphs:
         # Triton is optional, and other benchmarks of this script do without.
+        from spmd_worker.ops.attention.backend import block_shapes
         from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
         from spmd_worker.ops.kernels.triton.attention import Launches
 
         scheduler, spec = self.resolved.config.scheduler, cache_spec_of(self.resolved, 0)
-        most, max_seqs, length = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.resolved.max_model_len
+        most, max_seqs, length = (
+            scheduler.max_num_batched_tokens,
+            self.resolved.max_num_seqs,
+            self.resolved.max_model_len,
+        )
         num_blocks = num_blocks_for(length, spec.block_size)
         attention = TritonFixedAttention(most, max_seqs, num_blocks, spec.block_size, self.device)
-        shape = TritonBackend().block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
+        (shape,) = block_shapes(TritonBackend(), spec)
         hollow: Any = HollowModel(model)
         num_heads = model.model_config.num_heads
-        layer = (torch.empty(1, num_heads, spec.head_size), torch.empty(1, *shape), num_heads, 0)
+        layer = (torch.empty(1, num_heads, spec.shapes[0].key_size), torch.empty(1, *shape), num_heads, 0)
         hollow.plan = partial(attention.plan, *layer, Launches(has_many=True, has_joins=True))
         return StepGraphs(hollow, attention, HollowGraph, most, max_seqs)
 

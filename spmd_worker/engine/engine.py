@@ -133,6 +133,11 @@ class Engine:
         return self.engine_channel.rank == 0
 
     @property
+    def max_num_seqs(self) -> int:
+        """Number of sequences that may be in a step, `scheduler.max_num_seqs` or its default."""
+        return self.scheduler.limits.max_num_seqs
+
+    @property
     def is_closed(self) -> bool:
         return self.life.is_closed
 

@@ -53,7 +53,7 @@ from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.worker.device import check_gpus_not_shared, device_type
 from spmd_worker.worker.memory.estimate import block_copy_tokens
-from spmd_worker.worker.memory.plan import check_cache_setting
+from spmd_worker.worker.memory.plan import check_cache_setting, num_tier_blocks
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence (`docs/internals/cache.md`)."""
@@ -208,7 +208,7 @@ def _load(
     together("loading the model", executor.load_model)
     together("checking the workers", partial(_check_workers, resolved, executor))
     counts = together("sizing the cache", executor.determine_num_available_blocks)
-    num_tier = int(config.cache.host_tier_gib * 2**30) // max(executor.collective_rpc("get_cache_block_size_bytes"))
+    num_tier = num_tier_blocks(resolved, max(executor.collective_rpc("get_cache_block_size_bytes")))
     sizes = CacheSizes(*channel.minimum((*counts, num_tier)))
     allocate = partial(executor.initialize_from_config, sizes.num_blocks, sizes.num_host_blocks)
     together("allocating the cache", allocate)
@@ -274,7 +274,7 @@ def _new_replica(
     config, model_config = resolved.config, resolved.model_config
     copy_tokens = block_copy_tokens(model_config, resolved.dtype, config.cache.block_size, resolved.device_type)
     limits = SchedulerLimits(
-        config.scheduler.max_num_seqs,
+        resolved.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
         config.scheduler.enable_chunked_prefill,
         config.cache.enable_prefix_caching,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Final
 
-from kv_cache.cache_spec import CacheSpec
+from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.config import schema
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
@@ -42,6 +42,7 @@ _RECORDS: Final[dict[str, type]] = {
     for record in (
         *_CONFIG_RECORDS,
         AdapterChange,
+        BlockLayer,
         CacheSpec,
         DenseConfig,
         HeadConfig,

@@ -138,7 +138,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
 
     def max_connections(self) -> int:
         """Most sequences that run at once."""
-        return int(self.llm.llm_engine.config.scheduler.max_num_seqs)
+        return int(self.llm.llm_engine.max_num_seqs)
 
     def shutdown(self) -> None:
         """End the engine, and the other ranks' `follow`. Idempotent; no effect in a forked process."""

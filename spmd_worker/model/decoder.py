@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kv_cache.cache_engine import LayerCaches
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
@@ -68,7 +69,7 @@ class DecoderLayer(nn.Module):
         part: Tensor | None,
         residual: Tensor,
         ropes: tuple[Angles, ...],
-        layer_cache: Tensor,
+        layer_cache: Tensor | None,
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
         *,
@@ -84,6 +85,7 @@ class DecoderLayer(nn.Module):
         if self.config.is_parallel:
             assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
             parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
+        assert layer_cache is not None, "attention keeps keys and values"
         part = self.self_attn(x, ropes, layer_cache, metadata, wanted, adapters=adapters, is_fused=is_fused)
         if wanted is not None:
             residual, adapters = residual[wanted.rows], wanted.adapters
@@ -193,8 +195,7 @@ class DecoderStack(nn.Module):
             self.project_out = replicated_linear(context, "project_out", hidden_size, size)
         self._stage = stage
         self._rotaries = tuple(
-            RotaryEmbedding(rope, model_config.head_size, model_config.max_position_embeddings, context.device)
-            for rope in model_config.ropes
+            RotaryEmbedding(rope, model_config.max_position_embeddings, context.device) for rope in model_config.ropes
         )
         self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
         self._sums_in_layers = context.parts_group.size != context.tensor_group.size
@@ -207,7 +208,7 @@ class DecoderStack(nn.Module):
         token_ids: Tensor,
         positions: Tensor,
         rope_regimes: Tensor,
-        cache: Tensor,
+        cache: LayerCaches,
         metadata: AttentionMetadata,
         incoming: Tensor | None = None,
         *,
@@ -217,8 +218,8 @@ class DecoderStack(nn.Module):
         adapters: StepAdapters | None = None,
         given: TokenRows | None = None,
     ) -> Tensor:
-        """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` [layers, blocks,
-        ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
+        """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` of each layer
+        [blocks, ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
         `supports_wanted`, [W, hidden]: the last layer computes no other tokens. `given` are input embeddings, as
         transformers takes them (`inputs_embeds`): the first stage computes with them in place of their tokens' own.
 
@@ -232,12 +233,13 @@ class DecoderStack(nn.Module):
         ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
         residual = self._embed(token_ids, positions, token_types, adapters, given) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first needs the residual stream"
-        assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
+        assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         joined = self.joined_layers if is_fused else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
         part = None
         if joined is not None and num_joined:
+            assert isinstance(cache, Tensor), "joined layers have blocks of one shape"
             part = joined.run(residual, (ropes[0].cos, ropes[0].sin), cache[:num_joined], metadata, adapters)
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 else None

@@ -96,6 +96,18 @@ class ExpertShare:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShare:
+    """A tensor-parallel rank's share of one layer: heads, columns of a dense feed-forward, and experts of a sparse one,
+    None for a dense one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    num_columns: int
+    experts: ExpertShare | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Sizes of the full layer, not of a rank's share.
 
@@ -141,6 +153,12 @@ class LayerConfig:
     output_gate: str = ""
 
     @property
+    def full_share(self) -> LayerShare:
+        """The share of a rank that has the complete layer."""
+        experts = None if self.experts is None else self.experts.full_share
+        return LayerShare(self.num_heads, self.num_kv_heads, self.intermediate_size, experts)
+
+    @property
     def is_plain_attention(self) -> bool:
         """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
         return (
@@ -153,38 +171,30 @@ class LayerConfig:
         return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
 
 
-def layer_elements(
-    layer: LayerConfig,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    num_columns: int,
-    share: ExpertShare | None = None,
-) -> int:
-    """Elements of a layer's parameters on a rank with `num_heads`, `num_kv_heads` and `num_columns` of the
-    feed-forward, and `share` of its experts; None: all of them.
-    """
+def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of a layer's parameters on a rank with this share of it."""
     size, num_gates = layer.head_size, 1 + layer.is_gated
-    query, key_value = num_heads * size, num_kv_heads * size
-    weights = hidden_size * (2 * query + 2 * key_value) + num_heads * layer.has_sinks
-    weights += hidden_size * num_heads * (layer.output_gate == "head")
+    query, key_value = share.num_heads * size, share.num_kv_heads * size
+    weights = hidden_size * (2 * query + 2 * key_value) + share.num_heads * layer.has_sinks
+    weights += hidden_size * share.num_heads * (layer.output_gate == "head")
     biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
     if layer.experts is not None:
-        weights += layer.experts.elements(hidden_size, share or layer.experts.full_share)
+        assert share.experts is not None, share
+        weights += layer.experts.elements(hidden_size, share.experts)
     else:
-        weights += (num_gates + 1) * hidden_size * num_columns
-        biases += (num_gates * num_columns + hidden_size) * layer.has_mlp_bias
+        weights += (num_gates + 1) * hidden_size * share.num_columns
+        biases += (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
     norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     if layer.qk_norm in ("head", "head_after_rope"):
         norms += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
     elif layer.qk_norm == "each_head":
-        norms += (num_heads + num_kv_heads) * size
+        norms += (share.num_heads + share.num_kv_heads) * size
     elif layer.qk_norm == "flat":
         norms += (layer.num_heads + layer.num_kv_heads) * size
     return weights + biases + norms + 4 * (layer.activation == "xielu")
 
 
-def float32_elements(layer: LayerConfig, hidden_size: int, num_heads: int) -> int:
+def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Number of these that are float32 in every dtype."""
     router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
-    return router + num_heads * layer.has_sinks
+    return router + share.num_heads * layer.has_sinks

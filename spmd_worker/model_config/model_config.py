@@ -151,20 +151,16 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of a layer: the same in all layers, as are all sizes below."""
-        return self.layers[0].num_heads
+        """The most query heads of a layer. Layers may differ: only reports use this and the next two sizes."""
+        return max(layer.num_heads for layer in self.layers)
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].num_kv_heads
+        return max(layer.num_kv_heads for layer in self.layers)
 
     @property
     def head_size(self) -> int:
-        return self.layers[0].head_size
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.layers[0].intermediate_size
+        return max(layer.head_size for layer in self.layers)
 
     @property
     def max_model_len(self) -> int:
@@ -209,8 +205,7 @@ class ModelConfig:
     def layer_parameters(self) -> tuple[int, ...]:
         """Parameters of each decoder layer, all experts counted."""
         of_kind = {
-            layer: layer_elements(layer, self.hidden_size, layer.num_heads, layer.num_kv_heads, layer.intermediate_size)
-            for layer in dict.fromkeys(self.layers)
+            layer: layer_elements(layer, self.hidden_size, layer.full_share) for layer in dict.fromkeys(self.layers)
         }
         return tuple(of_kind[layer] for layer in self.layers)
 

@@ -20,18 +20,19 @@ STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """Rotary embedding: the base and its scaling. Fields a type does not use keep their neutral value.
+    """Rotary embedding: the head size, the base and its scaling. Fields a type does not use keep their neutral value.
 
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
-    derive it; lengths are in tokens. The first `partial_factor` of each head is rotated. LongRoPE divides frequencies
-    by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs are neighbours, not
-    the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied by (1 +
-    `query_growth` * log(1 + floor(position / original length))). `is_backward`: by the negative angles. LongRoPE's
-    `short_mscale` and `long_mscale`, if above 0, multiply cosines and sines instead of the factor. `rounding` lists the values rounded to the model's
-    dtype: "each step" (cosines, sines, multiplications and additions), "angles" (cosines and sines, and the result), or
-    "result", the result alone; the others are float32.
+    derive it; lengths are in tokens. The first `partial_factor` of a head's `size` elements is rotated. LongRoPE
+    divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions, and with `short_mscale`
+    and `long_mscale` above 0 cosines and sines are multiplied by these, not by the factor. `is_interleaved`: pairs are
+    neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied by
+    (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: angles are negative. `rounding`
+    lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and additions), "angles"
+    (cosines and sines, and the result), or "result", the result alone; the others are float32.
     """
 
+    size: int
     rope_type: str = "default"
     rope_theta: float = 10000.0
     factor: float = 1.0
@@ -54,9 +55,10 @@ class RopeParameters:
     short_mscale: float = 0.0
     long_mscale: float = 0.0
 
-    def rotary_size(self, head_size: int) -> int:
+    @property
+    def rotary_size(self) -> int:
         """Number of rotated elements of a head."""
-        return int(head_size * self.partial_factor)
+        return int(self.size * self.partial_factor)
 
     def regime(self, num_prompt_tokens: int, most_tokens: int, max_positions: int) -> int:
         """Implements `ModelConfig.rope_regime` for one rope."""
@@ -192,7 +194,9 @@ def rope_of(
     _check_numbers(numbers, rope_type, reader)
     if rope_type == "longrope":
         numbers |= _longrope_factors(given, reader, int(head_size * partial) // 2)
-    return RopeParameters(rope_type=rope_type, rope_theta=theta, truncate=truncate, partial_factor=partial, **numbers)
+    return RopeParameters(
+        head_size, rope_type=rope_type, rope_theta=theta, truncate=truncate, partial_factor=partial, **numbers
+    )
 
 
 def _check_numbers(numbers: Mapping[str, Any], rope_type: str, reader: ConfigReader) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from spmd_worker.base.config.schema import ParallelConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig
+from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig, LayerShare
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.expert_layout import ExpertLayout
 
@@ -76,6 +76,11 @@ class Stage:
     @property
     def num_layers(self) -> int:
         return self.stop - self.start
+
+    @property
+    def indices(self) -> range:
+        """Of the model's layers."""
+        return range(self.start, self.stop)
 
 
 def complete_model(model_config: ModelConfig) -> Stage:
@@ -180,7 +185,7 @@ def check_divides(layout: RankLayout, model_config: ModelConfig) -> None:
     size = layout.tensor_parallel_size
     problem = _shard_problem(size, model_config, layout.experts)
     if problem:
-        sizes = range(1, model_config.num_heads + 1)
+        sizes = range(1, max(layer.num_heads for layer in model_config.layers) + 1)
         valid = [str(each) for each in sizes if not _shard_problem(each, model_config, layout.experts)]
         raise ConfigError(
             f"parallel.tensor_parallel_size={size} does not divide this model: {problem}; "
@@ -212,10 +217,11 @@ def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
 
 
 def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout | None) -> str:
-    if model_config.num_heads % size:
-        return f"it has {model_config.num_heads} attention heads"
-    if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
-        return f"it has {model_config.num_kv_heads} key-value heads"
+    for layer in dict.fromkeys(model_config.layers):
+        if layer.num_heads % size:
+            return f"it has {layer.num_heads} attention heads"
+        if layer.num_kv_heads % size and size % layer.num_kv_heads:
+            return f"it has {layer.num_kv_heads} key-value heads"
     columns = min((each for layer in model_config.layers for each in _split_columns(layer, experts)), default=size)
     if columns < size:
         return f"its feed-forward has {columns} columns"
@@ -229,6 +235,18 @@ def _split_columns(layer: LayerConfig, layout: ExpertLayout | None) -> tuple[int
     routed = () if layout is not None else (layer.experts.intermediate_size,)
     is_shared_split = layer.experts.shared_size > 0 and not (layout is not None and layout.is_exact)
     return (*routed, layer.experts.shared_size) if is_shared_split else routed
+
+
+def layer_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> LayerShare:
+    """A tensor rank's share of layer `index`; the layout has been checked against the model config."""
+    size = layout.tensor_parallel_size
+    start, stop = shard_range(layer.intermediate_size, size, tensor_rank)
+    return LayerShare(
+        num_heads=layer.num_heads // size,
+        num_kv_heads=max(layer.num_kv_heads // size, min(layer.num_kv_heads, 1)),
+        num_columns=stop - start,
+        experts=expert_share(layout, layer, index, tensor_rank),
+    )
 
 
 def expert_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> ExpertShare | None:

@@ -19,6 +19,7 @@ from spmd_worker.model.registry import build_model
 from spmd_worker.model.weights.dense_files import dummy_denses, read_denses
 from spmd_worker.model.weights.staging import staging_for
 from spmd_worker.model.weights.store import LoadReport
+from spmd_worker.ops.attention.backend import block_shapes
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.stored_experts import NO_STORED_EXPERTS
 from spmd_worker.ranks.topology import stage_of
@@ -61,9 +62,9 @@ class LoadedModel:
 
     def new_cache_engine(self, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
         """A paged cache in the block layout of this model's attention, not allocated yet."""
-        block_shape = self.operations.attention.block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
+        shapes = block_shapes(self.operations.attention, spec)
         dtype = getattr(torch, self.opened.resolved.dtype)
-        return CacheEngine(spec, block_shape, num_device_blocks, num_host_blocks, dtype, self.opened.device)
+        return CacheEngine(spec, shapes, num_device_blocks, num_host_blocks, dtype, self.opened.device)
 
     def new_runner(
         self, engine: CacheEngine, clock: StageClock | None = None, graphs: StepGraphs | None = None

@@ -100,7 +100,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         rank,
         resolved.dtype,
         scheduler.max_num_batched_tokens,
-        scheduler.max_num_seqs,
+        resolved.max_num_seqs,
         resolved.config.model.quantization,
     )
     measurement = measure_host(weights, estimate, environment.local_world_size)
@@ -113,17 +113,18 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
 
 def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     """All layers on CUDA, and a second step with the largest chunk for attention; on the CPU, where each layer costs
-    time, only two layers.
+    time, only two layers, or the first ones that have blocks of each shape.
     """
     resolved = loaded.opened.resolved
     scheduler, block_size = resolved.config.scheduler, resolved.config.cache.block_size
     max_tokens, pooling = scheduler.max_num_batched_tokens, resolved.model_config.pooling
     is_on_cpu = loaded.opened.device.type == "cpu"
-    sizes = (max_tokens, scheduler.max_num_seqs, resolved.max_model_len, block_size)
+    sizes = (max_tokens, resolved.max_num_seqs, resolved.max_model_len, block_size)
     scheduled = max_step(*sizes, pooling, all_filtered=not is_on_cpu)
     num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
     if is_on_cpu:
-        spec = replace(spec, num_layers=min(2, spec.num_layers))
+        num_layers = max(2, 1 + max(spec.layers.index(kind) for kind in spec.layers))
+        spec = replace(spec, layers=spec.layers[:num_layers])
     engine = loaded.new_cache_engine(spec, num_blocks, 0)
     # A pooled row must start at its first token, and the CPU's attention holds nothing of a row's length.
     has_chunk = not is_on_cpu and pooling is None

@@ -81,8 +81,10 @@ class Worker(WorkerBase):
 
     @property
     def kv_cache(self) -> list[list[torch.Tensor]]:
-        """One list, because steps in flight share their blocks: this rank's cache [blocks, *block_shape] by layer."""
-        return [list(self.running.caches.engine.device_cache)]
+        """One list, because steps in flight share their blocks: this rank's cache [blocks, *block_shape] of each layer
+        that has blocks.
+        """
+        return [[each for each in self.running.caches.engine.layer_caches if each is not None]]
 
     @property
     def vocab_size(self) -> int:

@@ -65,7 +65,7 @@ def poison(llm: LLM) -> None:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     for held in trainers_model(llm).weights.held.values():
         held.write(torch.full(held.shape, torch.nan))
-    worker.running.caches.engine.device_cache.fill_(torch.nan)
+    worker.running.caches.engine.tensors[0].fill_(torch.nan)
 
 
 def cached_tokens(llm: LLM) -> int:
@@ -270,7 +270,7 @@ def test_arguments_and_times_that_are_wrong_change_nothing(llm: LLM, old: Any):
 def given_back(llm: LLM, *, keeping: bool = False) -> tuple[int, int]:
     """Bytes of a cache that was written, and by how much a sleep makes this process smaller."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    cache = worker.running.caches.engine.device_cache
+    cache = worker.running.caches.engine.tensors[0]
     cache.fill_(1.0)
     # What earlier tests have freed and the C library keeps would be given back by the sleep, too.
     gc.collect()

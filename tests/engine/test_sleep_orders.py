@@ -160,7 +160,7 @@ class SleepMachine(RuleBasedStateMachine):
             for held in trainers_model(self.llm).weights.held.values():
                 held.write(torch.full(held.shape, torch.nan))
         if "kv_cache" in waking:
-            self.engine.model_executor.driver_worker.worker.running.caches.engine.device_cache.fill_(torch.nan)
+            self.engine.model_executor.driver_worker.worker.running.caches.engine.tensors[0].fill_(torch.nan)
 
     @rule(
         parts=st.sampled_from([PARTS, PARTS, ("norm",), ("rest",)]),

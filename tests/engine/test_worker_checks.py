@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from cache_specs import uniform_spec
 from waiting import wait_until
 
 from kv_cache.cache_spec import CacheSpec
@@ -27,7 +28,7 @@ class EmbeddingWorker(Worker):
 
 class OtherBlocksWorker(Worker):
     def get_kv_cache_spec(self) -> CacheSpec:
-        return CacheSpec(num_layers=1, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=32)
+        return uniform_spec(num_layers=1, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=32)
 
 
 class SickWorker(Worker):

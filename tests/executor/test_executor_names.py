@@ -59,7 +59,7 @@ def test_wrapper_passes_public_attributes_of_its_worker(executor: Any):
     names = ("rank", "local_rank", "is_driver_worker", "do_metadata_broadcast", "vocab_size")
     assert [getattr(wrapper, name) for name in names] == [0, 0, True, False, wrapper.worker.vocab_size]
     assert len(wrapper.kv_cache[0]) == 4
-    assert wrapper.kv_cache[0][3].data_ptr() == wrapper.running.caches.engine.device_cache[3].data_ptr()
+    assert wrapper.kv_cache[0][3].data_ptr() == wrapper.running.caches.engine.tensors[0][3].data_ptr()
     with pytest.raises(AttributeError, match=r"^'Worker' .*'frobnicate'"):
         _ = wrapper.frobnicate
     with pytest.raises(AttributeError, match=r"^WorkerWrapper .*'_running'"):
@@ -72,9 +72,9 @@ def test_available_memory_counts_complete_blocks(executor: Executor):
 
 
 def test_dummy_batch_leaves_cache_and_answers_unchanged(llm: LLM, executor: Any):
-    expected, cache = answers(llm), executor.driver_worker.running.caches.engine.device_cache.clone()
+    expected, cache = answers(llm), executor.driver_worker.running.caches.engine.tensors[0].clone()
     executor.execute_dummy_batch()
-    assert torch.equal(executor.driver_worker.running.caches.engine.device_cache, cache)
+    assert torch.equal(executor.driver_worker.running.caches.engine.tensors[0], cache)
     assert answers(llm) == expected
     llm.llm_engine.add_request("a", PROMPTS[0], GREEDY)
     llm.llm_engine.step()

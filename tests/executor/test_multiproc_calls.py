@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_specs import uniform_spec
 from forked_child import in_child
 from plain_executors import errors_of_all, new_plain, plain, timeouts_after
 from waiting import LIMIT_S
 
-from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import ParallelConfig
 from spmd_worker.base.errors import ConfigError, WorkerDiedError, WorkerError
 from spmd_worker.executor import worker_pool
@@ -51,7 +51,7 @@ def test_answers_come_in_rank_order(executor: MultiprocExecutor):
 
 def test_call_returns_the_types_sent(executor: MultiprocExecutor):
     values = (None, True, 3, -2.5, math.inf, "ä\ud800", b"\x00\xff", [1, (2,)], {"key": (1, 2), 3: b""}, 2**70)
-    named = {"spec": CacheSpec(1, 2, 3, 4, 5), "logprob": Logprob(-1.0, 2)}
+    named = {"spec": uniform_spec(1, 2, 3, 4, 5), "logprob": Logprob(-1.0, 2)}
     answers = executor.collective_rpc("echo", args=values, kwargs=named)
     assert answers == [(values, named)] * 2
     assert type(answers[0][1]["logprob"]) is Logprob

@@ -5,6 +5,7 @@ import math
 from typing import get_args, get_type_hints
 
 import pytest
+from cache_specs import uniform_spec
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import REPOSITORY
@@ -39,7 +40,7 @@ VALUES = st.recursive(
 )
 
 RECORDS = [
-    CacheSpec(1, 2, 3, 4, 5),
+    uniform_spec(1, 2, 3, 4, 5),
     RankEnvironment(1, 2, 1, 2, True, "127.0.0.1"),
     RankLayout(2, 3),
     StepResult(
@@ -107,7 +108,7 @@ class CacheSpecOfSomebodyElse(CacheSpec):
             "a value of type frozenset cannot cross processes, because nothing is unpickled: use numbers, ",
         ),
         (Unknown(), "a value of type test_rpc_coding.Unknown cannot cross processes"),
-        (CacheSpecOfSomebodyElse(1, 1, 1, 1, 1), "a value of type test_rpc_coding.CacheSpecOfSomebodyElse cannot"),
+        (CacheSpecOfSomebodyElse((None,), 1, 1), "a value of type test_rpc_coding.CacheSpecOfSomebodyElse cannot"),
         (lambda: None, "a value of type function cannot cross .*: call a worker's method by name; add your own"),
         ([{"deep": (object(),)}], "a value of type object cannot"),
     ],

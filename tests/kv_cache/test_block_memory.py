@@ -2,20 +2,20 @@
 
 import pytest
 import torch
+from cache_specs import uniform_spec
 
 from kv_cache import block_memory
 from kv_cache.block_memory import CacheBlocks
 from kv_cache.cache_engine import CacheEngine
-from kv_cache.cache_spec import CacheSpec
 
-SPEC = CacheSpec(num_layers=3, num_kv_heads=1, head_size=4, dtype_bytes=2, block_size=2)
+SPEC = uniform_spec(num_layers=3, num_kv_heads=1, head_size=4, dtype_bytes=2, block_size=2)
 
 
 @pytest.fixture
 def engine() -> CacheEngine:
-    made = CacheEngine(SPEC, (2, 2, 4), 4, 0, torch.bfloat16, torch.device("cpu"))
+    made = CacheEngine(SPEC, [(2, 2, 4)], 4, 0, torch.bfloat16, torch.device("cpu"))
     made.allocate()
-    made.device_cache.copy_(torch.arange(made.device_cache.numel()).view_as(made.device_cache))
+    made.tensors[0].copy_(torch.arange(made.tensors[0].numel()).view_as(made.tensors[0]))
     return made
 
 
@@ -31,17 +31,17 @@ def blocks(request: pytest.FixtureRequest, engine: CacheEngine, monkeypatch: pyt
 
 
 def test_blocks_move_bit_for_bit(blocks: CacheBlocks, engine: CacheEngine):
-    before = engine.device_cache.clone()
+    before = engine.tensors[0].clone()
     contents = [bytes(each) for each in blocks.read([2, 0, 3])]
     assert [len(each) for each in contents] == [blocks.block_bytes] * 3
-    engine.device_cache.zero_()
+    engine.tensors[0].zero_()
     blocks.write([1, 2, 0], [contents[0], bytearray(contents[1]), memoryview(contents[2])])
-    assert torch.equal(engine.device_cache[:, [1, 2, 0]], before[:, [2, 0, 3]])
-    assert not engine.device_cache[:, 3].any()
+    assert torch.equal(engine.tensors[0][:, [1, 2, 0]], before[:, [2, 0, 3]])
+    assert not engine.tensors[0][:, 3].any()
     assert [bytes(each) for each in blocks.read([1, 2, 0])] == contents
     assert blocks.read([]) == []
 
 
 def test_bytes_are_the_layers_one_after_another(blocks: CacheBlocks, engine: CacheEngine):
     (content,) = blocks.read([1])
-    assert bytes(content) == bytes(engine.device_cache[:, 1].contiguous().view(torch.uint8).numpy().tobytes())
+    assert bytes(content) == bytes(engine.tensors[0][:, 1].contiguous().view(torch.uint8).numpy().tobytes())

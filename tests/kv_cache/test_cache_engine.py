@@ -5,13 +5,13 @@ import contextlib
 import pytest
 import ranks
 import torch
+from cache_specs import uniform_spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_cache import host_memory
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_engine import CacheEngine
-from kv_cache.cache_spec import CacheSpec
 
 NUM_LAYERS, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 3, 5, 4
 DTYPES = [torch.float32, torch.bfloat16]
@@ -25,8 +25,8 @@ DEVICES = [
 
 
 def make_engine(dtype=torch.float32, device="cpu", block_shape=(2, 2, 4, 8), engine_class=CacheEngine):
-    spec = CacheSpec(num_layers=NUM_LAYERS, num_kv_heads=2, head_size=8, dtype_bytes=dtype.itemsize, block_size=4)
-    return engine_class(spec, block_shape, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, dtype, torch.device(device))
+    spec = uniform_spec(num_layers=NUM_LAYERS, num_kv_heads=2, head_size=8, dtype_bytes=dtype.itemsize, block_size=4)
+    return engine_class(spec, [block_shape], NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, dtype, torch.device(device))
 
 
 def fill_with_random_bits(cache, seed):
@@ -49,31 +49,31 @@ def device(request):
 def engine(request, device):
     engine = make_engine(request.param, device)
     engine.allocate()
-    fill_with_random_bits(engine.device_cache, 1)
-    fill_with_random_bits(engine._host_memory.tensor, 2)
+    fill_with_random_bits(engine.tensors[0], 1)
+    fill_with_random_bits(engine._host[0].tensor, 2)
     return engine
 
 
 def test_caches_start_zeroed_with_the_specified_shapes(device):
     engine = make_engine(torch.bfloat16, device)
     engine.allocate()
-    assert engine.device_cache.shape == (NUM_LAYERS, NUM_DEVICE_BLOCKS, 2, 2, 4, 8)
-    assert engine._host_memory.tensor.shape == (NUM_LAYERS, NUM_HOST_BLOCKS, 2, 2, 4, 8)
-    assert engine.device_cache.dtype == engine._host_memory.tensor.dtype == torch.bfloat16
-    assert engine.device_cache.device.type == device
-    assert engine._host_memory.tensor.device.type == "cpu"
-    assert engine._host_memory.tensor.is_pinned() == (device == "cuda")
-    assert not engine.device_cache.any()
-    assert not engine._host_memory.tensor.any()
-    assert engine.device_cache[0, 0].nbytes == engine.spec.layer_block_bytes
+    assert engine.tensors[0].shape == (NUM_LAYERS, NUM_DEVICE_BLOCKS, 2, 2, 4, 8)
+    assert engine._host[0].tensor.shape == (NUM_LAYERS, NUM_HOST_BLOCKS, 2, 2, 4, 8)
+    assert engine.tensors[0].dtype == engine._host[0].tensor.dtype == torch.bfloat16
+    assert engine.tensors[0].device.type == device
+    assert engine._host[0].tensor.device.type == "cpu"
+    assert engine._host[0].tensor.is_pinned() == (device == "cuda")
+    assert not engine.tensors[0].any()
+    assert not engine._host[0].tensor.any()
+    assert engine.tensors[0][0, 0].nbytes == engine.spec.block_bytes // NUM_LAYERS
 
 
 def test_cpu_cache_is_aligned_to_a_cache_line():
     engine = make_engine()
     engine.allocate()
-    assert engine.device_cache.data_ptr() % 64 == 0
+    assert engine.tensors[0].data_ptr() % 64 == 0
     # The layers of a block lie side by side.
-    assert engine.device_cache.transpose(0, 1).is_contiguous()
+    assert engine.tensors[0].transpose(0, 1).is_contiguous()
 
 
 COMMITTED = """
@@ -82,21 +82,21 @@ from pathlib import Path
 import torch
 from kv_cache import host_memory
 from kv_cache.cache_engine import CacheEngine
-from kv_cache.cache_spec import CacheSpec
+from kv_cache.cache_spec import BlockLayer, CacheSpec
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 if sys.argv[1] == "control":
     host_memory.lazy_zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
-spec = CacheSpec(num_layers=4, num_kv_heads=8, head_size=128, dtype_bytes=4, block_size=16)
-engine = CacheEngine(spec, (2**15,), 2048, 0, torch.float32, torch.device("cpu"))
+spec = CacheSpec((BlockLayer(8, 128, 128),) * 4, dtype_bytes=4, block_size=16)
+engine = CacheEngine(spec, [(2**15,)], 2048, 0, torch.float32, torch.device("cpu"))
 before = resident_bytes()
 engine.allocate()
-assert engine.device_cache.nbytes == 2**30
-engine.device_cache[3, 2047, 0] = 1.0
+assert engine.tensors[0].nbytes == 2**30
+engine.tensors[0][3, 2047, 0] = 1.0
 print(resident_bytes() - before)
-assert engine.device_cache[3, 2047].sum() == 1.0
+assert engine.tensors[0][3, 2047].sum() == 1.0
 """
 
 
@@ -115,11 +115,11 @@ def test_cache_from_inference_mode_is_writable_outside_it():
     engine = make_engine()
     with torch.inference_mode():
         engine.allocate()
-    engine.device_cache[0, 0] = 1.0
+    engine.tensors[0][0, 0] = 1.0
     engine.execute(BlockOps(copy=((0, 1),)))
     with torch.inference_mode():
         engine.execute(BlockOps(copy=((1, 2),)))
-    assert engine.device_cache[0, 2].eq(1.0).all()
+    assert engine.tensors[0][0, 2].eq(1.0).all()
 
 
 def test_block_shape_must_match_the_block_size():
@@ -133,69 +133,69 @@ def test_released_cache_is_gone_and_can_be_reallocated():
     engine.allocate()
     with pytest.raises(AssertionError, match="allocated already"):
         engine.allocate()
-    engine.device_cache.fill_(1.0)
+    engine.tensors[0].fill_(1.0)
     engine.release()
     with pytest.raises(AssertionError, match="not allocated"):
-        _ = engine.device_cache
+        _ = engine.tensors[0]
     engine.allocate()
-    assert not engine.device_cache.any()
+    assert not engine.tensors[0].any()
 
 
 def test_copy_moves_all_layers_bit_for_bit(engine):
-    expected, host_before = bits(engine.device_cache), bits(engine._host_memory.tensor)
+    expected, host_before = bits(engine.tensors[0]), bits(engine._host[0].tensor)
     expected[:, 4] = expected[:, 0]
     expected[:, 2] = expected[:, 1]
     engine.execute(BlockOps(copy=((0, 4), (1, 2))))
-    assert torch.equal(bits(engine.device_cache), expected)
-    assert torch.equal(bits(engine._host_memory.tensor), host_before)
+    assert torch.equal(bits(engine.tensors[0]), expected)
+    assert torch.equal(bits(engine._host[0].tensor), host_before)
 
 
 def test_copy_reads_all_sources_before_writing(engine):
     """0 and 1 change places and 2 gets the old 1: no sequential order of these pairs is right."""
-    before = bits(engine.device_cache)
+    before = bits(engine.tensors[0])
     engine.execute(BlockOps(copy=((0, 1), (1, 0), (1, 2))))
-    after = bits(engine.device_cache)
+    after = bits(engine.tensors[0])
     assert torch.equal(after, before[:, [1, 0, 1, 3, 4]])
 
 
 def test_block_survives_swapping_out_and_in(engine):
-    before, host_before = bits(engine.device_cache), bits(engine._host_memory.tensor)
+    before, host_before = bits(engine.tensors[0]), bits(engine._host[0].tensor)
     engine.execute(BlockOps(swap_out=((1, 3), (4, 0))))
-    assert torch.equal(bits(engine._host_memory.tensor)[:, [3, 0]], before[:, [1, 4]])
-    assert torch.equal(bits(engine._host_memory.tensor)[:, [1, 2]], host_before[:, [1, 2]])
-    assert torch.equal(bits(engine.device_cache), before)
-    fill_with_random_bits(engine.device_cache, 3)
+    assert torch.equal(bits(engine._host[0].tensor)[:, [3, 0]], before[:, [1, 4]])
+    assert torch.equal(bits(engine._host[0].tensor)[:, [1, 2]], host_before[:, [1, 2]])
+    assert torch.equal(bits(engine.tensors[0]), before)
+    fill_with_random_bits(engine.tensors[0], 3)
     engine.execute(BlockOps(swap_in=((3, 2), (0, 0))))
-    assert torch.equal(bits(engine.device_cache)[:, [2, 0]], before[:, [1, 4]])
+    assert torch.equal(bits(engine.tensors[0])[:, [2, 0]], before[:, [1, 4]])
 
 
 def test_step_swaps_out_then_copies_then_swaps_in(engine):
     """Device block 0 leaves for the host and for block 3, and then host block 1 takes its place."""
-    device_before, host_before = bits(engine.device_cache), bits(engine._host_memory.tensor)
+    device_before, host_before = bits(engine.tensors[0]), bits(engine._host[0].tensor)
     engine.execute(BlockOps(swap_in=((1, 0),), swap_out=((0, 2),), copy=((0, 3),)))
-    assert torch.equal(bits(engine._host_memory.tensor)[:, 2], device_before[:, 0])
-    assert torch.equal(bits(engine.device_cache)[:, 3], device_before[:, 0])
-    assert torch.equal(bits(engine.device_cache)[:, 0], host_before[:, 1])
+    assert torch.equal(bits(engine._host[0].tensor)[:, 2], device_before[:, 0])
+    assert torch.equal(bits(engine.tensors[0])[:, 3], device_before[:, 0])
+    assert torch.equal(bits(engine.tensors[0])[:, 0], host_before[:, 1])
 
 
 def test_swapped_out_block_can_receive_a_copy(engine):
-    device_before = bits(engine.device_cache)
+    device_before = bits(engine.tensors[0])
     engine.execute(BlockOps(swap_out=((0, 2),), copy=((4, 0),)))
-    assert torch.equal(bits(engine._host_memory.tensor)[:, 2], device_before[:, 0])
-    assert torch.equal(bits(engine.device_cache)[:, 0], device_before[:, 4])
+    assert torch.equal(bits(engine._host[0].tensor)[:, 2], device_before[:, 0])
+    assert torch.equal(bits(engine.tensors[0])[:, 0], device_before[:, 4])
 
 
 def test_host_block_swaps_into_two_device_blocks(engine):
     """How a sequence that is swapped in and forks at once gets its two blocks."""
-    host_before = bits(engine._host_memory.tensor)
+    host_before = bits(engine._host[0].tensor)
     engine.execute(BlockOps(swap_in=((1, 0), (1, 3))))
-    assert torch.equal(bits(engine.device_cache)[:, [0, 3]], host_before[:, [1, 1]])
+    assert torch.equal(bits(engine.tensors[0])[:, [0, 3]], host_before[:, [1, 1]])
 
 
 def test_swap_in_reads_swap_outs_of_the_step(engine):
-    device_before = bits(engine.device_cache)
+    device_before = bits(engine.tensors[0])
     engine.execute(BlockOps(swap_out=((4, 1),), swap_in=((1, 2),)))
-    assert torch.equal(bits(engine.device_cache)[:, 2], device_before[:, 4])
+    assert torch.equal(bits(engine.tensors[0])[:, 2], device_before[:, 4])
 
 
 def test_blocks_beyond_staging_memory_move_in_batches(device, monkeypatch):
@@ -203,13 +203,13 @@ def test_blocks_beyond_staging_memory_move_in_batches(device, monkeypatch):
     engine = make_engine(device=device)
     monkeypatch.setattr(host_memory, "_STAGING_BYTES", engine.spec.block_bytes)
     engine.allocate()
-    fill_with_random_bits(engine.device_cache, 1)
-    before = bits(engine.device_cache)
+    fill_with_random_bits(engine.tensors[0], 1)
+    before = bits(engine.tensors[0])
     engine.execute(BlockOps(swap_out=((0, 3), (1, 2), (2, 1))))
-    engine.device_cache.zero_()
+    engine.tensors[0].zero_()
     engine.execute(BlockOps(swap_in=((3, 4), (2, 3), (1, 0))))
     engine.execute(BlockOps(swap_in=((2, 1),)))
-    assert torch.equal(bits(engine.device_cache)[:, [4, 3, 0, 1]], before[:, [0, 1, 2, 1]])
+    assert torch.equal(bits(engine.tensors[0])[:, [4, 3, 0, 1]], before[:, [0, 1, 2, 1]])
 
 
 # Random steps against a model of bytes.
@@ -252,7 +252,7 @@ def execute_on_bytes(blocks, block_ops):
 
 
 def bytes_of(engine):
-    caches = {"device": engine.device_cache, "host": engine._host_memory.tensor}
+    caches = {"device": engine.tensors[0], "host": engine._host[0].tensor}
     return {
         (memory, block): bits(cache[:, block]).numpy().tobytes()
         for memory, cache in caches.items()
@@ -263,8 +263,8 @@ def bytes_of(engine):
 def filled_engine(device="cpu", engine_class=CacheEngine):
     engine = make_engine(device=device, engine_class=engine_class)
     engine.allocate()
-    fill_with_random_bits(engine.device_cache, 1)
-    fill_with_random_bits(engine._host_memory.tensor, 2)
+    fill_with_random_bits(engine.tensors[0], 1)
+    fill_with_random_bits(engine._host[0].tensor, 2)
     return engine
 
 
@@ -306,16 +306,16 @@ def staged(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(host_memory, "indices", lambda block_ids, device: torch.tensor(block_ids))
     engine = filled_engine()
-    staging = torch.empty_like(engine._host_memory.tensor[:, :2])
-    engine._host = host_memory.CudaHostMemory(
-        engine.device_cache, engine._host_memory.tensor, staging, side, FakeEvent("staging read", notes)
-    )
+    staging = torch.empty_like(engine._host[0].tensor[:, :2])
+    event = FakeEvent("staging read", notes)
+    memory = host_memory.CudaHostMemory(engine.tensors[0], engine._host[0].tensor, staging, side, event)
+    engine._host = (memory,)
     return engine, notes
 
 
 def test_host_bytes_include_the_staging_buffers(staged):
     engine, _ = staged
-    block_bytes = engine.device_cache.nbytes // NUM_DEVICE_BLOCKS
+    block_bytes = engine.tensors[0].nbytes // NUM_DEVICE_BLOCKS
     assert engine.num_host_bytes == (NUM_HOST_BLOCKS + 2) * block_bytes
     engine.release()
     assert engine.num_host_bytes == 0
@@ -344,7 +344,7 @@ def test_pinned_memory_is_allocated_once_on_first_use():
 @given(history=st.lists(steps(NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS), min_size=1, max_size=4))
 def test_staged_blocks_match_the_byte_model(staged, history):
     engine, _ = staged
-    fill_with_random_bits(engine.device_cache, 3)
+    fill_with_random_bits(engine.tensors[0], 3)
     blocks = bytes_of(engine)
     for block_ops in history:
         engine.execute(block_ops)
@@ -411,9 +411,9 @@ def test_byte_comparison_detects_another_operation_order(engine_class):
 
 
 def test_empty_step_moves_nothing(engine):
-    before = bits(engine.device_cache)
+    before = bits(engine.tensors[0])
     engine.execute(BlockOps())
-    assert torch.equal(bits(engine.device_cache), before)
+    assert torch.equal(bits(engine.tensors[0]), before)
 
 
 @pytest.mark.parametrize(
@@ -434,8 +434,8 @@ def test_empty_step_moves_nothing(engine):
     ],
 )
 def test_invalid_pair_is_rejected_before_anything_moves(engine, block_ops, message):
-    device_before, host_before = bits(engine.device_cache), bits(engine._host_memory.tensor)
+    device_before, host_before = bits(engine.tensors[0]), bits(engine._host[0].tensor)
     with pytest.raises(ValueError, match=message):
         engine.execute(block_ops)
-    assert torch.equal(bits(engine.device_cache), device_before)
-    assert torch.equal(bits(engine._host_memory.tensor), host_before)
+    assert torch.equal(bits(engine.tensors[0]), device_before)
+    assert torch.equal(bits(engine._host[0].tensor), host_before)

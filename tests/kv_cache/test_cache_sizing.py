@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from cache_specs import uniform_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,10 +16,9 @@ from kv_cache.cache_sizing import (
     format_bytes,
     size_cache,
 )
-from kv_cache.cache_spec import CacheSpec
 
 GIB = 2**30
-SPEC = CacheSpec(num_layers=32, num_kv_heads=8, head_size=128, dtype_bytes=2, block_size=16)  # 2 MiB a block
+SPEC = uniform_spec(num_layers=32, num_kv_heads=8, head_size=128, dtype_bytes=2, block_size=16)  # 2 MiB a block
 MEASUREMENT = MemoryMeasurement(
     total_bytes=80 * GIB, weights_bytes=16 * GIB, activation_bytes=GIB, non_torch_bytes=GIB // 2
 )

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_specs import uniform_spec
 from waiting import wait_until
 
 from kv_cache import host_reserve
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_engine import CacheEngine
-from kv_cache.cache_spec import CacheSpec
-from kv_cache.host_memory import lazy_cache
+from kv_cache.host_memory import lazy_caches
 from kv_cache.host_reserve import HostReserve
 
 MIB = 2**20
@@ -75,7 +75,7 @@ def test_reserve_is_none_when_memory_is_exhausted():
 
 def test_cache_layout_starts_at_the_reserved_bytes():
     reserve = HostReserve()
-    cache = lazy_cache((3, 5, 8), torch.float32, reserve)
+    (cache,) = lazy_caches([(3, 5, 8)], torch.float32, reserve)
     assert cache.shape == (3, 5, 8)
     first = cache.data_ptr()
     assert [cache[layer, block].data_ptr() - first for block in (0, 1) for layer in range(3)] == [
@@ -84,28 +84,38 @@ def test_cache_layout_starts_at_the_reserved_bytes():
     assert not cache.any()
 
 
+@pytest.mark.parametrize("has_reserve", [True, False])
+def test_block_of_several_shapes_is_contiguous(has_reserve: bool):
+    reserve = HostReserve() if has_reserve else None
+    few, many = lazy_caches([(1, 5, 8), (2, 5, 2, 2)], torch.float32, reserve)
+    assert (few.shape, many.shape) == ((1, 5, 8), (2, 5, 2, 2))
+    places = [few[0, 1].data_ptr(), many[0, 1].data_ptr(), many[1, 1].data_ptr(), few[0, 2].data_ptr()]
+    assert [place - few.data_ptr() for place in places] == [64, 96, 112, 128]
+    assert lazy_caches([], torch.float32, reserve) == ()
+
+
 def test_cache_allocates_memory_without_a_fitting_reserve():
     class Small(HostReserve):
         def take(self, num_bytes: int) -> None:
             return None
 
-    cache = lazy_cache((3, 5, 8), torch.float32, Small())
+    (cache,) = lazy_caches([(3, 5, 8)], torch.float32, Small())
     assert cache.shape == (3, 5, 8)
     assert not cache.any()
 
 
 @pytest.mark.parametrize("has_reserve", [False, True])
 def test_blocks_move_alike_in_any_memory(has_reserve: bool):
-    spec = CacheSpec(num_layers=3, num_kv_heads=1, head_size=16, dtype_bytes=4, block_size=4)
-    engine = CacheEngine(spec, (128,), 6, 4, torch.float32, torch.device("cpu"))
+    spec = uniform_spec(num_layers=3, num_kv_heads=1, head_size=16, dtype_bytes=4, block_size=4)
+    engine = CacheEngine(spec, [(128,)], 6, 4, torch.float32, torch.device("cpu"))
     engine.allocate(HostReserve() if has_reserve else None)
     for block in range(6):
         for layer in range(3):
-            engine.device_cache[layer, block] = 10 * layer + block
+            engine.tensors[0][layer, block] = 10 * layer + block
     engine.execute(BlockOps(swap_out=((2, 1), (5, 3))))
     engine.execute(BlockOps(copy=((0, 2),)))
     engine.execute(BlockOps(swap_in=((1, 5), (3, 0))))
-    assert [[float(engine.device_cache[layer, block, 7]) for block in range(6)] for layer in range(3)] == [
+    assert [[float(engine.tensors[0][layer, block, 7]) for block in range(6)] for layer in range(3)] == [
         [10 * layer + block for block in (5, 1, 0, 3, 4, 2)] for layer in range(3)
     ]
 

@@ -79,7 +79,8 @@ def _rope(**changes: object) -> Break:
 
 
 def _plain_rope(model_config: ModelConfig) -> ModelConfig:
-    return replace(model_config, ropes=(RopeParameters(rope_theta=model_config.ropes[0].rope_theta),))
+    (rope,) = model_config.ropes
+    return replace(model_config, ropes=(RopeParameters(rope.size, rope_theta=rope.rope_theta),))
 
 
 def _windows(*windows: int) -> Break:

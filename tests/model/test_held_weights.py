@@ -68,7 +68,7 @@ def new_model(
     seed: int = 0,
 ) -> tuple[DecoderForCausalLM, dict[str, Tensor]]:
     """A packed model, and the values that it was filled with, by checkpoint name."""
-    backend = CpuBackend(LIBRARY, dtype, model_config.head_size, BLOCK_SIZE)
+    backend = CpuBackend(LIBRARY, dtype, (model_config.head_size,), BLOCK_SIZE)
     context = LayerContext(group or single_group(), kernels, backend, dtype, torch.device("cpu"))
     model = build_model(context, model_config, stage)
     model.weights.fill(model.weights.dummy(seed))

@@ -51,7 +51,7 @@ def use(folder: Path) -> str | None:
         # A rank looks at the memory before it makes anything.
         return None
     for rope in config.ropes:
-        rotary = RotaryEmbedding(rope, config.head_size, config.max_position_embeddings, torch.device("cpu"))
+        rotary = RotaryEmbedding(rope, config.max_position_embeddings, torch.device("cpu"))
         regime = config.rope_regime(config.max_position_embeddings + 1, config.max_position_embeddings + 2)
         angles = rotary.angles(torch.arange(2), torch.tensor([0, regime]), torch.float32)
         assert angles.cos.isfinite().all(), rope

@@ -50,7 +50,7 @@ def results_of(library: NativeLibrary, dtype: torch.dtype) -> list[Tensor]:
         kernels.rms_norm(x, weight[0], 1e-5),
     ]
     sizes = Sizes(dtype=dtype, group_size=3)
-    backend = CpuBackend(library, dtype, sizes.head_size, sizes.block_size)
+    backend = CpuBackend(library, dtype, (sizes.head_size,), sizes.block_size)
     results.append(run(backend, sequence(203, sizes), 100))
     results += together(backend, [sequence(length, sizes, length) for length in (1, 64, 130, 17)], [1, 1, 66, 3])
     return results

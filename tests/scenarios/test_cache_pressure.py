@@ -169,7 +169,7 @@ def test_comparison_detects_missing_swap_in(uninterrupted: dict[str, Ran], monke
     def loses_what_comes_back(self, block_ops):
         execute(self, block_ops)
         for _, block in block_ops.swap_in:
-            self.device_cache[:, block] = 0
+            self.tensors[0][:, block] = 0
 
     monkeypatch.setattr(CacheEngine, "execute", loses_what_comes_back)
     result = run(CROWDED, preemption_mode="swap", swap_space=0.5)

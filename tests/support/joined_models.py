@@ -38,7 +38,7 @@ PLAIN = ModelConfig(
     layers=(LAYER,) * 3,
     norm=NORM,
     max_position_embeddings=256,
-    ropes=(RopeParameters(rope_theta=10000.0),),
+    ropes=(RopeParameters(LAYER.head_size),),
     has_tied_embeddings=False,
     dtype="float32",
     eos_token_ids=(),
@@ -67,7 +67,7 @@ def new_model(
     """Packed, into int8 if it `has_bytes`; each rank of a group has other weights."""
     library = library_for(instruction_set)
     group = group or single_group()
-    backend = backend or CpuBackend(library, dtype, model_config.head_size, BLOCK_SIZE)
+    backend = backend or CpuBackend(library, dtype, (model_config.head_size,), BLOCK_SIZE)
     quantised = Int8CpuKernels(library, dtype) if has_bytes else None
     kernels = quantised or CpuKernels(library)
     context = LayerContext(group, kernels, backend, dtype, torch.device("cpu"), quantised=quantised)

@@ -8,6 +8,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from cache_specs import uniform_spec
+
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.sequence.outputs import Logprob
@@ -41,7 +43,7 @@ class FakeWorker(WorkerBase):
         self._note("load_model")
 
     def get_kv_cache_spec(self) -> CacheSpec:
-        return CacheSpec(num_layers=1, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=16)
+        return uniform_spec(num_layers=1, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=16)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         return 7, 0
@@ -154,7 +156,7 @@ class PlainWorker(FakeWorker):
     # The interface.
 
     def get_kv_cache_spec(self) -> CacheSpec:
-        return CacheSpec(num_layers=1 + self.rank, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=16)
+        return uniform_spec(num_layers=1 + self.rank, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=16)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         return 70 - self.rank, 5 + self.rank

@@ -417,8 +417,12 @@ class CacheConfig:
 class SchedulerConfig:
     """The scheduler: how much runs at once, and what happens where the cache does not suffice."""
 
-    max_num_seqs: int = vllm_option(
-        256, "sequences in a step; samples of one row beyond it (`n`, `best_of`) queue", least=1, is_common=True
+    max_num_seqs: int | None = vllm_option(
+        None,
+        "sequences in a step; samples of one row beyond it (`n`, `best_of`) queue; null: 256, or "
+        "`max_num_batched_tokens` if that is less",
+        least=1,
+        is_common=True,
     )
     max_num_batched_tokens: int = vllm_option(
         2048,
@@ -444,7 +448,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         """Check each key alone, and that every running sequence can have its token."""
         check_options(self, "scheduler")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"scheduler.max_num_batched_tokens={self.max_num_batched_tokens} is below "
                 f"scheduler.max_num_seqs={self.max_num_seqs}: each running sequence needs a token a step; "

@@ -71,10 +71,10 @@ def open_replicas(engine: Engine) -> Replicas | None:
 
 def num_wanted(engine: Engine, num_unfinished: int) -> int:
     """Number of sequences to admit next to `num_unfinished` unfinished ones: 0 while many wait to be scheduled."""
-    most_waiting = engine.config.scheduler.max_num_seqs // _WAITING_SHARE
+    most_waiting = engine.max_num_seqs // _WAITING_SHARE
     if engine.scheduler.queues.num_waiting > most_waiting:
         return 0
-    return max(engine.config.scheduler.max_num_seqs + most_waiting - num_unfinished, 0)
+    return max(engine.max_num_seqs + most_waiting - num_unfinished, 0)
 
 
 def _failure_text(engine: Engine, error: BaseException) -> str:

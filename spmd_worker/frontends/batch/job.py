@@ -337,7 +337,7 @@ def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: Vecto
 def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> None:
     runner = RowRunner(engine, model_name)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
-    most_unfinished = 2 * engine.config.scheduler.max_num_seqs
+    most_unfinished = 2 * engine.max_num_seqs
     timeout_s = engine.config.executor.timeout_s
     stepped_s = time.monotonic()
     while not rows.has_ended or runner.num_rows:

@@ -12,6 +12,7 @@ from kv_cache import host_reserve
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.host_reserve import HostReserve
 from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.resolved import highest_num_seqs
 from spmd_worker.worker.memory import host
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_mod
         // config.parallel.data_parallel_size
         // spec.block_size
         * spec.block_bytes,
-        config.scheduler.max_num_seqs * -(-max_model_len // spec.block_size) * spec.block_bytes,
+        highest_num_seqs(config) * -(-max_model_len // spec.block_size) * spec.block_bytes,
         host.available_bytes() // _FREE_MEMORY_DIVISOR // num_ranks,
     )
     if config.cache.num_blocks is not None:

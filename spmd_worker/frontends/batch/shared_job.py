@@ -113,7 +113,7 @@ class JobSharer:
         self._timeout_s = engine.config.executor.timeout_s
         self._sender = RowSender(round_)
         self._window = RowWindow(rows, lambda row: output.add(error_result(row)))
-        self._most_rows = max(1, min(_MAX_CHUNK_ROWS, engine.config.scheduler.max_num_seqs // _CHUNKS_PER_REPLICA))
+        self._most_rows = max(1, min(_MAX_CHUNK_ROWS, engine.max_num_seqs // _CHUNKS_PER_REPLICA))
         self._has_ended = False
         self._last_receive_s = float("-inf")
 

@@ -26,7 +26,7 @@ from spmd_worker.frontends.rank_program import (
 from spmd_worker.frontends.serve.exchange import RequestExchange
 from spmd_worker.frontends.serve.http_server import MORE_CONNECTIONS, bind, is_loopback, require_server
 from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
-from spmd_worker.resolved import find_model
+from spmd_worker.resolved import find_model, highest_num_seqs
 from spmd_worker.worker.memory.garbage import resume_collections
 
 KEY_VARIABLE: Final = "SPMD_WORKER_API_KEY"
@@ -117,7 +117,7 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
     from spmd_worker.frontends.serve.server import Listener, serve
 
     resume_collections()
-    exchange = RequestExchange(config.scheduler.max_num_seqs + config.serve.max_queued)
+    exchange = RequestExchange(highest_num_seqs(config) + config.serve.max_queued)
 
     def answer(watchdog: Watchdog) -> None:
         listener = None

@@ -78,6 +78,7 @@ def serve(
 def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange, listener: Listener) -> None:
     """Rank 0's part, with an engine that the other ranks follow."""
     config = engine.config
+    exchange.max_sequences = engine.max_num_seqs + config.serve.max_queued
     chat_format = model_chat_format(config.model, engine.tokenizer)
     models = engine_models(engine)
     reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer, chat_format, models)

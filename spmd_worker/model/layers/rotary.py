@@ -62,11 +62,11 @@ class Angles:
 class RotaryEmbedding:
     """Positions -> cosines and sines. `max_positions` is the length before scaling, tokens."""
 
-    def __init__(self, rope: RopeParameters, head_size: int, max_positions: int, device: torch.device) -> None:
-        self._rope, self._head_size, self._max_positions = rope, rope.rotary_size(head_size), max_positions
-        self._is_full = self._head_size == head_size and not (rope.is_interleaved or rope.query_growth)
-        self._frequencies = inverse_frequencies(rope, self._head_size).to(device)
-        self._exponents = _exponents(self._head_size).double().to(device)
+    def __init__(self, rope: RopeParameters, max_positions: int, device: torch.device) -> None:
+        self._rope, self._rotary_size, self._max_positions = rope, rope.rotary_size, max_positions
+        self._is_full = self._rotary_size == rope.size and not (rope.is_interleaved or rope.query_growth)
+        self._frequencies = inverse_frequencies(rope, self._rotary_size).to(device)
+        self._exponents = _exponents(self._rotary_size).double().to(device)
         self._amplitude = attention_factor(rope)
         self._amplitudes: Tensor | None = None
         """Of short and of long rows, if they differ."""
@@ -103,11 +103,11 @@ class RotaryEmbedding:
         if self._rope.rope_type == "longrope":
             return self._frequencies[regimes]
         # One pair has the same frequency under every base.
-        if self._rope.rope_type != "dynamic" or self._head_size == 2:
+        if self._rope.rope_type != "dynamic" or self._rotary_size == 2:
             return self._frequencies
         lengths = torch.maximum(positions + 1, regimes).clamp(min=self._max_positions).double()
         growth = self._rope.factor * lengths / self._max_positions - (self._rope.factor - 1)
-        base = self._rope.rope_theta * growth ** (self._head_size / (self._head_size - 2))
+        base = self._rope.rope_theta * growth ** (self._rotary_size / (self._rotary_size - 2))
         return (1.0 / base.unsqueeze(1) ** self._exponents).float()
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kv_cache.cache_spec import CacheSpec
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
@@ -89,3 +90,9 @@ class AttentionBackend(Protocol):
     def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> JoinedLayers | None:
         """All layers of a stage in one call, with the same results; None if not supported."""
         return None
+
+
+def block_shapes(backend: AttentionBackend, spec: CacheSpec) -> tuple[tuple[int, ...], ...]:
+    """Shape of one block of one layer, for each of `spec.shapes`."""
+    assert all(each.key_size == each.value_size for each in spec.shapes), spec.shapes
+    return tuple([backend.block_shape(each.num_heads, spec.block_size, each.key_size) for each in spec.shapes])

@@ -28,20 +28,21 @@ _HEAD_SIZE_STEP = 16
 _NOT_ROTATED = (None, None)  # no angles
 
 
-def cpu_backend_or_reason(dtype: torch.dtype, head_size: int, block_size: int) -> "CpuBackend | str":
+def cpu_backend_or_reason(dtype: torch.dtype, head_sizes: Sequence[int], block_size: int) -> "CpuBackend | str":
     """The compiled backend, or the reason if it does not support these sizes or this machine."""
-    reason = _unsupported(dtype, head_size, block_size)
+    reason = _unsupported(dtype, head_sizes, block_size)
     if reason is not None:
         return reason
     library = native_library()
-    return library if isinstance(library, str) else CpuBackend(library, dtype, head_size, block_size)
+    return library if isinstance(library, str) else CpuBackend(library, dtype, head_sizes, block_size)
 
 
-def _unsupported(dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+def _unsupported(dtype: torch.dtype, head_sizes: Sequence[int], block_size: int) -> str | None:
     if dtype not in NATIVE_DTYPES:
         return f"compiled attention computes in float32 and bfloat16, not in {dtype_name(dtype)}"
-    if head_size % _HEAD_SIZE_STEP != 0 or not 0 < head_size <= MAX_HEAD_SIZE:
-        return f"compiled attention needs a head size that is a multiple of 16 up to {MAX_HEAD_SIZE}, not {head_size}"
+    for size in head_sizes:
+        if size % _HEAD_SIZE_STEP != 0 or not 0 < size <= MAX_HEAD_SIZE:
+            return f"compiled attention needs a head size that is a multiple of 16 up to {MAX_HEAD_SIZE}, not {size}"
     if block_size < 2 or block_size & (block_size - 1):
         return f"compiled attention needs a block size that is a power of two from 2 on, not {block_size}"
     return None
@@ -62,14 +63,14 @@ class _CheckedMetadata:
 
 
 class CpuBackend(AttentionBackend):
-    """Implements `attention.backend.AttentionBackend` for one dtype, head size and block size."""
+    """Implements `attention.backend.AttentionBackend` for one dtype, the head sizes of a model and a block size."""
 
-    def __init__(self, library: NativeLibrary, dtype: torch.dtype, head_size: int, block_size: int) -> None:
-        reason = _unsupported(dtype, head_size, block_size)
+    def __init__(self, library: NativeLibrary, dtype: torch.dtype, head_sizes: Sequence[int], block_size: int) -> None:
+        reason = _unsupported(dtype, head_sizes, block_size)
         if reason is not None:
             raise ValueError(reason)
         self._library = library
-        self._dtype, self._head_size, self._block_size = dtype, head_size, block_size
+        self._dtype, self._head_sizes, self._block_size = dtype, tuple(head_sizes), block_size
         self._write = library.functions[f"write_{dtype_name(dtype)}"]
         self._attend = library.functions[f"attend_{dtype_name(dtype)}"]
         self._attend_projected = library.functions[f"attend_projected_{dtype_name(dtype)}"]
@@ -80,13 +81,15 @@ class CpuBackend(AttentionBackend):
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
         """Flat."""
-        assert (block_size, head_size) == (self._block_size, self._head_size), (block_size, head_size)
+        assert block_size == self._block_size, (block_size, self._block_size)
+        assert head_size in self._head_sizes, (head_size, self._head_sizes)
         return (2 * num_kv_heads * block_size * head_size,)
 
     def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
         """Tokens and heads may be strided."""
-        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
-        shape = (checked.num_tokens, self._num_kv_heads(layer_cache), self._head_size)
+        size, checked = key.shape[2], self._check(metadata, layer_cache)
+        cache = self._cache_arguments(layer_cache, size)
+        shape = (checked.num_tokens, self._num_kv_heads(layer_cache, size), size)
         self._write(
             *cache,
             *self._row_arguments(key, shape),
@@ -107,14 +110,14 @@ class CpuBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Tokens and heads of `query` may be strided."""
-        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
-        num_heads, num_kv_heads = query.shape[1], self._num_kv_heads(layer_cache)
+        (num_heads, size), checked = query.shape[1:], self._check(metadata, layer_cache)
+        cache, num_kv_heads = self._cache_arguments(layer_cache, size), self._num_kv_heads(layer_cache, size)
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         assert window >= 0, window
         if sinks is not None:
             sinks = sinks.contiguous()
             check_tensor(sinks, torch.float32, (num_heads,))
-        rows = self._row_arguments(query, (checked.num_tokens, num_heads, self._head_size))
+        rows = self._row_arguments(query, (checked.num_tokens, num_heads, size))
         output = torch.empty(query.shape, dtype=self._dtype)
         self._attend(
             *cache,
@@ -139,8 +142,10 @@ class CpuBackend(AttentionBackend):
     ) -> Tensor:
         """`angles` have the dtype of `projected`."""
         assert not metadata.sees_later, "this call is causal"
-        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
-        num_kv_heads, size, num_tokens = cache[2], self._head_size, checked.num_tokens
+        # Angles of all of a head, in halves.
+        size, checked = 2 * angles[0].shape[1], self._check(metadata, layer_cache)
+        cache = self._cache_arguments(layer_cache, size)
+        num_kv_heads, num_tokens = cache[2], checked.num_tokens
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         assert window >= 0, window
         check_tensor(projected, self._dtype, (num_tokens, (num_heads + 2 * num_kv_heads) * size))
@@ -159,14 +164,13 @@ class CpuBackend(AttentionBackend):
         return output
 
     def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> "CpuLayers | None":
-        assert all(layer.config.head_size == self._head_size for layer in layers), self._head_size
         joined = join_layers(self._library, layers, self._block_size, group)
         return None if joined is None else CpuLayers(self, joined)
 
-    def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor) -> StepPointers:
+    def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor, head_size: int) -> StepPointers:
         """Addresses of a step's metadata for caches like `layer_cache`; valid until the next step."""
         assert not metadata.sees_later, "joined layers are causal"
-        self._cache_arguments(layer_cache)
+        self._cache_arguments(layer_cache, head_size)
         checked = self._check(metadata, layer_cache)
         return StepPointers(
             *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
@@ -175,19 +179,17 @@ class CpuBackend(AttentionBackend):
             *(len(checked.context_lengths), checked.num_tokens),
         )
 
-    def _num_kv_heads(self, layer_cache: Tensor) -> int:
-        return layer_cache.shape[1] // (2 * self._block_size * self._head_size)
+    def _num_kv_heads(self, layer_cache: Tensor, head_size: int) -> int:
+        return layer_cache.shape[1] // (2 * self._block_size * head_size)
 
-    def _cache_arguments(self, layer_cache: Tensor) -> tuple[int, ...]:
+    def _cache_arguments(self, layer_cache: Tensor, head_size: int) -> tuple[int, ...]:
         assert layer_cache.dtype == self._dtype, (layer_cache.dtype, self._dtype)
         assert layer_cache.is_cpu, layer_cache.device
         assert layer_cache.ndim == 2, layer_cache.shape
         assert layer_cache.stride(1) == 1, layer_cache.stride()
-        num_kv_heads = self._num_kv_heads(layer_cache)
-        assert layer_cache.shape[1:] == self.block_shape(num_kv_heads, self._block_size, self._head_size), (
-            layer_cache.shape
-        )
-        sizes = (num_kv_heads, self._head_size, self._block_size)
+        num_kv_heads = self._num_kv_heads(layer_cache, head_size)
+        assert layer_cache.shape[1:] == self.block_shape(num_kv_heads, self._block_size, head_size), layer_cache.shape
+        sizes = (num_kv_heads, head_size, self._block_size)
         return (layer_cache.data_ptr(), layer_cache.stride(0), *sizes)
 
     def _row_arguments(self, rows: Tensor, shape: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -220,7 +222,8 @@ class CpuLayers:
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]), adapters)
+        pointers = self._backend.addresses(metadata, cache[0], 2 * angles[0].shape[1])
+        return self._layers.run(residual, angles, cache, pointers, adapters)
 
 
 def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> _CheckedMetadata:

@@ -23,11 +23,11 @@ HEAD_SIZES = range(16, 257)
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Work that a step's layers share. `plans` by window and number of heads."""
+    """Work that a step's layers share. `plans` by window, query heads, key-value heads and head size."""
 
     source: AttentionMetadata
     slots: Tensor
-    plans: dict[tuple[int, int], attention.PlannedAttention] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int, int], attention.PlannedAttention] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class TritonFixedAttention:
         self._tables = torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max_seqs, dtype=torch.int32, device=device)
-        self._plans: dict[tuple[int, int, int], attention.PlannedAttention] = {}
-        """Key: window, query heads and key-value heads."""
+        self._plans: dict[tuple[int, int, int, int], attention.PlannedAttention] = {}
+        """Key: window, query heads, key-value heads and head size."""
         self._filled: AttentionMetadata | None = None
         self._steps: dict[tuple[int, attention.Launches], AttentionMetadata] = {}
 
@@ -89,7 +89,7 @@ class TritonFixedAttention:
     ) -> attention.PlannedAttention:
         """The plan of layers with these heads and this window, made at the first call."""
         _, _, num_kv_heads, _, head_size = layer_cache.shape
-        key = (window, num_heads, num_kv_heads)
+        key = (window, num_heads, num_kv_heads, head_size)
         if key not in self._plans:
             assert self._filled is not None, "call fill first"
             of_step = (self._starts, self._lengths, self._tables)
@@ -163,17 +163,18 @@ class TritonBackend(AttentionBackend):
         if fixed is not None:
             return fixed.owner.plan(queries, layer_cache, num_heads, window, fixed.launches)
         plans = self._planned_step(metadata, layer_cache).plans
-        if (window, num_heads) not in plans:
-            _, _, num_kv_heads, _, head_size = layer_cache.shape
+        _, _, num_kv_heads, _, head_size = layer_cache.shape
+        key = (window, num_heads, num_kv_heads, head_size)
+        if key not in plans:
             starts, lengths = metadata.starts, metadata.lengths
-            plans[window, num_heads] = attention.plan_attention(
+            plans[key] = attention.plan_attention(
                 *(metadata.query_starts, metadata.context_lengths, metadata.block_tables),
                 *(num_heads, num_kv_heads, head_size, window),
                 itemsize=queries.element_size(),
                 later=metadata.num_later_keys(window),
                 on_device=None if starts is None or lengths is None else (starts, lengths),
             )
-        return plans[window, num_heads]
+        return plans[key]
 
 
 def _slots_of(metadata: AttentionMetadata, block_size: int) -> Tensor:

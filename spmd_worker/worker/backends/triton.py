@@ -126,7 +126,7 @@ class TritonDevice(DeviceBackend):
         if new_graph is None:
             return None
         scheduler, block_size = self.resolved.config.scheduler, self.resolved.config.cache.block_size
-        max_tokens, max_seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        max_tokens, max_seqs = scheduler.max_num_batched_tokens, self.resolved.max_num_seqs
         max_blocks = num_blocks_for(self.resolved.max_model_len, block_size)
         fixed = TritonFixedAttention(max_tokens, max_seqs, max_blocks, block_size, self.device)
         reset_sums = tensor.fast.reset_sums if isinstance(tensor.fast, PeerSums) else None
@@ -177,7 +177,7 @@ class TritonDevice(DeviceBackend):
                 self._warm_up_matmuls(runner, num_blocks, adapters)
             if graphs is None:
                 return
-            runner, max_seqs = new_runner(graphs), scheduler.max_num_seqs
+            runner, max_seqs = new_runner(graphs), self.resolved.max_num_seqs
             counts = [size for size in graphs.sizes if size < max_seqs]
             for number, count in enumerate((max_seqs, *reversed(counts))):
                 for each in adapters:
@@ -193,7 +193,7 @@ class TritonDevice(DeviceBackend):
         max_tokens = scheduler.max_num_batched_tokens
         if model_config.is_encoder:
             # Whose cache has the blocks of one step of at most `max_num_seqs`.
-            max_tokens = min(max_tokens, scheduler.max_num_seqs * max(1, self.resolved.max_model_len - 1))
+            max_tokens = min(max_tokens, self.resolved.max_num_seqs * max(1, self.resolved.max_model_len - 1))
         num_tokens = {*matmul.warm_up_rows(max_tokens), *self._expert_token_counts()}
         if len(adapters) > 1 and max_tokens > triton_adapters.MAX_FEW_ROWS:
             num_tokens.add(triton_adapters.MAX_FEW_ROWS + 1)
@@ -205,7 +205,7 @@ class TritonDevice(DeviceBackend):
             return
         dtype = getattr(torch, self.resolved.dtype)
         with torch.inference_mode():
-            for count in matmul.warm_up_rows(scheduler.max_num_seqs):
+            for count in matmul.warm_up_rows(self.resolved.max_num_seqs):
                 hidden = torch.zeros((count, model_config.hidden_size), dtype=dtype, device=self.device)
                 runner.model.compute_logits(hidden)
 

@@ -6,18 +6,18 @@ runtime's forward pass, rounded up.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
-from kv_cache.cache_spec import CacheSpec
+from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
-from spmd_worker.model_config.layer_config import float32_elements, layer_elements
+from spmd_worker.model_config.layer_config import LayerConfig, LayerShare, float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
-from spmd_worker.ranks.topology import RankLayout, Stage, expert_share, shard_range, stage_of, vocabulary_rows
+from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, stage_of, vocabulary_rows
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Prefill operations of a device per byte moved between it and the host: about 1 TFLOP/s to 7 GB/s in host memory, 400
@@ -31,26 +31,16 @@ StoredFormats = Mapping[int, StoredFormat]
 NOT_STORED: Final[StoredFormats] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class RankSizes:
-    """A tensor-parallel rank's share of each layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    num_columns: int
-    num_vocabulary_rows: int
+def rank_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> list[tuple[LayerConfig, LayerShare]]:
+    """The layers of global rank `rank`'s stage and its share of each; the layout has been checked against the model."""
+    stage, tensor_rank = stage_of(layout, model_config, rank), layout.tensor_rank(rank)
+    layers = model_config.layers
+    return [(layers[index], layer_share(layout, layers[index], index, tensor_rank)) for index in stage.indices]
 
 
-def rank_sizes(model_config: ModelConfig, layout: RankLayout, rank: int) -> RankSizes:
-    """The share of global rank `rank`; the layout has been checked against the model config."""
-    size, tensor_rank = layout.tensor_parallel_size, layout.tensor_rank(rank)
-    start, stop = shard_range(model_config.intermediate_size, size, tensor_rank)
-    return RankSizes(
-        num_heads=model_config.num_heads // size,
-        num_kv_heads=max(model_config.num_kv_heads // size, 1),
-        num_columns=stop - start,
-        num_vocabulary_rows=vocabulary_rows(model_config.vocab_size, size),
-    )
+def rank_vocabulary_rows(model_config: ModelConfig, layout: RankLayout) -> int:
+    """Rows of each rank's shard of the vocabulary."""
+    return vocabulary_rows(model_config.vocab_size, layout.tensor_parallel_size)
 
 
 def weights_bytes(
@@ -69,13 +59,11 @@ def weights_bytes(
     oneDNN's packing (without AMX) pads incomplete tiles beyond this. If nothing packs (no compiler, and a CPU on which
     oneDNN does not pack bfloat16), that copy is counted but not made.
     """
-    sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
-    stage = stage_of(layout, model_config, rank)
-    layers = _layers_elements(model_config, layout, rank, stage)
+    num_rows, hidden = rank_vocabulary_rows(model_config, layout), model_config.hidden_size
+    stage, kinds = stage_of(layout, model_config, rank), Counter(rank_layers(model_config, layout, rank))
+    layers = sum(count * layer_elements(layer, hidden, share) for (layer, share), count in kinds.items())
     # Bytes in addition to those in this dtype.
-    float32 = sum(
-        float32_elements(layer, hidden, sizes.num_heads) for layer in model_config.layers[stage.start : stage.stop]
-    )
+    float32 = sum(count * float32_elements(layer, hidden, share) for (layer, share), count in kinds.items())
     float32_bytes = float32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
     # A tied head shares the embedding's rows only if one stage has both and nothing packs.
     packs = device == "cpu" or quantization == "int8"
@@ -83,8 +71,8 @@ def weights_bytes(
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
     num_others = stage.is_first * (model_config.num_positions + model_config.num_token_types)
-    tables = num_tables * sizes.num_vocabulary_rows * model_config.embedding_size + num_others * hidden
-    image_rows = vocabulary_rows(model_config.num_embeddings, layout.tensor_parallel_size) - sizes.num_vocabulary_rows
+    tables = num_tables * num_rows * model_config.embedding_size + num_others * hidden
+    image_rows = vocabulary_rows(model_config.num_embeddings, layout.tensor_parallel_size) - num_rows
     tables += stage.is_first * image_rows * model_config.embedding_size
     # Every rank of a group has the complete projection, on the stage of its table.
     tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters
@@ -92,7 +80,7 @@ def weights_bytes(
     norm = num_norms * model_config.norm_parameters
     if model_config.is_encoder and model_config.pooling is not None and stage.is_last:
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
-    head_bias = sizes.num_vocabulary_rows * (model_config.has_head_bias and has_head) * stage.is_last
+    head_bias = num_rows * (model_config.has_head_bias and has_head) * stage.is_last
     num_bytes = (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
     num_bytes -= _bytes_saved(model_config, layout, rank, dtype, stored)
     if quantization is not None:
@@ -110,13 +98,10 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     """Bytes of one rank's LoRA adapters if as many are loaded as `limits` allow, of the largest rank, with matrices for
     all linear layers but experts. Of modules that a checkpoint fuses, which share A, less is needed.
     """
-    sizes, stage, total = rank_sizes(model_config, layout, rank), stage_of(layout, model_config, rank), 0
-    hidden, tensor_rank = model_config.hidden_size, layout.tensor_rank(rank)
-    for index in range(stage.start, stage.stop):
-        layer = model_config.layers[index]
-        query, key_value = sizes.num_heads * layer.head_size, sizes.num_kv_heads * layer.head_size
-        share = expert_share(layout, layer, index, tensor_rank)
-        columns = sizes.num_columns if share is None else share.num_shared_columns
+    stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
+    for layer, share in rank_layers(model_config, layout, rank):
+        query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
+        columns = share.num_columns if share.experts is None else share.experts.num_shared_columns
         modules = [(hidden, query), (hidden, key_value), (hidden, key_value), (query, hidden)]
         if columns:
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
@@ -143,8 +128,7 @@ def head_argmax_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, 
     is_plain = model_config.logit_divisor == 1.0 and not model_config.logit_cap and not model_config.has_head_bias
     if not has_head or not is_plain:
         return 0
-    num_rows = rank_sizes(model_config, layout, rank).num_vocabulary_rows
-    return argmax_bytes(num_rows, model_config.embedding_size, dtype, device)
+    return argmax_bytes(rank_vocabulary_rows(model_config, layout), model_config.embedding_size, dtype, device)
 
 
 def quantised_shapes(
@@ -153,37 +137,22 @@ def quantised_shapes(
     """Counts of a rank's quantised weights by (outputs, inputs, whether the rows are gate and up projections). The
     embedding is not quantised; a tied head that is, if it `has_head`, is a copy of it.
     """
-    sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
-    stage = stage_of(layout, model_config, rank)
+    stage, hidden = stage_of(layout, model_config, rank), model_config.hidden_size
     shapes: Counter[tuple[int, int, bool]] = Counter()
-    for layer in model_config.layers[stage.start : stage.stop]:
-        query, key_value = sizes.num_heads * layer.head_size, sizes.num_kv_heads * layer.head_size
-        first = sizes.num_columns * (1 + layer.is_gated)
+    for layer, share in rank_layers(model_config, layout, rank):
+        query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
+        first = share.num_columns * (1 + layer.is_gated)
         shapes[query + 2 * key_value, hidden, False] += 1
         shapes[hidden, query, False] += 1
         shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
-        shapes[hidden, sizes.num_columns, False] += 1
+        shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
-        shapes[sizes.num_vocabulary_rows, model_config.embedding_size, False] += 1
+        shapes[rank_vocabulary_rows(model_config, layout), model_config.embedding_size, False] += 1
     if model_config.own_embedding_size and stage.is_first:
         shapes[hidden, model_config.own_embedding_size, False] += 1
     if model_config.own_embedding_size and stage.is_last:
         shapes[model_config.own_embedding_size, hidden, False] += 1
     return shapes
-
-
-def _layers_elements(model_config: ModelConfig, layout: RankLayout, rank: int, stage: Stage) -> int:
-    """Elements of the rank's share of a stage's layers. Equal layers are computed once."""
-    sizes, tensor_rank = rank_sizes(model_config, layout, rank), layout.tensor_rank(rank)
-    indexed = [
-        (layer, expert_share(layout, layer, index, tensor_rank)) for index, layer in enumerate(model_config.layers)
-    ]
-    kinds = Counter(indexed[stage.start : stage.stop])
-    share = (sizes.num_heads, sizes.num_kv_heads, sizes.num_columns)
-    return sum(
-        count * layer_elements(layer, model_config.hidden_size, *share, experts)
-        for (layer, experts), count in kinds.items()
-    )
 
 
 def _bytes_saved(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, stored: StoredFormats) -> int:
@@ -233,29 +202,35 @@ def activation_bytes(
     gathered and as logprobs, and the fixed-point probability weights twice in float64. Quantised layers hold their
     inputs as bytes and, with several ranks, the int32 sums of all.
     """
-    sizes = rank_sizes(model_config, layout, rank)
-    heads = sizes.num_heads + 2 * sizes.num_kv_heads
-    has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
-    copies = 5 if has_copies or any(layer.qkv_clip for layer in model_config.layers) else 3
-    attention = copies * heads * model_config.head_size
-    if any(layer.qk_norm == "flat" for layer in model_config.layers):
-        attention += 3 * (model_config.num_heads + model_config.num_kv_heads) * model_config.head_size
-    if any(layer.qk_norm == "each_head" for layer in model_config.layers):
-        attention += 4 * heads * model_config.head_size
-    num_columns = sizes.num_columns * (16 if any(layer.activation == "xielu" for layer in model_config.layers) else 4)
+    kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
+    attention = max(_attention_elements(model_config, layer, share) for layer, share in kinds)
+    num_columns = max(share.num_columns * (16 if layer.activation == "xielu" else 4) for layer, share in kinds)
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     per_token = num_streams * model_config.hidden_size + max(
         attention, num_columns, _sparse_elements(model_config, layout)
     )
     if model_config.is_encoder:
         return num_tokens * per_token * DTYPE_BYTES[dtype]
-    logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
+    num_shard_rows = rank_vocabulary_rows(model_config, layout)
+    logits = num_rows * (num_shard_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     quantised = 0
     if quantization is not None:
         quantised = max(model_config.hidden_size, num_columns)
         if layout.tensor_parallel_size > 1 and quantization == "int8":
             quantised += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     return num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits
+
+
+def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
+    """Elements per token of queries, keys and values and of their copies in one layer."""
+    size, heads = layer.head_size, share.num_heads + 2 * share.num_kv_heads
+    has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
+    elements = (5 if has_copies or layer.qkv_clip else 3) * heads * size
+    if layer.qk_norm == "flat":
+        elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
+    if layer.qk_norm == "each_head":
+        elements += 4 * heads * size
+    return elements
 
 
 def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
@@ -274,9 +249,16 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
 
 def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:
     """One rank's share of the cache. Layers of an encoder, which has no cache, share one step's buffer."""
-    sizes = rank_sizes(model_config, layout, rank)
-    num_layers = 1 if model_config.is_encoder else stage_of(layout, model_config, rank).num_layers
-    return CacheSpec(num_layers, sizes.num_kv_heads, model_config.head_size, DTYPE_BYTES[dtype], block_size)
+    layers = tuple([block_layer(*each) for each in rank_layers(model_config, layout, rank)])
+    if model_config.is_encoder:
+        assert len(dict.fromkeys(layers)) == 1, f"layers of an encoder are alike: {layers}"
+        layers = layers[:1]
+    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size)
+
+
+def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
+    """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
+    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 
 def block_copy_tokens(model_config: ModelConfig, dtype: str, block_size: int, device: str) -> float:

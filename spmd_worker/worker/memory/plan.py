@@ -83,9 +83,17 @@ def resolve_swap_space_bytes(resolved: ResolvedRun) -> int:
     return int(wanted * 2**30)
 
 
+def num_tier_blocks(resolved: ResolvedRun, block_bytes: int) -> int:
+    """Blocks of the host tier; as many as can be in use at once where a block takes no bytes."""
+    num_bytes = int(resolved.config.cache.host_tier_gib * 2**30)
+    if num_bytes and not block_bytes:
+        return resolve_cache_need(resolved).num_blocks(resolved.config.cache.block_size)
+    return num_bytes // max(block_bytes, 1)
+
+
 def resolve_cache_need(resolved: ResolvedRun) -> CacheNeed:
     """The need of the maximum number of sequences."""
-    return CacheNeed(resolved.config.scheduler.max_num_seqs, resolved.max_model_len)
+    return CacheNeed(resolved.max_num_seqs, resolved.max_model_len)
 
 
 def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
@@ -122,9 +130,8 @@ def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) 
 
 def num_step_blocks(resolved: ResolvedRun) -> int:
     """Blocks that suffice for any step of an encoder, however its tokens are divided among sequences."""
-    scheduler, block_size = resolved.config.scheduler, resolved.config.cache.block_size
-    num_tokens = scheduler.max_num_batched_tokens
-    return num_tokens // block_size + min(num_tokens, scheduler.max_num_seqs)
+    block_size, num_tokens = resolved.config.cache.block_size, resolved.config.scheduler.max_num_batched_tokens
+    return num_tokens // block_size + min(num_tokens, resolved.max_num_seqs)
 
 
 def is_estimate_enough(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) -> bool:

@@ -4,7 +4,8 @@ Equal ranks share a line. Only the run itself measures a GPU's memory: the plan 
 """
 
 import textwrap
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Final
 
@@ -12,17 +13,18 @@ from kv_cache.block import num_blocks_for
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, format_bytes, num_swap_blocks
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.ranks.topology import RankLayout, stage_of
 from spmd_worker.replica.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.memory.estimate import (
-    RankSizes,
     activation_bytes,
     expert_bytes,
     head_argmax_bytes,
-    rank_sizes,
+    rank_layers,
+    rank_vocabulary_rows,
     weights_bytes,
 )
 from spmd_worker.worker.memory.plan import (
@@ -49,9 +51,10 @@ _COLUMNS: Final = ("ranks", "layers", "heads", "KV heads", "columns", "vocabular
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """A rank's share of the model, and its bytes."""
+    """A rank's share of the model, `layers` the distinct ones of its stage, and its bytes."""
 
-    sizes: RankSizes
+    layers: tuple[LayerShare, ...]
+    num_vocabulary_rows: int
     weights_bytes: int
     activation_bytes: int
     block_bytes: int
@@ -137,8 +140,9 @@ def describe_plan(plan: MemoryPlan) -> str:
     )
     lines = [
         f"model      {model_config.architecture}, {model_config.num_parameters:,} parameters, "
-        f"{model_config.num_layers} layers, hidden size {model_config.hidden_size:,}, {model_config.num_heads} heads, "
-        f"{model_config.num_kv_heads} KV heads",
+        f"{model_config.num_layers} layers, hidden size {model_config.hidden_size:,}, "
+        f"{_counts(layer.num_heads for layer in model_config.layers)} heads, "
+        f"{_counts(layer.num_kv_heads for layer in model_config.layers)} KV heads",
         *_merged(plan),
         *_quantised(plan),
         *_int8(plan),
@@ -169,13 +173,14 @@ def fold_plan(text: str) -> str:
 
 def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     model_config, layout, scheduler = resolved.model_config, resolved.layout, resolved.config.scheduler
-    num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    num_tokens, num_rows = scheduler.max_num_batched_tokens, resolved.max_num_seqs
     quantization = resolved.config.model.quantization
     stored = planned_stored_experts(resolved).formats
     weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization, stored)
     weights += _argmax_bytes(resolved, rank) + adapters_bytes_of(resolved, rank)
     return RankShare(
-        rank_sizes(model_config, layout, rank),
+        tuple(dict.fromkeys(share for _, share in rank_layers(model_config, layout, rank))),
+        rank_vocabulary_rows(model_config, layout),
         weights,
         activation_bytes(model_config, layout, rank, resolved.dtype, num_tokens, num_rows, quantization),
         cache_spec_of(resolved, rank).block_bytes,
@@ -320,8 +325,14 @@ def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...
     num_blocks = num_step_blocks(plan.resolved) if plan.resolved.model_config.is_encoder else plan.num_blocks
     cache = "measured" if num_blocks is None else format_bytes(num_blocks * share.block_bytes)
     num_layers = stage_of(plan.resolved.layout, plan.resolved.model_config, ranks[0]).num_layers
-    counts = [f"{count:,}" for count in (num_layers, *astuple(share.sizes))]
+    sizes = [(each.num_heads, each.num_kv_heads, each.num_columns) for each in share.layers]
+    counts = [f"{num_layers:,}", *map(_counts, zip(*sizes, strict=True)), f"{share.num_vocabulary_rows:,}"]
     return (_spans(ranks), *counts, format_bytes(share.weights_bytes), format_bytes(share.activation_bytes), cache)
+
+
+def _counts(counts: Iterable[int]) -> str:
+    """`8`, or `8/4` where layers differ."""
+    return "/".join(f"{count:,}" for count in dict.fromkeys(counts))
 
 
 def _spans(ranks: list[int]) -> str:
@@ -349,7 +360,7 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
         f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {plan.num_blocks * block_size:,} tokens "
         f"in all, {format_bytes(plan.block_bytes)} each",
         f"sequences  {plan.num_blocks // plan.num_blocks_of_longest:,} of {resolved.max_model_len:,} tokens "
-        f"(model.max_model_len) fit at once{where}; scheduler.max_num_seqs is {scheduler.max_num_seqs:,}",
+        f"(model.max_model_len) fit at once{where}; scheduler.max_num_seqs is {resolved.max_num_seqs:,}",
         f"swap       {_swap_space(plan)}",
         *(f"{'why' if index == 0 else '':<11}{reason.strip()}" for index, reason in enumerate(reasons)),
     ]

@@ -153,15 +153,16 @@ def prepared_step(
     """Context with a function that runs `steps` one after another on their own cache, which is allocated on entry and
     freed on exit. Where rows may have adapters, which need memory, all have one.
 
-    `engine` is not allocated yet. It may have fewer layers than the model, of which only that many run: layers are
-    alike and run one after another, so a few reach the same peak as all. The model has all layers again on exit.
+    `engine` is not allocated yet. It may have fewer layers than the model, of which only that many run: layers of a
+    kind run one after another, so a few reach the same peak as all. The model has all layers again on exit.
     """
     stack = model.model
     all_layers = stack.layers
     stack.layers = all_layers[: engine.spec.num_layers]
     try:
         engine.allocate()
-        engine.device_cache.zero_()  # host memory is taken when it is written
+        for tensor in engine.tensors:
+            tensor.zero_()  # host memory is taken when it is written
 
         def run() -> None:
             runner = new_runner(engine)

@@ -170,10 +170,11 @@ class ModelRunner:
             constrained = constrained_rows(scheduled)
             self._unconstrained = () if constrained else batch.rows
             self._grammars.begin(constrained)
-        cache = self._cache_engine.device_cache
+        cache = self._cache_engine.layer_caches
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
-            cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
+            (tensor,) = self._cache_engine.tensors
+            cache = tensor.expand(self.model.stage.num_layers, *tensor.shape[1:])
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
@@ -282,8 +283,8 @@ class ModelRunner:
 
     def _receiving(self, num_tokens: int) -> Transfer:
         shape = (num_tokens, self.model.model_config.hidden_size)
-        dtype = self._cache_engine.device_cache.dtype
-        return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
+        empty = torch.empty(shape, dtype=self._cache_engine.dtype, device=self._device)
+        return self._pipeline.receive_previous(empty)
 
     def _report(
         self, read_back: ReadBack, hidden: Tensor, token_ids: list[int], num_logprobs: int

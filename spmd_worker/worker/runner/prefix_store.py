@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kv_cache.cache_engine import LayerCaches
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.host_copies import to_device
@@ -38,8 +39,8 @@ class PrefixStore:
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in self._prefixes.values())
 
-    def write(self, scheduled: Sequence[ScheduledSequence], cache: Tensor) -> None:
-        """Write the virtual tokens of the rows that begin behind them in this step into `cache` [layers, blocks, ...].
+    def write(self, scheduled: Sequence[ScheduledSequence], cache: LayerCaches) -> None:
+        """Write the virtual tokens of the rows that begin behind them in this step into `cache` of each layer.
         Blocks that were found hold the same bytes already.
         """
         for sequence, _, _ in scheduled:
@@ -47,11 +48,12 @@ class PrefixStore:
                 if rows.kind == KEYS_VALUES and sequence.num_computed_tokens == rows.num_rows:
                     self._write(sequence, self._prefixes[rows.content], cache)
 
-    def _write(self, sequence: MirroredSequence, keys_values: Tensor, cache: Tensor) -> None:
+    def _write(self, sequence: MirroredSequence, keys_values: Tensor, cache: LayerCaches) -> None:
         num_tokens = keys_values.shape[2]
         metadata = self._metadata(sequence, num_tokens)
         on_device = to_device(keys_values, self._device)
         for layer_cache, (keys, values) in zip(cache, on_device, strict=True):
+            assert layer_cache is not None, "every layer keeps keys and values"
             self._attention.write(keys, values, layer_cache, metadata)
         self.num_written += num_tokens
 

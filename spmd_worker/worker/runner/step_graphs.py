@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kv_cache.cache_engine import LayerCaches
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import FixedAttention
@@ -116,7 +117,7 @@ class StepGraphs:
     def takes(self, batch: Batch) -> bool:
         return len(batch.token_ids) <= self.sizes[-1] and len(batch.attention.context_lengths) <= self._max_seqs
 
-    def forward(self, batch: Batch, cache: Tensor, incoming: Tensor | None) -> Tensor:
+    def forward(self, batch: Batch, cache: LayerCaches, incoming: Tensor | None) -> Tensor:
         """`DecoderStack.forward` -> [T, H], which the next step overwrites."""
         count = len(batch.token_ids)
         size = self._size_for(count)
@@ -179,7 +180,7 @@ class StepGraphs:
             self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != _ADAPTED}
 
     def _compute(
-        self, size: int, cache: Tensor, metadata: AttentionMetadata, has_incoming: bool, is_adapted: bool
+        self, size: int, cache: LayerCaches, metadata: AttentionMetadata, has_incoming: bool, is_adapted: bool
     ) -> None:
         self._reset_sums()
         adapters = None
@@ -226,12 +227,14 @@ class StepGraphs:
             self._graphs[key] = graph
             self.recording_s += time.perf_counter() - began_s
 
-    def _check_addresses(self, cache: Tensor) -> None:
+    def _check_addresses(self, cache: LayerCaches) -> None:
         """Drop all graphs if weights or cache were moved."""
-        if not self._must_check_addresses and cache.data_ptr() == self._addresses[0]:
+        caches = (cache,) if isinstance(cache, Tensor) else [each for each in cache if each is not None]
+        of_caches = tuple([each.data_ptr() for each in caches])
+        if not self._must_check_addresses and of_caches == self._addresses[: len(of_caches)]:
             return
-        tensors = (cache, *self._model.parameters(), *self._model.buffers())
-        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        addresses = (*of_caches, *[tensor.data_ptr() for tensor in tensors])
         if addresses != self._addresses:
             self.forget()
         self._addresses, self._must_check_addresses = addresses, False

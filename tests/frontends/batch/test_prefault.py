@@ -1,14 +1,14 @@
 from pathlib import Path
 
 import pytest
+from cache_specs import uniform_spec
 
 from kv_cache import host_reserve
-from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig, SchedulerConfig
 from spmd_worker.frontends.batch.prefault import estimate_tokens, prefault
 from spmd_worker.worker.memory import host
 
-SPEC = CacheSpec(num_layers=2, num_kv_heads=2, head_size=64, dtype_bytes=4, block_size=16)
+SPEC = uniform_spec(num_layers=2, num_kv_heads=2, head_size=64, dtype_bytes=4, block_size=16)
 BLOCK_BYTES = 2 * 2 * 2 * 64 * 4 * 16
 
 

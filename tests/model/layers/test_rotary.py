@@ -85,7 +85,7 @@ def test_rotation_rounds_where_transformers_rounds(architecture: str, kernels: K
     keys = {**SIZES, "head_dim": 64, "num_hidden_layers": 4}
     their_config = getattr(theirs, f"{prefix}Config")(**keys)
     config = model_config_of({**their_config.to_dict(), "architectures": [architecture]}, Path("config.json"))
-    rope = RotaryEmbedding(config.ropes[0], 64, config.max_position_embeddings, CPU)
+    rope = RotaryEmbedding(config.ropes[0], config.max_position_embeddings, CPU)
     generator = torch.Generator().manual_seed(3)
     query, key = (torch.randn(1, heads, 40, 64, generator=generator).bfloat16() for heads in (4, 2))
     positions = torch.arange(900, 940)
@@ -98,17 +98,17 @@ def test_rotation_rounds_where_transformers_rounds(architecture: str, kernels: K
     # Negative control: every other way of rounding gives other bits.
     ways = {"each step", "angles", "result"} - {config.ropes[0].rounding}
     for way in ways:
-        other = RotaryEmbedding(replace(config.ropes[0], rounding=way), 64, config.max_position_embeddings, CPU)
+        other = RotaryEmbedding(replace(config.ropes[0], rounding=way), config.max_position_embeddings, CPU)
         angles = other.angles(positions, torch.zeros_like(positions), torch.bfloat16)
         assert not torch.equal(angles.rotate(kernels, query[0].transpose(0, 1)), expected[0][0].transpose(0, 1))
 
 
 def test_fused_rotation_of_other_ropes_needs_float32():
     for way in ("each step", "angles", "result"):
-        rope = RotaryEmbedding(RopeParameters(rounding=way), 64, 100, CPU)
+        rope = RotaryEmbedding(RopeParameters(64, rounding=way), 100, CPU)
         assert rope.is_plain(torch.float32), "nothing is rounded there"
         assert rope.is_plain(torch.bfloat16) == (way == "each step")
-    assert not RotaryEmbedding(RopeParameters(is_interleaved=True), 64, 100, CPU).is_plain(torch.float32)
+    assert not RotaryEmbedding(RopeParameters(64, is_interleaved=True), 100, CPU).is_plain(torch.float32)
 
 
 def test_comparison_detects_frequencies_of_another_scaling():
@@ -118,11 +118,11 @@ def test_comparison_detects_frequencies_of_another_scaling():
     assert not torch.allclose(inverse_frequencies(rope, 64), frequencies, rtol=1e-6, atol=0)
 
 
-DYNAMIC = RopeParameters(rope_type="dynamic", factor=4.0)
+DYNAMIC = RopeParameters(16, rope_type="dynamic", factor=4.0)
 
 
 def angles(positions: list[int], prompt_lengths: list[int], max_positions: int = 100) -> torch.Tensor:
-    rotary = RotaryEmbedding(DYNAMIC, 16, max_positions, CPU)
+    rotary = RotaryEmbedding(DYNAMIC, max_positions, CPU)
     found = rotary.angles(torch.tensor(positions), torch.tensor(prompt_lengths), torch.float32)
     return torch.cat((found.cos, found.sin), dim=-1)
 
@@ -156,7 +156,7 @@ def test_dynamic_angles_depend_on_position_and_prompt_length():
 @pytest.mark.parametrize("rope_type", ["default", "dynamic"])
 def test_angles_need_no_synchronous_copies(rope_type: str):
     meta = torch.device("meta")
-    rotary = RotaryEmbedding(RopeParameters(rope_type=rope_type, factor=4.0), 16, 100, meta)
+    rotary = RotaryEmbedding(RopeParameters(16, rope_type=rope_type, factor=4.0), 100, meta)
     positions = torch.empty(7, dtype=torch.int64, device=meta)
     with DeviceWaits() as waits:
         angles = rotary.angles(positions, positions, torch.float32)

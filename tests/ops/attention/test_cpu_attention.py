@@ -29,7 +29,7 @@ each_dtype = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32
 
 
 def backend_for(instruction_set: str, sizes: Sizes) -> CpuBackend:
-    return CpuBackend(library_for(instruction_set), sizes.dtype, sizes.head_size, sizes.block_size)
+    return CpuBackend(library_for(instruction_set), sizes.dtype, (sizes.head_size,), sizes.block_size)
 
 
 def is_close(result, expected, dtype) -> bool:
@@ -379,14 +379,14 @@ def test_metadata_out_of_bounds_is_rejected(field, value, words):
 
 
 def test_what_is_not_supported_is_said_in_words():
-    assert "float16" in str(cpu_backend_or_reason(torch.float16, 64, 16))
-    assert "not 72" in str(cpu_backend_or_reason(FLOAT32, 72, 16))
-    assert "not 512" in str(cpu_backend_or_reason(FLOAT32, 512, 16))
-    assert "not 24" in str(cpu_backend_or_reason(FLOAT32, 64, 24))
-    assert "not 1" in str(cpu_backend_or_reason(FLOAT32, 64, 1))
-    assert isinstance(cpu_backend_or_reason(BFLOAT16, 80, 2), CpuBackend)
+    assert "float16" in str(cpu_backend_or_reason(torch.float16, (64,), 16))
+    assert "not 72" in str(cpu_backend_or_reason(FLOAT32, (72,), 16))
+    assert "not 512" in str(cpu_backend_or_reason(FLOAT32, (512,), 16))
+    assert "not 24" in str(cpu_backend_or_reason(FLOAT32, (64,), 24))
+    assert "not 1" in str(cpu_backend_or_reason(FLOAT32, (64,), 1))
+    assert isinstance(cpu_backend_or_reason(BFLOAT16, (80,), 2), CpuBackend)
     with pytest.raises(ValueError, match="multiple of 16"):
-        CpuBackend(library_for(NATIVE), FLOAT32, 72, 16)
+        CpuBackend(library_for(NATIVE), FLOAT32, (72,), 16)
 
 
 BOTH_WAYS = [

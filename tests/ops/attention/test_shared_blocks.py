@@ -74,7 +74,7 @@ def grow(branches: list[Branch], sizes: Sizes) -> tuple[list[Sequence], list[Ten
 
 
 def backend_for(instruction_set: str, sizes: Sizes) -> CpuBackend:
-    return CpuBackend(library_for(instruction_set), sizes.dtype, sizes.head_size, sizes.block_size)
+    return CpuBackend(library_for(instruction_set), sizes.dtype, (sizes.head_size,), sizes.block_size)
 
 
 def assert_sharing_changes_no_bit(instruction_set: str, branches: list[Branch], sizes: Sizes) -> list[Tensor]:

@@ -4,18 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cache_specs import uniform_spec
 from torch import nn
 
 from kv_cache.cache_engine import CacheEngine
-from kv_cache.cache_spec import CacheSpec
 from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
 
 CPU = torch.device("cpu")
 
 
 def new_engine(num_layers: int) -> CacheEngine:
-    spec = CacheSpec(num_layers, num_kv_heads=1, head_size=4, dtype_bytes=4, block_size=2)
-    return CacheEngine(spec, (16,), 3, 0, torch.float32, CPU)
+    spec = uniform_spec(num_layers, num_kv_heads=1, head_size=4, dtype_bytes=4, block_size=2)
+    return CacheEngine(spec, [(16,)], 3, 0, torch.float32, CPU)
 
 
 class Runner:
@@ -27,7 +27,7 @@ class Runner:
         self.model, self.engine, self.seen = model, engine, []
 
     def forward(self, step, scheduled):
-        self.seen.append((step, len(scheduled), len(self.model.model.layers), self.engine.device_cache.shape[0]))
+        self.seen.append((step, len(scheduled), len(self.model.model.layers), self.engine.tensors[0].shape[0]))
 
     def sample(self):
         self.seen.append("sampled")
@@ -43,12 +43,12 @@ def test_prepared_step_runs_cache_layers_then_restores_model(model, num_layers):
     layers, engine = model.model.layers, new_engine(num_layers)
     runner = Runner(model, engine)
     with prepared_step(model, engine, lambda _: runner, max_step(4, 4, 10, 2)) as run:
-        assert engine.device_cache.shape[0] == num_layers
+        assert engine.tensors[0].shape[0] == num_layers
         run()
     assert runner.seen == [(0, 4, num_layers, num_layers), "sampled"]
     assert model.model.layers is layers
     with pytest.raises(AssertionError, match="not allocated"):
-        _ = engine.device_cache
+        _ = engine.tensors[0]
 
 
 def test_several_steps_run_one_after_the_other(model):
@@ -76,7 +76,7 @@ def test_failed_step_restores_model_and_frees_cache(model):
     assert model.model.layers is layers
     assert len(model.model.layers) == 5
     with pytest.raises(AssertionError, match="not allocated"):
-        _ = engine.device_cache
+        _ = engine.tensors[0]
 
 
 def test_max_step_filters_one_row_on_cpu():

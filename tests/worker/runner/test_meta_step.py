@@ -15,6 +15,7 @@ from kv_cache.cache_engine import CacheEngine
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
+from spmd_worker.ops.attention.backend import block_shapes
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.sampling.sampler import Sampler
@@ -46,8 +47,7 @@ def new_runner(kernels: ReferenceKernels, folder: Path = MODEL, *, keeps_state: 
     context = LayerContext(single_group(), kernels, attention, torch.float32, META)
     model = build_model(context, config, complete_model(config))
     spec = cache_spec(config, resolved.layout, 0, "float32", BLOCK_SIZE)
-    shape = attention.block_shape(spec.num_kv_heads, BLOCK_SIZE, spec.head_size)
-    engine = CacheEngine(spec, shape, 16, 0, torch.float32, META)
+    engine = CacheEngine(spec, block_shapes(attention, spec), 16, 0, torch.float32, META)
     engine.allocate()
     sampler = Sampler(single_group(), 0, config.vocab_size, config.eos_token_ids, "raw_logprobs", kernels)
     return ModelRunner(model, engine, sampler, BLOCK_SIZE, single_group(), keeps_state=keeps_state)

@@ -54,7 +54,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         vocab_size=resolved.model_config.vocab_size,
         eos_token_ids=resolved.model_config.eos_token_ids,
         max_model_len=resolved.max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
+        max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         enable_chunked_prefill=scheduler.enable_chunked_prefill,
         num_blocks=cache.num_blocks,

@@ -175,8 +175,8 @@ class NativeLayers:
 def join_layers(
     library: NativeLibrary, layers: Sequence[JoinableLayer], block_size: int, group: GroupHandle
 ) -> NativeLayers | None:
-    """None if the call does not compute one of the layers, a weight is not in panels, the group does not exchange
-    tensors in shared memory, or its ranks exchange int8 sums.
+    """None if the call does not compute one of the layers, layers differ in sizes, a weight is not in panels, the group
+    does not exchange tensors in shared memory, or its ranks exchange int8 sums.
     """
     fast = group.fast
     if not (fast is None and group.size == 1) and not isinstance(fast, SharedMemoryGroup):
@@ -184,6 +184,8 @@ def join_layers(
     if not layers or not all(_computes(layer.config) for layer in layers):
         return None
     weights, sizes = [layer.weights() for layer in layers], layers[0].sizes()
+    if any(layer.sizes() != sizes for layer in layers):
+        return None
     if not (all(map(_is_packed, weights)) or (group.size == 1 and all(map(_has_bytes, weights)))):
         return None
     for each in weights:
