@@ -76,7 +76,7 @@ class ExpertsConfig:
         columns = share.num_columns
         each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
         shared = 3 * hidden_size * share.num_shared_columns
-        if self.has_shared_bias and self.shared_size:
+        if self.has_shared_bias and share.num_shared_columns:
             shared += 2 * share.num_shared_columns + hidden_size
         return share.num_experts * each + shared + self.router_elements(hidden_size)
 
