@@ -202,6 +202,29 @@ BAD = [
     ("Qwen2Moe", {"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list of layers, from 0 on"),
     ("Qwen2Moe", {"use_sliding_window": 1}, "use_sliding_window=1 must be true or false"),
     ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
+    ("HYV3", {"mlp_layer_types": ["sparse"] * 3}, "must list 4 of dense and sparse"),
+    ("HYV3", {"mlp_layer_types": ["sparse", "dense", "moe", "sparse"]}, "must list 4 of dense and sparse"),
+    ("ExaoneMoe", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG' must be a whole number from 1"),
+    ("Ernie4_5_Moe", {"moe_layer_end_index": -2}, "moe_layer_end_index=-2 must be a whole number from -1"),
+    ("Ernie4_5_Moe", {"moe_k": 65}, "moe_k=65 is more than the 64 experts that a token can choose from"),
+    ("Ernie4_5_Moe", {"moe_norm_min": 0}, "moe_norm_min=0 must be a number from 1e-12 to 1e+12"),
+    ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": [2, 2, 2]}, "moe_topk=[2, 2, 2] must list 4 numbers"),
+    ("HunYuanMoEV1", {"num_experts": [8, 8, 2, 8], "moe_topk": 3}, "moe_topk=3 is more than the 2 experts"),
+    ("HunYuanMoEV1", {"num_experts": [8, 8, "2", 8]}, "num_experts='2' must be a whole number from 1 to 4096"),
+    ("GraniteMoeSWA", {"layer_rope_theta": [0, 1e4]}, "layer_rope_theta=[0, 10000.0] must list 4 numbers"),
+    ("GraniteMoeSWA", {"layer_rope_theta": [0, 1e4, False, 1]}, "layer_rope_theta=False must be a number from 1e-12"),
+    (
+        "GraniteMoeSWA",
+        {"layer_rope_theta": [1, 1, 1, 2], "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "layer_rope_theta=[1, 1, 1, 2] must be above 1, or 0, with rope_type yarn",
+    ),
+    ("Phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported, only 2"),
+    ("Phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supported, only default"),
+    (
+        "Phimoe",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2], "short_mscale": 1.1}},
+        "rope longrope long_mscale=None must be a number",
+    ),
     ("Llama4", {}, "its layers have experts of a form that does not run"),
 ]
 
@@ -213,6 +236,42 @@ def test_invalid_expert_keys_are_rejected_by_key(family: str, keys: dict[str, An
         read_model_files(tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+BAD_STEP = [
+    ({"gating": "per-element"}, "gating='per-element' is not supported, only True"),
+    ({"swiglu_limits": [1.0] * 3}, "swiglu_limits=[1.0, 1.0, 1.0] must list 4 numbers"),
+    ({"swiglu_limits_shared": [-1, 0, 0, 0]}, "swiglu_limits_shared=-1 must be a number from 1e-12"),
+    ({"moe_layers_enum": "1,x"}, "moe_layers_enum='1,x' must list layers"),
+    ({"moe_layers_enum": 3}, "moe_layers_enum=3 must list layers"),
+    ({"layer_types": ["sliding_attention"] * 4}, "leaves sliding_attention in layer_types without a window"),
+    ({"num_sliding_attention_heads": 12}, "num_sliding_attention_heads=12 is not a multiple of num_key_value_heads=8"),
+    ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config={'1': {'head_dim': 8}} is not supported, only num"),
+    ({"rope_theta": [1e4]}, "rope_theta=[10000.0] must list 4 numbers"),
+    ({"rope_theta": 1e4, "rope_scaling": 3}, "rope_scaling=3 must be an object"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be a whole number from 1 to 1024"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), BAD_STEP, ids=[next(iter(keys)) for keys, _ in BAD_STEP])
+def test_invalid_keys_of_step_are_rejected_by_key(keys: dict[str, Any], message: str):
+    config = minimal_file("Step3p7ForConditionalGeneration")
+    with pytest.raises(SpmdError, match=r"config\.json") as caught:
+        model_config_of({**config, "text_config": {**config["text_config"], **keys}}, Path("config.json"))
+    assert message in str(caught.value)
+
+
+def test_layers_of_hunyuan_have_counts_of_their_own():
+    """transformers cannot build a file with a list of experts: the sizes are compared with the file alone."""
+    config = {**minimal_file("HunYuanMoEV1ForCausalLM"), "num_experts": [8, 4, 4, 2, 9], "moe_topk": [3, 2, 1, 2]}
+    model_config = model_config_of(config, Path("config.json"))
+    found = [(layer.experts.num_experts, layer.experts.num_chosen) for layer in model_config.layers if layer.experts]
+    assert found == [(8, 3), (4, 2), (4, 1), (2, 2)]
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    shapes = build_model(context, model_config).weights.shapes
+    assert [shapes[f"model.layers.{layer}.mlp.gate.wg.weight"][0] for layer in range(4)] == [8, 4, 4, 2]
+    assert "model.layers.3.mlp.experts.1.up_proj.weight" in shapes
+    assert "model.layers.3.mlp.experts.2.up_proj.weight" not in shapes
 
 
 COUNTS_OF_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")

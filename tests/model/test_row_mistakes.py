@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from expert_checkpoints import CASES, expert_folder, expert_reference
-from expert_models import their_logits
+from expert_models import new_model, their_logits
 from family_checkpoints import family_folder, family_reference
 from model_configs import with_layers, with_ropes
 from our_model import prompt_logits
 from reference_models import random_prompt, relative_error
-from test_families import new_model
 from thread_groups import on_ranks
 from torch import Tensor
 from two_stages import TwoStages
@@ -70,7 +69,6 @@ IN_CONFIG: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("granite_moe_swa", "one base for all layers", with_one_rope),
     ("nanochat", "rotated forwards", lambda config: with_ropes(config, is_backward=False)),
     ("nanochat", "no norm of embeddings", lambda config: replace(config, has_embedding_norm=False)),
-    ("nanochat", "norms before rotation", lambda config: with_layers(config, qk_norm="head")),
     ("nanochat", "no cap of logits", lambda config: replace(config, logit_cap=0.0)),
     ("hy_v3", "no scaling", lambda config: with_experts(config, scaling=1.0)),
     ("exaone_moe", "full layers rotated", with_one_rope),
