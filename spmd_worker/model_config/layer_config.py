@@ -122,9 +122,9 @@ class LayerConfig:
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
-    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert: min(act(gate),
-    bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the sigmoid of a number
-    that is projected from the layer's input; "" for no gate.
+    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
+    min(act(gate), bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the
+    sigmoid of a number that is projected from the layer's input; "" for no gate.
     """
 
     num_heads: int

@@ -513,9 +513,7 @@ def _ropes(
         return tuple([replace(each, rounding=rope.rounding) for each in ropes])
     found = read_rope(reader, max_positions, head_size, rope.rotary_size_key, may_be_partial=rope.may_be_partial)
     found = found if rope.adjust is None else rope.adjust(found, reader, head_size)
-    found = replace(
-        found, is_interleaved=rope.is_interleaved, is_backward=rope.is_backward, rounding=rope.rounding
-    )
+    found = replace(found, is_interleaved=rope.is_interleaved, is_backward=rope.is_backward, rounding=rope.rounding)
     if thetas is None:
         return (found,)
     if found.rope_type == "yarn" and any(0 < theta <= 1 for theta in thetas):

@@ -219,7 +219,11 @@ BAD = [
         "layer_rope_theta=[1, 1, 1, 2] must be above 1, or 0, with rope_type yarn",
     ),
     ("Phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported, only 2"),
-    ("Phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supported, only default"),
+    (
+        "Phimoe",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type='linear' is not supported, only default",
+    ),
     (
         "Phimoe",
         {"rope_scaling": {"type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2], "short_mscale": 1.1}},
@@ -246,7 +250,10 @@ BAD_STEP = [
     ({"moe_layers_enum": 3}, "moe_layers_enum=3 must list layers"),
     ({"layer_types": ["sliding_attention"] * 4}, "leaves sliding_attention in layer_types without a window"),
     ({"num_sliding_attention_heads": 12}, "num_sliding_attention_heads=12 is not a multiple of num_key_value_heads=8"),
-    ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config={'1': {'head_dim': 8}} is not supported, only num"),
+    (
+        {"per_layer_config": {"1": {"head_dim": 8}}},
+        "per_layer_config={'1': {'head_dim': 8}} is not supported, only num",
+    ),
     ({"rope_theta": [1e4]}, "rope_theta=[10000.0] must list 4 numbers"),
     ({"rope_theta": 1e4, "rope_scaling": 3}, "rope_scaling=3 must be an object"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be a whole number from 1 to 1024"),

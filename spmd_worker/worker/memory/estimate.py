@@ -200,10 +200,10 @@ def activation_bytes(
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gate and up columns and their product; fused layers hold one of each at the same time. Heads with partial or
     interleaved rotation, clipping or query growth are copied twice more; heads with individual norm weights, and xIELU
-    columns, in float32. Bounded gates and ups are copied. Flat norms hold the heads of all ranks; parallel layers keep the feed-forward's input. Sparse
-    layers hold the outputs of a token's experts and sums in float32. The sampler holds float32 logits as shards,
-    gathered and as logprobs, and the fixed-point probability weights twice in float64. Quantised layers hold their
-    inputs as bytes and, with several ranks, the int32 sums of all.
+    columns, in float32. Bounded gates and ups are copied. Flat norms hold the heads of all ranks; parallel layers keep
+    the feed-forward's input. Sparse layers hold the outputs of a token's experts and sums in float32. The sampler holds
+    float32 logits as shards, gathered and as logprobs, and the fixed-point probability weights twice in float64.
+    Quantised layers hold their inputs as bytes and, with several ranks, the int32 sums of all.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_attention_elements(model_config, layer, share) for layer, share in kinds)
