@@ -288,9 +288,7 @@ def _new_replica(
         config.scheduler.max_num_batched_tokens,
         config.scheduler.enable_chunked_prefill,
         config.cache.enable_prefix_caching,
-        PreemptionPolicy(
-            config.scheduler.preemption_mode, copy_tokens, slot_copy_tokens(model_config, dtype, device)
-        ),
+        PreemptionPolicy(config.scheduler.preemption_mode, copy_tokens, slot_copy_tokens(model_config, dtype, device)),
         WATERMARK_BLOCKS_PER_SEQUENCE,
         config.parallel.pipeline_parallel_size,
         resolved.num_steps_ahead,

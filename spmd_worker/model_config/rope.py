@@ -25,7 +25,7 @@ class RopeParameters:
 
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
     derive it; lengths are in tokens. The first `partial_factor` of a head's `size` elements is rotated. LongRoPE
-    divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs
+        divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs
     are neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied
     by (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: by the negative angles.
     LongRoPE's `short_mscale` and `long_mscale`, if above 0, multiply cosines and sines instead of the factor.
