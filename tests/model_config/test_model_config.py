@@ -220,7 +220,7 @@ def test_older_and_newer_rope_keys_are_equal():
 
 def test_yarn_derives_missing_length_and_factor():
     assert shape_of(max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}).ropes == (
-        RopeParameters(6, rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
+        RopeParameters(2, rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
     )
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 64}
     assert shape_of(max_position_embeddings=256, rope_parameters=scaling).ropes[0].factor == 4.0

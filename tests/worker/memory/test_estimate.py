@@ -7,6 +7,7 @@ import pytest
 import torch
 from model_configs import families, spelled, with_layers
 from native_libraries import WITH_AMX, library_for, needs_onednn_bfloat16
+from two_shapes import with_two_shapes
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
@@ -106,6 +107,20 @@ def test_weights_bytes_equal_parameters_on_every_stage(layers: tuple[int, ...], 
         expected = parameter_bytes(model_config, 2, layout.tensor_rank(rank), "bfloat16", stage)
         assert weights_bytes(model_config, layout, rank, "bfloat16", "cuda") == expected, rank
         assert cache_spec(model_config, layout, rank, "bfloat16", 16).num_layers == layers[layout.pipeline_rank(rank)]
+
+
+@pytest.mark.parametrize("layers", [(3,), (1, 2)])
+def test_layers_of_two_shapes_count_by_their_own(layers: tuple[int, ...]):
+    model_config, layout = with_two_shapes(new_shape()), RankLayout(2, len(layers), 1, layers)
+    for rank in range(layout.world_size):
+        stage = stage_of(layout, model_config, rank)
+        expected = parameter_bytes(model_config, 2, layout.tensor_rank(rank), "bfloat16", stage)
+        assert weights_bytes(model_config, layout, rank, "bfloat16", "cuda") == expected, rank
+        sizes = [
+            None if each is None else each.token_size
+            for each in cache_spec(model_config, layout, rank, "bfloat16", 16).layers
+        ]
+        assert sizes == [2 * 48 if index % 2 else 2 * 6 for index in stage.indices]
 
 
 def test_image_rows_count_on_first_stage_only():
