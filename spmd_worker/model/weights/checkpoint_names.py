@@ -290,11 +290,11 @@ class CheckpointNames:
         # Layers of one kind have the same tensors.
         of_kind: dict[LayerConfig, dict[str, ModelTensor]] = {}
         for index, layer in enumerate(layers):
-            kind, prefix = replace(layer, window=0, rope=None), self._layer_prefix(index)
-            if kind not in of_kind:
+            prefix = self._layer_prefix(index)
+            if layer not in of_kind:
                 pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
-                of_kind[kind] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
-            found |= {prefix + name: tensor for name, tensor in of_kind[kind].items()}
+                of_kind[layer] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
+            found |= {prefix + name: tensor for name, tensor in of_kind[layer].items()}
         return found
 
     def _is_of_later_layer(self, name: str) -> bool:
