@@ -17,8 +17,10 @@ from spmd_worker import LLM
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.engine.engine import CHECK_VARIABLE
 
-KIND = "qwen3_5"
-every_kind = pytest.mark.parametrize("kind", [KIND])
+KIND = "lfm2"
+every_kind = pytest.mark.parametrize(
+    "kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in ("lfm2_moe", "lfm3"))]
+)
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 17 tokens": {"max_num_batched_tokens": 17},

@@ -1,10 +1,14 @@
 """Small models with recurrent states, rows for them, and what `LLM` answers to these."""
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from delta_checkpoints import delta_folder
+import transformers
+from conv_checkpoints import CASES
+from family_checkpoints import stir
+from run_folder import made_once
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 
@@ -18,9 +22,17 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def state_folder(kind: str) -> Path:
-    """The checkpoint of a kind of layer with states."""
-    return delta_folder(kind)
+@cache
+def state_folder(name: str) -> Path:
+    """The checkpoint of one of `CASES`, with heads wide enough for the compiled kernels; written once a run."""
+    return made_once(f"states {name}", lambda folder: _write(folder, *CASES[name]))
+
+
+def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
+    config = getattr(transformers, f"{family}Config")(**{**keys, "hidden_size": 64})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    stir(model)
+    model.save_pretrained(folder)
 
 
 def state_rows(num_rows: int = 6, num_samples: int = 1) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
