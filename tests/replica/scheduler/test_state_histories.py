@@ -1,6 +1,7 @@
-"""Random histories of a model with recurrent states: a row's slot always holds exactly the tokens before its next one."""
+"""Random histories of a model with recurrent states: a slot always holds exactly the tokens before its row's next."""
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ from test_scheduler_property import by_position, check_answers
 
 from kv_cache.pending_moves import PendingMoves
 from kv_cache.state_slots import StateSlots
+from spmd_worker.replica.mirror.state_check import StateCheck
 from spmd_worker.replica.scheduler.planner import Planner
+from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.sequence_states import SequenceStates
+from spmd_worker.replica.sequence.sequence import Sequence
 
 
 def keeps_states_and_ends(limits: dict[str, Any], operations: list[Operation]) -> Run:
@@ -69,6 +73,32 @@ def test_decisions_ignore_token_values(flow: dict[str, int]):
     history = random_history(0, first, by_position)
     assert history == random_history(0, second, by_position, lambda token: 1000 - token)
     assert first.scheduler.counters == second.scheduler.counters
+
+
+@pytest.mark.parametrize("flow", [{}, {"virtual_engines": 2}])
+@pytest.mark.parametrize("limits", [CROWDED, CACHED])
+def test_rows_get_no_and_several_ids(limits: dict[str, Any], flow: dict[str, int]):
+    """A sequence without an id would apply its last token a second time."""
+    run, chance = Run(**limits, **flow), random.Random(0)
+    run.num_ids = lambda: chance.choice([0, 1, 1, 3])
+    random_history(2, run, by_position)
+    assert run.scheduler.counters.num_preemptions > 20
+
+
+def test_repeated_token_is_detected(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: as where keys and values are written again."""
+
+    def repeat(self: Scheduler, sequence: Sequence) -> None:
+        sequence.num_computed_tokens -= 1
+        sequence.repeats_last = True
+
+    monkeypatch.setattr(Scheduler, "_recompute", repeat)
+    monkeypatch.setattr(StateCheck, "check", lambda self, continuing: None)
+    run = Run(**CROWDED)
+    run.num_ids = iter([1, 1, 0, *[1] * 100]).__next__
+    run.admit(5)
+    with pytest.raises(AssertionError, match="state in slot"):
+        run.finish()
 
 
 def in_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
