@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from state_models import SETTINGS, answers, answers_of, state_folder, state_rows
+from state_models import answers, state_folder
+from state_rows import SETTINGS, answers_of, state_rows
 
 from kv_cache.layer_states import LayerStates
 from kv_cache.state_engine import StateEngine
