@@ -12,6 +12,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
     "num_blocks": 160,
+    "num_state_snapshots": 16,
 }
 
 
