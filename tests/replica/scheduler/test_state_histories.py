@@ -104,11 +104,11 @@ def test_repeated_token_is_detected(monkeypatch: pytest.MonkeyPatch):
 def in_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot of what the step being planned computes."""
     make, decide = SequenceStates.make_snapshots, Planner.decide
-    monkeypatch.setattr(SequenceStates, "make_snapshots", lambda self, running: None)
+    monkeypatch.setattr(SequenceStates, "make_snapshots", lambda self, running, hashes: None)
 
     def decide_and_make(self: Planner):
         decisions = decide(self)
-        make(self._allocator.states, self._queues.running)
+        make(self._allocator.states, self._queues.running, self._allocator._hashes)
         return decisions
 
     monkeypatch.setattr(Planner, "decide", decide_and_make)
