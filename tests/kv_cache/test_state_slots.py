@@ -3,7 +3,7 @@
 import pytest
 
 from kv_cache.state_ops import StateOps
-from kv_cache.state_slots import StateSlots, check_state_block_size
+from kv_cache.state_slots import StateSlots, check_state_block_size, snapshot_interval
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
@@ -169,3 +169,11 @@ def test_block_sizes_that_meet_grid_are_accepted(block_size: int):
 def test_other_block_sizes_are_rejected(block_size: int):
     with pytest.raises(ValueError, match=rf"cache\.block_size={block_size} must divide 64 .* use 16, 32, 64 or 128"):
         check_state_block_size(block_size)
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "token_bytes", "interval"),
+    [(49 * 2**20, 2**15, 1600), (1, 2**15, 64), (64 * 2**15, 2**15, 64), (64 * 2**15 + 1, 2**15, 128)],
+)
+def test_interval_makes_states_cost_what_tokens_cost(slot_bytes: int, token_bytes: int, interval: int):
+    assert snapshot_interval(slot_bytes, token_bytes) == interval

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from histories import MAX_MODEL_LEN, Operation, limits, new_run, operations, play, random_history, state_limits
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduler_runs import Run
 from test_scheduler_property import by_position, check_answers
 
@@ -20,12 +21,15 @@ from spmd_worker.replica.scheduler.sequence_states import SequenceStates
 from spmd_worker.replica.sequence.sequence import Sequence
 
 
-def keeps_states_and_ends(limits: dict[str, Any], operations: list[Operation]) -> Run:
-    run = new_run(limits)
+def keeps_states_and_ends(
+    limits: dict[str, Any], operations: list[Operation], nums_of_ids: tuple[int, ...] = (1,)
+) -> None:
+    run, chance = new_run(limits), random.Random(0)
+    if not limits["ahead"]:
+        run.num_ids = lambda: chance.choice(nums_of_ids)
     check_answers(run, play(run, operations))
     run.settle()
     assert run.slots.num_used_slots == run.slots.num_used_host_slots == 0
-    return run
 
 
 @settings(max_examples=40)
@@ -36,9 +40,11 @@ def test_any_history_keeps_states(limits: dict[str, Any], states: dict[str, Any]
 
 @pytest.mark.stress
 @settings(max_examples=3_000)
-@given(limits, state_limits, operations)
-def test_many_more_histories_keep_states(limits: dict[str, Any], states: dict[str, Any], operations: list[Operation]):
-    keeps_states_and_ends({**limits, **states}, operations)
+@given(limits, state_limits, operations, st.sampled_from([(1,), (0, 1, 1, 2)]))
+def test_many_more_histories_keep_states(
+    limits: dict[str, Any], states: dict[str, Any], operations: list[Operation], nums_of_ids: tuple[int, ...]
+):
+    keeps_states_and_ends({**limits, **states}, operations, nums_of_ids)
 
 
 CROWDED = {
@@ -104,11 +110,11 @@ def test_repeated_token_is_detected(monkeypatch: pytest.MonkeyPatch):
 def in_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot of what the step being planned computes."""
     make, decide = SequenceStates.make_snapshots, Planner.decide
-    monkeypatch.setattr(SequenceStates, "make_snapshots", lambda self, running: None)
+    monkeypatch.setattr(SequenceStates, "make_snapshots", lambda self, running, hashes: None)
 
     def decide_and_make(self: Planner):
         decisions = decide(self)
-        make(self._allocator.states, self._queues.running)
+        make(self._allocator.states, self._queues.running, self._allocator._hashes)
         return decisions
 
     monkeypatch.setattr(Planner, "decide", decide_and_make)

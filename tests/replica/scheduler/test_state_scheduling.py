@@ -4,6 +4,7 @@ import pytest
 from scheduler_runs import Row, Run, tokens
 
 from kv_cache.state_ops import StateOps
+from spmd_worker.replica.scheduler.sequence_states import SequenceStates
 from spmd_worker.replica.sequence.sampled import NON_FINITE
 from spmd_worker.replica.sequence.sequence import SequenceStatus
 
@@ -244,3 +245,24 @@ def test_evicted_blocks_are_loaded_only_up_to_snapshot():
     run.finish()
     assert run.scheduler.counters.num_loaded_blocks == 6
     assert run.ended[4].num_cached_tokens == 0
+
+
+def test_blocks_outside_are_not_looked_up_without_snapshot():
+    """Another engine has saved them, but a state is on this device or nowhere."""
+    first, second = (stateful(saves_outside=True) for _ in range(2))
+    second.contents.join(first.contents)
+    for run in (first, second):
+        run.admit(0, tokens(1, 19), max_tokens=1)
+        run.finish()
+        run.settle()
+    assert len(second.contents.outside) == 4
+    assert (second.ended[0].num_cached_tokens, second.scheduler.counters.num_loaded_blocks) == (0, 0)
+
+
+def test_integrity_detects_slot_that_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SequenceStates, "release", lambda self, sequence: None)
+    run = stateful()
+    run.admit(5, max_tokens=5)
+    run.admit(5, n=2, max_tokens=1)
+    with pytest.raises(AssertionError, match="slot 1 counts 1 owners, 0 sequences own it"):
+        run.finish()
