@@ -3,6 +3,7 @@
 Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,9 +145,33 @@ def test_equal_scores_select_lower_expert_index():
     assert select_experts(logits, None, in_groups)[0].tolist() == [[2, 3], [0, 1], [4, 5]]
 
 
+def test_mixed_experts_have_a_softmax_each():
+    """Literal numbers: the second softmax has neither the best nor what is more than a fifth of 2 below."""
+    logits = torch.tensor([[1.0, 4.0, 2.0, 3.5, 2.0, 1.9], [-1.0, -4.0, -1.1, -9.0, -1.0, 0.0]])
+    experts = few(score="sparsemixer", renormalises=False, jitter=0.1)
+    ids, weights = select_experts(logits, None, experts)
+    assert ids.tolist() == [[1, 3], [0, 5]]
+    near = [1 / (1 + math.exp(-0.5)), 1.0]
+    last = 1 / (2 + math.exp(-0.1))
+    assert torch.allclose(weights, torch.tensor([near, [last, 1.0]]), rtol=1e-6)
+    # Equal to the best: the lower index first, and both in the first softmax.
+    ids, weights = select_experts(torch.tensor([[2.0, 1.0, 2.0, 0.0, 2.0, 0.5]]), None, experts)
+    assert ids.tolist() == [[0, 2]]
+    assert torch.allclose(weights, torch.tensor([[1 / 3, 1 / 2]]))
+
+
+def test_sums_of_weights_have_a_minimum():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -2.0], [0.0] * 6])
+    plain = select_experts(logits, None, few(renormalises=False))[1]
+    assert plain.sum(-1)[0] > 0.5 > plain.sum(-1)[1]
+    found = select_experts(logits, None, few(min_sum=0.5))[1]
+    assert torch.allclose(found[0].sum(), torch.tensor(1.0))
+    assert torch.equal(found[1], plain[1] / 0.5)
+
+
 def test_nan_score_makes_only_its_row_nan():
     logits = torch.randn((5, 6), generator=torch.Generator().manual_seed(3))
-    for score in ("softmax", "softmax_chosen", "sigmoid"):
+    for score in ("softmax", "softmax_chosen", "sigmoid", "sparsemixer"):
         for renormalises in (True, False):
             experts = few(score=score, renormalises=renormalises, num_groups=2, num_chosen_groups=2)
             clean = select_experts(logits, None, experts)
@@ -164,7 +189,7 @@ def test_selected_experts_do_not_depend_on_other_rows():
     generator = torch.Generator().manual_seed(9)
     for num_experts in (6, 8, 61, 128):
         logits, bias = torch.randn((300, num_experts), generator=generator), torch.randn(num_experts)
-        for score in ("softmax", "softmax_chosen", "sigmoid"):
+        for score in ("softmax", "softmax_chosen", "sigmoid", "sparsemixer"):
             experts = replace(few(score=score), num_experts=num_experts, num_chosen=4)
             ids, weights = select_experts(logits, bias, experts)
             for size in (1, 2, 3, 7, 64):
