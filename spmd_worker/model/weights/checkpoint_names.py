@@ -287,12 +287,12 @@ class CheckpointNames:
                 assert tensor.shape == piece.checkpoint_shape, (piece, tensor)
         # Layers of one kind have the same tensors.
         of_kind: dict[LayerConfig, dict[str, ModelTensor]] = {}
-        for index, kind in enumerate(layers):
+        for index, layer in enumerate(layers):
             prefix = self._layer_prefix(index)
-            if kind not in of_kind:
+            if layer not in of_kind:
                 pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
-                of_kind[kind] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
-            found |= {prefix + name: tensor for name, tensor in of_kind[kind].items()}
+                of_kind[layer] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
+            found |= {prefix + name: tensor for name, tensor in of_kind[layer].items()}
         return found
 
     def _is_of_later_layer(self, name: str) -> bool:
