@@ -169,8 +169,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "step3p7": (
         "Step3p7",
         {
-            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "share_expert_dim": 48},
-            **{"head_dim": 16, "sliding_window": 5, "num_sliding_attention_heads": 6, "moe_router_scaling_factor": 1.7},
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 48,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "num_sliding_attention_heads": 6,
+            "moe_router_scaling_factor": 1.7,
+            "query_pre_attn_scalar": 24,
             "layer_types": ["full_attention", "sliding_attention"] * 2,
             "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
             "swiglu_limits": [None, None, 0.7, None],
