@@ -184,6 +184,11 @@ class ModelConfig:
         return max(regimes, default=0)
 
     @property
+    def has_states(self) -> bool:
+        """Whether sequences have recurrent states, in some layer."""
+        return any(layer.has_states for layer in self.layers)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
         num_norms = self.has_last_norm + self.has_embedding_norm

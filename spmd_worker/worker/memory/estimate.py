@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from kv_cache.cache_spec import BlockLayer, CacheSpec
+from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
+from kv_cache.state_sizing import slot_tokens
+from kv_cache.state_slots import STATE_GRID
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
@@ -271,7 +273,31 @@ def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: 
     if model_config.is_encoder:
         assert len(dict.fromkeys(layers)) == 1, f"layers of an encoder are alike: {layers}"
         layers = layers[:1]
-    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size)
+    states: tuple[StateLayer | None, ...] = ()
+    if model_config.has_states:
+        hidden_size = model_config.hidden_size
+        states = tuple([state_layer(layer, hidden_size, share) for layer, share in rank_layers(model_config, layout, rank)])
+    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size, states)
+
+
+def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare) -> StateLayer | None:
+    """Recurrent state that a rank with this share of a layer keeps; None if it keeps none. Key heads and groups of
+    which there are fewer than ranks are on several.
+    """
+    size = share.num_ranks
+    if layer.conv is not None:
+        return StateLayer((), (layer.conv.kernel_size - 1, hidden_size // size))
+    if layer.delta is not None:
+        delta = layer.delta
+        num_heads, num_key_heads = delta.num_value_heads // size, max(delta.num_key_heads // size, 1)
+        num_channels = 2 * num_key_heads * delta.key_size + num_heads * delta.value_size
+        return StateLayer((num_heads, delta.key_size, delta.value_size), (delta.kernel_size - 1, num_channels))
+    if layer.mamba is not None:
+        mamba = layer.mamba
+        num_heads, num_groups = mamba.num_heads // size, max(mamba.num_groups // size, 1)
+        num_channels = num_heads * mamba.head_size + 2 * num_groups * mamba.state_size
+        return StateLayer((num_heads, mamba.head_size, mamba.state_size), (mamba.kernel_size - 1, num_channels))
+    return None
 
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
@@ -288,6 +314,24 @@ def block_copy_tokens(model_config: ModelConfig, dtype: str, block_size: int, de
     Replicas decide by it, so it depends on sizes and constants, not on measurements. The tensor-parallel size cancels
     out: each rank computes its share of the tokens and moves its share of the block.
     """
-    operations_per_token = 2 * model_config.num_parameters
-    moved_bytes = 2 * cache_spec(model_config, RankLayout(1, 1, 1), 0, dtype, block_size).block_bytes
-    return moved_bytes * OPERATIONS_PER_BYTE[device] / operations_per_token
+    return _copy_tokens(model_config, _complete_spec(model_config, dtype, block_size).block_bytes, device)
+
+
+def slot_copy_tokens(model_config: ModelConfig, dtype: str, device: str) -> float:
+    """`block_copy_tokens` of one sequence's recurrent states."""
+    return _copy_tokens(model_config, _complete_spec(model_config, dtype, 1).slot_bytes, device)
+
+
+def snapshot_interval(model_config: ModelConfig, dtype: str) -> int:
+    """Tokens from one snapshot of recurrent states in a prompt to the next, so that they cost at most what the keys and
+    values between them do; 0: none between, in a model without states or without keys and values.
+    """
+    return -(-slot_tokens(_complete_spec(model_config, dtype, 1)) // STATE_GRID) * STATE_GRID
+
+
+def _complete_spec(model_config: ModelConfig, dtype: str, block_size: int) -> CacheSpec:
+    return cache_spec(model_config, RankLayout(1, 1, 1), 0, dtype, block_size)
+
+
+def _copy_tokens(model_config: ModelConfig, num_bytes: int, device: str) -> float:
+    return 2 * num_bytes * OPERATIONS_PER_BYTE[device] / (2 * model_config.num_parameters)
