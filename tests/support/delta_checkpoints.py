@@ -1,8 +1,8 @@
 """Small random checkpoints of hybrids with gated delta nets, written by transformers with the hub's tensor names, and
 what transformers computes with them.
 
-No weight is what a mistake would leave it at: norms are not 1, epsilons not small, decays neither 0 nor 1. Knows nothing
-of the runtime under test.
+No weight is what a mistake would leave it at: norms are not 1, epsilons not small, decays neither 0 nor 1. Knows
+nothing of the runtime under test.
 """
 
 import json
@@ -130,8 +130,8 @@ def _write(folder: Path, name: str) -> None:
 
 
 def _olmo_on_hub(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """As in the hub's files: transformers cuts its convolution into equal parts, and renames the norms of full layers as
-    if they were those of linear ones.
+    """The tensors as the hub has them: transformers cuts its convolution into equal parts, and renames the norms of
+    full layers as if they were those of linear ones.
     """
     named = {}
     for name, value in tensors.items():

@@ -713,7 +713,9 @@ def recurrent_variants(element: str = "bf16") -> Iterator[Variant]:
 
 def delta_variants(element: str) -> Iterator[Variant]:
     """Gated delta nets of Qwen3.5 and OLMo-Hybrid, and their norm."""
-    floats = dict.fromkeys(("a_log", "dt_bias", "states"), "*fp32") | dict.fromkeys(("beta_scale", "query_scale"), "fp32")
+    floats = dict.fromkeys(("a_log", "dt_bias", "states"), "*fp32") | dict.fromkeys(
+        ("beta_scale", "query_scale"), "fp32"
+    )
     counts = ("HK", "HV", "stride_mixed", "stride_a", "stride_b")
     types = dict.fromkeys(("mixed", "a", "b", "out"), f"*{element}") | floats | dict.fromkeys(counts, "i32")
     types |= dict.fromkeys(("slots", "starts", "firsts"), "*i32")

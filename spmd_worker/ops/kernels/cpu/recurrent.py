@@ -92,7 +92,15 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         return output
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, num_groups: int, activation: str, gates_first: bool
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        num_groups: int,
+        activation: str,
+        gates_first: bool,
     ) -> Tensor:
         size = x.shape[1] // num_groups
         check_dtype(x, gate)
