@@ -12,7 +12,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 
 MAX_INT: Final = 2**31 - 1
-_MAX_LAYERS: Final = 1_024
+MAX_LAYERS: Final = 1_024
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
 _MIN_NUMBER: Final = 1e-12
 _MAX_NUMBER: Final = 1e12
@@ -41,7 +41,7 @@ class ConfigReader:
 
     def count(self, key: str, default: int | None = None) -> int:
         """An integer, 1 or more."""
-        most = _MAX_LAYERS if key == "num_hidden_layers" else MAX_INT
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_INT
         return checked_integer(self.get(key, default), self.where(key), 1, most)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -53,6 +53,18 @@ class ConfigReader:
         if not isinstance(value, bool):
             raise self.error(key, "must be true or false")
         return value
+
+    def amounts(self, key: str, count: int) -> tuple[float, ...] | None:
+        """A list of `count` numbers above 0, or 0 for null and 0; None if the key is missing."""
+        values = self.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(key, f"must list {count} numbers, one for each layer")
+        is_none = [each is None or (each == 0 and not isinstance(each, bool)) for each in values]
+        return tuple(
+            0.0 if none else checked_number(each, self.where(key)) for each, none in zip(values, is_none, strict=True)
+        )
 
     def choice(self, key: str, known: Sequence[Any], default: Any = None) -> Any:
         """One of `known`."""

@@ -1,12 +1,16 @@
 """Config of one layer: its weights, norms, rotary embedding and attention window. One for each layer of a model.
 
-Needs no torch: the plan of a run counts weights with `layer_elements`, the layers are built from the same fields.
+Needs no torch: the plan of a run counts weights from the fields (`layer_elements.py`) that layers are built from.
 
 A layer is attention and a feed-forward on a residual stream. Each kind of model has a norm at some of four positions:
 before attention, after it, before the feed-forward, after it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
+
+LATENT_NORM_EPS: Final = 1e-6
+"""Of the norms of latents, whatever the file has for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,18 @@ class ExpertsConfig:
     """Experts of a sparse layer, with `intermediate_size` columns each, and the choice of a token's `num_chosen`
     (https://arxiv.org/abs/2101.03961).
 
-    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, or "sigmoid". The top scores are chosen,
-    after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by number. Weights
-    are the scores, divided by their sum with `renormalises`, times `scaling`.
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
+    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
+    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
+    `sum_eps` is added to a sum of sigmoids.
+    "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
+    the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
+    best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
-    `shared_size` columns are of the expert that every token visits, 0 for none.
+    `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
+    that are not `is_gated` have no gate: the activation is between two GEMMs. With `latent_size` above 0 routed
+    experts, but not the shared one, work in a space of this size, between two projections of the layer.
     """
 
     num_experts: int
@@ -52,12 +62,25 @@ class ExpertsConfig:
     scaling: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
+    groups_by_best: bool = False
     has_choice_bias: bool = False
     has_router_bias: bool = False
     has_bias: bool = False
     limit: float = 0.0
     shared_size: int = 0
     has_shared_gate: bool = False
+    is_gated: bool = True
+    latent_size: int = 0
+    has_shared_bias: bool = False
+    min_sum: float = 0.0
+    sum_eps: float = 1e-20
+    jitter: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def added_to_sum(self) -> float:
+        """Number that is added to the sum of the weights before they are divided by it."""
+        return self.sum_eps if self.score == "sigmoid" else 0.0
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
@@ -66,10 +89,17 @@ class ExpertsConfig:
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
-        columns = share.num_columns
-        each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
-        shared = 3 * hidden_size * share.num_shared_columns
-        return share.num_experts * each + shared + self.router_elements(hidden_size)
+        shared = (2 + self.is_gated) * hidden_size * share.num_shared_columns
+        if self.has_shared_bias and self.shared_size:
+            shared += (1 + self.is_gated) * share.num_shared_columns + hidden_size
+        others = 2 * self.latent_size * hidden_size + self.router_elements(hidden_size)
+        return self.routed_elements(hidden_size, share) + shared + others
+
+    def routed_elements(self, hidden_size: int, share: "ExpertShare") -> int:
+        """Parameters of the routed experts of a rank with this share."""
+        columns, size = share.num_columns, self.latent_size or hidden_size
+        each = (2 + self.is_gated) * size * columns + (2 * columns + size) * self.has_bias
+        return share.num_experts * each
 
     @property
     def full_share(self) -> "ExpertShare":
@@ -147,9 +177,29 @@ class MambaConfig:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
+    def num_columns(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
     def num_channels(self) -> int:
         """Inputs of the convolution: x, B, C."""
-        return self.num_heads * self.head_size + 2 * self.num_groups * self.state_size
+        return self.num_columns + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of the first projection: z, x, B, C, dt."""
+        return self.num_columns + self.num_channels + self.num_heads
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters that are float32 in every dtype: A, D and the bias of dt of each head."""
+        return 3 * self.num_heads
+
+    def share(self, num_ranks: int) -> "MambaConfig":
+        """Sizes of one of these ranks. Heads divide evenly; of more ranks than groups several have one."""
+        num_groups = max(self.num_groups // num_ranks, 1)
+        return replace(self, num_heads=self.num_heads // num_ranks, num_groups=num_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +217,28 @@ class LatentConfig:
     value_size: int
     query_rank: int = 0
 
+    @property
+    def query_size(self) -> int:
+        """Numbers of a query head as it is projected."""
+        return self.nope_size + self.rope_size
+
+    @property
+    def key_size(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.rank + self.rope_size
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
     """A tensor-parallel rank's share of one layer: heads, columns of a dense feed-forward, and experts of a sparse one,
-    None for a dense one.
+    None for a dense one. Of what is divided evenly it has the `num_ranks`th part.
     """
 
     num_heads: int
     num_kv_heads: int
     num_columns: int
     experts: ExpertShare | None = None
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +249,10 @@ class LayerConfig:
     "none"; `latent`, `conv`, `delta` and `mamba` are its sizes. `has_feed_forward`: the layer has a second part.
     `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, from
     `gate_proj`) or "number" (one each, from a second half of each head of `q_proj`).
+
+    Attention's input and output are scaled by `attention_multipliers`, keys by `key_multiplier`, gates of the dense
+    feed-forward and its output by `mlp_multipliers`. A layer of latent attention has one key-value head; `head_size` is
+    then the size of its keys, and of queries that are compared with them.
 
     `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
     are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
@@ -200,7 +265,9 @@ class LayerConfig:
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
-    in both.
+    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert: min(act(gate),
+    bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the sigmoid of a number
+    that is projected from the layer's input; "" for no gate.
     """
 
     num_heads: int
@@ -225,6 +292,7 @@ class LayerConfig:
     has_sinks: bool = False
     experts: ExpertsConfig | None = None
     norms_sums: bool = False
+    bound: float = 0.0
     mixer: str = "attention"
     has_feed_forward: bool = True
     latent: LatentConfig | None = None
@@ -232,6 +300,9 @@ class LayerConfig:
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     output_gate: str = ""
+    key_multiplier: float = 1.0
+    attention_multipliers: tuple[float, float] = (1.0, 1.0)
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     @property
     def has_states(self) -> bool:
@@ -245,6 +316,11 @@ class LayerConfig:
         return LayerShare(self.num_heads, self.num_kv_heads, self.intermediate_size, experts)
 
     @property
+    def has_attention(self) -> bool:
+        """Whether the layer keeps keys and values of its heads."""
+        return self.mixer in ("attention", "attention_and_mamba")
+
+    @property
     def is_plain_attention(self) -> bool:
         """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
         return (
@@ -252,37 +328,10 @@ class LayerConfig:
             and self.qk_norm == "none"
             and self.rope is not None
             and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate)
+            and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
         )
 
     @property
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
-
-
-def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Elements of a layer's parameters on a rank with this share of it."""
-    size, num_gates = layer.head_size, 1 + layer.is_gated
-    query, key_value = share.num_heads * size, share.num_kv_heads * size
-    weights = hidden_size * (2 * query + 2 * key_value) + share.num_heads * layer.has_sinks
-    biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
-    if layer.experts is not None:
-        assert share.experts is not None, share
-        weights += layer.experts.elements(hidden_size, share.experts)
-    else:
-        weights += (num_gates + 1) * hidden_size * share.num_columns
-        biases += (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
-    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
-    if layer.qk_norm in ("head", "head_after_rope"):
-        norms += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
-    elif layer.qk_norm == "each_head":
-        norms += (share.num_heads + share.num_kv_heads) * size
-    elif layer.qk_norm == "flat":
-        norms += (layer.num_heads + layer.num_kv_heads) * size
-    return weights + biases + norms + 4 * (layer.activation == "xielu")
-
-
-def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Number of these that are float32 in every dtype."""
-    router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
-    return router + share.num_heads * layer.has_sinks

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +22,8 @@ from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart, Windows
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
-from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
+from spmd_worker.model_config.layer_elements import layer_elements
 from spmd_worker.model_config.pooling import (
     EncoderPooling,
     HeadConfig,
@@ -184,6 +184,11 @@ class ModelConfig:
         return max(regimes, default=0)
 
     @property
+    def has_states(self) -> bool:
+        """Whether sequences have recurrent states, in some layer."""
+        return any(layer.has_states for layer in self.layers)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
         num_norms = self.has_last_norm + self.has_embedding_norm
@@ -214,9 +219,7 @@ class ModelConfig:
     def num_expert_parameters(self) -> int:
         """Parameters of the routed experts of all layers; 0 for a dense model."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
-        routed = (replace(each.full_share, num_shared_columns=0) for each in experts)
-        sizes = [each.elements(self.hidden_size, share) for each, share in zip(experts, routed, strict=True)]
-        return sum(sizes) - sum(each.router_elements(self.hidden_size) for each in experts)
+        return sum(each.routed_elements(self.hidden_size, each.full_share) for each in experts)
 
     @property
     def norm_parameters(self) -> int:
@@ -315,6 +318,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         family = _family_of_text(family.text, given, path) if family.text.families else family
     variant = _variant(family, config)
     family = family.variants[variant - 1].family if variant else family
+    config = config if family.newer is None else family.newer(config, path)
     reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
@@ -342,7 +346,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         logit_cap=_number(reader, family.head.cap_key, 0.0),
         quantization=quantization,
         position_offset=family.embedding.position_offset,
-        has_head_bias=family.head.has_bias,
+        has_head_bias=_flag(reader, family.head.has_bias),
         variant=variant,
         is_encoder=encoder is not None,
         num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
@@ -395,14 +399,12 @@ def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) 
 def _layers(
     reader: ConfigReader, family: Family, max_positions: int
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeParameters, ...]]:
-    """All layers, and the ropes. Layers with equal window, rope, experts and first norm share one object."""
+    """All layers, and the ropes. Layers with equal window, rope, experts, first norm and bound share one object."""
     num_layers, num_heads = reader.count("num_hidden_layers"), reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
     attention, norms, feed_forward = family.attention, family.norms, family.feed_forward
     num_kv_heads = attention.num_kv_heads or reader.count("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        key = reader.file_keys.get("num_key_value_heads", "num_key_value_heads")
-        raise reader.error("num_attention_heads", f"is not a multiple of {key}={num_kv_heads}")
+    _check_groups(reader, "num_attention_heads", num_heads, num_kv_heads)
     head_size = _head_size(reader, family, hidden_size, num_heads)
     is_parallel = _flag(reader, family.wiring.is_parallel)
     layer = LayerConfig(
@@ -431,22 +433,44 @@ def _layers(
         is_parallel=is_parallel,
         qkv_clip=_number(reader, attention.qkv_clip_key, 0.0),
         has_sinks=attention.has_sinks,
+        output_gate=attention.output_gate,
         norms_sums=norms.are_of_sums,
     )
-    read_ropes = family.ropes or partial(_ropes, rope=family.rope)
-    ropes = read_ropes(reader, max_positions, head_size)
+    thetas = reader.amounts(family.rope.thetas_key, num_layers) if family.rope is not None else None
+    if family.ropes is None:
+        ropes = _ropes(reader, family.rope, max_positions, head_size, thetas)
+    else:
+        ropes = family.ropes(reader, max_positions, head_size)
     windows = _sliding_windows(reader, family, num_layers)
+    sliding_heads = reader.count(attention.sliding_heads_key, num_heads)
+    _check_groups(reader, attention.sliding_heads_key, sliding_heads, num_kv_heads)
+    bounds = reader.amounts(feed_forward.bounds_key, num_layers) or (0.0,) * num_layers
     experts = read_experts(reader, family.experts, num_layers)
     first_norms = [(index > 0 or norms.has_first) and layer.norms[0] for index in range(num_layers)]
     skipped = _image_layers(reader, family)
-    of_all = zip(windows, _ropes_of_layers(reader, family.rope, windows), experts, first_norms, strict=True)
+    rope_indices = _ropes_of_layers(reader, family.rope, windows, ropes, thetas)
+    of_all = zip(windows, rope_indices, experts, first_norms, bounds, strict=True)
     kinds = [kind for number, kind in enumerate(of_all) if number not in skipped]
     layers = {
-        kind: replace(layer, window=kind[0], rope=kind[1], experts=kind[2], norms=(kind[3], *layer.norms[1:]))
+        kind: replace(
+            layer,
+            num_heads=sliding_heads if kind[0] else num_heads,
+            window=kind[0],
+            rope=kind[1],
+            experts=kind[2],
+            norms=(kind[3], *layer.norms[1:]),
+            bound=kind[4],
+        )
         for kind in dict.fromkeys(kinds)
     }
     ordered = tuple(layers[kind] for kind in kinds)
     return ordered if family.layers is None else family.layers(reader, ordered), ropes
+
+
+def _check_groups(reader: ConfigReader, key: str, num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        kv_key = reader.file_keys.get("num_key_value_heads", "num_key_value_heads")
+        raise reader.error(key, f"is not a multiple of {kv_key}={num_kv_heads}")
 
 
 def _image_layers(reader: ConfigReader, family: Family) -> tuple[int, ...]:
@@ -468,24 +492,39 @@ def _norms(family: Family, is_parallel: bool) -> tuple[bool, bool, bool, bool]:
     return (first, second, third and not (is_parallel and family.wiring.has_one_norm_in_parallel), fourth)
 
 
-def _ropes_of_layers(reader: ConfigReader, rope: Rope | None, windows: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Rope index of each layer: sliding layers use the second of two."""
+def _ropes_of_layers(
+    reader: ConfigReader,
+    rope: Rope | None,
+    windows: tuple[int, ...],
+    ropes: tuple[RopeParameters, ...],
+    thetas: tuple[float, ...] | None,
+) -> tuple[int | None, ...]:
+    """Rope index of each layer: sliding layers use the second of two, others the one with their base."""
     if rope is None:
         return (None,) * len(windows)
     if rope.has_local:
         return tuple(int(window > 0) for window in windows)
+    if thetas is not None:
+        index_of = {each.rope_theta: index for index, each in enumerate(ropes)}
+        return tuple(index_of.get(theta) for theta in thetas)
     return tuple(0 if is_rotated else None for is_rotated in rotated_layers(reader, rope.layers, windows))
 
 
-def _ropes(reader: ConfigReader, max_positions: int, head_size: int, rope: Rope | None) -> tuple[RopeParameters, ...]:
+def _ropes(
+    reader: ConfigReader, rope: Rope | None, max_positions: int, head_size: int, thetas: tuple[float, ...] | None
+) -> tuple[RopeParameters, ...]:
+    """The ropes that layers name: one, one for each kind of layer, or one for each of the layers' `thetas`."""
     if rope is None:
         return ()
     if rope.has_local:
-        ropes = read_local_rope(reader, max_positions, head_size)
+        ropes = read_local_rope(reader, max_positions, head_size, may_be_partial=rope.may_be_partial)
         return tuple([replace(each, rounding=rope.rounding) for each in ropes])
     found = read_rope(reader, max_positions, head_size, rope.rotary_size_key, may_be_partial=rope.may_be_partial)
     found = found if rope.adjust is None else rope.adjust(found, reader, head_size)
-    return (replace(found, is_interleaved=rope.is_interleaved, rounding=rope.rounding),)
+    found = replace(found, is_interleaved=rope.is_interleaved, is_backward=rope.is_backward, rounding=rope.rounding)
+    if thetas is None:
+        return (found,)
+    return tuple(replace(found, rope_theta=theta) for theta in sorted({theta for theta in thetas if theta}))
 
 
 def _architecture(config: Mapping[str, Any], path: Path) -> str:
@@ -620,7 +659,7 @@ def _sliding_layers(reader: ConfigReader, windows: Windows, num_layers: int) -> 
     """Whether each layer slides; the newer `layer_types` list takes precedence over the family's older rule."""
     layer_types, layers = reader.get("layer_types"), range(num_layers)
     if layer_types is not None and windows.rule != "in_use":
-        known = ("full_attention", "sliding_attention")
+        known = ("full_attention", "sliding_attention", *windows.others)
         is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
         if not is_list or any(kind not in known for kind in layer_types):
             raise ModelConfigError(f"{reader.path}: layer_types must list {num_layers} of {', '.join(known)}")

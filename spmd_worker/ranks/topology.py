@@ -222,6 +222,12 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
             return f"it has {layer.num_heads} attention heads"
         if layer.num_kv_heads % size and size % layer.num_kv_heads:
             return f"it has {layer.num_kv_heads} key-value heads"
+        if layer.conv is not None and model_config.hidden_size % size:
+            return f"its convolutions have {model_config.hidden_size} channels"
+        if layer.mamba is not None and layer.mamba.num_heads % size:
+            return f"it has {layer.mamba.num_heads} Mamba heads"
+        if layer.mamba is not None and layer.mamba.num_groups % size and size % layer.mamba.num_groups:
+            return f"its Mamba heads are in {layer.mamba.num_groups} groups"
     columns = min((each for layer in model_config.layers for each in _split_columns(layer, experts)), default=size)
     if columns < size:
         return f"its feed-forward has {columns} columns"
@@ -230,6 +236,8 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
 
 def _split_columns(layer: LayerConfig, layout: ExpertLayout | None) -> tuple[int, ...]:
     """Columns of each feed-forward that is split among the ranks of a group."""
+    if not layer.has_feed_forward:
+        return ()
     if layer.experts is None:
         return (layer.intermediate_size,)
     routed = () if layout is not None else (layer.experts.intermediate_size,)
@@ -246,6 +254,7 @@ def layer_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank:
         num_kv_heads=max(layer.num_kv_heads // size, min(layer.num_kv_heads, 1)),
         num_columns=stop - start,
         experts=expert_share(layout, layer, index, tensor_rank),
+        num_ranks=size,
     )
 
 

@@ -115,6 +115,20 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "OPT",
         {**_SHORT, "ffn_dim": 80, "_remove_final_layer_norm": True, "word_embed_proj_dim": 32},
     ),
+    "granite_swa": (
+        "GraniteSWA",
+        {
+            "sliding_window": 5,
+            "layer_rope_theta": [0, 10000.0, 500.0, 10000.0],
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+    ),
+    "nanochat": ("NanoChat", {**_SHORT, "final_logit_softcapping": 3.0, "attention_bias": True}),
 }
 """Family of transformers, and what its configuration is made with besides the sizes that all have."""
 

@@ -19,6 +19,16 @@ EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "
 V3 = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _YARN |= {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_layer_interval": 2, "head_dim": 16}
+PHIMOE_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 2.0, 2.1, 2.5],
+    "long_factor": [2.0, 3.0, 3.5, 4.0, 6.0, 8.0, 9.0, 9.5],
+    "short_mscale": 1.2,
+    "long_mscale": 1.4,
+}
 _SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "logits_scaling": 2.0}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,12 +124,70 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**V3, "n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.0, "sliding_window": 5}
         | {"max_window_layers": 2, "n_group": 2},
     ),
+    "granite_moe_swa": (
+        "GraniteMoeSWA",
+        {**EXPERTS, **_SCALES, "intermediate_size": 32, "shared_intermediate_size": 48, "sliding_window": 5}
+        | {"layer_rope_theta": [0, 10000.0, 500.0, 10000.0]},
+    ),
+    "granite_moe_swa_plain": ("GraniteMoeSWA", {**EXPERTS, **_SCALES, "intermediate_size": 32, "attention_bias": True}),
+    "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 16, "router_scaling_factor": 1.7, "num_shared_experts": 2}),
+    "hy_v3_biases": (
+        "HYV3",
+        {**EXPERTS, "head_dim": 16, "mlp_bias": True, "mlp_layer_types": ["sparse", "dense", "dense", "sparse"]},
+    ),
+    "exaone_moe": ("ExaoneMoe", {**EXPERTS, "n_group": 4, "topk_group": 2, "sliding_window": 5}),
+    "exaone_moe_kinds": (
+        "ExaoneMoe",
+        {**EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "num_shared_experts": 2}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 5, "norm_topk_prob": False},
+    ),
+    "ernie_moe": ("Ernie4_5_Moe", {**ERNIE, "use_bias": True}),
+    "ernie_moe_untied": (
+        "Ernie4_5_Moe",
+        {**ERNIE, "moe_layer_interval": 1, "moe_layer_end_index": 2, "moe_norm_min": 0.5, "moe_num_shared_experts": 0}
+        | {"tie_word_embeddings": False},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {**V3, "head_dim": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+    ),
+    "hunyuan_moe": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": [3, 2, 3, 1], "intermediate_size": 32, "head_dim": 16}),
+    "flex_olmo": ("FlexOlmo", {**EXPERTS, "intermediate_size": 32}),
+    "phimoe": (
+        "Phimoe",
+        {**EXPERTS, "intermediate_size": 32, "num_experts_per_tok": 2, "router_jitter_noise": 0.4, "lm_head_bias": True}
+        | {"attention_bias": True, "sliding_window": 7},
+    ),
+    "phimoe_long": (
+        "Phimoe",
+        {**EXPERTS, "intermediate_size": 32, "num_experts_per_tok": 2, "router_jitter_noise": 0.2}
+        | {"rope_parameters": PHIMOE_LONG},
+    ),
+    "step3p7": (
+        "Step3p7",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "share_expert_dim": 48},
+            **{"head_dim": 16, "sliding_window": 5, "num_sliding_attention_heads": 6, "moe_router_scaling_factor": 1.7},
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "swiglu_limits": [None, None, 0.7, None],
+            "swiglu_limits_shared": [None, 0.6, None, 0.5],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
 }
 
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 WITH_IMAGES = {
     "Qwen3VLMoe": {"vision_config": {**_VISION, "deepstack_visual_indexes": [0]}},
     "Glm4vMoe": {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}},
+    "Step3p7": {
+        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"image_size": 28, "patch_size": 14, "mlp_ratio": 1.0},
+    },
 }
 """Beside `text_config`, by family."""
 
@@ -198,4 +266,25 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         thin["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     if CASES[name][1].get("layer_types") is None:
         thin.pop("layer_types", None)
+    if name == "step3p7":
+        thin = _older_step(thin)
     path.write_text(json.dumps({**whole, "text_config": thin} if "text_config" in whole else thin))
+
+
+def _older_step(thin: dict[str, Any]) -> dict[str, Any]:
+    """Older names, lists that go on for a layer that speculates, and ropes layer by layer."""
+    ropes, kinds = thin.pop("rope_parameters"), [*thin["layer_types"], "full_attention"]
+    for key in ("num_sliding_attention_heads", "mlp_layer_types", "per_layer_config"):
+        del thin[key]
+    thin |= {key: [*thin[key], None] for key in ("swiglu_limits", "swiglu_limits_shared")}
+    names = {"n_routed_experts": "moe_num_experts", "num_experts_per_tok": "moe_top_k", "share_expert_dim": "share_expert_dims"}
+    thin |= {theirs: thin.pop(ours) for ours, theirs in (*names.items(), ("num_key_value_heads", "num_attention_groups"))}
+    return {
+        **thin,
+        "num_nextn_predict_layers": 1,
+        "layer_types": kinds,
+        "moe_layers_enum": "2,3",
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6},
+        "rope_theta": [ropes[kind]["rope_theta"] for kind in kinds],
+        "partial_rotary_factors": [ropes[kind].get("partial_rotary_factor", 1.0) for kind in kinds],
+    }

@@ -158,8 +158,8 @@ class _Run:
 
     def _new_cache(self, num_blocks: int) -> Tensor:
         model_config = self.model.model_config
-        backend = self.model.model.layers[0].self_attn._backend
-        num_kv_heads = self.model.model.layers[0].self_attn.num_kv_heads
-        block_shape = backend.block_shape(num_kv_heads, BLOCK_SIZE, model_config.head_size)
+        attention, has_values = self.model.model.layers[0].self_attn, model_config.layers[0].latent is None
+        sizes = (attention.num_kv_heads, BLOCK_SIZE, attention.head_size)
+        block_shape = attention._backend.block_shape(*sizes, has_values=has_values)
         # NaN where nothing was written: a key that should not be looked at shows.
         return torch.full((model_config.num_layers, num_blocks, *block_shape), torch.nan, dtype=self.model.model.dtype)

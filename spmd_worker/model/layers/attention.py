@@ -19,7 +19,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.reference_recurrent import sigmoid
+from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -39,7 +39,9 @@ class Sinks(CheckpointLayer):
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys, rotary embedding, attention, output projection."""
+    """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head, output
+    projection.
+    """
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
@@ -50,6 +52,10 @@ class Attention(nn.Module):
         self.window, self.scale, self._score_cap = layer.window, layer.scale, layer.score_cap
         self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
         self._qkv_clip, self._is_plain = layer.qkv_clip, layer.is_plain_attention
+        self._key_multiplier, (self._in_multiplier, self._out_multiplier) = (
+            layer.key_multiplier,
+            layer.attention_multipliers,
+        )
         self._group, self._kernels, self._backend = group, context.kernels, context.attention
         self._has_gates = layer.output_gate == "number"
         assert not self._has_gates or layer.qk_norm != "flat", "a flat norm is of queries alone"
@@ -64,6 +70,12 @@ class Attention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(context, hidden_size, parts, layer.has_qkv_bias)
         inputs, num_inputs = (heads[0] * size, heads[1] * size), layer.num_heads * size
         self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias)
+        assert layer.output_gate in ("", "head"), layer.output_gate
+        self.g_proj: ColumnParallelLinear | None = None
+        if layer.output_gate:
+            self.g_proj = ColumnParallelLinear(
+                context, hidden_size, (OutputPart("g_proj", layer.num_heads, *heads),), has_bias=False
+            )
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
         self.q_norm: Norm | HeadNorms | None = None
         self.k_norm: Norm | HeadNorms | None = None
@@ -90,7 +102,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
         del states
-        projected = self.qkv_proj(x, adapters)
+        projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]
         is_one_call = is_fused and self._is_plain and wanted is None and not metadata.sees_later
@@ -108,16 +120,26 @@ class Attention(nn.Module):
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
             attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window, *bounds)
             attended = attended.view(len(query), -1)
-            if self._has_gates:
-                attended = attended * self._gates(projected if wanted is None else projected[wanted.rows])
-        output: Tensor = self.o_proj(attended, adapters if wanted is None else wanted.adapters)
-        return output
+        if wanted is not None:
+            x, adapters = x[wanted.rows], wanted.adapters
+        if self.g_proj is not None:
+            attended = self._gated(attended, self.g_proj(x, adapters))
+        if self._has_gates:
+            attended = attended * self._gates(projected if wanted is None else projected[wanted.rows])
+        output: Tensor = self.o_proj(attended, adapters)
+        return output if self._out_multiplier == 1.0 else output * self._out_multiplier
+
+    def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
+        """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq]."""
+        heads = attended.view(len(attended), self.num_heads, self.head_size)
+        return (heads * sigmoid(gates.float()).to(heads.dtype).unsqueeze(2)).flatten(1)
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]. With gates a head of `projected` has
         its query, then its gate.
         """
         query, key, value = projected.split_with_sizes(self._sizes, dim=-1)
+        key = key if self._key_multiplier == 1.0 else key * self._key_multiplier
         if self._qk_norm == "flat":
             query, key = self._norm_all_heads(query, key)
         if self._qkv_clip:

@@ -32,11 +32,14 @@ class StackedExperts:
         num_experts: int,
         activation: str,
         limit: float,
+        bound: float,
         device: torch.device,
         stored: StoredFormat | None = None,
+        *,
+        is_gated: bool = True,
     ) -> None:
-        self._experts, self._activation, self._limit = tuple(experts), activation, limit
-        self._stored = stored
+        self._experts, self._activation, self._limit, self._bound = tuple(experts), activation, limit, bound
+        self._stored, self._is_gated = stored, is_gated
         is_own = [int(index in set(own)) for index in range(num_experts)]
         self._ids = torch.tensor(own, dtype=torch.int32).to(device)
         self.is_own: Tensor | None = None if all(is_own) else torch.tensor(is_own, dtype=torch.int32).to(device)
@@ -70,9 +73,11 @@ class StackedExperts:
                 down_bias=down_bias if has_bias else None,
                 activation=self._activation,
                 limit=self._limit,
+                bound=self._bound,
                 stored=self._stored,
                 gate_up_scales=gate_up_scales,
                 down_scales=down_scales,
+                is_gated=self._is_gated,
             )
         return self._stack
 

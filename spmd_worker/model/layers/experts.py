@@ -26,16 +26,22 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLay
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.expert_stack import StackedExperts
 from spmd_worker.model.layers.feed_forward import FeedForward
-from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, gate_up_linear
+from spmd_worker.model.layers.linear import (
+    ColumnParallelLinear,
+    OutputPart,
+    RowParallelLinear,
+    gate_up_linear,
+    replicated_linear,
+)
 from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import shard_range
 
 _GATE_SLOPE: Final = 1.702
-_MIN_SUM: Final = 1e-20
 
 
 class Router(PackedLayer):
@@ -58,7 +64,7 @@ class Router(PackedLayer):
         if kernels is not None:
             return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
         logits, num_experts = self._kernels.linear(x.float(), self.weight, None), self._experts.num_experts
-        shared_gate = _sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
+        shared_gate = sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
         logits = logits[:, :num_experts]
         logits = logits if self.bias is None else logits + self.bias
         ids, weights = select_experts(logits, self.choice_bias, self._experts)
@@ -83,10 +89,12 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
 
     Of equal scores the lower index is selected. The weights of a row with a NaN score are NaN.
     """
-    assert experts.score in ("softmax", "sigmoid", "softmax_chosen"), experts.score
+    assert experts.score in ("softmax", "sigmoid", "softmax_chosen", "sparsemixer"), experts.score
+    if experts.score == "sparsemixer":
+        return _mix_sparsely(logits, experts.jitter)
     scores = logits
     if experts.score != "softmax_chosen":
-        scores = _sigmoid(logits) if experts.score == "sigmoid" else logits.softmax(-1)
+        scores = sigmoid(logits) if experts.score == "sigmoid" else logits.softmax(-1)
     choice = scores if choice_bias is None else scores + choice_bias
     if experts.num_groups > 1:
         choice = _masked_to_best_groups(choice, experts)
@@ -96,25 +104,37 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
         weights = weights.softmax(-1)
     if experts.renormalises:
         total = reduce(torch.add, weights.unbind(1)).unsqueeze(1)
-        weights = weights / (total + (_MIN_SUM if experts.score == "sigmoid" else 0.0))
+        total = total + experts.added_to_sum
+        weights = weights / (total.clamp(min=experts.min_sum) if experts.min_sum else total)
     return ids, (weights * experts.scaling).masked_fill(scores.isnan().any(-1, keepdim=True), nan)
 
 
 def _masked_to_best_groups(choice: Tensor, experts: ExpertsConfig) -> Tensor:
-    """[T, E] with minus infinity outside the groups whose two best scores have the highest sums."""
+    """[T, E] with minus infinity outside the groups whose two best scores have the highest sums, or whose best scores
+    are the highest.
+    """
     groups = choice.view(len(choice), experts.num_groups, -1)
     best = groups.sort(dim=-1, descending=True).values
-    order = (best[..., 0] + best[..., 1]).sort(dim=-1, descending=True, stable=True).indices
+    totals = best[..., 0] if experts.groups_by_best else best[..., 0] + best[..., 1]
+    order = totals.sort(dim=-1, descending=True, stable=True).indices
     is_kept = torch.zeros(order.shape, dtype=torch.bool, device=order.device)
     is_kept.scatter_(1, order[:, : experts.num_chosen_groups], value=True)
     return groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def _sigmoid(logits: Tensor) -> Tensor:
-    """Sigmoid as a softmax of two, which is row-wise: torch's sigmoid uses another function for the last few elements
-    of a tensor, so that bits would depend on the number of rows.
-    """
-    return torch.stack((logits, torch.zeros_like(logits)), dim=-1).softmax(-1)[..., 0]
+def _mix_sparsely(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """`select_experts` with the score "sparsemixer" (`ExpertsConfig`)."""
+    left, chosen, weights = logits, [], []
+    for _ in range(2):
+        index = left.sort(dim=-1, descending=True, stable=True).indices[:, :1]
+        best = left.gather(1, index)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        chosen.append(index)
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(1, index))
+        left = left.scatter(1, index, -torch.inf)
+    ids, order = torch.cat(chosen, dim=1).sort(dim=-1)
+    is_nan = logits.isnan().any(-1, keepdim=True)
+    return ids, torch.cat(weights, dim=1).gather(1, order).masked_fill(is_nan, nan)
 
 
 class _ClampedGates(ColumnParallelLinear):
@@ -141,6 +161,20 @@ class _ClampedGates(ColumnParallelLinear):
         return gated.to(columns.dtype)
 
 
+class _WithoutGates(ColumnParallelLinear):
+    """[T, input_size] -> act(up), [T, outputs of this rank]."""
+
+    def __init__(self, context: LayerContext, input_size: int, size: int, has_bias: bool, activation: str) -> None:
+        columns = shard_range(size, context.tensor_group.size, context.tensor_group.rank)
+        super().__init__(context, input_size, (OutputPart("up_proj", size, *columns),), has_bias)
+        self._activation = activation
+
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
+        assert adapters is None, "experts are not adapted"
+        del is_fused
+        return self._kernels.activate(super().forward(x), self._activation)
+
+
 class _Down(RowParallelLinear):
     """Down projection of one expert, whose output is weighted before it is summed over ranks."""
 
@@ -155,11 +189,13 @@ class Expert(nn.Module):
     def __init__(self, context: LayerContext, layer: LayerConfig, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
         group, size, has_bias = context.tensor_group, experts.intermediate_size, experts.has_bias
-        self.gate_up_proj = (
-            _ClampedGates(context, hidden_size, size, has_bias, experts.limit)
-            if experts.limit > 0
-            else gate_up_linear(context, hidden_size, size, has_bias, layer.activation)
-        )
+        self.gate_up_proj: ColumnParallelLinear
+        if experts.limit > 0:
+            self.gate_up_proj = _ClampedGates(context, hidden_size, size, has_bias, experts.limit)
+        elif experts.is_gated:
+            self.gate_up_proj = gate_up_linear(context, hidden_size, size, has_bias, layer.activation, experts.bound)
+        else:
+            self.gate_up_proj = _WithoutGates(context, hidden_size, size, has_bias, layer.activation)
         self.down_proj = _Down(context, shard_range(size, group.size, group.rank), size, hidden_size, has_bias)
 
     def forward(self, x: Tensor, *, is_fused: bool) -> Tensor:
@@ -189,6 +225,7 @@ class _RemoteExperts(CheckpointLayer):
         super().__init__()
         size, self._indices = experts.intermediate_size, indices
         gates = [("gate_up_proj", 2 * size)] if experts.limit > 0 else [("gate_proj", size), ("up_proj", size)]
+        gates = gates if experts.is_gated else [("up_proj", size)]
         self._shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, hidden_size) for name, rows in gates}
         self._shapes["down_proj.weight"] = (hidden_size, size)
         if experts.has_bias:
@@ -218,9 +255,14 @@ class SparseFeedForward(nn.Module):
         if self._expert_kernels is not None:
             of_expert = replace(of_expert, device=torch.device("meta"))
         self.gate = Router(context, experts, hidden_size)
-        self.experts = nn.ModuleDict({str(index): Expert(of_expert, layer, experts, hidden_size) for index in own})
+        expert_size = experts.latent_size or hidden_size
+        self.experts = nn.ModuleDict({str(index): Expert(of_expert, layer, experts, expert_size) for index in own})
         remote = [index for index in range(experts.num_experts) if index not in own]
-        self.remote_experts = _RemoteExperts(remote, experts, hidden_size)
+        self.remote_experts = _RemoteExperts(remote, experts, expert_size)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if experts.latent_size:
+            self.fc1_latent_proj = replicated_linear(context, "fc1_latent_proj", hidden_size, expert_size)
+            self.fc2_latent_proj = replicated_linear(context, "fc2_latent_proj", expert_size, hidden_size)
         self._num_tokens = [0] * experts.num_experts
         self._stacked: StackedExperts | None = None
         if self._expert_kernels is not None:
@@ -228,12 +270,16 @@ class SparseFeedForward(nn.Module):
             stored = context.stored_experts.get(context.layer)
             if stored is not None:
                 _hold_as_stored(modules, stored)
-            self._stacked = StackedExperts(modules, own, size, layer.activation, experts.limit, context.device, stored)
+            bounds, is_gated = (experts.limit, experts.bound), experts.is_gated
+            self._stacked = StackedExperts(
+                modules, own, size, layer.activation, *bounds, context.device, stored, is_gated=is_gated
+            )
             self._stacked.allocate(context.device)
             self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
         self.shared_expert: FeedForward | None = None
         if experts.shared_size:
-            shared = replace(layer, intermediate_size=experts.shared_size, has_mlp_bias=False)
+            has_bias = experts.has_shared_bias
+            shared = replace(layer, intermediate_size=experts.shared_size, has_mlp_bias=has_bias)
             self.shared_expert = FeedForward(unsharded if self._is_exact else context, shared, hidden_size)
 
     def forward(
@@ -249,13 +295,14 @@ class SparseFeedForward(nn.Module):
         `Kernels.expert_kernels`.
         """
         ids, weights, shared_gate = self.gate(x)
+        inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)
         kernels = self._expert_kernels if is_fused else None
         if kernels is None:
-            results = self._results(x, ids, is_fused)
+            results = self._results(inputs, ids, is_fused)
         else:
             assert self._stacked is not None, "made with the kernels"
             stack, is_exact = self._stacked.get(), self._is_exact
-            results = kernels.outputs(x, ids, stack, slots, self._totals, others_are_zero=is_exact)
+            results = kernels.outputs(inputs, ids, stack, slots, self._totals, others_are_zero=is_exact)
         shared: Tensor | None = None
         if self.shared_expert is not None:
             shared = self.shared_expert(x, adapters, is_fused=is_fused)
@@ -268,6 +315,8 @@ class SparseFeedForward(nn.Module):
             assert self._stacked is not None, "made with the kernels"
             is_own = None if self._is_exact else self._stacked.is_own
             output = kernels.weighted_sum(results, ids, weights, slots, is_own)
+        if self.fc2_latent_proj is not None:
+            output = self.fc2_latent_proj(output, adapters)
         if shared is not None:
             output = output + (shared if shared_gate is None else (shared.float() * shared_gate).to(x.dtype))
         if not self._is_exact:

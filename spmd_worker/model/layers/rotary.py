@@ -68,6 +68,10 @@ class RotaryEmbedding:
         self._frequencies = inverse_frequencies(rope, self._rotary_size).to(device)
         self._exponents = _exponents(self._rotary_size).double().to(device)
         self._amplitude = attention_factor(rope)
+        self._amplitudes: Tensor | None = None
+        """Of short and of long rows, if they differ."""
+        if rope.short_mscale and rope.long_mscale:
+            self._amplitudes = torch.tensor((rope.short_mscale, rope.long_mscale), device=device)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether full heads rotate in halves, rounded at each step, as in fused kernels; float32 never rounds."""
@@ -78,7 +82,9 @@ class RotaryEmbedding:
         unless `RopeParameters.rounding` is "result".
         """
         radians = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
-        cos, sin = radians.cos() * self._amplitude, radians.sin() * self._amplitude
+        amplitude = self._amplitude if self._amplitudes is None else self._amplitudes[regimes].unsqueeze(1)
+        cos, sin = radians.cos() * amplitude, radians.sin() * amplitude
+        sin = -sin if self._rope.is_backward else sin
         if self._rope.rounding != "result":
             cos, sin = cos.to(dtype), sin.to(dtype)
         if self._rope.rounding == "angles":
@@ -110,6 +116,9 @@ def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
     plain = 1.0 / (rope.rope_theta ** _exponents(head_size))
     if rope.rope_type == "linear":
         return plain / rope.factor
+    if rope.rope_type == "proportional":
+        num_rotated = int(rope.partial_factor * head_size // 2)
+        return torch.where(torch.arange(head_size // 2) < num_rotated, plain / rope.factor, 0.0)
     if rope.rope_type == "llama3":
         return _llama3(plain, rope)
     if rope.rope_type == "yarn":

@@ -174,9 +174,7 @@ class Checkpoint:
             self._fill(name, target[filled : filled + num_bytes], start + run_begin * dtype.itemsize)
             filled += num_bytes
         read = self.staging.sent(buffer)[plan.wanted]
-        if view is None:
-            return read
-        return read.transpose(-1, -2) if view.index is None else read[0]
+        return read if view is None else view.of_region(read)
 
     def stored_name(self, name: str) -> str:
         return self._stored_names.get(name, name)

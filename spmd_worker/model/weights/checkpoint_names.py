@@ -16,14 +16,16 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, TensorView, WeightSlice, empty_slice
 from spmd_worker.model_config.families.family import NORM_POSITIONS
-from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig
+from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
-_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices."""
+_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices. Those
+without gates have a stack of their own.
+"""
 _EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMORY.values() for part in parts)
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
@@ -124,7 +126,8 @@ class CheckpointNames:
             return
         prefix, full_name = self._layer_prefix(index), self._parts.get(f"{part}.{leaf}")
         if full_name is not None:
-            yield replace(piece, checkpoint_name=prefix + full_name)
+            named = replace(piece, checkpoint_name=prefix + full_name)
+            yield _as_row(named) if f"{part}.{leaf}" in self._names.as_rows else named
             return
         if "{}" in self._parts.get(part, ""):
             yield from _row_by_row(piece, f"{prefix}{self._parts[part]}.{leaf}")
@@ -172,7 +175,8 @@ class CheckpointNames:
             return {name: None}
         if self._names.stacked:
             is_transposed = self._is_transposed_stack(found[1], experts, shape)
-            return {name: TensorView(given_name) if is_transposed else None}
+            joined = self._joined_parts(*found, experts, TensorView(given_name), shape)
+            return joined or {name: TensorView(given_name) if is_transposed else None}
         return self._stacked_parts(*found, experts, TensorView(given_name), shape) or {name: None}
 
     def _table_name(self, given_name: str) -> str:
@@ -208,6 +212,21 @@ class CheckpointNames:
             )
             for expert in range(experts.num_experts)
             for part, pattern in enumerate(patterns)
+        }
+
+    def _joined_parts(
+        self, index: int, inside: str, experts: ExpertsConfig, given: TensorView, shape: Sequence[int]
+    ) -> dict[str, TensorView | None]:
+        """Stacks that are one in memory, [experts, outputs of all, inputs] (`Names.joined`); empty for other tensors."""
+        names, prefix = self._names.joined.get(inside, ()), self._layer_prefix(index)
+        if names and (len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(names)):
+            raise CheckpointError(
+                f"{prefix}{inside}: has the shape {list(shape)}, but this layer of the model has "
+                f"{experts.num_experts} experts: a stack is [experts, outputs, inputs]"
+            )
+        rows = shape[1] // len(names) if names else 0
+        return {
+            prefix + name: replace(given, rows=(part * rows, (part + 1) * rows)) for part, name in enumerate(names)
         }
 
     def _is_transposed_stack(self, inside: str, experts: ExpertsConfig, shape: Sequence[int]) -> bool:
@@ -287,6 +306,11 @@ class CheckpointNames:
         return self._names.ignores_later_layers and layer is not None and int(layer[1]) >= num_layers
 
 
+def _as_row(piece: WeightSlice) -> WeightSlice:
+    """The slice of a tensor [n] that the checkpoint has as [1, n]."""
+    return replace(piece, checkpoint_shape=(1, *piece.checkpoint_shape), source=((0, 1), *piece.source))
+
+
 def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:
     """Slices of a matrix of which the checkpoint has each row as a tensor, named by its index."""
     (num_rows, *shape), ((start, stop), *columns) = piece.checkpoint_shape, piece.source
@@ -318,6 +342,7 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
         "mlp.up_proj": layer.intermediate_size,
         **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),
         **({} if layer.delta is None else _delta_sizes(layer.delta)),
+        **({} if layer.mamba is None else _mamba_sizes(layer.mamba)),
     }
 
 
@@ -327,6 +352,12 @@ def _delta_sizes(delta: DeltaConfig) -> dict[str, int]:
     mixed = {f"{part}_conv1d": size for part, size in (("q", key), ("k", key), ("v", value))}
     sizes = {"in_proj_q": key, "in_proj_k": key, "in_proj_v": value, "in_proj_z": value, **gates, **mixed}
     return {f"linear_attn.{name}": size for name, size in sizes.items()}
+
+
+def _mamba_sizes(mamba: MambaConfig) -> dict[str, int]:
+    inner, shared = mamba.num_heads * mamba.head_size, mamba.num_groups * mamba.state_size
+    sizes = {"z": inner, "x": inner, "b": shared, "c": shared, "dt": mamba.num_heads}
+    return {f"mamba.in_{name}": size for name, size in sizes.items()}
 
 
 def _num_key_heads(layer: LayerConfig) -> int:

@@ -10,6 +10,7 @@ Entries that end in `_key` are keys of config.json, "" if the family has none. N
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import ConfigReader
@@ -40,7 +41,9 @@ class Names:
 
     Names of experts have {} for the number in `parts`, which may hold full names too. `stacked` are the tensors of
     experts that are not separate; transformers stacks separate ones in memory (`CheckpointNames`). A module of a layer
-    with {} in its name in `parts` has each of our rows in a tensor of its own, by number. `ignores_later_layers`: files
+    with {} in its name in `parts` has each of our rows in a tensor of its own, by number. Tensors in `as_rows`, by our
+    name in a layer, are [1, n] and not [n]. `joined` are stacks that are one tensor in memory, by its name in a layer,
+    outputs one behind the other. `ignores_later_layers`: files
     may have layers after the model's last, for speculative decoding. `embedding_norm` and `token_types` are of
     encoders; so are `head_dense` and `head_norm`, which precede `classifier`, the scores of a model that classifies.
     `project_in` and `project_out` are between embeddings, or logits, and layers of another size.
@@ -60,6 +63,8 @@ class Names:
     ignored_prefixes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     by_kv_head: tuple[str, ...] = ()
+    as_rows: tuple[str, ...] = ()
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layer_aliases: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedTensor, ...] = ()
     ignores_later_layers: bool = False
@@ -79,7 +84,8 @@ class Names:
                 name = name.removesuffix(ending) + ours
         for beginning, ours in self.aliases.items():
             if name.startswith(beginning):
-                return ours + name.removeprefix(beginning)
+                name = ours + name.removeprefix(beginning)
+                break
         if not self.layer_aliases or not name.startswith(f"{self.layers}."):
             return name
         index, _, rest = name.removeprefix(f"{self.layers}.").partition(".")
@@ -119,9 +125,10 @@ class Attention:
     """A `*_bias`, here and below, is True or False in every file, or the key of config.json that has the flag.
 
     `head_size` 0 means hidden size / heads, unless a key has it. `num_kv_heads` above 0 is the same in every file.
-    `qk_norm` and `has_sinks` are as in `LayerConfig`; if `qk_norm_key` is false, queries and keys have no norm.
+    `qk_norm`, `has_sinks` and `output_gate` are as in `LayerConfig`; if `qk_norm_key` is false, queries and keys have no norm.
     `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the inverse root; without
-    both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values.
+    both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values. Layers with
+    a window have `sliding_heads_key` query heads, if a file has that key.
     """
 
     qkv_bias: bool | str = "attention_bias"
@@ -135,6 +142,8 @@ class Attention:
     score_cap_key: str = ""
     qkv_clip_key: str = ""
     has_sinks: bool = False
+    sliding_heads_key: str = ""
+    output_gate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +154,14 @@ class Windows:
     on before `max_window_layers`), "in_use" (every layer) or "layer_types" (all but every `full_every`th layer, or the
     number in `full_every_key`; with `is_full_first` the first layer of each group is the full one, not the last).
     "late_layers", "even_layers" and "in_use" need `use_sliding_window` too. A list `layer_types` in the file takes
-    precedence over all but "never" and "in_use".
+    precedence over all but "never" and "in_use"; it may have `others`, of layers without attention.
     """
 
     rule: str = "never"
     full_every: int = 1
     full_every_key: str = ""
     is_full_first: bool = False
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +169,16 @@ class Rope:
     """Rotary embedding. `has_local`: sliding layers have a rope of their own. Otherwise `layers` are those with rotated
     queries and keys: "all", "sliding", "sliding_or_all" (all if the file has no window), or "listed" (SmolLM3:
     `no_rope_layers` has 1 for each of them and 0 for the others; without the list every `no_rope_layer_interval`th
-    layer has none). `may_be_partial`: `partial_rotary_factor` counts, or in older files `rotary_size_key`, the number
-    of rotated elements of a head. `is_interleaved` and `rounding` are as in `RopeParameters`. `adjust` changes the rope
-    for one architecture, from the file and the head size.
+    layer has none). `thetas_key` lists the base of each layer, 0 for one without. `may_be_partial`: `partial_rotary_factor` counts, or in older files `rotary_size_key`, the number
+    of rotated elements of a head. `is_interleaved`, `is_backward` and `rounding` are as in `RopeParameters`. `adjust`
+    changes the rope for one architecture, from the file and the head size.
     """
 
     has_local: bool = False
     layers: str = "all"
     is_interleaved: bool = False
+    is_backward: bool = False
+    thetas_key: str = ""
     rounding: str = "each step"
     may_be_partial: bool = False
     rotary_size_key: str = ""
@@ -194,7 +206,8 @@ class Norms:
 @dataclass(frozen=True, slots=True)
 class FeedForward:
     """`is_gated` is as in `LayerConfig`. `activation_words` maps the file's names of activations to those in
-    `ModelConfig`. `size_factor`, times the hidden size, is the intermediate size if the file has none.
+    `ModelConfig`. `size_factor`, times the hidden size, is the intermediate size if the file has none. `bounds_key`
+    lists `LayerConfig.bound` of each layer, null or 0 for none.
     """
 
     bias: bool | str = "mlp_bias"
@@ -202,6 +215,7 @@ class FeedForward:
     activation_key: str = "hidden_act"
     activation_words: Mapping[str, str] = field(default_factory=dict)
     size_factor: int = 0
+    bounds_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +245,14 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Logits are divided by `divisor_key`, of which `multiplier_key` is the inverse, and bounded by `cap_key`."""
+    """Logits are divided by `divisor_key`, of which `multiplier_key` is the inverse, and bounded by `cap_key`. A tied
+    head, too, may have a bias of its own.
+    """
 
     divisor_key: str = ""
     multiplier_key: str = ""
     cap_key: str = ""
-    has_bias: bool = False
+    has_bias: bool | str = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +312,9 @@ class Family:
 
     `layer` names the kind of layer if it has arithmetic that no part describes, "" for the plain one: a model's layers
     are then the `Layer` of the module of this name next to the decoder. Plans do not count the weights that it adds.
+
+    `newer` gives the contents of the file, whose path is for errors, with the keys and lists that this row reads, where
+    older files have others.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
@@ -320,6 +339,7 @@ class Family:
     layers: Callable[[ConfigReader, tuple[LayerConfig, ...]], tuple[LayerConfig, ...]] | None = None
     ropes: Callable[[ConfigReader, int, int], tuple[RopeParameters, ...]] | None = None
     """From the file, the number of positions and the head size."""
+    newer: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from spmd_worker.model_config.families.family import (
     Norms,
     Rope,
     Windows,
+    Wiring,
 )
 from spmd_worker.model_config.rope import with_alpha, with_query_growth
 
@@ -194,5 +195,33 @@ RMS_ROWS: Final[dict[str, Family]] = {
         models="VaultGemma",
         names=Names(norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
         required={},
+    ),
+    "GraniteSWAForCausalLM": Family(
+        models="Granite with windows and a rope for each layer",
+        attention=Attention(scale_key="attention_multiplier", has_sinks=True),
+        windows=Windows(rule="layer_types", full_every=4, is_full_first=True),
+        rope=Rope(thetas_key="layer_rope_theta"),
+        wiring=Wiring(residual_multiplier_key="residual_multiplier"),
+        embedding=Embedding(multiplier_key="embedding_multiplier"),
+        head=Head(divisor_key="logits_scaling"),
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "tie_word_embeddings": True,
+            "eos_token_id": 100257,
+        },
+    ),
+    "NanoChatForCausalLM": Family(
+        models="nanochat",
+        names=Names(parts={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}),
+        attention=Attention(qk_norm="head_after_rope"),
+        rope=Rope(is_backward=True),
+        norms=Norms(rounds_once=True, has_weight=False),
+        feed_forward=FeedForward(bias=False, is_gated=False),
+        embedding=Embedding(has_norm=True),
+        head=Head(cap_key="final_logit_softcapping"),
+        defaults={"hidden_act": "relu2", "final_logit_softcapping": 15.0, "eos_token_id": 1},
     ),
 }

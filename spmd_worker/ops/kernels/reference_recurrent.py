@@ -128,7 +128,24 @@ class ReferenceRecurrentKernels:
         segments: StateSegments,
         config: MambaConfig,
     ) -> Tensor:
-        raise NotImplementedError
+        num_heads, size, num_groups = config.num_heads, config.head_size, config.num_groups
+        inner, shared = num_heads * size, num_groups * config.state_size
+        x, b, c = mixed.float().split_with_sizes((inner, shared, shared), dim=-1)
+        x = x.reshape(len(mixed), num_heads, size)
+        b, c = (
+            each.reshape(len(mixed), num_groups, -1).repeat_interleave(num_heads // num_groups, dim=1)
+            for each in (b, c)
+        )
+        steps = softplus(dt.float() + dt_bias).clamp(*config.dt_limits)
+        decays, added = torch.exp(steps * -torch.exp(a_log)), steps.unsqueeze(-1) * x
+        out, direct = torch.zeros_like(x), x * skip.unsqueeze(-1)
+        for slot, start, stop, begins in segment_rows(segments):
+            state = torch.zeros_like(states[slot]) if begins else states[slot]
+            for row in range(start, stop):
+                state = state * decays[row, :, None, None] + added[row].unsqueeze(-1) * b[row].unsqueeze(1)
+                out[row] = (state * c[row].unsqueeze(1)).sum(-1) + direct[row]
+            states[slot] = state
+        return out.view(len(mixed), inner).to(mixed.dtype)
 
     def gated_norm(
         self,

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig
+from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, MambaConfig
 from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
 from spmd_worker.ops.kernels.triton import (
     adapter_kernels,
@@ -47,6 +47,8 @@ from spmd_worker.ops.kernels.triton import (
     sampling_kernels,
     scan_delta,
     scan_delta_kernels,
+    scan_mamba,
+    scan_mamba_kernels,
     short_conv,
     short_conv_kernels,
     sum_kernels,
@@ -709,6 +711,7 @@ def recurrent_variants(element: str = "bf16") -> Iterator[Variant]:
         options = short_conv_kernels.LAUNCH
         yield Variant(f"short_conv {num_taps}", kernel, types, constants, options, ("C", "stride_x"))
     yield from delta_variants(element)
+    yield from mamba_variants(element)
 
 
 def delta_variants(element: str) -> Iterator[Variant]:
@@ -731,6 +734,18 @@ def delta_variants(element: str) -> Iterator[Variant]:
         yield Variant(f"gated_norm {size}", norm, types, constants, options, ("SIZE", "stride_x", "stride_gate"))
 
 
+def mamba_variants(element: str) -> Iterator[Variant]:
+    """Mamba2 of Nemotron-H and Granite 4 H, and of Falcon-H1 with its larger states."""
+    types = dict.fromkeys(("mixed", "dt", "out"), f"*{element}")
+    types |= dict.fromkeys(("a_log", "dt_bias", "skip", "states"), "*fp32") | dict.fromkeys(("least", "most"), "fp32")
+    types |= dict.fromkeys(("slots", "starts", "firsts"), "*i32")
+    types |= dict.fromkeys(("H", "G", "stride_mixed", "stride_dt"), "i32")
+    kernel, options = scan_mamba_kernels.scan_mamba, scan_mamba_kernels.LAUNCH
+    for head_size, state_size in ((64, 128), (128, 256)):
+        constants = scan_mamba.mamba_constants(MambaConfig(64, head_size, 8, state_size, 1e-5))
+        yield Variant(f"scan_mamba {head_size} {state_size}", kernel, types, constants, options, ("stride_mixed",))
+
+
 def planted() -> dict[str, Variant]:
     """Failures that the gate has to find on sm_90, by the word that it finds them with."""
     by_pointers, by_tma = (False, False, False), (True, True, True)
@@ -750,7 +765,7 @@ def planted() -> dict[str, Variant]:
     }
 
 
-RECURRENT_OF_THE_GATE = ("short_conv 3", "scan_delta 128 128", "gated_norm 128")
+RECURRENT_OF_THE_GATE = ("short_conv 3", "scan_delta 128 128", "gated_norm 128", "scan_mamba 64 128")
 MATMULS_OF_THE_GATE = (
     "linear 16x64x256 4 4 ptt",
     "linear 64x64x128 4 6 ttt",

@@ -199,7 +199,8 @@ def _stacks_of(layers: Sequence[JoinableLayer]) -> Iterator[AdapterStack | None]
 
 def _computes(layer: LayerConfig) -> bool:
     """Whether the call computes layers of this kind."""
-    is_dense = layer.experts is None and layer.is_gated and layer.activation == "silu"
+    is_dense = layer.experts is None and layer.is_gated and layer.activation == "silu" and not layer.bound
+    is_dense = is_dense and not layer.output_gate
     return is_dense and layer.is_plain_wiring and layer.is_plain_attention and layer.residual_multiplier == 1.0
 
 

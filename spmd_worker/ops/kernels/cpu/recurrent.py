@@ -1,7 +1,8 @@
 """Compiled kernels of layers with recurrent states on the CPU, float32 and bfloat16. What the library lacks is computed
 by the reference.
 
-T: tokens; S: sequences; K: taps, C: channels of a convolution; Hk, Hv: key and value heads.
+T: tokens; S: sequences; K: taps, C: channels of a convolution; Hk, Hv: key and value heads; H, P, G, n: heads of
+Mamba2, their size, groups, and size of a state.
 """
 
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spmd_worker.model_config.layer_config import DeltaConfig
+from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_dtype, check_tensor, contiguous_rows, dtype_name
@@ -18,7 +19,7 @@ from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernel
 
 MAX_TAPS: Final = 16
 """Taps of a convolution, at most, as in native/short_conv.cpp."""
-_FUNCTIONS: Final = ("short_conv", "scan_delta", "gated_norm")
+_FUNCTIONS: Final = ("short_conv", "scan_delta", "scan_mamba", "gated_norm")
 
 
 class NativeRecurrentKernels(ReferenceRecurrentKernels):
@@ -88,6 +89,36 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
             *(a_log.data_ptr(), dt_bias.data_ptr(), states.data_ptr(), *addresses),
             *(config.num_key_heads, num_heads, key_size, config.value_size),
             *(config.beta_scale, config.is_per_channel, output.data_ptr(), num_threads()),
+        )
+        return output
+
+    def scan_mamba(
+        self,
+        mixed: Tensor,
+        dt: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        segments: StateSegments,
+        config: MambaConfig,
+    ) -> Tensor:
+        check_dtype(mixed, dt)
+        sizes = config.num_heads, config.head_size, config.num_groups, config.state_size
+        num_tokens, num_heads = len(mixed), config.num_heads
+        assert mixed.shape[1] == config.num_channels, (mixed.shape, config)
+        assert dt.shape == (num_tokens, num_heads), (dt.shape, config)
+        for each in (a_log, dt_bias, skip):
+            check_tensor(each, torch.float32, (num_heads,))
+        check_tensor(states, torch.float32, (len(states), num_heads, config.head_size, config.state_size))
+        addresses = segment_addresses(segments, num_tokens, len(states))
+        mixed, dt = contiguous_rows(mixed), contiguous_rows(dt)
+        # Rows of padding sequences are left out.
+        output = torch.zeros((num_tokens, num_heads * config.head_size), dtype=mixed.dtype)
+        self._functions["scan_mamba", mixed.dtype](
+            *(*addresses, *sizes, mixed.data_ptr(), mixed.stride(0), dt.data_ptr(), dt.stride(0)),
+            *(a_log.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), *config.dt_limits),
+            *(states.data_ptr(), output.data_ptr(), num_threads()),
         )
         return output
 

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.api import ExpertStack
+from spmd_worker.ops.kernels.gates import bounded_gates
 from spmd_worker.ops.kernels.triton import expert_kernels, placing, router_kernels, stored_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two, shared_bytes
@@ -44,7 +45,6 @@ ROUTER, ROUTER_MANY_ROWS = Tile(32, 64, 32, 4, 3), Tile(32, 128, 32, 4, 3)
 """Plain FMA, with fewer columns if the router has fewer."""
 ROUTER_FEW_TOKENS = 512
 """Maximum tokens of a step with the first of these tiles."""
-MIN_SUM = 1e-20
 MAX_FEW_ROWS, MAX_SOME_ROWS = 16, 96
 """Maximum mean number of rows of an expert with these tiles."""
 _WITH_WGMMA = (9, 10)
@@ -113,10 +113,14 @@ def _fitted(tile: Tile, halves: int, itemsize: int, room_bytes: int) -> Tile:
 
 
 class TritonExperts:
-    """Implements `kernels.api.ExpertKernels`. `activate_and_mul` is called for gates other than silu."""
+    """Implements `kernels.api.ExpertKernels`. `activate_and_mul` is called for gates other than silu, `activate` for
+    bounded ones and experts without gates.
+    """
 
-    def __init__(self, activate_and_mul: Callable[[Tensor, str], Tensor]) -> None:
-        self._activate_and_mul = activate_and_mul
+    def __init__(
+        self, activate_and_mul: Callable[[Tensor, str], Tensor], activate: Callable[[Tensor, str], Tensor]
+    ) -> None:
+        self._activate_and_mul, self._activate = activate_and_mul, activate
 
     def route(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
@@ -135,7 +139,8 @@ class TritonExperts:
             )
             router_kernels.choose[(num_tokens,)](
                 *(partials, bias, choice_bias, ids, weights, gates, num_tokens),
-                *(float(experts.scaling), MIN_SUM if experts.score == "sigmoid" else 0.0),
+                *(float(experts.scaling), experts.added_to_sum),
+                *(float(experts.min_sum), 2 * float(experts.jitter)),
                 **choice_constants(experts, num_rows, num_pieces),
             )
         return ids, weights, gates if num_rows > experts.num_experts else None
@@ -155,14 +160,18 @@ class TritonExperts:
         if not num_own:
             return results
         placed = placing.place(ids, slots, counts, stack.ids, tile.rows)
-        if stack.limit > 0 or stack.activation == "silu":
+        if stack.is_gated and (stack.limit > 0 or (stack.activation == "silu" and not stack.bound)):
             gated = x.new_empty((ids.numel(), width // 2))
             _gate_up(x, stack, placed, gated, gate_tile)
         else:
             columns = x.new_empty((ids.numel(), width))
             weights = stack.gate_up, stack.gate_up_scales, stack.gate_up_bias
             _linear(x, *weights, stack.stored, placed, columns, tile, gathers=True)
-            gated = self._activate_and_mul(columns, stack.activation).contiguous()
+            if stack.bound:
+                gated = bounded_gates(columns, stack.activation, stack.bound, self._activate)
+            else:
+                activate = self._activate_and_mul if stack.is_gated else self._activate
+                gated = activate(columns, stack.activation).contiguous()
         weights = stack.down, stack.down_scales, stack.down_bias
         _linear(gated, *weights, stack.stored, placed, results, tile, gathers=False)
         return results
@@ -274,6 +283,7 @@ def choice_constants(experts: ExpertsConfig, num_rows: int, num_pieces: int) -> 
         "GROUPS": experts.num_groups,
         "GROUPS_PADDED": power_of_two(experts.num_groups),
         "CHOSEN_GROUPS": experts.num_chosen_groups,
+        "BY_BEST": experts.groups_by_best,
         "num_warps": 1 if experts.num_experts <= _ONE_WARP else 4,
         **router_kernels.LAUNCH,
     }

@@ -2,6 +2,7 @@
 
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ops.kernels.triton.scan_delta import gated_norm, scan_delta
+from spmd_worker.ops.kernels.triton.scan_mamba import scan_mamba
 from spmd_worker.ops.kernels.triton.short_conv import short_conv
 
 
@@ -10,4 +11,5 @@ class TritonRecurrentKernels(ReferenceRecurrentKernels):
 
     short_conv = staticmethod(short_conv)
     scan_delta = staticmethod(scan_delta)
+    scan_mamba = staticmethod(scan_mamba)
     gated_norm = staticmethod(gated_norm)

@@ -13,7 +13,7 @@ LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """log(1 + e^x) = max(x, 0) + 2 artanh(y / (2 + y)) with y = e^-|x|, by the series of native/scan_delta.cpp."""
     y = tl.exp(-tl.abs(x))
     ratio = y / (2.0 + y)
@@ -87,10 +87,10 @@ def scan_delta(
             beta = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype).to(tl.float32) * beta_scale
             if IS_PER_CHANNEL:
                 steps = tl.load(a + row * stride_a + head * DK + channels, mask=is_channel, other=0.0)
-                state = state * tl.exp(-rate * _softplus(steps.to(tl.float32) + bias))[:, None]
+                state = state * tl.exp(-rate * softplus(steps.to(tl.float32) + bias))[:, None]
             else:
                 step = tl.load(a + row * stride_a + head).to(tl.float32)
-                state = state * tl.exp(-rate * _softplus(step + bias))
+                state = state * tl.exp(-rate * softplus(step + bias))
             change = (value - tl.sum(state * key[:, None], axis=0)) * beta
             state = state + key[:, None] * change[None, :]
             result = tl.sum(state * query[:, None], axis=0).to(out.dtype.element_ty)

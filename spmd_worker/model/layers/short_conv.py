@@ -1,0 +1,81 @@
+"""Gated short convolution (LFM2, https://arxiv.org/abs/2511.23404): of three projections B, C and v of the input, C
+times the causal depthwise convolution of B times v, then an output projection. No activation.
+
+T: tokens of the step; C: channels of this rank; K: taps.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from kv_cache.layer_states import LayerStates
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.weight_slice import WeightSlice, shard
+from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ranks.topology import shard_range
+
+
+class ConvWeights(CheckpointLayer):
+    """Taps [C, 1, K], oldest first, and biases [C] of a depthwise convolution over `num_channels` of all ranks."""
+
+    def __init__(
+        self, context: LayerContext, num_channels: int, channels: tuple[int, int], kernel_size: int, has_bias: bool
+    ) -> None:
+        super().__init__()
+        self._shape, self._channels = (num_channels, 1, kernel_size), channels
+        count = channels[1] - channels[0]
+        self.weight = context.parameter(count, 1, kernel_size)
+        self.bias = context.parameter(count) if has_bias else None
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        yield shard(f"{prefix}.weight", self._shape, f"{prefix}.weight", 0, *self._channels)
+        if self.bias is not None:
+            yield shard(f"{prefix}.bias", self._shape[:1], f"{prefix}.bias", 0, *self._channels)
+
+
+class ShortConv(nn.Module):
+    """Channels are split over ranks, those of B, C and v alike."""
+
+    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
+        super().__init__()
+        assert layer.conv is not None, layer
+        conv, group = layer.conv, context.tensor_group
+        channels = shard_range(hidden_size, group.size, group.rank)
+        self._kernels = context.kernels.recurrent_kernels()
+        # B, C and v are one behind the other in one tensor.
+        firsts, (start, stop) = (0, hidden_size, 2 * hidden_size), channels
+        parts = tuple(OutputPart("in_proj", 3 * hidden_size, first + start, first + stop) for first in firsts)
+        self.in_proj = ColumnParallelLinear(context, hidden_size, parts, conv.has_bias)
+        self.conv = ConvWeights(context, hidden_size, channels, conv.kernel_size, conv.has_bias)
+        self.out_proj = RowParallelLinear(context, channels, hidden_size, hidden_size, conv.has_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        ropes: tuple[Angles, ...],
+        layer_cache: Tensor | None,
+        metadata: AttentionMetadata,
+        wanted: WantedTokens | None = None,
+        *,
+        states: LayerStates | None = None,
+        adapters: StepAdapters | None = None,
+        is_fused: bool = True,
+    ) -> Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden]. Replaces the last inputs of the convolution, in the slots of
+        the step's sequences.
+        """
+        del ropes, layer_cache, is_fused
+        assert wanted is None, "a state is a function of all tokens"
+        assert states is not None, "a convolution has states"
+        assert metadata.segments is not None, "the step has states"
+        before, after, value = self.in_proj(x, adapters).chunk(3, dim=-1)
+        mixed = self._kernels.short_conv(
+            before * value, self.conv.weight[:, 0], self.conv.bias, states.tail, metadata.segments, has_silu=False
+        )
+        output: Tensor = self.out_proj(after * mixed, adapters)
+        return output

@@ -1,0 +1,137 @@
+"""Number of a layer's parameters on a rank, from sizes: a plan of a run counts weights by them. A test compares them
+with the parameters of real models.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
+
+
+def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of a layer's parameters on a rank with this share of it."""
+    linears = sum(each.num_inputs * sum(each.num_outputs) for each in mixer_linears(layer, hidden_size, share))
+    others = sum(of_kind(layer, hidden_size, share) for of_kind in _MIXER_OTHERS[layer.mixer])
+    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
+    return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms
+
+
+def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Number of these that are float32 in every dtype."""
+    router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
+    mamba = 0 if layer.mamba is None else layer.mamba.share(share.num_ranks).num_float32_elements
+    return router + share.num_heads * (layer.has_sinks and layer.has_attention) + mamba
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSizes:
+    """A linear layer on one rank. `num_outputs` are those of each module of the checkpoint that it merges."""
+
+    num_inputs: int
+    num_outputs: tuple[int, ...]
+
+
+def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    """Linear layers of the mixers of a layer, on a rank with this share of it."""
+    return tuple([each for of_kind in _MIXER_LINEARS[layer.mixer] for each in of_kind(layer, hidden_size, share)])
+
+
+def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
+    gates = (LinearSizes(hidden_size, (share.num_heads,)),) if layer.output_gate == "head" else ()
+    return (LinearSizes(hidden_size, (query, key_value, key_value)), LinearSizes(query, (hidden_size,)), *gates)
+
+
+def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of sinks, biases, and norms of queries and keys."""
+    size = layer.head_size
+    others = share.num_heads * layer.has_sinks + hidden_size * layer.has_output_bias
+    others += (share.num_heads + 2 * share.num_kv_heads) * size * layer.has_qkv_bias
+    if layer.qk_norm in ("head", "head_after_rope"):
+        others += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
+    elif layer.qk_norm == "each_head":
+        others += (share.num_heads + share.num_kv_heads) * size
+    elif layer.qk_norm == "flat":
+        others += (layer.num_heads + layer.num_kv_heads) * size
+    return others
+
+
+def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    assert layer.latent is not None, layer
+    latent = layer.latent
+    latents = (latent.query_rank, latent.key_size) if latent.query_rank else (latent.key_size,)
+    return (
+        LinearSizes(hidden_size, latents),
+        LinearSizes(latent.query_rank or hidden_size, (share.num_heads * latent.query_size,)),
+        LinearSizes(share.num_heads * latent.value_size, (hidden_size,)),
+    )
+
+
+def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of the projection from latents, which is not quantised, of norms and biases."""
+    assert layer.latent is not None, layer
+    latent = layer.latent
+    projection = share.num_heads * (latent.nope_size + latent.value_size) * latent.rank
+    biases = (latent.query_rank + latent.key_size) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
+    return projection + latent.rank + latent.query_rank + biases
+
+
+def _conv_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    num_channels = hidden_size // share.num_ranks
+    return LinearSizes(hidden_size, (3 * num_channels,)), LinearSizes(num_channels, (hidden_size,))
+
+
+def _conv_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of taps and biases."""
+    assert layer.conv is not None, layer
+    num_channels = hidden_size // share.num_ranks
+    return layer.conv.kernel_size * num_channels + (4 * num_channels + hidden_size) * layer.conv.has_bias
+
+
+def _mamba_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    assert layer.mamba is not None, layer
+    own = layer.mamba.share(share.num_ranks)
+    return LinearSizes(hidden_size, (own.num_projected,)), LinearSizes(own.num_columns, (hidden_size,))
+
+
+def _mamba_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of taps, biases, numbers of heads, and the norm, which has all heads of the rank's groups."""
+    full = layer.mamba
+    assert full is not None, layer
+    own = full.share(share.num_ranks)
+    biases = (own.num_projected + hidden_size) * own.has_bias
+    taps = own.num_channels * (own.kernel_size + own.has_conv_bias)
+    norm = full.num_columns // full.num_groups * own.num_groups * (own.norm != "none")
+    return biases + taps + norm + own.num_float32_elements
+
+
+def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    if not layer.has_feed_forward:
+        return 0
+    xielu = 4 * (layer.activation == "xielu")
+    if layer.experts is not None:
+        assert share.experts is not None, share
+        return layer.experts.elements(hidden_size, share.experts) + xielu
+    num_gates = 1 + layer.is_gated
+    biases = (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
+    return (num_gates + 1) * hidden_size * share.num_columns + biases + xielu
+
+
+_MIXER_LINEARS: Final = {
+    "attention": (_attention_linears,),
+    "attention_and_mamba": (_attention_linears, _mamba_linears),
+    "latent": (_latent_linears,),
+    "conv": (_conv_linears,),
+    "mamba": (_mamba_linears,),
+    "none": (),
+}
+"""Linear layers of each kind of mixer (`LayerConfig.mixer`)."""
+_MIXER_OTHERS: Final = {
+    "attention": (_attention_others,),
+    "attention_and_mamba": (_attention_others, _mamba_others),
+    "latent": (_latent_others,),
+    "conv": (_conv_others,),
+    "mamba": (_mamba_others,),
+    "none": (),
+}
+"""Number of their other elements."""
