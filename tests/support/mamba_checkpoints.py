@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 VOCAB_SIZE = 96
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -34,7 +34,7 @@ _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
-    "mamba_d_head": 8,
+    "mamba_d_head": 16,
     "mamba_expand": 2,
     "mamba_chunk_size": 32,
 }
@@ -61,7 +61,7 @@ _GRANITE = {
     "shared_intermediate_size": 20,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-_FALCON = {**_MAMBA, "mamba_d_ssm": 64, "head_dim": 16, "num_hidden_layers": 2}
+_FALCON = {**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16, "num_hidden_layers": 2}
 
 MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": (
