@@ -80,6 +80,7 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
         scaling=reader.number(family.scaling_key, 1.0) if family.scaling_key else 1.0,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
+        groups_by_best=family.groups_by_best and num_groups > 1,
         has_choice_bias=family.has_choice_bias,
         has_router_bias=family.has_router_bias,
         has_bias=family.has_bias,

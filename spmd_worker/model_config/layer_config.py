@@ -7,6 +7,10 @@ before attention, after it, before the feed-forward, after it.
 """
 
 from dataclasses import dataclass, replace
+from typing import Final
+
+LATENT_NORM_EPS: Final = 1e-6
+"""Of the norms of latents, whatever the file has for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ class ExpertsConfig:
     (https://arxiv.org/abs/2101.03961).
 
     `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
-    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by
-    number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
+    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
+    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
     `sum_eps` is added to a sum of sigmoids.
     "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
     the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
@@ -58,6 +62,7 @@ class ExpertsConfig:
     scaling: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
+    groups_by_best: bool = False
     has_choice_bias: bool = False
     has_router_bias: bool = False
     has_bias: bool = False
@@ -85,7 +90,7 @@ class ExpertsConfig:
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
         shared = (2 + self.is_gated) * hidden_size * share.num_shared_columns
-        if self.has_shared_bias and self.shared_size:
+        if self.has_shared_bias and share.num_shared_columns:
             shared += (1 + self.is_gated) * share.num_shared_columns + hidden_size
         others = 2 * self.latent_size * hidden_size + self.router_elements(hidden_size)
         return self.routed_elements(hidden_size, share) + shared + others
@@ -212,6 +217,16 @@ class LatentConfig:
     value_size: int
     query_rank: int = 0
 
+    @property
+    def query_size(self) -> int:
+        """Numbers of a query head as it is projected."""
+        return self.nope_size + self.rope_size
+
+    @property
+    def key_size(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.rank + self.rope_size
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
@@ -236,7 +251,8 @@ class LayerConfig:
     `gate_proj`) or "number" (one each, from a second half of each head of `q_proj`).
 
     Attention's input and output are scaled by `attention_multipliers`, keys by `key_multiplier`, gates of the dense
-    feed-forward and its output by `mlp_multipliers`.
+    feed-forward and its output by `mlp_multipliers`. A layer of latent attention has one key-value head; `head_size` is
+    then the size of its keys, and of queries that are compared with them.
 
     `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
     are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
@@ -249,9 +265,9 @@ class LayerConfig:
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
-    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert: min(act(gate),
-    bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the sigmoid of a number
-    that is projected from the layer's input; "" for no gate.
+    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
+    min(act(gate), bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the
+    sigmoid of a number that is projected from the layer's input; "" for no gate.
     """
 
     num_heads: int

@@ -56,6 +56,26 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
     return others
 
 
+def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    assert layer.latent is not None, layer
+    latent = layer.latent
+    latents = (latent.query_rank, latent.key_size) if latent.query_rank else (latent.key_size,)
+    return (
+        LinearSizes(hidden_size, latents),
+        LinearSizes(latent.query_rank or hidden_size, (share.num_heads * latent.query_size,)),
+        LinearSizes(share.num_heads * latent.value_size, (hidden_size,)),
+    )
+
+
+def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of the projection from latents, which is not quantised, of norms and biases."""
+    assert layer.latent is not None, layer
+    latent = layer.latent
+    projection = share.num_heads * (latent.nope_size + latent.value_size) * latent.rank
+    biases = (latent.query_rank + latent.key_size) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
+    return projection + latent.rank + latent.query_rank + biases
+
+
 def _conv_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     num_channels = hidden_size // share.num_ranks
     return LinearSizes(hidden_size, (3 * num_channels,)), LinearSizes(num_channels, (hidden_size,))
@@ -100,6 +120,7 @@ def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerSha
 _MIXER_LINEARS: Final = {
     "attention": (_attention_linears,),
     "attention_and_mamba": (_attention_linears, _mamba_linears),
+    "latent": (_latent_linears,),
     "conv": (_conv_linears,),
     "mamba": (_mamba_linears,),
     "none": (),
@@ -108,6 +129,7 @@ _MIXER_LINEARS: Final = {
 _MIXER_OTHERS: Final = {
     "attention": (_attention_others,),
     "attention_and_mamba": (_attention_others, _mamba_others),
+    "latent": (_latent_others,),
     "conv": (_conv_others,),
     "mamba": (_mamba_others,),
     "none": (),

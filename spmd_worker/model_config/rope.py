@@ -12,7 +12,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number
 
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 """Scalings whose `max_position_embeddings` may be the unscaled length: `factor` then multiplies it."""
@@ -21,10 +21,11 @@ STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
     """Rotary embedding: the head size, the base and its scaling. Fields a type does not use keep their neutral value.
+    `proportional`: the frequencies are those of a full head, and pairs after the first `partial_factor` have none.
 
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
     derive it; lengths are in tokens. The first `partial_factor` of a head's `size` elements is rotated. LongRoPE
-    divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs
+        divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs
     are neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied
     by (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: by the negative angles.
     LongRoPE's `short_mscale` and `long_mscale`, if above 0, multiply cosines and sines instead of the factor.
@@ -57,8 +58,8 @@ class RopeParameters:
 
     @property
     def rotary_size(self) -> int:
-        """Number of rotated elements of a head."""
-        return int(self.size * self.partial_factor)
+        """Number of rotated elements of a head, some by no angle if it is `proportional`."""
+        return self.size if self.rope_type == "proportional" else int(self.size * self.partial_factor)
 
     def regime(self, num_prompt_tokens: int, most_tokens: int, max_positions: int) -> int:
         """Implements `ModelConfig.rope_regime` for one rope."""
@@ -73,13 +74,13 @@ def read_rope(
     reader: ConfigReader, max_positions: int, head_size: int, rotary_size_key: str = "", *, may_be_partial: bool
 ) -> RopeParameters:
     """The one rope of a model. Raises ModelConfigError."""
-    given, key = _given(reader), "partial_rotary_factor"
+    given, key = given_rope(reader), "partial_rotary_factor"
     if rotary_size_key and reader.get(rotary_size_key) is not None and given.get(key) is None:
         given = {**given, key: reader.get(key, reader.count(rotary_size_key) / head_size)}
     return rope_of(given, reader, max_positions, head_size, may_be_partial=may_be_partial)
 
 
-def _given(reader: ConfigReader) -> Mapping[str, Any]:
+def given_rope(reader: ConfigReader) -> Mapping[str, Any]:
     """Settings of the file's one rope. Raises ModelConfigError."""
     key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     given = reader.get(key) or {}
@@ -90,7 +91,7 @@ def _given(reader: ConfigReader) -> Mapping[str, Any]:
 
 def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
     """The rope with `alpha` of `dynamic` scaling applied to its base, once and for all. Raises ModelConfigError."""
-    given = _given(reader)
+    given = given_rope(reader)
     if rope.rope_type != "dynamic" or not given.get("alpha"):
         return rope
     alpha = checked_number(given["alpha"], f"{reader.path}: rope dynamic alpha")
@@ -104,7 +105,7 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
 def with_query_growth(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
     """The rope with `llama_4_scaling_beta`, if the file has it. Raises ModelConfigError."""
     del head_size
-    given = _given(reader)
+    given = given_rope(reader)
     beta, key = given.get("llama_4_scaling_beta"), f"{reader.path}: rope llama_4_scaling_beta"
     return replace(rope, query_growth=checked_number(beta, key)) if beta else rope
 
@@ -118,7 +119,7 @@ def with_mscales(rope: RopeParameters, reader: ConfigReader, head_size: int) -> 
         raise ModelConfigError(
             f"{reader.path}: rope_type={shown(rope.rope_type)} is not supported, only default and longrope"
         )
-    given, where = _given(reader), f"{reader.path}: rope longrope"
+    given, where = given_rope(reader), f"{reader.path}: rope longrope"
     short, long = (checked_number(given.get(key), f"{where} {key}") for key in ("short_mscale", "long_mscale"))
     return replace(rope, short_mscale=short, long_mscale=long)
 
@@ -185,7 +186,7 @@ def rope_of(
         raise ModelConfigError(f"{reader.path}: rope truncate={shown(truncate)} must be true or false")
     theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
     theta = checked_number(theta, f"{reader.path}: rope_theta")
-    partial = _partial_factor(given, reader, head_size, may_be_partial)
+    partial = _partial_factor(given, reader, head_size, may_be_partial or rope_type == "proportional")
     numbers = _numbers(given, rope_type, reader, max_positions)
     if rope_type == "yarn" and theta <= 1.0:
         raise ModelConfigError(
@@ -224,10 +225,11 @@ def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: i
     return partial
 
 
-_REQUIRED: Final = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_REQUIRED: Final = {"default": (), "proportional": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 _OPTIONAL: Final = {
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
+    "proportional": ("factor",),
 }
 
 

@@ -470,7 +470,7 @@ def is_tied_to_transformers(config: dict[str, Any]) -> bool:
     """Mllama's class never ties."""
     if config["model_type"] == "mllama":
         return False
-    return AutoConfig.for_model(**deepcopy(config)).tie_word_embeddings
+    return getattr(AutoConfig.for_model(**deepcopy(config)), "tie_word_embeddings", False)
 
 
 def files_of_names(folder: Path, config: dict[str, Any], *heads: str) -> Path:

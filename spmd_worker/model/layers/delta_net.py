@@ -36,9 +36,7 @@ class DeltaConv(CheckpointLayer):
         for part in self._parts:
             end = first + part.stop - part.start
             name, shape = f"{parent}.{part.name}.weight", (part.total, 1, self._kernel_size)
-            yield WeightSlice(
-                name, shape, ((part.start, part.stop), *taps), f"{prefix}.weight", ((first, end), *taps)
-            )
+            yield WeightSlice(name, shape, ((part.start, part.stop), *taps), f"{prefix}.weight", ((first, end), *taps))
             first = end
 
 
@@ -125,9 +123,7 @@ class DeltaNet(nn.Module):
         assert segments is not None, "the step has states"
         mixed, gate, b, a = self.in_proj(x, adapters).split_with_sizes(self._sizes, dim=-1)
         mixed = self._kernels.short_conv(mixed, self.conv.weight[:, 0], None, states.tail, segments, has_silu=True)
-        scanned = self._kernels.scan_delta(
-            mixed, a, b, gates.a_log, gates.dt_bias, states.state, segments, self.config
-        )
+        scanned = self._kernels.scan_delta(mixed, a, b, gates.a_log, gates.dt_bias, states.state, segments, self.config)
         output: Tensor = self.out_proj(self.norm(scanned.flatten(1), gate), adapters)
         return output
 

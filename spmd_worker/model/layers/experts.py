@@ -110,10 +110,13 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
 
 
 def _masked_to_best_groups(choice: Tensor, experts: ExpertsConfig) -> Tensor:
-    """[T, E] with minus infinity outside the groups whose two best scores have the highest sums."""
+    """[T, E] with minus infinity outside the groups whose two best scores have the highest sums, or whose best scores
+    are the highest.
+    """
     groups = choice.view(len(choice), experts.num_groups, -1)
     best = groups.sort(dim=-1, descending=True).values
-    order = (best[..., 0] + best[..., 1]).sort(dim=-1, descending=True, stable=True).indices
+    totals = best[..., 0] if experts.groups_by_best else best[..., 0] + best[..., 1]
+    order = totals.sort(dim=-1, descending=True, stable=True).indices
     is_kept = torch.zeros(order.shape, dtype=torch.bool, device=order.device)
     is_kept.scatter_(1, order[:, : experts.num_chosen_groups], value=True)
     return groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(1)

@@ -174,7 +174,11 @@ DELTA_ROWS: Final[dict[str, Family]] = {
         _QWEN3_5,
         models="Qwen3-Next: 80B-A3B, Coder",
         names=Names(
-            fused={_QKVZ: tuple(_IN_PROJ[part] for part in "qkvz"), _BA: tuple(_IN_PROJ[part] for part in "ba"), **_CONV},
+            fused={
+                _QKVZ: tuple(_IN_PROJ[part] for part in "qkvz"),
+                _BA: tuple(_IN_PROJ[part] for part in "ba"),
+                **_CONV,
+            },
             by_kv_head=(_QKVZ, _BA),
             ignored_prefixes=("mtp.",),
         ),

@@ -283,6 +283,7 @@ def choice_constants(experts: ExpertsConfig, num_rows: int, num_pieces: int) -> 
         "GROUPS": experts.num_groups,
         "GROUPS_PADDED": power_of_two(experts.num_groups),
         "CHOSEN_GROUPS": experts.num_chosen_groups,
+        "BY_BEST": experts.groups_by_best,
         "num_warps": 1 if experts.num_experts <= _ONE_WARP else 4,
         **router_kernels.LAUNCH,
     }

@@ -1,0 +1,55 @@
+"""Small models with recurrent states, rows for them, and what `LLM` answers to these."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from delta_checkpoints import delta_folder
+
+from spmd_worker import LLM, RequestOutput, SamplingParams
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "num_blocks": 160,
+}
+
+
+def state_folder(kind: str) -> Path:
+    """The checkpoint of a kind of layer with states."""
+    return delta_folder(kind)
+
+
+def state_rows(num_rows: int = 6, num_samples: int = 1) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Rows that share 70 tokens, more than the 64 after which a state is kept, two lengths of which end on the grid."""
+    chance = random.Random(3)
+    head = [chance.randrange(5, 90) for _ in range(70)]
+    rows, params = [], []
+    for index, length in enumerate((1, 58, 90, 121, 33, 5, 60, 12)[:num_rows]):
+        tail = [chance.randrange(5, 90) for _ in range(length)]
+        rows.append({"prompt_token_ids": (head if index % 3 else head[:10]) + tail})
+        params.append(
+            SamplingParams(
+                n=num_samples, temperature=0.8, max_tokens=12 + 3 * index, ignore_eos=True, seed=index, logprobs=1
+            )
+        )
+    return rows, params
+
+
+def answers_of(outputs: list[RequestOutput]) -> list[Any]:
+    """Ids and logprobs of each sample of each row, all digits."""
+    return [
+        [[each.token_ids, [entry.logprob for step in each.logprobs for entry in step.values()]] for each in row.outputs]
+        for row in outputs
+    ]
+
+
+def answers(kind: str, num_samples: int = 1, **settings: Any) -> tuple[list[Any], Any]:
+    """Answers to the rows, and the counters of the run."""
+    rows, params = state_rows(num_samples=num_samples)
+    with LLM(state_folder(kind), **{**SETTINGS, **settings}) as llm:
+        found = answers_of(llm.generate(rows, params, use_tqdm=False))
+        return found, llm.llm_engine.counters
