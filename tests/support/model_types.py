@@ -89,6 +89,9 @@ MODEL_TYPES: Final = {
     "FlexOlmoForCausalLM": "flex_olmo",
     "PhimoeForCausalLM": "phimoe",
     "Step3p7ForConditionalGeneration": "step3p7",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
+    "Lfm3ForCausalLM": "lfm3",
 }
 
 ENCODER_TYPES: Final = {
