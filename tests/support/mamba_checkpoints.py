@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 from run_folder import made_once
-from torch import Tensor
 from transformers import PreTrainedModel
 
 VOCAB_SIZE = 96
@@ -155,13 +154,6 @@ def open_mamba(folder: Path) -> PreTrainedModel:
     options = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
     model: PreTrainedModel = model_class.from_pretrained(folder, **options).eval()
     return model
-
-
-@torch.no_grad()
-def mamba_logits(model: PreTrainedModel, prompt: list[int]) -> Tensor:
-    """transformers' logits [T, vocabulary] of one forward pass."""
-    logits: Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
-    return logits
 
 
 @torch.no_grad()
