@@ -16,6 +16,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.delta_net import DeltaNet
+from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.short_conv import ShortConv
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
@@ -37,6 +38,11 @@ def state_shapes(layer: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, i
         delta = mixer.config
         shape = (delta.num_value_heads, delta.key_size, delta.value_size)
         return shape, (delta.kernel_size - 1, delta.num_channels)
+    mixer = getattr(layer, "mamba", None)
+    if isinstance(mixer, Mamba):
+        config = mixer.config
+        tail = (config.kernel_size - 1, config.num_channels)
+        return (config.num_heads, config.head_size, config.state_size), tail
     return None
 
 
