@@ -40,8 +40,9 @@ class ExpertsConfig:
     """Experts of a sparse layer, with `intermediate_size` columns each, and the choice of a token's `num_chosen`
     (https://arxiv.org/abs/2101.03961).
 
-    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
-    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid", "sigmoid_chosen" or
+    "sparsemixer". "sigmoid_chosen" chooses by what the sigmoid is of, and weighs an expert's input, not its output. The
+    top scores are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
     a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
     `sum_eps` is added to a sum of sigmoids.
     "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
@@ -76,6 +77,11 @@ class ExpertsConfig:
     sum_eps: float = 1e-20
     jitter: float = 0.0
     bound: float = 0.0
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether weights are of an expert's input, not of its output."""
+        return self.score == "sigmoid_chosen"
 
     @property
     def added_to_sum(self) -> float:
@@ -279,10 +285,11 @@ class LayerConfig:
     feed-forward and its output by `mlp_multipliers`. A layer of latent attention has one key-value head; `head_size` is
     then the size of its keys, and of queries that are compared with them.
 
-    `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
+    `window` is the range of attention, tokens, 0 for all; with `chunk` above 0 a token sees those of its own chunk of so
+    many positions. `rope` is the index in `ModelConfig.ropes`, None if positions
     are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
-    cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "each_head" (each by itself, with
-    weights of its own and no biases) or "flat" (all heads as one row). `norms` are the used ones of the four positions.
+    cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "bare_after_rope" (without weights),
+    "each_head" (each by itself, with weights of its own and no biases) or "flat" (all heads as one row). `norms` are the used ones of the four positions.
     `activation` is one of `kernels.api.Kernels.activate`, or "xielu", which has four numbers of its own; without
     `is_gated` it is between two GEMMs, without a gate. `residual_multiplier` scales the outputs of attention and
     feed-forward before they are added. `is_parallel`: both read the layer's input, the feed-forward through the third
@@ -306,6 +313,7 @@ class LayerConfig:
     has_mlp_bias: bool = False
     qk_norm: str = "none"
     window: int = 0
+    chunk: int = 0
     rope: int | None = 0
     score_cap: float = 0.0
     norms: tuple[bool, bool, bool, bool] = (True, False, True, False)

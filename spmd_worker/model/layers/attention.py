@@ -16,7 +16,7 @@ from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, Ro
 from spmd_worker.model.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
-from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.gates import sigmoid
@@ -38,6 +38,11 @@ class Sinks(CheckpointLayer):
         yield shard(name, (self._num_heads,), f"{prefix}.scores", 0, *self._heads)
 
 
+def _bare(norm: NormConfig) -> NormConfig:
+    """The norm without weights, rounded once."""
+    return NormConfig(eps=norm.eps, rounds_once=True, has_weight=False)
+
+
 class Attention(nn.Module):
     """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head,
     output projection.
@@ -49,7 +54,7 @@ class Attention(nn.Module):
         heads = shard_range(layer.num_heads, group.size, group.rank)
         kv_heads = kv_head_range(layer.num_kv_heads, group.size, group.rank)
         self.num_heads, self.num_kv_heads, self.head_size = heads[1] - heads[0], kv_heads[1] - kv_heads[0], size
-        self.window, self.scale, self._score_cap = layer.window, layer.scale, layer.score_cap
+        self.window, self.scale, self._score_cap = layer.window or -layer.chunk, layer.scale, layer.score_cap
         self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
         self._qkv_clip, self._is_plain = layer.qkv_clip, layer.is_plain_attention
         self._key_multiplier, (self._in_multiplier, self._out_multiplier) = (
@@ -83,6 +88,8 @@ class Attention(nn.Module):
             norm = replace(layer.norm, has_bias=False)
             self.q_norm = HeadNorms(context, layer.num_heads, heads, size, norm)
             self.k_norm = HeadNorms(context, layer.num_kv_heads, kv_heads, size, norm)
+        elif layer.qk_norm == "bare_after_rope":
+            self.q_norm = self.k_norm = new_norm(context, size, _bare(layer.norm))
         elif layer.qk_norm != "none":
             is_flat = layer.qk_norm == "flat"
             self.q_norm = new_norm(context, size * (layer.num_heads if is_flat else 1), layer.norm)
@@ -151,8 +158,8 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
             query, key = angles.rotate(self._kernels, query), angles.rotate(self._kernels, key)
-            query = query if angles.query_factors is None else query * angles.query_factors
-        if self._qk_norm == "head_after_rope" and self.q_norm is not None and self.k_norm is not None:
+            query = query if angles.query_factors is None else (query * angles.query_factors).to(query.dtype)
+        if self._qk_norm in ("head_after_rope", "bare_after_rope") and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, value
 

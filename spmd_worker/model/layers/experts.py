@@ -89,11 +89,11 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
 
     Of equal scores the lower index is selected. The weights of a row with a NaN score are NaN.
     """
-    assert experts.score in ("softmax", "sigmoid", "softmax_chosen", "sparsemixer"), experts.score
+    assert experts.score in ("softmax", "sigmoid", "softmax_chosen", "sigmoid_chosen", "sparsemixer"), experts.score
     if experts.score == "sparsemixer":
         return _mix_sparsely(logits, experts.jitter)
     scores = logits
-    if experts.score != "softmax_chosen":
+    if experts.score in ("softmax", "sigmoid"):
         scores = sigmoid(logits) if experts.score == "sigmoid" else logits.softmax(-1)
     choice = scores if choice_bias is None else scores + choice_bias
     if experts.num_groups > 1:
@@ -102,6 +102,8 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
     weights = scores.gather(1, ids)
     if experts.score == "softmax_chosen":
         weights = weights.softmax(-1)
+    elif experts.score == "sigmoid_chosen":
+        weights = sigmoid(weights)
     if experts.renormalises:
         total = reduce(torch.add, weights.unbind(1)).unsqueeze(1)
         total = total + experts.added_to_sum
@@ -296,13 +298,20 @@ class SparseFeedForward(nn.Module):
         """
         ids, weights, shared_gate = self.gate(x)
         inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)
+        chosen, padding = ids, slots
+        if self._config.weighs_inputs:
+            # Each chosen expert of a token has an input of its own.
+            num_chosen = ids.shape[1]
+            inputs = inputs.repeat_interleave(num_chosen, 0) * weights.view(-1, 1).to(x.dtype)
+            chosen, weights = ids.view(-1, 1), torch.ones_like(weights)
+            padding = None if slots is None else slots.repeat_interleave(num_chosen)
         kernels = self._expert_kernels if is_fused else None
         if kernels is None:
-            results = self._results(inputs, ids, is_fused)
+            results = self._results(inputs, chosen, is_fused)
         else:
             assert self._stacked is not None, "made with the kernels"
             stack, is_exact = self._stacked.get(), self._is_exact
-            results = kernels.outputs(inputs, ids, stack, slots, self._totals, others_are_zero=is_exact)
+            results = kernels.outputs(inputs, chosen, stack, padding, self._totals, others_are_zero=is_exact)
         shared: Tensor | None = None
         if self.shared_expert is not None:
             shared = self.shared_expert(x, adapters, is_fused=is_fused)
