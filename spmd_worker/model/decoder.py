@@ -106,7 +106,12 @@ class DecoderLayer(nn.Module):
         options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
         if adapters is not None:
             options["adapters"] = adapters
-        return self._added(self.mlp(x, is_fused=is_fused, **options), self.mlp_output_norm, residual), residual
+        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
+
+    def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
+        """The feed-forward of `x`: a part that is still to be added to the stream, or None."""
+        assert self.mlp is not None, "a layer without a feed-forward has nothing to do here"
+        return self._added(self.mlp(x, **options), self.mlp_output_norm, residual)
 
     def _mixed(self, *arguments: Any, **options: Any) -> Tensor:
         """The sum of the mixers' outputs, in their order."""

@@ -53,6 +53,10 @@ class ExpertsConfig:
     `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
     that are not `is_gated` have no gate: the activation is between two GEMMs. With `latent_size` above 0 routed
     experts, but not the shared one, work in a space of this size, between two projections of the layer.
+
+    `are_beside_dense` (Gemma 4): the layer has a dense feed-forward too. The router reads the stream, in a norm of its
+    own with a weight, by the root of the hidden size; experts read it in another norm; each of the two outputs is
+    normed before they are added, and weights are multiplied by a number of each expert.
     """
 
     num_experts: int
@@ -77,6 +81,7 @@ class ExpertsConfig:
     sum_eps: float = 1e-20
     jitter: float = 0.0
     bound: float = 0.0
+    are_beside_dense: bool = False
 
     @property
     def weighs_inputs(self) -> bool:
@@ -90,8 +95,8 @@ class ExpertsConfig:
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
-        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias)
-        return (self.num_experts + self.has_shared_gate) * hidden_size + biases
+        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
+        return (self.num_experts + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
@@ -300,6 +305,9 @@ class LayerConfig:
     in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
     min(act(gate), bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the
     sigmoid of a number that is projected from the layer's input; "" for no gate.
+
+    `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
+    they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer.
     """
 
     num_heads: int
@@ -336,6 +344,14 @@ class LayerConfig:
     key_multiplier: float = 1.0
     attention_multipliers: tuple[float, float] = (1.0, 1.0)
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    norms_values: bool = False
+    values_are_keys: bool = False
+    has_scalar: bool = False
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether the layer has a dense feed-forward, alone or beside experts."""
+        return self.has_feed_forward and (self.experts is None or self.experts.are_beside_dense)
 
     @property
     def has_states(self) -> bool:
@@ -360,7 +376,7 @@ class LayerConfig:
             self.mixer == "attention"
             and self.qk_norm == "none"
             and self.rope is not None
-            and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate)
+            and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate or self.norms_values)
             and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
         )
 

@@ -245,8 +245,9 @@ def _split_columns(layer: LayerConfig, layout: ExpertLayout | None) -> tuple[int
     if layer.experts is None:
         return (layer.intermediate_size,)
     routed = () if layout is not None else (layer.experts.intermediate_size,)
+    dense = (layer.intermediate_size,) if layer.has_dense else ()
     is_shared_split = layer.experts.shared_size > 0 and not (layout is not None and layout.is_exact)
-    return (*routed, layer.experts.shared_size) if is_shared_split else routed
+    return (*routed, *dense, layer.experts.shared_size) if is_shared_split else (*routed, *dense)
 
 
 def layer_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> LayerShare:

@@ -65,9 +65,10 @@ class Attention(nn.Module):
         assert layer.output_gate in ("", "head", "number"), layer.output_gate
         self._has_gates = layer.output_gate == "number"
         assert not self._has_gates or layer.qk_norm != "flat", "a flat norm is of queries alone"
+        of_keys = ("k_proj",) if layer.values_are_keys else ("k_proj", "v_proj")
         shares = [
             ("q_proj", layer.num_heads, heads, size * (1 + self._has_gates)),
-            *((name, layer.num_kv_heads, kv_heads, size) for name in ("k_proj", "v_proj")),
+            *((name, layer.num_kv_heads, kv_heads, size) for name in of_keys),
         ]
         parts = tuple(
             OutputPart(name, total * each, start * each, stop * each) for name, total, (start, stop), each in shares
@@ -82,6 +83,7 @@ class Attention(nn.Module):
                 context, hidden_size, (OutputPart("g_proj", layer.num_heads, *heads),), has_bias=False
             )
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
+        self.v_norm = new_norm(context, size, _bare(layer.norm)) if layer.norms_values else None
         self.q_norm: Norm | HeadNorms | None = None
         self.k_norm: Norm | HeadNorms | None = None
         if layer.qk_norm == "each_head":
@@ -146,7 +148,8 @@ class Attention(nn.Module):
         """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]. With gates a head of `projected` has
         its query, then its gate.
         """
-        query, key, value = projected.split_with_sizes(self._sizes, dim=-1)
+        query, key, *values = projected.split_with_sizes(self._sizes, dim=-1)
+        value = values[0] if values else key
         key = key if self._key_multiplier == 1.0 else key * self._key_multiplier
         if self._qk_norm == "flat":
             query, key = self._norm_all_heads(query, key)
@@ -154,6 +157,7 @@ class Attention(nn.Module):
             query, key, value = (part.clamp(-self._qkv_clip, self._qkv_clip) for part in (query, key, value))
         query = query.view(len(projected), self.num_heads, -1)[..., : self.head_size]
         key, value = (part.view(len(projected), -1, self.head_size) for part in (key, value))
+        value = value if self.v_norm is None else self.v_norm(value)
         if self._qk_norm in ("head", "each_head") and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:

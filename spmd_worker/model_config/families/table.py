@@ -26,6 +26,7 @@ from spmd_worker.model_config.families.family import (
     Wiring,
     next_to,
 )
+from spmd_worker.model_config.families.gemma4_rows import GEMMA4_ROWS
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
@@ -231,6 +232,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **DELTA_ROWS,
     **MAMBA_ROWS,
     **LLAMA4_ROWS,
+    **GEMMA4_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
@@ -258,7 +260,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _RECURRENT: ("MambaForCausalLM",),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
-        *("Gemma4ForConditionalGeneration", "Ovis2ForConditionalGeneration"),
+        *("Ovis2ForConditionalGeneration"),
         *("DeepseekVLHybridForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),
         *("HunYuanVLForConditionalGeneration", "FastVlmForConditionalGeneration"),
         *("Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration"),

@@ -102,7 +102,8 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     """
     stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
     for layer, share in rank_layers(model_config, layout, rank):
-        columns = share.num_columns if share.experts is None else share.experts.num_shared_columns
+        columns = share.num_columns if layer.has_dense else 0
+        columns = columns if share.experts is None else columns + share.experts.num_shared_columns
         linears = mixer_linears(layer, hidden, share)
         modules = [(each.num_inputs, outputs) for each in linears for outputs in each.num_outputs]
         if columns and layer.has_feed_forward:
@@ -260,7 +261,7 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     """Elements per token of queries, keys and values and of their copies in one layer."""
     size, heads = layer.head_size, share.num_heads + 2 * share.num_kv_heads
     has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
-    has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0
+    has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0 or layer.norms_values
     elements = (5 if has_copies else 3) * heads * size
     if layer.qk_norm == "flat":
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
@@ -283,7 +284,7 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     """Elements per token of the largest sparse layer, if all tokens are routed to one expert."""
     size = 1 if layout.experts is not None else layout.tensor_parallel_size
     counts = [
-        (experts.num_chosen + 8) * model_config.hidden_size
+        (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * experts.are_beside_dense) * model_config.hidden_size
         + (12 if experts.limit > 0 or experts.bound > 0 else 10) * (experts.intermediate_size // size + 1)
         + _column_copies(layer) * experts.shared_size
         + 12 * experts.num_experts

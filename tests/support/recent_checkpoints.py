@@ -1,0 +1,121 @@
+"""Small random checkpoints of Llama 4, written by transformers, and thinned as files of the hub are.
+
+As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from family_checkpoints import stir
+from reference_models import open_reference
+from run_folder import made_once
+from transformers import PreTrainedModel
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 0.03,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA4 = {
+    **_BASE,
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 32,
+    "floor_scale": 4,
+    "attn_scale": 0.3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+_LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 32,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4": ("Llama4", _LLAMA4),
+    "llama4_other": (
+        "Llama4",
+        {
+            **_LLAMA4,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "moe_layers": [0, 1, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention", "chunked_attention"],
+            "rope_parameters": _LLAMA3,
+        },
+    ),
+}
+
+
+@cache
+def recent_folder(name: str) -> Path:
+    """The checkpoint of a case, with every key in its config.json; written once a run."""
+    return made_once(f"recent {name}", lambda folder: _write(folder, *CASES[name]))
+
+
+@cache
+def thinned_recent_folder(name: str) -> Path:
+    """The same without the keys that have the class's default or follow from others."""
+    return made_once(f"thinned recent {name}", lambda folder: _thin(recent_folder(name), folder, CASES[name][0]))
+
+
+@cache
+def recent_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
+    """transformers' model of the folder."""
+    return open_reference(thinned_recent_folder(name) if is_thinned else recent_folder(name))
+
+
+def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}TextConfig")(**keys))
+    model = model.float().eval()
+    stir(model)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            # One score larger than the others needs no other expert.
+            if name.endswith("router.weight"):
+                value.mul_(0.5)
+    model.save_pretrained(folder)
+
+
+def _thin(full: Path, folder: Path, family: str) -> None:
+    shutil.copytree(full, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    defaults = getattr(transformers, f"{family}TextConfig")().to_dict()
+    kept = {"architectures", "model_type"}
+    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    _THINNERS[family](thin)
+    path.write_text(json.dumps(thin))
+
+
+def _thin_llama4(config: dict[str, Any]) -> None:
+    """Older files have the rope's base apart."""
+    if config.get("interleave_moe_layer_step") == 2 and config["moe_layers"] == [1, 3]:
+        for key in ("layer_types", "moe_layers"):
+            del config[key]
+        config["no_rope_layers"] = []
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+
+
+_THINNERS: dict[str, Callable[[dict[str, Any]], None]] = {"Llama4": _thin_llama4}
