@@ -1,5 +1,5 @@
-"""Layer whose stream is multiplied by a number behind it, and whose experts, if it has any, are beside a dense
-feed-forward (Gemma 4).
+"""Layer whose stream is multiplied by a number behind it; with experts, if it has any, beside a dense feed-forward,
+and with inputs of its own, if it has any, behind that (Gemma 4).
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import LayerConfig
@@ -41,10 +42,26 @@ class Layer(DecoderLayer):
             self.dense = FeedForward(context, layer, hidden_size)
             for name in ("dense_output_norm", "experts_input_norm", "experts_output_norm"):
                 self.add_module(name, new_norm(context, hidden_size, layer.norm))
+        if layer.input_size:
+            self._kernels = context.kernels
+            self.per_layer_input_gate = replicated_linear(
+                context, "per_layer_input_gate", hidden_size, layer.input_size
+            )
+            self.per_layer_projection = replicated_linear(
+                context, "per_layer_projection", layer.input_size, hidden_size
+            )
+            self.post_per_layer_input_norm = new_norm(context, hidden_size, layer.norm)
 
-    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor | None, Tensor]:
+    def forward(self, *arguments: Any, inputs: Tensor | None = None, **options: Any) -> tuple[Tensor | None, Tensor]:
+        """`inputs` [T, P] of this layer."""
         part, residual = super().forward(*arguments, **options)
         assert part is None, "the number multiplies the complete stream"
+        assert (inputs is not None) == (self.config.input_size > 0), self.config
+        if inputs is not None:
+            adapters = options.get("adapters")
+            gates = self._kernels.activate(self.per_layer_input_gate(residual, adapters), self.config.activation)
+            projected = self.per_layer_projection(gates * inputs, adapters)
+            residual.add_(self.post_per_layer_input_norm(projected))
         return None, residual.mul_(self.layer_scalar.value)
 
     def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:

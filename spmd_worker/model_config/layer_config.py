@@ -307,7 +307,10 @@ class LayerConfig:
     sigmoid of a number that is projected from the layer's input; "" for no gate.
 
     `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
-    they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer.
+    they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer. A layer with a
+    `kv_layer` has no keys and values of its own and reads those of the layer of this index, which is before it. With
+    `input_size` above 0 each token has as many numbers for this layer alone, which add to the stream behind the
+    feed-forward.
     """
 
     num_heads: int
@@ -347,6 +350,13 @@ class LayerConfig:
     norms_values: bool = False
     values_are_keys: bool = False
     has_scalar: bool = False
+    kv_layer: int | None = None
+    input_size: int = 0
+
+    @property
+    def num_key_projections(self) -> int:
+        """Projections to keys and to values."""
+        return 0 if self.kv_layer is not None else 2 - self.values_are_keys
 
     @property
     def has_dense(self) -> bool:
@@ -377,6 +387,7 @@ class LayerConfig:
             and self.qk_norm == "none"
             and self.rope is not None
             and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate or self.norms_values)
+            and self.kv_layer is None
             and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
         )
 

@@ -18,7 +18,8 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     others = sum(of_kind(layer, hidden_size, share) for of_kind in _MIXER_OTHERS[layer.mixer])
     num_norms = sum(layer.norms) + _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
-    return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + layer.has_scalar
+    inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
+    return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar
 
 
 def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
@@ -46,7 +47,7 @@ def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) 
     query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
     gates = (LinearSizes(hidden_size, (share.num_heads,)),) if layer.output_gate == "head" else ()
     projected = query * (1 + (layer.output_gate == "number"))
-    outputs = (projected, *(key_value,) * (2 - layer.values_are_keys))
+    outputs = (projected, *(key_value,) * layer.num_key_projections)
     return (LinearSizes(hidden_size, outputs), LinearSizes(query, (hidden_size,)), *gates)
 
 
@@ -55,9 +56,9 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
     size = layer.head_size
     others = share.num_heads * layer.has_sinks + hidden_size * layer.has_output_bias
     num_queries = share.num_heads * (1 + (layer.output_gate == "number"))
-    others += (num_queries + (2 - layer.values_are_keys) * share.num_kv_heads) * size * layer.has_qkv_bias
+    others += (num_queries + layer.num_key_projections * share.num_kv_heads) * size * layer.has_qkv_bias
     if layer.qk_norm in ("head", "head_after_rope"):
-        others += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
+        others += (1 + (layer.kv_layer is None)) * size * (layer.norm.has_weight + layer.norm.has_bias)
     elif layer.qk_norm == "each_head":
         others += (share.num_heads + share.num_kv_heads) * size
     elif layer.qk_norm == "flat":

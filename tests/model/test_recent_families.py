@@ -1,4 +1,4 @@
-"""Llama 4 against transformers: logits, steps, shards, stages, tensors, each entry of a row, known mistakes.
+"""Llama 4 and Gemma 4 against transformers: logits, steps, shards, stages, tensors, each entry of a row, known mistakes.
 
 Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
 """
@@ -23,7 +23,7 @@ from state_segments import CHUNKS
 from thread_groups import on_ranks
 from torch import Tensor
 
-from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
@@ -34,12 +34,12 @@ from spmd_worker.model_config.model_config import ModelConfig, model_config_of, 
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
-from spmd_worker.ranks.topology import RankLayout, Stage
+from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
 from spmd_worker.worker.memory.estimate import weights_bytes
 
 TOLERANCE = 1e-4
 ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 70)]
-FEW = ("llama4",)
+FEW = ("llama4", "gemma4", "gemma4_small")
 """One case of each shape."""
 
 
@@ -123,6 +123,10 @@ def test_shards_equal_transformers_and_stages_one_rank(name: str):
     whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
     assert worst_error(name, whole) < TOLERANCE
     config = read_model_files(folder).model_config
+    if config.num_layer_inputs:
+        with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported for this model"):
+            check_divides(RankLayout(1, 2), config)
+        return
     staged, _ = run_rows([new_model(folder, stage=stage) for stage in stages_of(config)], ROWS, 33)
     assert all(map(torch.equal, staged, run_rows([new_model(folder)], ROWS, 33)[0]))
 
@@ -158,19 +162,24 @@ def test_planned_bytes_equal_parameters(name: str):
             assert planned == sum(each.nbytes for each in parameters), (size, rank)
 
 
-TEXT_PARTS = {"llama4": ("Llama4ForConditionalGeneration", "language_model.", "vision_model.")}
+TEXT_PARTS = {
+    "llama4": ("Llama4ForConditionalGeneration", "", "language_model.", "vision_model."),
+    "gemma4": ("Gemma4ForConditionalGeneration", "model.", "model.language_model.", "model.vision_tower."),
+}
+"""Architecture, the beginning of names that another replaces, and that of names for images."""
 
 
 @pytest.mark.parametrize("name", TEXT_PARTS)
 def test_text_of_a_file_with_images_has_the_same_logits(name: str, tmp_path: Path):
-    architecture, prefix, images = TEXT_PARTS[name]
+    architecture, prefix, other_prefix, images = TEXT_PARTS[name]
     folder = tmp_path / "with_images"
     shutil.copytree(recent_folder(name), folder)
     config = json.loads((folder / "config.json").read_text())
     text = {key: value for key, value in config.items() if key not in ("architectures", "transformers_version")}
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": text}))
     tensors = load_file(folder / "model.safetensors")
-    tensors = {prefix + each: tensor for each, tensor in tensors.items()} | {f"{images}patch.weight": torch.ones(2, 2)}
+    tensors = {other_prefix + each.removeprefix(prefix): tensor for each, tensor in tensors.items()}
+    tensors[f"{images}patch.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert worst_error(name, run_rows([new_model(folder)], ROWS)[0]) < TOLERANCE
 
@@ -210,7 +219,7 @@ def our_logits(folder: Path) -> list[Tensor]:
     return run_rows([new_model(folder)], ROWS)[0]
 
 
-@pytest.mark.parametrize("architecture", ["Llama4ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Llama4ForCausalLM", "Gemma4ForCausalLM"])
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]
     folders = {name: (recent_folder(name), thinned_recent_folder(name)) for name in cases}
@@ -242,6 +251,26 @@ def _weighs_outputs(layer: LayerConfig) -> LayerConfig:
     return layer if experts is None else replace(layer, experts=replace(experts, score="sigmoid"))
 
 
+def _plain_norms(layer: LayerConfig) -> LayerConfig:
+    return replace(layer, norm=replace(layer.norm, offset=1.0))
+
+
+def _without_scales(name: str, parameter: str) -> list[Tensor]:
+    """With ones in place of these weights."""
+    model = new_model(recent_folder(name))
+    for each, value in model.named_parameters():
+        if each.endswith(parameter):
+            value.data.fill_(1.0)
+    return run_rows([model], ROWS)[0]
+
+
+@pytest.mark.parametrize(
+    "parameter", ["layer_scalar.value", "per_expert_scale", "gate.scale", "experts_input_norm.weight"]
+)
+def test_comparison_detects_scales_left_out(parameter: str):
+    assert worst_error("gemma4", _without_scales("gemma4", parameter)) > 30 * TOLERANCE
+
+
 MISTAKES: dict[str, tuple[str, Callable[[str], ModelConfig]]] = {
     "no chunks": ("llama4", lambda name: with_layers(name, lambda each: replace(each, chunk=0))),
     "chunks as windows": (
@@ -254,6 +283,11 @@ MISTAKES: dict[str, tuple[str, Callable[[str], ModelConfig]]] = {
     "halves are rotated": ("llama4", lambda name: with_rope(name, 0, is_interleaved=False)),
     "no norm of heads": ("llama4", lambda name: with_layers(name, lambda each: replace(each, qk_norm="none"))),
     "weights are of outputs": ("llama4_other", lambda name: with_layers(name, _weighs_outputs)),
+    "scores by the head size": ("gemma4", lambda name: with_layers(name, lambda each: replace(each, scale=0.25))),
+    "values are not normed": ("gemma4", lambda name: with_layers(name, lambda each: replace(each, norms_values=False))),
+    "proportional as partial": ("gemma4", lambda name: with_rope(name, 0, rope_type="default")),
+    "norms add one": ("gemma4", lambda name: with_layers(name, _plain_norms)),
+    "no window": ("gemma4", lambda name: with_layers(name, lambda each: replace(each, window=0))),
 }
 
 
@@ -273,6 +307,15 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("llama4", {"floor_scale": 0}, "floor_scale=0 must be a whole number"),
     ("llama4", {"moe_layers": 3}, "moe_layers=3 must be a list of layers"),
     ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers must list 4 of 0 and 1"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+    ("gemma4", {"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config=.* of every full_attention layer"),
+    ("gemma4", {"per_layer_config": None, "global_head_dim": 17}, "global_head_dim=17 must be even"),
+    ("gemma4", {"per_layer_config": None, "num_global_key_value_heads": 3}, "not a multiple of num_global_key_value"),
+    ("gemma4", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters=.*must have an object for each"),
+    ("gemma4_dense", {"per_layer_config": None, "layer_types": ["full_attention"]}, "layer_types must list 6 of"),
+    ("gemma4_small", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 leaves layers of a kind"),
+    ("gemma4_small", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 must be a whole number"),
+    ("gemma4_small", {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9 must be vocab_size=96 or more"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Small random checkpoints of Llama 4, written by transformers, and thinned as files of the hub are.
+"""Small random checkpoints of Llama 4 and Gemma 4, written by transformers, and thinned as files of the hub are.
 
 As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
 """
@@ -45,6 +45,21 @@ _LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 32,
 }
+_GEMMA4 = {
+    **_BASE,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 37,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    },
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("Llama4", _LLAMA4),
@@ -60,6 +75,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [1, 0, 1, 1],
             "layer_types": ["chunked_attention", "chunked_attention", "full_attention", "chunked_attention"],
             "rope_parameters": _LLAMA3,
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "gemma4_dense": (
+        "Gemma4",
+        {**_GEMMA4, "num_hidden_layers": 6, "layer_types": None, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma4_small": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 100,
         },
     ),
 }
@@ -92,6 +135,9 @@ def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
             # One score larger than the others needs no other expert.
             if name.endswith("router.weight"):
                 value.mul_(0.5)
+        for number, (name, value) in enumerate(model.named_buffers()):
+            if name.endswith("layer_scalar"):
+                value.fill_(0.6 + 0.3 * (number % 3))
     model.save_pretrained(folder)
 
 
@@ -118,4 +164,14 @@ def _thin_llama4(config: dict[str, Any]) -> None:
         config["rope_scaling"] = rope
 
 
-_THINNERS: dict[str, Callable[[dict[str, Any]], None]] = {"Llama4": _thin_llama4}
+def _thin_gemma4(config: dict[str, Any]) -> None:
+    """Files of the hub have the sizes of full layers once, for all."""
+    config.pop("per_layer_config")
+    config["global_head_dim"] = 32
+    if config.get("attention_k_eq_v"):
+        config["num_global_key_value_heads"] = 1
+    if config["num_hidden_layers"] == 6 and "num_kv_shared_layers" not in config:
+        del config["layer_types"]
+
+
+_THINNERS: dict[str, Callable[[dict[str, Any]], None]] = {"Llama4": _thin_llama4, "Gemma4": _thin_gemma4}

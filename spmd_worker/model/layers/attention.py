@@ -65,7 +65,8 @@ class Attention(nn.Module):
         assert layer.output_gate in ("", "head", "number"), layer.output_gate
         self._has_gates = layer.output_gate == "number"
         assert not self._has_gates or layer.qk_norm != "flat", "a flat norm is of queries alone"
-        of_keys = ("k_proj",) if layer.values_are_keys else ("k_proj", "v_proj")
+        self._reads_other = layer.kv_layer is not None
+        of_keys = ("k_proj", "v_proj")[: layer.num_key_projections]
         shares = [
             ("q_proj", layer.num_heads, heads, size * (1 + self._has_gates)),
             *((name, layer.num_kv_heads, kv_heads, size) for name in of_keys),
@@ -83,7 +84,9 @@ class Attention(nn.Module):
                 context, hidden_size, (OutputPart("g_proj", layer.num_heads, *heads),), has_bias=False
             )
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
-        self.v_norm = new_norm(context, size, _bare(layer.norm)) if layer.norms_values else None
+        assert not self._reads_other or layer.qk_norm in ("none", "head"), layer.qk_norm
+        has_values_norm = layer.norms_values and not self._reads_other
+        self.v_norm = new_norm(context, size, _bare(layer.norm)) if has_values_norm else None
         self.q_norm: Norm | HeadNorms | None = None
         self.k_norm: Norm | HeadNorms | None = None
         if layer.qk_norm == "each_head":
@@ -95,7 +98,8 @@ class Attention(nn.Module):
         elif layer.qk_norm != "none":
             is_flat = layer.qk_norm == "flat"
             self.q_norm = new_norm(context, size * (layer.num_heads if is_flat else 1), layer.norm)
-            self.k_norm = new_norm(context, size * (layer.num_kv_heads if is_flat else 1), layer.norm)
+            if not self._reads_other:
+                self.k_norm = new_norm(context, size * (layer.num_kv_heads if is_flat else 1), layer.norm)
 
     def forward(
         self,
@@ -109,7 +113,9 @@ class Attention(nn.Module):
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
     ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
+        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, unless it is
+        another layer's, then reads.
+        """
         del states
         projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
         attended = None
@@ -120,8 +126,11 @@ class Attention(nn.Module):
                 projected, (angles.cos, angles.sin), layer_cache, metadata, self.num_heads, self.scale, self.window
             )
         if attended is None:
-            query, key, value = self._query_key_value(projected, angles)
-            self._backend.write(key, value, layer_cache, metadata)
+            if self._reads_other:
+                query = self._query(projected, angles)
+            else:
+                query, key, value = self._query_key_value(projected, angles)
+                self._backend.write(key, value, layer_cache, metadata)
             if wanted is not None:
                 if not len(wanted.rows):
                     return x[:0]
@@ -163,9 +172,19 @@ class Attention(nn.Module):
         if angles is not None:
             query, key = angles.rotate(self._kernels, query), angles.rotate(self._kernels, key)
             query = query if angles.query_factors is None else (query * angles.query_factors).to(query.dtype)
-        if self._qk_norm in ("head_after_rope", "bare_after_rope") and self.q_norm is not None and self.k_norm is not None:
+        if (
+            self._qk_norm in ("head_after_rope", "bare_after_rope")
+            and self.q_norm is not None
+            and self.k_norm is not None
+        ):
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, value
+
+    def _query(self, projected: Tensor, angles: Angles | None) -> Tensor:
+        """[T, Hq * D] -> [T, Hq, D], in a layer without keys."""
+        query = projected.view(len(projected), self.num_heads, -1)
+        query = query if self.q_norm is None else self.q_norm(query)
+        return query if angles is None else angles.rotate(self._kernels, query)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, Hq * D] and keys [T, Hkv * D], normed over the heads of all ranks with the bits of one rank."""

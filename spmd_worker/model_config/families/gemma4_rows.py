@@ -29,22 +29,37 @@ from spmd_worker.model_config.rope import RopeParameters, rope_of
 
 _FULL: Final = "full_attention"
 _FULL_EVERY: Final = 6
+_INPUTS, _SHARED = "hidden_size_per_layer_input", "num_kv_shared_layers"
 
 
 def _layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
     """Full layers have heads of their own size and number."""
     size, num_kv_heads, are_keys = _full_heads(reader, layers[0])
-    return tuple(
+    input_size = checked_integer(reader.get(_INPUTS, 0), reader.where(_INPUTS), 0, 1 << 16)
+    found = tuple(
         replace(
             layer,
             scale=1.0,
             norms_values=True,
             has_scalar=True,
+            input_size=input_size,
             experts=_beside(layer.experts),
             **({} if layer.window else {"head_size": size, "num_kv_heads": num_kv_heads, "values_are_keys": are_keys}),
         )
         for layer in layers
     )
+    return _with_shared_keys(reader, found)
+
+
+def _with_shared_keys(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """The last layers read the keys of the last before them that is of their kind, and may be twice as wide."""
+    count = checked_integer(reader.get(_SHARED, 0), reader.where(_SHARED), 0, len(layers) - 1)
+    own, later = layers[: len(layers) - count], layers[len(layers) - count :]
+    last = {layer.window > 0: index for index, layer in enumerate(own)}
+    if not all((layer.window > 0) in last for layer in later):
+        raise reader.error(_SHARED, "leaves layers of a kind of which no layer has keys and values of its own")
+    width = layers[0].intermediate_size * (1 + reader.flag("use_double_wide_mlp", False))
+    return own + tuple(replace(layer, kv_layer=last[layer.window > 0], intermediate_size=width) for layer in later)
 
 
 def _beside(experts: ExpertsConfig | None) -> ExpertsConfig | None:
@@ -82,7 +97,8 @@ def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     transformers writes by layer.
     """
     reader = ConfigReader({**_DEFAULTS, **config}, path)
-    _check_supported(reader)
+    if reader.get("use_bidirectional_attention") == "all":
+        raise reader.error("use_bidirectional_attention", "is not supported: tokens would see those behind them")
     found = {**config, "layer_types": _layer_types(reader)}
     if not reader.flag("enable_moe_block", False):
         found = {key: value for key, value in found.items() if key not in ("num_experts", "top_k_experts")}
@@ -90,15 +106,6 @@ def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         # Of no layer.
         found |= {"num_experts": 1, "top_k_experts": 1, "moe_intermediate_size": 1}
     return found if reader.get("per_layer_config") is None else {**found, **_by_layer(reader, found["layer_types"])}
-
-
-def _check_supported(reader: ConfigReader) -> None:
-    if reader.get("use_bidirectional_attention") == "all":
-        raise reader.error("use_bidirectional_attention", "is not supported: tokens would see those behind them")
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if reader.get(key):
-            what = "inputs of each layer" if key.startswith("hidden") else "layers that read keys of other layers"
-            raise reader.error(key, f"is not supported: {what} do not run yet, as in Gemma 4 E2B and E4B; 26B and 31B do")
 
 
 def _layer_types(reader: ConfigReader) -> Any:
@@ -116,8 +123,10 @@ def _by_layer(reader: ConfigReader, kinds: Any) -> dict[str, Any]:
     known = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     entries = [given.object(key).config for key in given.config]
     numbers = sorted(given.config, key=str)
-    if any(entry != entries[0] for entry in entries) or (numbers and numbers != sorted(full)) or (
-        entries and set(entries[0]) - set(known)
+    if (
+        any(entry != entries[0] for entry in entries)
+        or (numbers and numbers != sorted(full))
+        or (entries and set(entries[0]) - set(known))
     ):
         raise ModelConfigError(
             f"{reader.where('per_layer_config')}={shown(given.config)} must have {', '.join(known)} of every "
@@ -128,6 +137,10 @@ def _by_layer(reader: ConfigReader, kinds: Any) -> dict[str, Any]:
     return {known[key]: checked_integer(value, f"{where} {key}", 1, 1 << 16) for key, value in entry.items()}
 
 
+_LAYER_INPUTS: Final = (
+    *("model.embed_tokens_per_layer", "model.per_layer_model_projection"),
+    "model.per_layer_projection_norm",
+)
 _NAMES: Final = Names(
     norms=(
         *("input_layernorm", "post_attention_layernorm"),
@@ -148,6 +161,7 @@ _NAMES: Final = Names(
         StackedTensor("experts.down_proj", ("down_proj",)),
     ),
     aliases={"model.language_model.": "model."},
+    layer_inputs=_LAYER_INPUTS,
 )
 _DEFAULTS: Final[dict[str, Any]] = {
     "vocab_size": 262144,
@@ -164,12 +178,13 @@ _DEFAULTS: Final[dict[str, Any]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     },
-    "hidden_size_per_layer_input": 256,
+    _INPUTS: 256,
+    "vocab_size_per_layer_input": 262144,
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
 _GEMMA4: Final = Family(
-    models="Gemma 4, of text alone: 26B-A4B, 31B",
+    models="Gemma 4, of text alone: E2B, E4B, 26B-A4B, 31B",
     names=_NAMES,
     attention=Attention(qk_norm="head", head_size=256),
     windows=Windows(rule="layer_types"),
@@ -177,7 +192,6 @@ _GEMMA4: Final = Family(
     norms=Norms(rounds_once=True),
     feed_forward=FeedForward(bias=False, activation_key="hidden_activation"),
     experts=ExpertsFamily(
-        count_keys=("num_experts",),
         chosen_key="top_k_experts",
         kinds_key="mlp_layer_types",
         renormalises=True,
@@ -195,10 +209,11 @@ GEMMA4_ROWS: Final[dict[str, Family]] = {
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(
         _GEMMA4,
-        models="Gemma 4, the text: 26B-A4B, 31B",
+        models="Gemma 4, the text: E2B, E4B, 26B-A4B, 31B",
         names=replace(
             next_to(_NAMES, "vision_tower", "embed_vision", "audio_tower", "embed_audio"),
             aliases={},
+            layer_inputs=tuple(each.replace("model.", "model.language_model.") for each in _LAYER_INPUTS),
         ),
         text=TextPart(ties_by_default=True),
     ),
