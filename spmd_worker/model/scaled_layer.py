@@ -31,7 +31,7 @@ class LayerScalar(CheckpointLayer):
 
 
 class Layer(DecoderLayer):
-    """`DecoderLayer`, times `layer_scalar`. `mlp` is the sparse feed-forward if there is one, `dense` the one beside."""
+    """`DecoderLayer`, times `layer_scalar`. `mlp` is the sparse feed-forward if there is one, `dense` the other."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
         assert not defers, "outputs are normed before they are added"

@@ -42,12 +42,12 @@ class ExpertsConfig:
 
     `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid", "sigmoid_chosen" or
     "sparsemixer". "sigmoid_chosen" chooses by what the sigmoid is of, and weighs an expert's input, not its output. The
-    top scores are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
-    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
-    `sum_eps` is added to a sum of sigmoids.
-    "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
-    the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
-    best and their own magnitude.
+    top scores are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by
+    the sum of a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores,
+    divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`. `sum_eps` is added to a sum of
+    sigmoids. "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its
+    own, over the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the
+    larger of the best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
     `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
@@ -290,11 +290,11 @@ class LayerConfig:
     feed-forward and its output by `mlp_multipliers`. A layer of latent attention has one key-value head; `head_size` is
     then the size of its keys, and of queries that are compared with them.
 
-    `window` is the range of attention, tokens, 0 for all; with `chunk` above 0 a token sees those of its own chunk of so
-    many positions. `rope` is the index in `ModelConfig.ropes`, None if positions
-    are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
-    cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "bare_after_rope" (without weights),
-    "each_head" (each by itself, with weights of its own and no biases) or "flat" (all heads as one row). `norms` are the used ones of the four positions.
+    `window` is the range of attention, tokens, 0 for all; with `chunk` above 0 a token sees those of its own chunk of
+    so many positions. `rope` is the index in `ModelConfig.ropes`, None if positions are not rotated. `scale` multiplies
+    attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score / cap). `qk_norm` is "none", "head"
+    (each head by itself), "head_after_rope", "bare_after_rope" (without weights), "each_head" (each by itself, with
+    weights of its own and no biases) or "flat" (all heads as one row). `norms` are the used ones of the four positions.
     `activation` is one of `kernels.api.Kernels.activate`, or "xielu", which has four numbers of its own; without
     `is_gated` it is between two GEMMs, without a gate. `residual_multiplier` scales the outputs of attention and
     feed-forward before they are added. `is_parallel`: both read the layer's input, the feed-forward through the third

@@ -30,9 +30,9 @@ class RopeParameters:
     divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions, and with `short_mscale`
     and `long_mscale` above 0 cosines and sines are multiplied by these, not by the factor. `is_interleaved`: pairs are
     neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied by
-    (1 + `query_growth` * log(1 + floor((position + `growth_offset`) / original length))). `is_backward`: angles are negative. `rounding`
-    lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and additions), "angles"
-    (cosines and sines, and the result), or "result", the result alone; the others are float32.
+    (1 + `query_growth` * log(1 + floor((position + `growth_offset`) / original length))). `is_backward`: angles are
+    negative. `rounding` lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and
+    additions), "angles" (cosines and sines, and the result), or "result", the result alone; the others are float32.
     """
 
     size: int

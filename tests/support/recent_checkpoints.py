@@ -42,7 +42,11 @@ _LLAMA4 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
 _LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
 _GEMMA4 = {

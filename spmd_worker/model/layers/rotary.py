@@ -32,9 +32,9 @@ from spmd_worker.ops.kernels.api import Kernels
 @dataclass(frozen=True, slots=True)
 class Angles:
     """Cosines and sines [T, R / 2] of a step's tokens, for the first R elements of a head: element i is paired with i +
-    R / 2, or neighbours are paired if `is_interleaved`. R may be 0. `is_plain`: all of a head, in halves, and nothing else; else
-    rotated queries are multiplied by `query_factors` [T, 1, 1], if there are any. With float32 angles the rotation is
-    computed in float32 and rounded once.
+    R / 2, or neighbours are paired if `is_interleaved`. R may be 0. `is_plain`: all of a head, in halves, and nothing
+    else; else rotated queries are multiplied by `query_factors` [T, 1, 1], if there are any. With float32 angles the
+    rotation is computed in float32 and rounded once.
     """
 
     cos: Tensor

@@ -1,5 +1,5 @@
-"""Rows of `table.py`: Llama 4, whose layers with a rope see the tokens of their own chunk, and whose routed experts have
-weighted inputs.
+"""Rows of `table.py`: Llama 4, whose layers with a rope attend within chunks of the text, and whose routed experts
+have weighted inputs.
 """
 
 from collections.abc import Mapping
