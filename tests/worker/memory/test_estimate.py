@@ -71,7 +71,9 @@ def test_weights_bytes_equal_parameters_with_expert_parallelism(architecture: st
 
 STEP = {
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    **{"sliding_window": 5, "num_sliding_attention_heads": 16, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    "sliding_window": 5,
+    "num_sliding_attention_heads": 16,
+    "mlp_layer_types": ["dense", "sparse", "dense"],
 }
 VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
 
