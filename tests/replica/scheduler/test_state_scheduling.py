@@ -283,8 +283,7 @@ def test_integrity_detects_slot_that_is_kept(monkeypatch: pytest.MonkeyPatch):
 
 def test_tokens_left_by_cut_chunk_have_blocks():
     """A chunk that ends early leaves its tokens to rows that each begin a block, which were not counted."""
-    for num_blocks in range(26, 40):
-        run = stateful(num_blocks=num_blocks, max_num_batched_tokens=16, max_model_len=100, interval=8)
-        for num_prompt_tokens in (90, 4, 4, 5, 4, 4):
-            run.admit(num_prompt_tokens, max_tokens=9)
-        run.finish()
+    run = stateful(num_blocks=13, max_num_batched_tokens=12, max_model_len=48, interval=8, grid=4, snapshot_slots=0)
+    for num_prompt_tokens, max_tokens in ((40, 8), (1, 8), (2, 7), (5, 6), (4, 7)):
+        run.admit(num_prompt_tokens, max_tokens=max_tokens)
+    run.finish()
