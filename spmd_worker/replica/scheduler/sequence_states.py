@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sized
 
 from kv_cache.block import BlockHash
-from kv_cache.state_slots import StateSlots
+from kv_cache.state_slots import StateSlots, check_state_block_size
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.sequence.sequence import Sequence
 
@@ -44,7 +44,7 @@ class SequenceStates:
     ) -> None:
         self.slots = slots
         self._counters, self._block_size, self._ends_chunks = counters, block_size, ends_chunks
-        # One divides the other (`check_state_block_size`).
+        check_state_block_size(block_size, slots.grid)
         self._unit = max(slots.grid, block_size)
         self._interval = -(-snapshot_interval // self._unit) * self._unit
         # Names of snapshots that running sequences will make, each with the sequence that makes it first.
