@@ -29,8 +29,7 @@ Hashes = Callable[[Sequence, int], list[BlockHash]]
 class SequenceStates:
     """Gives sequences their slots and makes their snapshots, for `Allocator`, which decides when.
 
-    Without `ends_chunks` a prompt is computed in one piece, or nothing is cached: then only answers have snapshots, or
-    nothing has.
+    Without `ends_chunks` prompts have no snapshots: each is computed in one piece, or nothing is cached.
     """
 
     def __init__(
