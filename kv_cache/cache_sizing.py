@@ -23,7 +23,6 @@ class MemoryMeasurement:
     non_torch_bytes: int
     activation_note: str = ""
 
-
     def left_bytes(self, memory_utilization: float) -> int:
         """Bytes that this share of the memory leaves for the cache; negative if the rest takes more."""
         used_bytes = self.weights_bytes + self.activation_bytes + self.non_torch_bytes
@@ -60,8 +59,8 @@ NO_STATES: Final = StateSizing(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class CacheSizing:
-    """Block numbers of one rank, and slots if the model has states. `reason`: a line for each memory, and indented under
-    it the shares and the limit.
+    """Block numbers of one rank, and slots if the model has states. `reason`: a line for each memory, and indented
+    under it the shares and the limit.
     """
 
     num_device_blocks: int

@@ -190,7 +190,8 @@ def is_estimate_enough(resolved: ResolvedRun, rank: int, measurement: MemoryMeas
     pessimistic = replace(measurement, activation_bytes=_ESTIMATE_MARGIN * measurement.activation_bytes)
     try:
         found, most = (
-            size_rank(resolved, rank, each) for each in (pessimistic, replace(measurement, total_bytes=_UNLIMITED_BYTES))
+            size_rank(resolved, rank, each)
+            for each in (pessimistic, replace(measurement, total_bytes=_UNLIMITED_BYTES))
         )
     except ConfigError:
         return False

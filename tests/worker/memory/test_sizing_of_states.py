@@ -1,5 +1,4 @@
-"""A model with recurrent states: numbers of sequences, snapshots and blocks follow the memory, before anything is made.
-"""
+"""A model with recurrent states: numbers of sequences, snapshots and blocks follow the memory, before anything is made."""
 
 from typing import Any
 
