@@ -54,7 +54,7 @@ class StateSizing:
 
 
 NO_STATES: Final = StateSizing(0, 0)
-"""Of a model without states."""
+"""Sizing of a model without states."""
 
 
 @dataclass(frozen=True, slots=True)
