@@ -80,6 +80,7 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
         scaling=reader.number(family.scaling_key, 1.0) if family.scaling_key else 1.0,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
+        groups_by_best=family.groups_by_best and num_groups > 1,
         has_choice_bias=family.has_choice_bias,
         has_router_bias=family.has_router_bias,
         has_bias=family.has_bias,
@@ -88,6 +89,8 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
         has_shared_bias=shared > 0
         and (shared_bias if isinstance(shared_bias, bool) else reader.flag(shared_bias, False)),
         has_shared_gate=family.has_shared_gate and shared > 0,
+        is_gated=family.is_gated,
+        latent_size=reader.count(family.latent_key) if reader.get(family.latent_key) is not None else 0,
         min_sum=reader.number(family.min_sum_key) if family.min_sum_key else 0.0,
         sum_eps=family.sum_eps,
         jitter=reader.number(family.jitter_key) if family.jitter_key else 0.0,

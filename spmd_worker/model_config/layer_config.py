@@ -6,7 +6,11 @@ A layer is attention and a feed-forward on a residual stream. Each kind of model
 before attention, after it, before the feed-forward, after it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
+
+LATENT_NORM_EPS: Final = 1e-6
+"""Of the norms of latents, whatever the file has for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +41,17 @@ class ExpertsConfig:
     (https://arxiv.org/abs/2101.03961).
 
     `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
-    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; ties by
-    number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
+    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
+    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
     `sum_eps` is added to a sum of sigmoids.
     "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
     the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
     best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
-    `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none.
+    `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
+    that are not `is_gated` have no gate: the activation is between two GEMMs. With `latent_size` above 0 routed
+    experts, but not the shared one, work in a space of this size, between two projections of the layer.
     """
 
     num_experts: int
@@ -56,12 +62,15 @@ class ExpertsConfig:
     scaling: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
+    groups_by_best: bool = False
     has_choice_bias: bool = False
     has_router_bias: bool = False
     has_bias: bool = False
     limit: float = 0.0
     shared_size: int = 0
     has_shared_gate: bool = False
+    is_gated: bool = True
+    latent_size: int = 0
     has_shared_bias: bool = False
     min_sum: float = 0.0
     sum_eps: float = 1e-20
@@ -80,12 +89,17 @@ class ExpertsConfig:
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
-        columns = share.num_columns
-        each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
-        shared = 3 * hidden_size * share.num_shared_columns
+        shared = (2 + self.is_gated) * hidden_size * share.num_shared_columns
         if self.has_shared_bias and share.num_shared_columns:
-            shared += 2 * share.num_shared_columns + hidden_size
-        return share.num_experts * each + shared + self.router_elements(hidden_size)
+            shared += (1 + self.is_gated) * share.num_shared_columns + hidden_size
+        others = 2 * self.latent_size * hidden_size + self.router_elements(hidden_size)
+        return self.routed_elements(hidden_size, share) + shared + others
+
+    def routed_elements(self, hidden_size: int, share: "ExpertShare") -> int:
+        """Parameters of the routed experts of a rank with this share."""
+        columns, size = share.num_columns, self.latent_size or hidden_size
+        each = (2 + self.is_gated) * size * columns + (2 * columns + size) * self.has_bias
+        return share.num_experts * each
 
     @property
     def full_share(self) -> "ExpertShare":
@@ -135,7 +149,32 @@ class DeltaConfig:
     @property
     def num_channels(self) -> int:
         """Inputs of the convolution: queries, keys, values."""
-        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+        return 2 * self.num_key_heads * self.key_size + self.num_columns
+
+    @property
+    def num_columns(self) -> int:
+        """Numbers of all value heads."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_steps(self) -> int:
+        """Numbers of all value heads by which states decay."""
+        return self.num_value_heads * (self.key_size if self.is_per_channel else 1)
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of the first projection: queries, keys, values, gates of outputs, beta, steps."""
+        return self.num_channels + self.num_columns + self.num_value_heads + self.num_steps
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters that are float32 in every dtype: the rate of each head, and the biases of steps."""
+        return self.num_value_heads + self.num_steps
+
+    def share(self, num_ranks: int) -> "DeltaConfig":
+        """Sizes of one of these ranks. Value heads divide evenly; of more ranks than key heads several have one."""
+        num_key_heads = max(self.num_key_heads // num_ranks, 1)
+        return replace(self, num_key_heads=num_key_heads, num_value_heads=self.num_value_heads // num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +202,29 @@ class MambaConfig:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
+    def num_columns(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
     def num_channels(self) -> int:
         """Inputs of the convolution: x, B, C."""
-        return self.num_heads * self.head_size + 2 * self.num_groups * self.state_size
+        return self.num_columns + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of the first projection: z, x, B, C, dt."""
+        return self.num_columns + self.num_channels + self.num_heads
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters that are float32 in every dtype: A, D and the bias of dt of each head."""
+        return 3 * self.num_heads
+
+    def share(self, num_ranks: int) -> "MambaConfig":
+        """Sizes of one of these ranks. Heads divide evenly; of more ranks than groups several have one."""
+        num_groups = max(self.num_groups // num_ranks, 1)
+        return replace(self, num_heads=self.num_heads // num_ranks, num_groups=num_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +241,16 @@ class LatentConfig:
     rope_size: int
     value_size: int
     query_rank: int = 0
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a query head as it is projected."""
+        return self.nope_size + self.rope_size
+
+    @property
+    def key_size(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.rank + self.rope_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +274,10 @@ class LayerConfig:
     "none"; `latent`, `conv`, `delta` and `mamba` are its sizes. `has_feed_forward`: the layer has a second part.
     `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, from
     `gate_proj`) or "number" (one each, from a second half of each head of `q_proj`).
+
+    Attention's input and output are scaled by `attention_multipliers`, keys by `key_multiplier`, gates of the dense
+    feed-forward and its output by `mlp_multipliers`. A layer of latent attention has one key-value head; `head_size` is
+    then the size of its keys, and of queries that are compared with them.
 
     `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
     are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
@@ -252,6 +325,9 @@ class LayerConfig:
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     output_gate: str = ""
+    key_multiplier: float = 1.0
+    attention_multipliers: tuple[float, float] = (1.0, 1.0)
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     @property
     def has_states(self) -> bool:
@@ -277,6 +353,7 @@ class LayerConfig:
             and self.qk_norm == "none"
             and self.rope is not None
             and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate)
+            and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
         )
 
     @property

@@ -219,9 +219,7 @@ class ModelConfig:
     def num_expert_parameters(self) -> int:
         """Parameters of the routed experts of all layers; 0 for a dense model."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
-        routed = (replace(each.full_share, num_shared_columns=0) for each in experts)
-        sizes = [each.elements(self.hidden_size, share) for each, share in zip(experts, routed, strict=True)]
-        return sum(sizes) - sum(each.router_elements(self.hidden_size) for each in experts)
+        return sum(each.routed_elements(self.hidden_size, each.full_share) for each in experts)
 
     @property
     def norm_parameters(self) -> int:

@@ -74,13 +74,13 @@ def read_rope(
     reader: ConfigReader, max_positions: int, head_size: int, rotary_size_key: str = "", *, may_be_partial: bool
 ) -> RopeParameters:
     """The one rope of a model. Raises ModelConfigError."""
-    given, key = _given(reader), "partial_rotary_factor"
+    given, key = given_rope(reader), "partial_rotary_factor"
     if rotary_size_key and reader.get(rotary_size_key) is not None and given.get(key) is None:
         given = {**given, key: reader.get(key, reader.count(rotary_size_key) / head_size)}
     return rope_of(given, reader, max_positions, head_size, may_be_partial=may_be_partial)
 
 
-def _given(reader: ConfigReader) -> Mapping[str, Any]:
+def given_rope(reader: ConfigReader) -> Mapping[str, Any]:
     """Settings of the file's one rope. Raises ModelConfigError."""
     key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     given = reader.get(key) or {}
@@ -91,7 +91,7 @@ def _given(reader: ConfigReader) -> Mapping[str, Any]:
 
 def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
     """The rope with `alpha` of `dynamic` scaling applied to its base, once and for all. Raises ModelConfigError."""
-    given = _given(reader)
+    given = given_rope(reader)
     if rope.rope_type != "dynamic" or not given.get("alpha"):
         return rope
     alpha = checked_number(given["alpha"], f"{reader.path}: rope dynamic alpha")
@@ -105,7 +105,7 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
 def with_query_growth(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
     """The rope with `llama_4_scaling_beta`, if the file has it. Raises ModelConfigError."""
     del head_size
-    given = _given(reader)
+    given = given_rope(reader)
     beta, key = given.get("llama_4_scaling_beta"), f"{reader.path}: rope llama_4_scaling_beta"
     return replace(rope, query_growth=checked_number(beta, key)) if beta else rope
 
@@ -119,7 +119,7 @@ def with_mscales(rope: RopeParameters, reader: ConfigReader, head_size: int) -> 
         raise ModelConfigError(
             f"{reader.path}: rope_type={shown(rope.rope_type)} is not supported, only default and longrope"
         )
-    given, where = _given(reader), f"{reader.path}: rope longrope"
+    given, where = given_rope(reader), f"{reader.path}: rope longrope"
     short, long = (checked_number(given.get(key), f"{where} {key}") for key in ("short_mscale", "long_mscale"))
     return replace(rope, short_mscale=short, long_mscale=long)
 

@@ -65,7 +65,7 @@ struct Attention {
   const Element* queries;
   int64_t query_token_stride, query_head_stride;  // elements
   Angles<Element> angles;                         // of the rotation of queries
-  Element* output;                                // [tokens, heads, head size]
+  Element* output;                                // [tokens, heads, value size]
   const int64_t* query_starts;
   const int64_t* context_lengths;
   int num_heads;
@@ -119,9 +119,12 @@ struct Attention {
     const Item& item = bundle.items[visit.item];
     const int64_t* const table = cache.tables + item.sequence * cache.table_stride;
     const int64_t start = visit.tile_number * kTile;
-    if (cache.block_size < kGroup)
-      return small_block_tile<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last, scratch.copy);
-    return tile_of_blocks<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last);
+    Tile<Element> tile =
+        cache.block_size < kGroup
+            ? small_block_tile<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last, scratch.copy)
+            : tile_of_blocks<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last);
+    if (cache.latent_size > 0) copy_values<Type>(tile, cache.latent_size, scratch.copy.values);
+    return tile;
   }
 
   // `amx_rows`: rows of this thread's tile configuration of AMX.
@@ -129,7 +132,7 @@ struct Attention {
     Scratch scratch;
     for (int item = 0; item < bundle.num_items; ++item) stage(bundle.items[item], scratch);
     const Item& last_item = bundle.items[bundle.num_items - 1];
-    const bool is_copied = cache.block_size < kGroup;
+    const bool is_copied = cache.block_size < kGroup || cache.latent_size > 0;
     Visit visit = first_visit(bundle);
     Tile<Element> next = locate(bundle, visit, scratch);
     while (visit.item < bundle.num_items) {
@@ -151,7 +154,7 @@ struct Attention {
   }
 
   void stage(const Item& item, Scratch& scratch) const {
-    const int size = cache.head_size;
+    const int size = cache.head_size, value_size = cache.value_size();
     Element room[kMaxHeadSize];
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
       const int64_t index = item.index + row - item.first_row;
@@ -160,7 +163,7 @@ struct Attention {
       const Element* query = queries + offset(item, row, query_token_stride, query_head_stride);
       query = rotated(query, size, angles, query_starts[item.sequence] + row / group_size(), room);
       Type::stage(query, size, scratch.queries + index * size / Type::kPair);
-      std::memset(scratch.outputs + index * size, 0, size * sizeof(float));
+      std::memset(scratch.outputs + index * value_size, 0, value_size * sizeof(float));
       scratch.softmax[index] = start_of(item, row);
     }
   }
@@ -218,7 +221,7 @@ struct Attention {
       Scratch& scratch) const {
     Range visible[kAmxTileRows];
     for (int r = 0; r < num_rows; ++r) visible[r] = scratch.seen[index + r].within(number);
-    const AttentionByUnit<Type> by_amx = {cache.head_size, scale, cap, scratch};
+    const AttentionByUnit<Type> by_amx = {cache.head_size, cache.value_size(), scale, cap, scratch};
     if (amx_rows != num_rows) by_amx.set_up(amx_rows = num_rows);
     by_amx.run_rows(index, num_rows, visible, tile, next);
   }
@@ -286,7 +289,7 @@ struct Attention {
     Span<Element> spans[kMaxSpans];
     const int num_spans = spans_of(range, tile, next, spans, scratch);
     const Left* left = scratch.probabilities + (first * kTile + (range.first & ~(Type::kPair - 1))) / Type::kPair;
-    const int64_t size = cache.head_size;
+    const int64_t size = cache.value_size();
     add_values_of_head<Type, kRows, kFetches>(
         left, spans, num_spans, int(size), ends, decays + first, scratch.sums + first * size,
         scratch.outputs + (index + first) * size);
@@ -302,7 +305,7 @@ struct Attention {
     const int end = range.end & ~(kPair - 1);
     for (int key = (range.first + kPair - 1) & ~(kPair - 1); key < end;) {
       const int stop = std::min(end, (key / kGroup + 1) * kGroup);
-      const int64_t inside = int64_t(key % kGroup) * cache.head_size;
+      const int64_t inside = int64_t(key % kGroup) * cache.value_size();
       spans[num_spans++] = {tile.values[key / kGroup] + inside, next.values[key / kGroup] + inside, (stop - key) / kPair};
       key = stop;
     }
@@ -314,16 +317,16 @@ struct Attention {
   // One key of a pair is seen and the other is not: the other's values become zero.
   Span<Element> edge(int key, const Tile<Element>& tile, Element* copy) const {
     constexpr int kPair = Type::kPair;
-    const int kept = key % kPair;
-    const Element* pairs = tile.values[key / kGroup] + int64_t(key % kGroup - kept) * cache.head_size;
-    for (int dimension = 0; dimension < cache.head_size; ++dimension)
+    const int kept = key % kPair, size = cache.value_size();
+    const Element* pairs = tile.values[key / kGroup] + int64_t(key % kGroup - kept) * size;
+    for (int dimension = 0; dimension < size; ++dimension)
       for (int side = 0; side < kPair; ++side)
         copy[dimension * kPair + side] = side == kept ? pairs[dimension * kPair + side] : Element(0);
     return {copy, copy, 1};
   }
 
   void write(const Item& item, const Scratch& scratch) const {
-    const int64_t size = cache.head_size;
+    const int64_t size = cache.value_size();
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
       const int64_t index = item.index + row - item.first_row;
       const Floats factor = broadcast(1.0f / sum_of_lanes(scratch.softmax[index].sum));
@@ -431,7 +434,7 @@ struct Attention {
       int64_t value_token_stride, int64_t value_head_stride, const Type::Element* cos, const Type::Element* sin,       \
       const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int64_t num_threads) {                        \
     write_all<Type>(                                                                                                   \
-        {cache, block_stride, nullptr, 0, int(num_kv_heads), int(head_size), int(block_size)},                         \
+        {cache, block_stride, nullptr, 0, int(num_kv_heads), int(head_size), int(block_size), value == nullptr},       \
         {key, value, key_token_stride, key_head_stride, value_token_stride, value_head_stride}, {cos, sin}, blocks,    \
         offsets, num_tokens, int(num_threads));                                                                        \
   }                                                                                                                    \
@@ -439,12 +442,13 @@ struct Attention {
       Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
-      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,                                                                                 \
-      int64_t window, int64_t ahead, const float* sinks, Type::Element* output, int64_t may_use_amx,                  \
-      int64_t num_threads) {                                                                                           \
+      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
+      int64_t window, int64_t ahead, const float* sinks, int64_t latent_size, Type::Element* output,                   \
+      int64_t may_use_amx, int64_t num_threads) {                                                                      \
     const float log2_of_e = 1.44269504088896340736f;                                                                   \
     const Attention<Type> attention = {                                                                                \
-        {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
+        {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size),                \
+         int(latent_size)},                                                                                            \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
         int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, may_use_amx != 0 && amx::is_granted(),     \
         sinks};                                                                                                        \

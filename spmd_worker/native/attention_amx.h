@@ -18,7 +18,7 @@ struct AttentionByUnit {
   using Element = typename Type::Element;
   using Left = typename Type::Left;
 
-  int head_size;
+  int head_size, value_size;
   float scale;  // of scores, to base 2
   float cap;    // of scores, to base 2; 0: none
   Scratch<Type>& scratch;
@@ -50,7 +50,7 @@ struct AttentionByUnit {
         decays[r] = probabilities_of<Type>(
             scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[index + r],
             scratch.probabilities + r * kTile / Type::kPair);
-    float* outputs = scratch.outputs + index * head_size;
+    float* outputs = scratch.outputs + index * value_size;
     if (is_finite_outside(all, some, tile)) {
       add_values(some, tile, next);
       for (int r = 0; r < num_rows; ++r)
@@ -103,8 +103,8 @@ struct AttentionByUnit {
   void add_values(Range keys, const Tile<Element>& tile, const Tile<Element>* next) const {
     const int first = keys.first / kGroup, end = (keys.end + kGroup - 1) / kGroup;
     int column = 0;
-    for (; column + 64 <= head_size; column += 64) add_columns<4>(column, first, end, tile, next);
-    const int num_left = (head_size - column) / 16;
+    for (; column + 64 <= value_size; column += 64) add_columns<4>(column, first, end, tile, next);
+    const int num_left = (value_size - column) / 16;
     if (num_left == 3) add_columns<3>(column, first, end, tile, next);
     if (num_left == 2) add_columns<2>(column, first, end, tile, next);
     if (num_left == 1) add_columns<1>(column, first, end, tile, next);
@@ -113,7 +113,7 @@ struct AttentionByUnit {
   template <int kWidth>
   void add_columns(
       int column, int first_group, int end_group, const Tile<Element>& tile, const Tile<Element>* next) const {
-    const int64_t size = head_size, stride = size * Type::kPair, bytes = stride * sizeof(Element);
+    const int64_t size = value_size, stride = size * Type::kPair, bytes = stride * sizeof(Element);
     amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
     for (int group = first_group; group < end_group; ++group) {
       const Element* values = tile.values[group] + column * Type::kPair;
@@ -143,7 +143,7 @@ struct AttentionByUnit {
 
   // Adding 0 turns -0 into 0, so that keys of probability 0 change nothing, not even a sign.
   void take_sums(int r, float decay, float* outputs) const {
-    const int64_t size = head_size;
+    const int64_t size = value_size;
     for (int64_t index = r * size; index < (r + 1) * size; index += kLanes) {
       const Floats sum = load<Floats>(scratch.sums + index) + Floats{};
       store(outputs + index, fused(load<Floats>(outputs + index), broadcast(decay), sum));
@@ -156,7 +156,7 @@ struct AttentionByUnit {
     for (int group = some.first / kGroup; group * kGroup < some.end; ++group) {
       if (group * kGroup >= all.first && (group + 1) * kGroup <= all.end) continue;
       Words argmax = Words{};
-      for (int64_t index = 0; index < kGroup * head_size; index += 2 * kLanes) {
+      for (int64_t index = 0; index < kGroup * value_size; index += 2 * kLanes) {
         const Words pairs = load<Words>(tile.values[group] + index) & 0x7fff7fffu;
         const Words first = pairs << 16, second = pairs & 0xffff0000u;
         argmax = argmax > first ? argmax : first;
@@ -169,7 +169,7 @@ struct AttentionByUnit {
 
   // A copy of the tile's values, zero for keys outside the range.
   Tile<Element> only_visible(Range visible, const Tile<Element>& tile) const {
-    const int size = head_size;
+    const int size = value_size;
     Tile<Element> copy = tile;
     for (int key = 0; key < kTile; ++key)
       for (int dimension = 0; dimension < size; ++dimension) {

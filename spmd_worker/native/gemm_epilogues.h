@@ -59,11 +59,12 @@ struct Store {
   Element* to;
   bool is_gated;
   bool passes_caches = false;  // complete lines of results, too large to stay in a cache until they are read
+  int64_t to_stride = 0;       // elements from one row of results to the next; 0: the rows are adjacent
 
   template <class Vector>
   SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Vector* sums) const {
     const int64_t half = num_outputs / 2, column = pair * kPanel * (is_gated ? 1 : 2);
-    Element* const first_to = to + row * (is_gated ? half : num_outputs) + column;
+    Element* const first_to = to + row * (to_stride > 0 ? to_stride : is_gated ? half : num_outputs) + column;
     const float row_scale = scaling.row_scale(row);
     for (int part = 0; part < kPanelVectors; ++part) {
       const int lane = part * kLanes;

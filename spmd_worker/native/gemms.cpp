@@ -23,6 +23,32 @@ extern "C" void spmd_gemm_bfloat16(
       Store<uint16_t, Unscaled>{{}, num_outputs, bias, to, is_gated != 0, passes_caches}, num_threads);
 }
 
+// A GEMM for each head: x [rows][heads][inputs] by a packed weight of the head -> [rows][heads][outputs], both strided.
+// Threads share the heads if there are enough of them.
+#define SPMD_GEMM_HEADS(name, Element)                                                                                 \
+  extern "C" void spmd_gemm_heads_##name(                                                                              \
+      const Element* x, int64_t x_token_stride, int64_t x_head_stride, int64_t num_rows, int64_t num_inputs,           \
+      const Element* packed, int64_t packed_head_stride, int64_t num_heads, int64_t num_outputs, Element* to,          \
+      int64_t to_token_stride, int64_t to_head_stride, int64_t num_threads) {                                          \
+    const auto multiply_head = [&](int64_t head, int64_t threads) {                                                    \
+      const Element* const weight = packed + head * packed_head_stride;                                                \
+      Element* const head_to = to + head * to_head_stride;                                                             \
+      multiply(                                                                                                        \
+          Gemm<Element>{x + head * x_head_stride, x_token_stride, num_rows, num_inputs, weight, num_outputs},          \
+          Store<Element, Unscaled>{{}, num_outputs, nullptr, head_to, false, false, to_token_stride}, threads);        \
+    };                                                                                                                 \
+    if (num_heads < 2 * num_threads) {                                                                                 \
+      for (int64_t head = 0; head < num_heads; ++head) multiply_head(head, num_threads);                               \
+      return;                                                                                                          \
+    }                                                                                                                  \
+    run_items(num_heads, num_threads, [&](Items& heads) {                                                              \
+      for (int64_t head = heads.next(); head >= 0; head = heads.next()) multiply_head(head, 1);                        \
+    });                                                                                                                \
+  }
+
+SPMD_GEMM_HEADS(float32, float)
+SPMD_GEMM_HEADS(bfloat16, uint16_t)
+
 // The maximum of each row of a GEMM and its first index, among the first `count` outputs, without storing the result: the
 // bits of `spmd_gemm_bfloat16` and `spmd_argmax_bfloat16`.
 extern "C" void spmd_gemm_argmax_bfloat16(

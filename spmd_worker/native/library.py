@@ -22,7 +22,7 @@ _DTYPES = ("float32", "bfloat16")
 # One function per dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources document the arguments.
 _SIGNATURES: Final = {
     "write": f"{_CACHE} {_STRIDED} {_STRIDED} {_ANGLES} pp ii",
-    "attend": f"{_CACHE} pi {_STRIDED} i {_ANGLES} ppi ffiip pii",
+    "attend": f"{_CACHE} pi {_STRIDED} i {_ANGLES} ppi ffiip i pii",
     "attend_projected": f"{_CACHE} pi pii {_ANGLES} ppi ppi fi pii",
     "full_norm": f"{_STRIDED} iii pp ff ip i",
     "rms_norm": f"{_STRIDED} iii pf p i",
@@ -32,9 +32,13 @@ _SIGNATURES: Final = {
     "activate": f"{_ROWS} ii p i",
     "bound": f"{_ROWS} f p i",
     "gemm": f"{_GEMM} pp ii",
+    "gemm_heads": f"{_STRIDED} ii pi ii {_STRIDED} i",
     "add_adapters": "pp pi pi i i",
+    "scan_mamba": "pppi iiii pi pi ppp ff pp i",
     "argmax": f"{_ROWS} pp i",
     "short_conv": "pii pi pp ppp i ip i",
+    "scan_delta": "pi pi pi pp p ppp i iiii fi p i",
+    "gated_norm": "pi pi iii pi fii p i",
     "prob_sums": f"{_ROWS} pp p i",
     "invert_cdf": f"{_ROWS} pp pp p",
     "count_above": f"{_ROWS} p p i",

@@ -4,6 +4,9 @@
 //   bfloat16  keys [head size / 2][position][2], values [position / 2][head size][2]
 //   float32   keys [head size][position],        values [position][head size]
 // in both cases `kPair` adjacent numbers, which one step multiplies together. `Type` is one of those in steps.h.
+//
+// A cache of latents (https://arxiv.org/abs/2405.04434) has keys alone: the first numbers of a key are its value, which
+// `copy_values` puts into the order of values, a tile at a time.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +19,7 @@ namespace {
 constexpr int kTile = 64;           // keys
 constexpr int kGroup = 16;          // keys whose location is found together; blocks of 16 or more hold complete groups
 constexpr int kGroups = kTile / kGroup;
-constexpr int kMaxHeadSize = 256;
+constexpr int kMaxHeadSize = 576;
 
 template <class Element>
 struct Cache {
@@ -25,10 +28,12 @@ struct Cache {
   const int64_t* tables;
   int64_t table_stride;
   int num_kv_heads, head_size, block_size;
+  int latent_size = 0;  // above 0: values are this many first numbers of the keys
 
+  int value_size() const { return latent_size > 0 ? latent_size : head_size; }
   int64_t head_elements() const { return int64_t(block_size) * head_size; }
   Element* keys(int64_t block, int head) const {
-    return elements + block * block_stride + 2 * head * head_elements();
+    return elements + block * block_stride + (latent_size > 0 ? 1 : 2) * head * head_elements();
   }
   Element* values(int64_t block, int head) const { return keys(block, head) + head_elements(); }
 };
@@ -76,7 +81,8 @@ Tile<typename Type::Element> small_block_tile(
     const Element* keys = cache.keys(block, head);
     for (int step = 0; step < head_size / kPair; ++step)
       std::memcpy(copy.keys + (step * kTile + index) * kPair, keys + step * size * kPair, size * kPair * sizeof(Element));
-    std::memcpy(copy.values + index * head_size, cache.values(block, head), cache.head_elements() * sizeof(Element));
+    if (cache.latent_size == 0)
+      std::memcpy(copy.values + index * head_size, cache.values(block, head), cache.head_elements() * sizeof(Element));
   }
   Tile<Element> tile;
   tile.key_stride = kTile * kPair;
@@ -110,6 +116,32 @@ Tile<typename Type::Element> tile_of_blocks(
   return tile;
 }
 
+// The values of a tile of latents, from its keys: all 64 of them, also those that no row sees, which may be anything.
+template <class Type>
+void copy_values(Tile<typename Type::Element>& tile, int size, typename Type::Element* values) {
+  using Element = typename Type::Element;
+  constexpr int kPair = Type::kPair;
+  for (int group = 0; group < kGroups; ++group) {
+    const Element* const keys = tile.keys[group];
+    Element* const to = values + int64_t(group) * kGroup * size;
+    for (int key = 0; key < kGroup; key += kPair)
+      for (int step = 0; step < size / kPair; ++step) {
+        const Element* const from = keys + step * tile.key_stride + key * kPair;
+        Element* const pair = to + int64_t(key) * size + step * kPair * kPair;
+        if constexpr (kPair == 2) {
+          // Two keys of two numbers each -> two numbers of two keys each.
+          uint64_t numbers;
+          std::memcpy(&numbers, from, sizeof numbers);
+          numbers = (numbers & 0xffff00000000ffffu) | (numbers >> 16 & 0xffff0000u) | (numbers & 0xffff0000u) << 16;
+          std::memcpy(pair, &numbers, sizeof numbers);
+        } else {
+          *pair = *from;
+        }
+      }
+    tile.values[group] = to;
+  }
+}
+
 // Writes one token's key and value of one head to its slot.
 template <class Type>
 SPMD_INLINE void write_one(
@@ -121,6 +153,7 @@ SPMD_INLINE void write_one(
   const int64_t stride = int64_t(cache.block_size) * kPair;
   for (int step = 0; step < cache.head_size / kPair; ++step)
     std::memcpy(keys + step * stride, key + step * kPair, kPair * sizeof *keys);
+  if (cache.latent_size > 0) return;
   for (int dimension = 0; dimension < cache.head_size; ++dimension)
     values[dimension * kPair + offset % kPair] = value[dimension];
 }
@@ -136,6 +169,7 @@ SPMD_INLINE void write_two(
     std::memcpy(to, keys[0] + step * 2, 4);
     std::memcpy(to + 2, keys[1] + step * 2, 4);
   }
+  if (cache.latent_size > 0) return;
   to = cache.values(block, head) + int64_t(offset) * cache.head_size;
   for (int dimension = 0; dimension < cache.head_size; dimension += kLanes) {
     const Words first = zero_extended(load<Halves>(values[0] + dimension));
@@ -152,12 +186,13 @@ SPMD_INLINE void fetch_place(const Cache<typename Type::Element>& cache, int64_t
     const auto* const keys = cache.keys(block, head) + offset * kPair;
     for (int step = 0; step < cache.head_size / kPair; ++step)
       __builtin_prefetch(keys + int64_t(step) * cache.block_size * kPair, 0, 2);
+    if (cache.latent_size > 0) continue;
     const auto* const values = cache.values(block, head) + int64_t(offset - offset % kPair) * cache.head_size;
     for (int index = 0; index < cache.head_size * kPair; index += kLine) __builtin_prefetch(values + index, 0, 2);
   }
 }
 
-// Keys and values of a step's tokens: [tokens, heads, head size], strided.
+// Keys and values of a step's tokens: [tokens, heads, head size], strided; no values in a cache of latents.
 template <class Element>
 struct TokenRows {
   const Element *keys, *values;
@@ -174,7 +209,7 @@ struct TokenRows {
     for (int64_t head = 0; head < num_heads; ++head)
       for (int index = 0; index < head_size; index += 64 / int(sizeof(Element))) {
         __builtin_prefetch(key(token, head) + index);
-        __builtin_prefetch(value(token, head) + index);
+        if (values != nullptr) __builtin_prefetch(value(token, head) + index);
       }
   }
 };
@@ -208,7 +243,7 @@ void write_all(
         const Element *keys[2], *values[2];
         for (int64_t which = 0; which < num_written; ++which) {
           keys[which] = rotated(rows.key(token + which, head), head_size, angles, token + which, scratches[which]);
-          values[which] = rows.value(token + which, head);
+          values[which] = rows.values == nullptr ? nullptr : rows.value(token + which, head);
         }
         if constexpr (Type::kPair == 2)
           if (is_pair) {

@@ -18,9 +18,8 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.engine import CHECK_VARIABLE
 
 KIND = "lfm2"
-every_kind = pytest.mark.parametrize(
-    "kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in ("lfm2_moe", "lfm3"))]
-)
+OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon")
+every_kind = pytest.mark.parametrize("kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in OTHERS)])
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 17 tokens": {"max_num_batched_tokens": 17},

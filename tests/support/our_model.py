@@ -161,7 +161,9 @@ class _Run:
         attention = self.model.model.layers[0].self_attn
         backend, num_ranks = attention._backend, attention._group.size
         shapes = [
-            backend.block_shape(max(layer.num_kv_heads // num_ranks, 1), BLOCK_SIZE, layer.head_size)
+            backend.block_shape(
+                max(layer.num_kv_heads // num_ranks, 1), BLOCK_SIZE, layer.head_size, has_values=layer.latent is None
+            )
             for layer in self.model.model_config.layers
         ]
         dtype = self.model.model.dtype

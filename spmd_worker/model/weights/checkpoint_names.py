@@ -16,14 +16,16 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, TensorView, WeightSlice, empty_slice
 from spmd_worker.model_config.families.family import NORM_POSITIONS
-from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
+from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
-_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices."""
+_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices. Those
+without gates have a stack of their own.
+"""
 _EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMORY.values() for part in parts)
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
@@ -239,7 +241,7 @@ class CheckpointNames:
         """Rows of the fused tensor: one range of them, or one per key-value head."""
         parts, sizes = self._names.fused[fused], _part_sizes(layer)
         assert piece.checkpoint_shape[0] == sizes[part], (piece, sizes[part])
-        num_groups = layer.num_kv_heads if fused in self._names.by_kv_head else 1
+        num_groups = _num_key_heads(layer) if fused in self._names.by_kv_head else 1
         firsts = dict(zip(parts, accumulate((sizes[each] // num_groups for each in parts), initial=0)))
         total, size = sum(sizes[each] for each in parts), sizes[part] // num_groups
         (start, stop), *others = piece.source
@@ -328,6 +330,8 @@ def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:
 def _part_sizes(layer: LayerConfig) -> dict[str, int]:
     """Number of outputs of the modules that may be fused, over all ranks."""
     query, key_value = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
+    if layer.output_gate == "number":
+        query *= 2
     return {
         "self_attn.q_proj": query,
         "self_attn.k_proj": key_value,
@@ -335,4 +339,25 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
         "mlp.gate_proj": layer.intermediate_size,
         "mlp.up_proj": layer.intermediate_size,
         **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),
+        **({} if layer.delta is None else _delta_sizes(layer.delta)),
+        **({} if layer.mamba is None else _mamba_sizes(layer.mamba)),
     }
+
+
+def _delta_sizes(delta: DeltaConfig) -> dict[str, int]:
+    key, value = delta.num_key_heads * delta.key_size, delta.num_value_heads * delta.value_size
+    gates = {f"in_proj_{part}": delta.num_value_heads for part in "ba"}
+    mixed = {f"{part}_conv1d": size for part, size in (("q", key), ("k", key), ("v", value))}
+    sizes = {"in_proj_q": key, "in_proj_k": key, "in_proj_v": value, "in_proj_z": value, **gates, **mixed}
+    return {f"linear_attn.{name}": size for name, size in sizes.items()}
+
+
+def _mamba_sizes(mamba: MambaConfig) -> dict[str, int]:
+    inner, shared = mamba.num_heads * mamba.head_size, mamba.num_groups * mamba.state_size
+    sizes = {"z": inner, "x": inner, "b": shared, "c": shared, "dt": mamba.num_heads}
+    return {f"mamba.in_{name}": size for name, size in sizes.items()}
+
+
+def _num_key_heads(layer: LayerConfig) -> int:
+    """Key heads of the layer's mixer."""
+    return layer.delta.num_key_heads if layer.delta is not None else layer.num_kv_heads

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.families.conv_rows import CONV_ROWS
+from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import (
     GATE_UP,
@@ -25,7 +26,9 @@ from spmd_worker.model_config.families.family import (
     Wiring,
     next_to,
 )
+from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
+from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
@@ -221,12 +224,16 @@ FAMILIES: Final[dict[str, Family]] = {
     **RMS_ROWS,
     **LAYER_NORM_ROWS,
     **EXPERT_FAMILIES,
+    **LATENT_ROWS,
     **SPARSE_ROWS,
     **CONV_ROWS,
+    **DELTA_ROWS,
+    **MAMBA_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
-_LATENT: Final = "its layers have experts and attention over a latent cache"
+_INDEXER: Final = "its attention chooses the keys that a token sees by an indexer"
+_TWO_LATENTS: Final = "its layers have latent attention in a form that does not run"
 _RECURRENT: Final = "some of its layers have a recurrent state, not a paged cache"
 _ALIBI: Final = "its attention encodes positions as biases (alibi)"
 _IMAGES: Final = "it accepts images; for text alone use the checkpoint of its language model"
@@ -244,8 +251,9 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("Llama4ForCausalLM", "BailingMoeForCausalLM"),
-    _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
-    _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
+    _INDEXER: ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"),
+    _TWO_LATENTS: ("LongcatFlashForCausalLM", "YoutuForCausalLM"),
+    _RECURRENT: ("MambaForCausalLM",),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
         *("Gemma4ForConditionalGeneration", "Llama4ForConditionalGeneration", "Ovis2ForConditionalGeneration"),

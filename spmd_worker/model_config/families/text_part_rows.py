@@ -18,6 +18,7 @@ from spmd_worker.model_config.families.family import (
     TextPart,
     next_to,
 )
+from spmd_worker.model_config.families.latent_rows import DEEPSEEK_V3_NAMES, MISTRAL4_NAMES
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
 _LANGUAGE_MODEL: Final = {
@@ -100,12 +101,31 @@ GLM_NAMES: Final = Names(
 """Names of GLM-4-0414, and of the text of GLM that accepts images."""
 
 
+_KIMI: Final = Family(
+    models="Kimi K2.5, K2.6, the text",
+    names=inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector.", "model.mm_projector."),
+    text=TextPart(
+        ties_by_default=True,
+        families={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
+    ),
+)
+
+
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
+    "Kimi_K25ForConditionalGeneration": _KIMI,
+    # The name in the hub's files.
+    "KimiK25ForConditionalGeneration": _KIMI,
     "Mistral3ForConditionalGeneration": Family(
-        models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
-        names=inside_language_model(Names()),
+        models="Mistral Small 3.1, 3.2 and 4, Ministral 3, the text",
+        # Only Mistral Small 4 has experts.
+        names=inside_language_model(MISTRAL4_NAMES),
         text=TextPart(
-            ties_by_default=True, families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+            ties_by_default=True,
+            families={
+                "mistral": "MistralForCausalLM",
+                "ministral3": "Ministral3ForCausalLM",
+                "mistral4": "Mistral4ForCausalLM",
+            },
         ),
     ),
     "LlavaForConditionalGeneration": _text_of(

@@ -46,11 +46,15 @@ class FixedAttention(Protocol):
 class AttentionBackend(Protocol):
     """Passed as an argument to the attention layers."""
 
-    def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
-        """Shape of one block of one layer: 2 * num_kv_heads * block_size * head_size elements."""
+    def block_shape(
+        self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True
+    ) -> tuple[int, ...]:
+        """Shape of one block of one layer: num_kv_heads * block_size * head_size elements of keys, and as many of
+        values if it `has_values`.
+        """
 
-    def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
-        """Write keys and values [T, Hkv, D] of this step to `layer_cache` [blocks, *block_shape]."""
+    def write(self, key: Tensor, value: Tensor | None, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
+        """Write keys and values [T, Hkv, D] of this step to `layer_cache` [blocks, *block_shape]; None: keys alone."""
 
     def attend(
         self,
@@ -61,6 +65,7 @@ class AttentionBackend(Protocol):
         window: int,
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
+        value_size: int = 0,
     ) -> Tensor:
         """Attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D]: causal, unless
         `metadata.sees_later`.
@@ -68,6 +73,9 @@ class AttentionBackend(Protocol):
         `window` 0 sees all keys; otherwise the last `window` keys, the query's own included. If `score_cap` is above 0,
         scores are cap * tanh(score * scale / cap). `sinks`, float32 [Hq], are one more score per head, of a key without
         a value (https://arxiv.org/abs/2309.17453).
+
+        `value_size` above 0: blocks have no values, which are the first so many elements of the keys of the only
+        key-value head (https://arxiv.org/abs/2405.04434) -> [T, Hq, value_size].
         """
 
     def attend_projected(
@@ -94,5 +102,10 @@ class AttentionBackend(Protocol):
 
 def block_shapes(backend: AttentionBackend, spec: CacheSpec) -> tuple[tuple[int, ...], ...]:
     """Shape of one block of one layer, for each of `spec.shapes`."""
-    assert all(each.key_size == each.value_size for each in spec.shapes), spec.shapes
-    return tuple([backend.block_shape(each.num_heads, spec.block_size, each.key_size) for each in spec.shapes])
+    assert all(each.value_size in (each.key_size, 0) for each in spec.shapes), spec.shapes
+    return tuple(
+        [
+            backend.block_shape(each.num_heads, spec.block_size, each.key_size, has_values=each.value_size > 0)
+            for each in spec.shapes
+        ]
+    )

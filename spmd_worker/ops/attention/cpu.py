@@ -23,7 +23,7 @@ from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepPointers, join_
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_tensor, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 576
 _HEAD_SIZE_STEP = 16
 _NOT_ROTATED = (None, None)  # no angles
 
@@ -79,21 +79,23 @@ class CpuBackend(AttentionBackend):
         # All layers of a step share one metadata: the first converts and checks it.
         self._checked: _CheckedMetadata | None = None
 
-    def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
+    def block_shape(
+        self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True
+    ) -> tuple[int, ...]:
         """Flat."""
         assert block_size == self._block_size, (block_size, self._block_size)
         assert head_size in self._head_sizes, (head_size, self._head_sizes)
-        return (2 * num_kv_heads * block_size * head_size,)
+        return ((1 + has_values) * num_kv_heads * block_size * head_size,)
 
-    def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
+    def write(self, key: Tensor, value: Tensor | None, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
         """Tokens and heads may be strided."""
         size, checked = key.shape[2], self._check(metadata, layer_cache)
-        cache = self._cache_arguments(layer_cache, size)
-        shape = (checked.num_tokens, self._num_kv_heads(layer_cache, size), size)
+        cache = self._cache_arguments(layer_cache, size, has_values=value is not None)
+        shape = (checked.num_tokens, cache[2], size)
         self._write(
             *cache,
             *self._row_arguments(key, shape),
-            *self._row_arguments(value, shape),
+            *((None, 0, 0) if value is None else self._row_arguments(value, shape)),
             *_NOT_ROTATED,
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
             *(checked.num_tokens, num_threads()),
@@ -108,17 +110,21 @@ class CpuBackend(AttentionBackend):
         window: int,
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
+        value_size: int = 0,
     ) -> Tensor:
         """Tokens and heads of `query` may be strided."""
         (num_heads, size), checked = query.shape[1:], self._check(metadata, layer_cache)
-        cache, num_kv_heads = self._cache_arguments(layer_cache, size), self._num_kv_heads(layer_cache, size)
+        cache = self._cache_arguments(layer_cache, size, has_values=not value_size)
+        num_kv_heads = cache[2]
+        assert 0 <= value_size <= size, (value_size, size)
+        assert value_size % _HEAD_SIZE_STEP == 0, value_size
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         assert window >= 0, window
         if sinks is not None:
             sinks = sinks.contiguous()
             check_tensor(sinks, torch.float32, (num_heads,))
         rows = self._row_arguments(query, (checked.num_tokens, num_heads, size))
-        output = torch.empty(query.shape, dtype=self._dtype)
+        output = torch.empty((*query.shape[:2], value_size or size), dtype=self._dtype)
         self._attend(
             *cache,
             *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
@@ -126,7 +132,7 @@ class CpuBackend(AttentionBackend):
             *_NOT_ROTATED,
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
             *(scale, score_cap, window, metadata.num_later_keys(window), None if sinks is None else sinks.data_ptr()),
-            *(output.data_ptr(), self._may_use_amx, num_threads()),
+            *(value_size, output.data_ptr(), self._may_use_amx, num_threads()),
         )
         return output
 
@@ -179,16 +185,14 @@ class CpuBackend(AttentionBackend):
             *(len(checked.context_lengths), checked.num_tokens),
         )
 
-    def _num_kv_heads(self, layer_cache: Tensor, head_size: int) -> int:
-        return layer_cache.shape[1] // (2 * self._block_size * head_size)
-
-    def _cache_arguments(self, layer_cache: Tensor, head_size: int) -> tuple[int, ...]:
+    def _cache_arguments(self, layer_cache: Tensor, head_size: int, *, has_values: bool = True) -> tuple[int, ...]:
         assert layer_cache.dtype == self._dtype, (layer_cache.dtype, self._dtype)
         assert layer_cache.is_cpu, layer_cache.device
         assert layer_cache.ndim == 2, layer_cache.shape
         assert layer_cache.stride(1) == 1, layer_cache.stride()
-        num_kv_heads = self._num_kv_heads(layer_cache, head_size)
-        assert layer_cache.shape[1:] == self.block_shape(num_kv_heads, self._block_size, head_size), layer_cache.shape
+        num_kv_heads = layer_cache.shape[1] // ((1 + has_values) * self._block_size * head_size)
+        shape = self.block_shape(num_kv_heads, self._block_size, head_size, has_values=has_values)
+        assert layer_cache.shape[1:] == shape, (layer_cache.shape, shape)
         sizes = (num_kv_heads, head_size, self._block_size)
         return (layer_cache.data_ptr(), layer_cache.stride(0), *sizes)
 

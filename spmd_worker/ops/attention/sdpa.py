@@ -1,7 +1,8 @@
 """Attention in plain torch: gathers each sequence's blocks for torch's fused attention, on the CPU and on CUDA.
 
-The layout of a block is [2, block size, Hkv, D]: keys, then values, in the order of tokens. Torch's fused attention may
-round a row differently in another chunk; see docs/internals/determinism.md.
+The layout of a block is [2, block size, Hkv, D]: keys, then values, in the order of tokens; of one without values [1,
+block size, 1, D]. Torch's fused attention may round a row differently in another chunk; see
+docs/internals/determinism.md.
 
 T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this rank; G = Hq / Hkv; D: head size.
 """
@@ -25,12 +26,15 @@ _MAX_CPU_SCORES: Final = 1 << 24
 class SdpaBackend(AttentionBackend):
     """Implements `attention.backend.AttentionBackend`."""
 
-    def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
-        return (2, block_size, num_kv_heads, head_size)
+    def block_shape(
+        self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True
+    ) -> tuple[int, ...]:
+        return (1 + has_values, block_size, num_kv_heads, head_size)
 
-    def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
+    def write(self, key: Tensor, value: Tensor | None, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
         layer_cache[metadata.token_blocks, 0, metadata.token_offsets] = key
-        layer_cache[metadata.token_blocks, 1, metadata.token_offsets] = value
+        if value is not None:
+            layer_cache[metadata.token_blocks, 1, metadata.token_offsets] = value
 
     def attend(
         self,
@@ -41,14 +45,19 @@ class SdpaBackend(AttentionBackend):
         window: int,
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
+        value_size: int = 0,
     ) -> Tensor:
-        output, num_later = torch.empty_like(query), metadata.num_later_keys(window)
+        output = query.new_empty((*query.shape[:2], value_size or query.shape[2]))
+        num_later = metadata.num_later_keys(window)
         for index, num_keys in enumerate(metadata.context_lengths):
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
             arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
-            if score_cap > 0 or sinks is not None:
+            if value_size:
+                assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
+                output[rows] = _attend_latents(query[rows], keys, first_key, num_keys, scale, window, value_size)
+            elif score_cap > 0 or sinks is not None:
                 output[rows] = _attend_unfused(*arguments, score_cap, sinks)
             else:
                 output[rows] = _attend_fused(*arguments)
@@ -67,7 +76,7 @@ def _gather(layer_cache: Tensor, table: Tensor, first_key: int, num_keys: int) -
     blocks = layer_cache.index_select(0, table[first_block:end_block])
     first_key = first_block * block_size
     keys = blocks[:, 0].flatten(0, 1)[: num_keys - first_key]
-    values = blocks[:, 1].flatten(0, 1)[: num_keys - first_key]
+    values = blocks[:, -1].flatten(0, 1)[: num_keys - first_key]
     return keys, values, first_key
 
 
@@ -129,6 +138,23 @@ def _attend_unfused(
             scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
         weights = scores.softmax(-1)[..., : len(k[0])]
         parts.append((weights @ v).transpose(0, 1).to(query.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_latents(
+    query: Tensor, keys: Tensor, first_key: int, num_keys: int, scale: float, window: int, value_size: int
+) -> Tensor:
+    """`_attend_fused`, causal, over keys [L, 1, D] whose first elements are the values, in float32: the queries of all
+    heads are rows of one matmul.
+    """
+    num_queries, num_heads, _ = query.shape
+    latents, parts = keys[:, 0].float(), []
+    for rows in _query_slices(num_queries, num_heads, keys, _MAX_CPU_SCORES):
+        scores = query[rows].float().flatten(0, 1) @ latents.t() * scale
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, 0)
+        scores = scores.view(-1, num_heads, len(latents)).masked_fill(~mask.unsqueeze(1), -torch.inf)
+        weights = scores.softmax(-1).flatten(0, 1)
+        parts.append((weights @ latents[:, :value_size]).view(-1, num_heads, value_size).to(query.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

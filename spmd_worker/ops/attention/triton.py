@@ -1,6 +1,7 @@
 """Paged attention in Triton, for NVIDIA GPUs.
 
-The layout of a block is [2, Hkv, block size, D]: keys, then values, each head's tokens contiguous. One query row's bits
+The layout of a block is [2, Hkv, block size, D]: keys, then values, each head's tokens contiguous; without values [1,
+1, block size, D]. One query row's bits
 do not depend on its chunk, its batch or the split of its keys: see ops/kernels/triton/attention_kernels.py.
 
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
@@ -19,6 +20,8 @@ from spmd_worker.ops.kernels.triton import attention, rows
 _NO_SLOT: Final = -1
 HEAD_SIZES = range(16, 257)
 """Smaller heads fit no matrix instruction; larger ones are not compiled by tests/ops/kernels/compile_gate.py."""
+LATENT_SIZES = range(16, 577)
+"""Of keys whose values are their first numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class TritonFixedAttention:
         self, queries: Tensor, layer_cache: Tensor, num_heads: int, window: int, launches: attention.Launches
     ) -> attention.PlannedAttention:
         """The plan of layers with these heads and this window, made at the first call."""
-        _, _, num_kv_heads, _, head_size = layer_cache.shape
+        num_kv_heads, head_size = _heads_of(layer_cache, num_heads)
         key = (window, num_heads, num_kv_heads, head_size)
         if key not in self._plans:
             assert self._filled is not None, "call fill first"
@@ -106,10 +109,12 @@ class TritonBackend(AttentionBackend):
     def __init__(self) -> None:
         self._planned: _Planned | None = None
 
-    def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
-        return (2, num_kv_heads, block_size, head_size)
+    def block_shape(
+        self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True
+    ) -> tuple[int, ...]:
+        return (1 + has_values, num_kv_heads, block_size, head_size)
 
-    def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
+    def write(self, key: Tensor, value: Tensor | None, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
         rows.write_rows(key, value, layer_cache, self._slots(metadata, layer_cache))
 
     def attend(
@@ -121,11 +126,15 @@ class TritonBackend(AttentionBackend):
         window: int,
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
+        value_size: int = 0,
     ) -> Tensor:
         num_heads, head_size = query.shape[1:]
         # A token's heads must be contiguous; tokens may be strided.
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
         plan = self._plan(query, metadata, layer_cache, num_heads, window)
+        if value_size:
+            assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
+            return attention.attend_latents(query, layer_cache, plan, num_heads, scale, value_size)
         return attention.attend(query, layer_cache, plan, num_heads, scale, score_cap, sinks)
 
     def attend_projected(
@@ -163,7 +172,7 @@ class TritonBackend(AttentionBackend):
         if fixed is not None:
             return fixed.owner.plan(queries, layer_cache, num_heads, window, fixed.launches)
         plans = self._planned_step(metadata, layer_cache).plans
-        _, _, num_kv_heads, _, head_size = layer_cache.shape
+        num_kv_heads, head_size = _heads_of(layer_cache, num_heads)
         key = (window, num_heads, num_kv_heads, head_size)
         if key not in plans:
             starts, lengths = metadata.starts, metadata.lengths
@@ -175,6 +184,12 @@ class TritonBackend(AttentionBackend):
                 on_device=None if starts is None or lengths is None else (starts, lengths),
             )
         return plans[key]
+
+
+def _heads_of(layer_cache: Tensor, num_heads: int) -> tuple[int, int]:
+    """Key-value heads of the plan, and the head size."""
+    _, num_parts, num_kv_heads, _, head_size = layer_cache.shape
+    return attention.latent_groups(num_heads) if num_parts == 1 else num_kv_heads, head_size
 
 
 def _slots_of(metadata: AttentionMetadata, block_size: int) -> Tensor:

@@ -100,7 +100,8 @@ class ExpertStack:
     `ids` int32 [N]; `gate_up` [N, 2 I, H], gates before ups, or in turns if `limit` is above 0 (`ExpertsConfig.limit`);
     `down` [N, H, I]; biases [N, 2 I] and [N, H], None if this rank adds none. `activation` is of the gates without a
     limit; `bound`: see `gates.bounded_gates`, 0 for none. With `stored` both weights are bytes of numbers in that
-    format, which have `gate_up_scales` and `down_scales`, [N, ...] of `StoredFormat.scales_shape`.
+        format, which have `gate_up_scales` and `down_scales`, [N, ...] of `StoredFormat.scales_shape`. Experts that are not
+    `is_gated` have ups alone, [N, I, H].
     """
 
     ids: Tensor
@@ -114,6 +115,7 @@ class ExpertStack:
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
     bound: float = 0.0
+    is_gated: bool = True
 
 
 class ExpertKernels(Protocol):
@@ -211,6 +213,19 @@ class Kernels(Protocol):
         """[T, in] x [out, in] -> [T, out]. `weight` is plain, or from `pack` or `pack_gated`.
 
         `out`, of the result's shape and dtype, is a suggestion: kernels may return another tensor.
+        """
+
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        """Weights of heads [heads, out, in], of the model's dtype, packed for `linear_of_heads`: [heads, ...], of as
+        many elements. They are not quantised.
+        """
+
+    def unpack_heads(self, packed: Tensor) -> Tensor:
+        """The weights given to `pack_heads`, bit for bit: a copy, or a view."""
+
+    def linear_of_heads(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """`out` [T, heads, outputs] = x [T, heads, in] by each head's weight, from `pack_heads`. The last dimension of
+        x and `out` is contiguous.
         """
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:

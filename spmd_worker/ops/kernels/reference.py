@@ -47,6 +47,16 @@ class ReferenceKernels:
         del out
         return F.linear(x, weight, bias)
 
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        return weight.detach()
+
+    def unpack_heads(self, packed: Tensor) -> Tensor:
+        return packed.detach()
+
+    def linear_of_heads(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        for head, of_head in enumerate(weight):
+            out[:, head] = self.linear(x[:, head], of_head, None)
+
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return self.argmax(self.linear(x, weight, None)[:, :count])
 

@@ -19,7 +19,7 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
-from spmd_worker.ops.attention.triton import HEAD_SIZES, TritonBackend, TritonFixedAttention
+from spmd_worker.ops.attention.triton import HEAD_SIZES, LATENT_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.api import QuantisedKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.kernels.triton import adapters as triton_adapters
@@ -82,6 +82,10 @@ class TritonDevice(DeviceBackend):
             return "is interpreted, and Triton's interpreter does not support bfloat16: use model.dtype=float32"
         for layer in model_config.layers:
             group = layer.num_heads // layer.num_kv_heads
+            if layer.latent is not None:
+                if layer.head_size not in LATENT_SIZES:
+                    return f"supports latents of up to {LATENT_SIZES[-1]} numbers, not {layer.head_size}"
+                continue
             if layer.head_size not in HEAD_SIZES or group > attention.MAX_GROUP:
                 return (
                     f"supports head sizes from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} and at most "
@@ -256,7 +260,7 @@ class TritonDevice(DeviceBackend):
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         layers = self.resolved.model_config.layers
         max_head_size = max(layer.head_size for layer in layers)
-        max_group = max(layer.num_heads // layer.num_kv_heads for layer in layers)
+        max_group = max(1 if layer.latent is not None else layer.num_heads // layer.num_kv_heads for layer in layers)
         properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
         sizes = ((properties.major, properties.minor), max_head_size, max_group, itemsize)
         tiles = (attention.few_tile(*sizes), attention.many_tile(*sizes))

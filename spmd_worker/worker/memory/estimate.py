@@ -6,7 +6,6 @@ runtime's forward pass, rounded up.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
@@ -107,6 +106,8 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
         modules = [(each.num_inputs, outputs) for each in linears for outputs in each.num_outputs]
         if columns and layer.has_feed_forward:
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
+        if layer.experts is not None and layer.experts.latent_size:
+            modules += [(hidden, layer.experts.latent_size), (layer.experts.latent_size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += (
         (stage.is_first + stage.is_last)
@@ -165,7 +166,10 @@ def _bytes_saved(model_config: ModelConfig, layout: RankLayout, rank: int, dtype
         share = expert_share(layout, model_config.layers[index], index, layout.tensor_rank(rank))
         if share is None or index not in stored:
             continue
-        shapes = (2 * share.num_columns, hidden), (hidden, share.num_columns)
+        experts = model_config.layers[index].experts
+        inputs = hidden if experts is None else experts.latent_size or hidden
+        num_gates = 1 if experts is None or not experts.is_gated else 2
+        shapes = (num_gates * share.num_columns, inputs), (inputs, share.num_columns)
         for outputs, inputs in shapes:
             saved = outputs * inputs * DTYPE_BYTES[dtype] - stored[index].num_bytes(outputs, inputs)
             total += share.num_experts * saved
@@ -181,8 +185,7 @@ def expert_bytes(
         layer = model_config.layers[index]
         share = expert_share(layout, layer, index, layout.tensor_rank(rank))
         if layer.experts is not None and share is not None:
-            routed = replace(share, num_shared_columns=0)
-            total += layer.experts.elements(hidden, routed) - layer.experts.router_elements(hidden)
+            total += layer.experts.routed_elements(hidden, share)
     return total * DTYPE_BYTES[dtype] - _bytes_saved(model_config, layout, rank, dtype, stored)
 
 
@@ -227,21 +230,44 @@ def activation_bytes(
 def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
     """Elements per token of what the mixers of one layer compute."""
     # Three projections, the input and the output of the convolution, and their product.
-    conv = 6 * model_config.hidden_size // share.num_ranks if layer.mixer == "conv" else 0
-    return conv + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
+    elements = 6 * model_config.hidden_size // share.num_ranks if layer.mixer == "conv" else 0
+    if layer.mamba is not None:
+        # Projected, twice if scaled, convolved, scanned, gathered with its gate, and gated.
+        mamba = layer.mamba.share(share.num_ranks)
+        elements += 2 * mamba.num_projected + mamba.num_channels + 2 * mamba.num_columns
+        elements += 6 * layer.mamba.num_columns // layer.mamba.num_groups * mamba.num_groups
+    if layer.delta is not None:
+        # Projected, convolved, scanned and gated.
+        delta = layer.delta.share(share.num_ranks)
+        elements += delta.num_projected + delta.num_channels + 2 * delta.num_columns
+    if layer.latent is not None:
+        elements += _latent_elements(layer, share)
+    return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
+
+
+def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
+    """Elements per token of queries as projected and five copies of their parts, absorbed queries, latents, their
+    weighted sums, and values.
+    """
+    assert layer.latent is not None, layer
+    latent = layer.latent
+    of_head = 6 * latent.query_size + layer.head_size + latent.rank + 2 * latent.value_size
+    return share.num_heads * of_head + 2 * latent.query_rank + 4 * latent.key_size
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
     """Elements per token of queries, keys and values and of their copies in one layer."""
     size, heads = layer.head_size, share.num_heads + 2 * share.num_kv_heads
     has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
-    elements = (5 if has_copies or layer.qkv_clip else 3) * heads * size
+    has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0
+    elements = (5 if has_copies else 3) * heads * size
     if layer.qk_norm == "flat":
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
     if layer.qk_norm == "each_head":
         elements += 4 * heads * size
     if layer.output_gate:
-        elements += 2 * share.num_heads * size
+        # Gates of numbers are projected with the queries; they are float32, and rounded.
+        elements += (8 if layer.output_gate == "number" else 2) * share.num_heads * size
     return elements
 
 
@@ -289,10 +315,9 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare) -> Stat
     if layer.conv is not None:
         return StateLayer((), (layer.conv.kernel_size - 1, hidden_size // size))
     if layer.delta is not None:
-        delta = layer.delta
-        num_heads, num_key_heads = delta.num_value_heads // size, max(delta.num_key_heads // size, 1)
-        num_channels = 2 * num_key_heads * delta.key_size + num_heads * delta.value_size
-        return StateLayer((num_heads, delta.key_size, delta.value_size), (delta.kernel_size - 1, num_channels))
+        delta = layer.delta.share(size)
+        shape = (delta.num_value_heads, delta.key_size, delta.value_size)
+        return StateLayer(shape, (delta.kernel_size - 1, delta.num_channels))
     if layer.mamba is not None:
         mamba = layer.mamba
         num_heads, num_groups = mamba.num_heads // size, max(mamba.num_groups // size, 1)
@@ -305,6 +330,8 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
     if layer.mixer in ("conv", "delta", "mamba", "none"):
         return None
+    if layer.latent is not None:
+        return BlockLayer(1, layer.latent.key_size, 0)
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 

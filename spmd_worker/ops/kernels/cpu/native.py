@@ -40,10 +40,11 @@ from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
 _FUNCTIONS = (
-    *("rms_norm", "add_rms_norm", "full_norm", "rotate", "silu_and_mul", "activate", "bound", "gemm"),
+    *("rms_norm", "add_rms_norm", "full_norm", "rotate", "silu_and_mul", "activate", "bound", "gemm", "gemm_heads"),
     *("argmax", "prob_sums", "invert_cdf", "count_above", "forbid"),
 )
 """Functions that the library has for every dtype."""
+_HEADS_NDIM = 5  # of the weights of heads in panels
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # numbered as in rows.cpp
 
 
@@ -123,6 +124,34 @@ class CpuKernels(PackedKernels):
         num_outputs = weight.shape[0] * PANEL
         output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype) if out is None else out
         return self._gemm(x, weight, bias, num_outputs, output, is_gated=False)
+
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        """[heads, outputs / 16, inputs / 2, 16, 2] if the compiled GEMMs take it."""
+        rows = weight.detach().flatten(0, 1)
+        fits = self._packs(weight[0], is_gated=False)
+        return panels_of(rows).unflatten(0, (len(weight), -1)).contiguous() if fits else super().pack_heads(weight)
+
+    def unpack_heads(self, packed: Tensor) -> Tensor:
+        if not _are_heads(packed):
+            return super().unpack_heads(packed)
+        return packed.detach().transpose(2, 3).flatten(3).flatten(1, 2)
+
+    def linear_of_heads(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        if not _are_heads(weight):
+            return super().linear_of_heads(x, weight, out)
+        num_tokens, num_heads, num_inputs = x.shape
+        num_outputs = weight.shape[1] * PANEL
+        check_dtype(x, weight, out)
+        assert weight.shape == (num_heads, num_outputs // PANEL, num_inputs // 2, PANEL, 2), (weight.shape, x.shape)
+        assert weight[0].is_contiguous(), weight.stride()
+        assert out.shape == (num_tokens, num_heads, num_outputs), (out.shape, x.shape)
+        assert x.stride(2) == out.stride(2) == 1, (x.stride(), out.stride())
+        self._functions["gemm_heads", x.dtype](
+            *(x.data_ptr(), x.stride(0), x.stride(1), num_tokens, num_inputs),
+            *(weight.data_ptr(), weight.stride(0), num_heads, num_outputs),
+            *(out.data_ptr(), out.stride(0), out.stride(1), num_threads()),
+        )
+        return None
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Panels of bfloat16: the logits are never stored."""
@@ -315,6 +344,11 @@ class CpuKernels(PackedKernels):
         for each, dtype in zip(others, (torch.float32, torch.int64, torch.float64), strict=True):
             check_tensor(each, dtype, logits.shape[:1])
         self._filter(*rows, *(each.data_ptr() for each in others), num_threads())
+
+
+def _are_heads(weight: Tensor) -> bool:
+    """Whether `pack_heads` put weights into panels."""
+    return weight.ndim == _HEADS_NDIM
 
 
 def _logit_arguments(logits: Tensor, *numbers: Tensor) -> tuple[int, ...]:

@@ -25,6 +25,8 @@ _LOG2_E = math.log2(math.e)
 _ALL_KEYS = 2**30
 _ITEM, _JOIN = 8, 3
 _BATCH, _EACH = 256, 64
+_LATENT_GROUP = 16
+"""Most query heads in a tile of latents: sums of 512 numbers for more would spill."""
 _JOINED_HEADS = 16
 """Heads that a program joins at once: more of 512 numbers spill."""
 _REDUCED_BYTES = 512
@@ -45,6 +47,11 @@ class Tile(NamedTuple):
 
     def options(self) -> dict[str, int]:
         return attention_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def latent_groups(num_heads: int) -> int:
+    """Number of equal groups in which query heads see latents; a group is the rows of a token in a tile."""
+    return next(num_heads // size for size in range(min(num_heads, _LATENT_GROUP), 0, -1) if num_heads % size == 0)
 
 
 def few_tile(device_capability: tuple[int, int], head_size: int, group: int, itemsize: int) -> Tile:
@@ -264,6 +271,14 @@ def attend(
     return attend_pages(queries, layer_cache[:, 0], layer_cache[:, 1], plan, num_heads, scale, score_cap, sinks)
 
 
+def attend_latents(
+    queries: Tensor, layer_cache: Tensor, plan: PlannedAttention, num_heads: int, scale: float, value_size: int
+) -> Tensor:
+    """Queries [T, Hq * D], a token's contiguous; `layer_cache` [blocks, 1, 1, block, D] -> [T, Hq, value_size]."""
+    keys = layer_cache[:, 0].expand(-1, latent_groups(num_heads), -1, -1)
+    return attend_pages(queries, keys, keys[..., :value_size], plan, num_heads, scale, is_latent=True)
+
+
 def attend_pages(
     queries: Tensor,
     keys: Tensor,
@@ -273,6 +288,8 @@ def attend_pages(
     scale: float,
     score_cap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
+    is_latent: bool = False,
 ) -> Tensor:
     """`attend` with keys [blocks, Hkv, block, D] and values [blocks, Hkv, block, DV] -> [T, Hq, DV]."""
     _, num_kv_heads, block_size, head_size = keys.shape
@@ -297,7 +314,7 @@ def attend_pages(
             *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores),
             *(queries.stride(0), keys.stride(0), plan.tables.stride(0)),
             *(plan.window or _ALL_KEYS, plan.later, scale_log2, score_cap * _LOG2_E),
-            **attend_constants(tile, *sizes, is_capped=score_cap > 0, has_sinks=sinks is not None),
+            **attend_constants(tile, *sizes, is_capped=score_cap > 0, has_sinks=sinks is not None, is_latent=is_latent),
             ONE=is_one,
             LOOPS=not is_short,
             **tile.options(),
@@ -321,6 +338,7 @@ def attend_constants(
     *,
     is_capped: bool = False,
     has_sinks: bool = False,
+    is_latent: bool = False,
 ) -> dict[str, int]:
     """Constexprs of `attention_kernels.attend` that its items do not choose."""
     assert value_size % tile.parts == 0, (value_size, tile)
@@ -342,6 +360,7 @@ def attend_constants(
         "ROWS": tile.rows,
         "CAPPED": is_capped,
         "SINKS": has_sinks,
+        "LATENT": is_latent,
     }
 
 

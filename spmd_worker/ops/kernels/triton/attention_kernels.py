@@ -19,6 +19,9 @@ earlier rows of the same sequence and tile are NaN too, although they are not wh
 Shapes, T: tokens; S: sequences; Hq, Hkv: query and key-value heads; G = Hq / Hkv; D and DV: size of a key and of a
 value. K0 + K1 and V0 + V1 cover D and DV / PARTS with one or two powers of two (K1 and V1 may be 0), so that 96 or 192
 are not padded: scores are one chain over K0, then K1.
+LATENT (https://arxiv.org/abs/2405.04434): the first DV elements of a key are its value, there are no others, and all
+"key-value heads", groups of G query heads, see the same keys [blocks, BLOCK, D]. A tile of keys is read once where K0
+is all of a value.
 queries [T, at least Hq * D], a token's heads contiguous; a layer's keys [blocks, Hkv, BLOCK, D] and values [blocks,
 Hkv, BLOCK, DV], a block's contiguous, blocks `stride_page` elements apart; tables int32 [S, B]; out [T, Hq, DV].
 Queries, keys, values and out are of one dtype: float16, bfloat16 or float32; sums are float32.
@@ -115,6 +118,7 @@ def _segment(
     q0, q1, keys, values, table, before, last, first, end, lowest, all_from, all_until, scale, cap, stride_page,
     D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr,
+    LATENT: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, end) of one segment from a fresh state. `first` is a multiple of TILE; keys below `lowest` are not
     read. A row sees keys after `before` up to `last`, every row [all_from, all_until). Scores are exponents of two.
@@ -124,11 +128,15 @@ def _segment(
         n = start + tl.arange(0, TILE)
         is_there = (n < end) & (n >= lowest)
         page = tl.load(table + n // BLOCK, mask=is_there, other=0).to(tl.int64) * stride_page
-        key_rows, value_rows = keys + (page + (n % BLOCK) * D), values + (page + (n % BLOCK) * DV)
-        scores = tl.dot(q0, tl.trans(_load(key_rows, is_there, 0, K0, D)), input_precision="ieee")
+        key_rows, value_rows = keys + (page + (n % BLOCK) * D), values + (page + (n % BLOCK) * (D if LATENT else DV))
+        k0 = _load(key_rows, is_there, 0, K0, D)
+        scores = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         if K1:
             scores = tl.dot(q1, tl.trans(_load(key_rows, is_there, K0, K1, D)), scores, input_precision="ieee")
-        v0 = _load(value_rows, is_there, 0, V0, DV // PARTS)
+        if LATENT and K0 == DV and PARTS == 1:
+            v0 = k0
+        else:
+            v0 = _load(value_rows, is_there, 0, V0, DV // PARTS)
         factor = scale
         if CAPPED:
             # cap * tanh(x), as 1 - 2 / (e^2x + 1).
@@ -160,6 +168,7 @@ def _item(
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    LATENT: tl.constexpr,
 ):  # fmt: skip
     """One item, key-value head and part of the values, see `attend`."""
     heads: tl.constexpr = KV_HEADS * G
@@ -182,13 +191,16 @@ def _item(
     before, last = position - window, tl.minimum(position + later, seen - 1)
     lowest = tl.maximum(first_position - window + 1, 0)
     all_from, all_until = first_position + num_tokens - window, tl.minimum(first_position + later + 1, seen)
-    head_keys, head_values = keys + kv_head * (BLOCK * D), values + kv_head * (BLOCK * DV) + column
+    head_keys, head_values = keys, values + column
+    if not LATENT:
+        head_keys, head_values = keys + kv_head * (BLOCK * D), values + kv_head * (BLOCK * DV) + column
     table = tables + sequence.to(tl.int64) * stride_table
     if ONE:
         top, denom, left, right = _segment(
             q0, q1, head_keys, head_values, table, before, last,
             tl.maximum(first * SEGMENT, lowest // TILE * TILE), tl.minimum((first + 1) * SEGMENT, seen), lowest,
             all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
+            LATENT,
         )  # fmt: skip
     else:
         top, denom, left, right = _fresh(ROWS, V0, V1)
@@ -197,6 +209,7 @@ def _item(
                 q0, q1, head_keys, head_values, table, before, last,
                 tl.maximum(segment * SEGMENT, lowest // TILE * TILE), tl.minimum((segment + 1) * SEGMENT, seen), lowest,
                 all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
+                LATENT,
             )  # fmt: skip
             top, denom, left, right = _join(top, denom, left, right, top2, denom2, left2, right2, V1)
     if partial < 0:
@@ -222,7 +235,7 @@ def attend(
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, LOOPS: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
     """All items of a step, whose number `num_items` int32 [1] is read here, so that one CUDA graph serves every mix of
     lengths. If it LOOPS, any number of programs share the items; else there is a program for each, which takes fewer
@@ -240,13 +253,13 @@ def attend(
             _item(
                 each, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
                 stride_query, stride_page, stride_table, window, later, scale, cap,
-                KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS,
+                KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
             )  # fmt: skip
     elif work < count:
         _item(
             work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
             stride_query, stride_page, stride_table, window, later, scale, cap,
-            KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS,
+            KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from spmd_worker.ops.kernels.api import ExpertKernels
 from spmd_worker.ops.kernels.byte_rows import is_packed
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.kernels.triton import experts, matmul, rows, sampling
+from spmd_worker.ops.kernels.triton import experts, head_products, matmul, rows, sampling
 from spmd_worker.ops.kernels.triton.adapters import TritonAdapterKernels
 from spmd_worker.ops.kernels.triton.penalties import RowHistories
 from spmd_worker.ops.kernels.triton.recurrent import TritonRecurrentKernels
@@ -34,6 +34,9 @@ class TritonKernels(ReferenceKernels):
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return matmul.gated_linear(x, weight, bias)
+
+    def linear_of_heads(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        head_products.linear_of_heads(x, weight, out)
 
     def expert_kernels(self) -> ExpertKernels:
         return experts.TritonExperts(self.activate_and_mul, self.activate)

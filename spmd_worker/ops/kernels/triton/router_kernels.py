@@ -51,8 +51,12 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _kept_groups(choice, e, E, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHOSEN_GROUPS: tl.constexpr):
-    """Whether experts are in one of the groups whose two best have the highest sums."""
+def _kept_groups(
+    choice, e, E, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BY_BEST: tl.constexpr
+):  # fmt: skip
+    """Whether experts are in one of the groups whose two best have the highest sums or, BY_BEST, whose best are the
+    highest.
+    """
     lowest = tl.full(e.shape, -(1 << 62), tl.int64)
     group, keys = e // (E // GROUPS), _key(choice, e)
     g = tl.arange(0, GROUPS_PADDED)
@@ -61,7 +65,9 @@ def _kept_groups(choice, e, E, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr
         inside = tl.where((group == index) & (e < E), keys, lowest)
         first = tl.max(inside, 0)
         second = tl.max(tl.where(inside == first, lowest, inside), 0)
-        best = tl.sum(tl.where(inside == first, choice, 0.0), 0) + tl.sum(tl.where(inside == second, choice, 0.0), 0)
+        best = tl.sum(tl.where(inside == first, choice, 0.0), 0)
+        if not BY_BEST:
+            best += tl.sum(tl.where(inside == second, choice, 0.0), 0)
         sums = tl.where(g == index, best, sums)
     left = tl.where(g < GROUPS, _key(sums, g), -(1 << 62))
     is_kept = e < 0
@@ -85,7 +91,7 @@ def choose(
     partials, bias, choice_bias, ids, weights, gates, T, scaling, added, min_sum, reach,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, PIECES: tl.constexpr, CHOSEN: tl.constexpr,
     SCORE: tl.constexpr, RENORMALISES: tl.constexpr, BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BY_BEST: tl.constexpr,
 ):  # fmt: skip
     """`model.layers.experts.select_experts` of the sums of `partials`, except for exp and the order of sums: `ids`
     int64 [T, C], ascending, `weights` [T, C]; with R above E, `gates` [T] are the shared expert's. EP: E up to a power
@@ -115,7 +121,7 @@ def choose(
     if CHOICE_BIAS:
         choice += tl.load(choice_bias + e, mask=inside, other=0.0)
     if GROUPS > 1:
-        is_kept = _kept_groups(choice, e, E, GROUPS, GROUPS_PADDED, CHOSEN_GROUPS)
+        is_kept = _kept_groups(choice, e, E, GROUPS, GROUPS_PADDED, CHOSEN_GROUPS, BY_BEST)
         choice = tl.where(is_kept, choice, float("-inf"))
     left = tl.where(inside, _key(choice, e), -(1 << 62))
     is_chosen = e < 0

@@ -101,10 +101,11 @@ def rotate_and_write(
 @triton.jit
 def write_rows(
     key, value, cache, slots, stride_key, stride_value, stride_page,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and head of keys and values [T, KV_HEADS, D], which it copies to the cache. Tokens are
-    `stride_key` and `stride_value` elements apart; DP: D up to a power of two; other arguments: see `rotate_and_write`.
+    """One program per token and head of keys and, with VALUES, values [T, KV_HEADS, D], which it copies to the cache.
+    Tokens are `stride_key` and `stride_value` elements apart; DP: D up to a power of two; other arguments: see
+    `rotate_and_write`.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DP)
@@ -113,6 +114,7 @@ def write_rows(
     if slot >= 0:
         index = (slot // BLOCK).to(tl.int64) * stride_page + head * (BLOCK * D) + (slot % BLOCK) * D
         k = tl.load(key + token.to(tl.int64) * stride_key + head * D + d, mask=inside)
-        v = tl.load(value + token.to(tl.int64) * stride_value + head * D + d, mask=inside)
         tl.store(cache + index + d, k, mask=inside)
-        tl.store(cache + index + KV_HEADS * BLOCK * D + d, v, mask=inside)
+        if VALUES:
+            v = tl.load(value + token.to(tl.int64) * stride_value + head * D + d, mask=inside)
+            tl.store(cache + index + KV_HEADS * BLOCK * D + d, v, mask=inside)

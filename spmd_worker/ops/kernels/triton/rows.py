@@ -102,11 +102,15 @@ def rotate_constants(num_heads: int, num_kv_heads: int, head_size: int, block_si
     }
 
 
-def write_rows(key: Tensor, value: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
-    """Keys and values [T, Hkv, D], the rest as of `rotate_and_write`: see `row_kernels.write_rows`."""
-    _, _, num_kv_heads, block_size, head_size = layer_cache.shape
+def write_rows(key: Tensor, value: Tensor | None, layer_cache: Tensor, slots: Tensor) -> None:
+    """Keys and values [T, Hkv, D], the rest as of `rotate_and_write`: see `row_kernels.write_rows`. None: keys alone,
+    in a cache [blocks, 1, Hkv, block, D].
+    """
+    _, num_parts, num_kv_heads, block_size, head_size = layer_cache.shape
+    assert num_parts == 1 + (value is not None), layer_cache.shape
     if not len(key):
         return
+    has_values, value = value is not None, key if value is None else value
     # A token's heads must be contiguous; tokens may be strided.
     key, value = (each if each.stride()[1:] == (head_size, 1) else each.contiguous() for each in (key, value))
     row_kernels.write_rows[(len(key), num_kv_heads)](
@@ -115,6 +119,7 @@ def write_rows(key: Tensor, value: Tensor, layer_cache: Tensor, slots: Tensor) -
         D=head_size,
         DP=power_of_two(head_size),
         BLOCK=block_size,
+        VALUES=has_values,
         num_warps=1,
         **row_kernels.LAUNCH,
     )

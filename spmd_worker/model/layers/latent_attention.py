@@ -1,0 +1,183 @@
+"""Multi-head latent attention (https://arxiv.org/abs/2405.04434) of one decoder layer, over a cache of latents.
+
+Keys and values of all heads are W_uk c and W_uv c of one latent c. The cache has c and a rotated part that all heads
+share, and no keys and values: for every token, in prompts and in decode alike, a query is multiplied with W_uk instead
+("absorbed"), so that it is compared with the latents themselves, and the weighted sum of latents with W_uv. In bfloat16
+both products are rounded once.
+
+T: tokens of the step; H: heads of this rank; N, R: parts of a head without and with rotation; C: latent; V: value;
+W: tokens of `WantedTokens`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from kv_cache.layer_states import LayerStates
+from spmd_worker.model.layers.checkpoint_layer import PackedLayer
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from spmd_worker.model.layers.norm import RMSNorm
+from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, shard
+from spmd_worker.model_config.layer_config import LATENT_NORM_EPS, LatentConfig, LayerConfig
+from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ranks.topology import shard_range
+
+
+class LatentProjection(PackedLayer):
+    """W_uk and W_uv of this rank's heads, the checkpoint's `kv_b_proj`: `weight` [H * (N + V), C], or, packed, a row a
+    head with both parts in the kernels' order. It is never quantised.
+    """
+
+    def __init__(self, context: LayerContext, latent: LatentConfig, num_heads: int, heads: tuple[int, int]) -> None:
+        super().__init__()
+        self._latent, self._num_heads, self._heads, self._kernels = latent, num_heads, heads, context.kernels
+        self._key_shape: tuple[int, ...] = ()
+        self._value_shape: tuple[int, ...] = ()
+        self.weight = context.parameter((heads[1] - heads[0]) * self._head_rows, latent.rank)
+
+    @property
+    def _head_rows(self) -> int:
+        """Rows of a head in the checkpoint: N of W_uk, then V of W_uv."""
+        return self._latent.nope_size + self._latent.value_size
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        rows, (start, stop) = self._head_rows, self._heads
+        shape = (self._num_heads * rows, self._latent.rank)
+        yield shard(f"{prefix}.weight", shape, f"{prefix}.weight", 0, start * rows, stop * rows)
+
+    def to_latents(self, queries: Tensor, out: Tensor) -> None:
+        """`out` [T, H, C] = q W_uk of queries [T, H, N]."""
+        self._kernels.linear_of_heads(queries, self._parts()[0], out)
+
+    def to_values(self, latents: Tensor) -> Tensor:
+        """[T, H, C] -> [T, H, V]."""
+        out = latents.new_empty((*latents.shape[:2], self._latent.value_size))
+        self._kernels.linear_of_heads(latents, self._parts()[1], out)
+        return out
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """W_uk as [H, C, N] and W_uv as [H, V, C], packed if the layer is."""
+        if not self.is_packed:
+            keys, values = self._by_head(self.weight).split((self._latent.nope_size, self._latent.value_size), dim=1)
+            return keys.transpose(1, 2), values
+        keys, values = self.weight.split((self._latent.nope_size * self._latent.rank, self._value_elements), dim=1)
+        return keys.unflatten(1, self._key_shape), values.unflatten(1, self._value_shape)
+
+    @property
+    def _value_elements(self) -> int:
+        return self._latent.value_size * self._latent.rank
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, self._head_rows))
+
+    def _packed_heads(self, rows: Tensor) -> Tensor:
+        """Complete heads [n * (N + V), C] -> [n, (N + V) * C]."""
+        keys, values = self._by_head(rows).split((self._latent.nope_size, self._latent.value_size), dim=1)
+        packed = self._kernels.pack_heads(keys.transpose(1, 2).contiguous()), self._kernels.pack_heads(values)
+        self._key_shape, self._value_shape = (tuple(each.shape[1:]) for each in packed)
+        return torch.cat([each.flatten(1) for each in packed], dim=1)
+
+    def _packed(self) -> Tensor:
+        return self._packed_heads(self.weight.detach())
+
+    def _empty_packed(self) -> Tensor | None:
+        return None
+
+    def read_region(self, parameter: str, region: Rectangle) -> Tensor:
+        if not self.is_packed:
+            return super().read_region(parameter, region)
+        (start, stop), columns = region
+        rows, first, end = self._head_rows, start // self._head_rows, -(-stop // self._head_rows)
+        keys, values = (self._kernels.unpack_heads(each[first:end].detach()) for each in self._parts())
+        found = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+        return found[start - first * rows : stop - first * rows, slice(*columns)]
+
+    def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        if not self.is_packed:
+            super().write_region(parameter, region, values)
+            return
+        (start, stop), columns = region
+        rows, first, end = self._head_rows, start // self._head_rows, -(-stop // self._head_rows)
+        heads = self.read_region(parameter, ((first * rows, end * rows), (0, self._latent.rank)))
+        heads[start - first * rows : stop - first * rows, slice(*columns)] = self._converted(values)
+        self.weight.data[first:end] = self._packed_heads(heads)
+
+
+class LatentAttention(nn.Module):
+    """Projections to queries and latents with norms between, rotary embedding, attention, output projection. Heads are
+    sharded; every rank has the latents.
+    """
+
+    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
+        super().__init__()
+        latent, group = layer.latent, context.tensor_group
+        assert latent is not None, "a layer of this kind has its sizes"
+        heads = shard_range(layer.num_heads, group.size, group.rank)
+        self.num_heads, self.num_kv_heads, self.head_size = heads[1] - heads[0], 1, latent.key_size
+        self._latent, self._scale, self._rope = latent, layer.scale, layer.rope
+        self._kernels, self._backend = context.kernels, context.attention
+        parts = [OutputPart("kv_a_proj_with_mqa", latent.key_size, 0, latent.key_size)]
+        query = OutputPart("", layer.num_heads * latent.query_size, *(each * latent.query_size for each in heads))
+        query_name, num_inputs = ("q_b_proj", latent.query_rank) if latent.query_rank else ("q_proj", hidden_size)
+        query = OutputPart(query_name, query.total, query.start, query.stop)
+        self.q_a_layernorm: RMSNorm | None = None
+        if latent.query_rank:
+            parts.insert(0, OutputPart("q_a_proj", latent.query_rank, 0, latent.query_rank))
+            self.q_a_layernorm = RMSNorm(context, latent.query_rank, LATENT_NORM_EPS)
+        self.latent_proj = ColumnParallelLinear(context, hidden_size, tuple(parts), layer.has_qkv_bias)
+        self.query_proj = ColumnParallelLinear(context, num_inputs, (query,), has_bias=False)
+        self.kv_a_layernorm = RMSNorm(context, latent.rank, LATENT_NORM_EPS)
+        self.kv_b_proj = LatentProjection(context, latent, layer.num_heads, heads)
+        inputs = (heads[0] * latent.value_size, heads[1] * latent.value_size)
+        num_values = layer.num_heads * latent.value_size
+        self.o_proj = RowParallelLinear(context, inputs, num_values, hidden_size, layer.has_output_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        ropes: tuple[Angles, ...],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        wanted: WantedTokens | None = None,
+        *,
+        states: LayerStates | None = None,
+        adapters: StepAdapters | None = None,
+        is_fused: bool = True,
+    ) -> Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
+        del states, is_fused
+        angles, latent = None if self._rope is None else ropes[self._rope], self._latent
+        projected = self.latent_proj(x, adapters)
+        query_latents, latents, key_part = projected.split((latent.query_rank, latent.rank, latent.rope_size), dim=1)
+        key_part = key_part.unsqueeze(1)
+        if angles is not None:
+            key_part = angles.rotate(self._kernels, key_part)
+        key = torch.cat((self.kv_a_layernorm(latents).unsqueeze(1), key_part), dim=-1)
+        self._backend.write(key, None, layer_cache, metadata)
+        if wanted is not None and not len(wanted.rows):
+            return x[:0]
+        if self.q_a_layernorm is not None:
+            x = self.q_a_layernorm(query_latents)
+        query = self._query(self.query_proj(x, adapters), angles)
+        if wanted is not None:
+            query, metadata, adapters = query[wanted.rows], wanted.metadata, wanted.adapters
+        attended = self._backend.attend(query, layer_cache, metadata, self._scale, 0, value_size=latent.rank)
+        output: Tensor = self.o_proj(self.kv_b_proj.to_values(attended).flatten(1), adapters)
+        return output
+
+    def _query(self, projected: Tensor, angles: Angles | None) -> Tensor:
+        """[T, H * (N + R)] -> [T, H, C + R], absorbed."""
+        sizes = (self._latent.nope_size, self._latent.rope_size)
+        plain, rotated = projected.view(len(projected), self.num_heads, -1).split(sizes, dim=-1)
+        if angles is not None:
+            rotated = angles.rotate(self._kernels, rotated)
+            if angles.query_factors is not None:
+                plain, rotated = plain * angles.query_factors, rotated * angles.query_factors
+        query = projected.new_empty((len(projected), self.num_heads, self.head_size))
+        self.kv_b_proj.to_latents(plain, query[..., : self._latent.rank])
+        query[..., self._latent.rank :] = rotated
+        return query

@@ -1,0 +1,229 @@
+"""Rows of `table.py`: families with multi-head latent attention (https://arxiv.org/abs/2405.04434).
+
+Each row is compared with transformers, and each entry broken, in tests/model/test_latent_rows.py.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, Final
+
+from spmd_worker.model_config.config_reader import ConfigReader, checked_number
+from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
+from spmd_worker.model_config.families.family import Attention, Family, FeedForward, Names, Rope, Variant
+from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig
+from spmd_worker.model_config.rope import RopeParameters, given_rope, rope_of
+
+_PARTIAL: Final = "partial_rotary_factor"
+
+
+def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
+    """The rope of the rotated part of a head, `head_size` numbers, whose neighbours are pairs. A partial factor is of
+    the complete head: the part that it leaves is this one.
+    """
+    given = {key: value for key, value in given_rope(reader).items() if key != _PARTIAL}
+    rope = rope_of(given, replace(reader, file_keys={**reader.file_keys, _PARTIAL: ""}), max_positions, head_size)
+    growth = given.get("llama_4_scaling_beta")
+    if growth:
+        growth = checked_number(growth, f"{reader.path}: rope llama_4_scaling_beta")
+    return (replace(rope, is_interleaved=True, query_growth=growth or 0.0),)
+
+
+def _rounded_once(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
+    """The same, computed in float32."""
+    return tuple([replace(rope, rounding="result") for rope in _ropes(reader, max_positions, head_size)])
+
+
+def _with_latents(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    has_query_rank = reader.get("q_lora_rank") is not None
+    latent = LatentConfig(
+        rank=reader.count("kv_lora_rank"),
+        nope_size=reader.count("qk_nope_head_dim"),
+        rope_size=reader.count("qk_rope_head_dim"),
+        value_size=reader.count("v_head_dim"),
+        query_rank=reader.count("q_lora_rank") if has_query_rank else 0,
+    )
+    scale = _scale(reader, latent)
+    return tuple(
+        [
+            replace(layer, mixer="latent", latent=latent, head_size=latent.key_size, num_kv_heads=1, scale=scale)
+            for layer in layers
+        ]
+    )
+
+
+def _scale(reader: ConfigReader, latent: LatentConfig) -> float:
+    """Of scores: YaRN's growth (https://arxiv.org/abs/2309.00071) is here, not in the angles."""
+    (rope,) = _ropes(reader, reader.count("max_position_embeddings", 2048), latent.rope_size)
+    scale = float(latent.query_size**-0.5)
+    if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+        return scale
+    return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+
+
+_SHARED: Final = {
+    f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in ("gate_proj", "up_proj", "down_proj")
+}
+_NAMES: Final = Names(parts=_SHARED)
+DEEPSEEK_V3_NAMES: Final = replace(_NAMES, ignores_later_layers=True)
+MISTRAL4_NAMES: Final = replace(
+    _NAMES,
+    stacked=(
+        StackedTensor("mlp.experts.gate_up_proj", ("gate_proj", "up_proj")),
+        StackedTensor("mlp.experts.down_proj", ("down_proj",)),
+    ),
+)
+_COUNTS: Final = ("n_routed_experts", "num_local_experts", "num_experts")
+_SPARSE: Final[dict[str, Any]] = {
+    "count_keys": _COUNTS,
+    "first_key": "first_k_dense_replace",
+    "scaling_key": "routed_scaling_factor",
+    "shared_key": "n_shared_experts",
+    "counts_shared": True,
+}
+# https://arxiv.org/abs/2412.19437
+_V3_EXPERTS: Final = ExpertsFamily(**_SPARSE, score="sigmoid", has_choice_bias=True, has_groups=True)
+_V2_EXPERTS: Final = ExpertsFamily(**_SPARSE, renormalises=False)
+_V3_CHOICE: Final[dict[str, Any]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_NEIGHBOURS: Final[dict[str, Any]] = {"rope_interleave": True}
+_HEADS: Final[dict[str, Any]] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def _latent_family(**parts: Any) -> Family:
+    return Family(
+        attention=Attention(num_kv_heads=1),
+        rope=Rope(),
+        feed_forward=FeedForward(bias=False),
+        file_keys={"head_dim": "qk_rope_head_dim"},
+        layers=_with_latents,
+        **{"ropes": _ropes, **parts},
+    )
+
+
+_V2: Final = _latent_family(
+    models="DeepSeek-V2, V2-Lite, Coder-V2",
+    names=_NAMES,
+    ropes=_rounded_once,
+    experts=_V2_EXPERTS,
+    required={
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "moe_layer_freq": 1,
+        "mlp_bias": False,
+    },
+    defaults={
+        **_HEADS,
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "q_lora_rank": 1536,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "eos_token_id": 2,
+    },
+)
+_V2_BY_GROUPS: Final = replace(
+    _V2,
+    experts=replace(_V2_EXPERTS, has_groups=True, groups_by_best=True),
+    required={**_V2.required, "topk_method": "group_limited_greedy"},
+)
+
+LATENT_ROWS: Final[dict[str, Family]] = {
+    "DeepseekV2ForCausalLM": replace(_V2, variants=(Variant({"topk_method": "group_limited_greedy"}, _V2_BY_GROUPS),)),
+    "DeepseekV3ForCausalLM": _latent_family(
+        models="DeepSeek-V3, V3.1, R1, Kimi K2, Moonlight",
+        names=DEEPSEEK_V3_NAMES,
+        experts=_V3_EXPERTS,
+        required={**_V3_CHOICE, **_NEIGHBOURS},
+        defaults={
+            **_HEADS,
+            "vocab_size": 129280,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "max_position_embeddings": 4096,
+            "q_lora_rank": 1536,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "eos_token_id": 1,
+        },
+    ),
+    "Glm4MoeLiteForCausalLM": _latent_family(
+        models="GLM-4.7-Flash",
+        names=DEEPSEEK_V3_NAMES,
+        experts=replace(_V3_EXPERTS, kinds_key="mlp_layer_types"),
+        required={**_V3_CHOICE, **_NEIGHBOURS},
+        defaults={
+            **_HEADS,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "vocab_size": 154880,
+            "hidden_size": 2048,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1536,
+            "eos_token_id": 1,
+        },
+    ),
+    "Mistral4ForCausalLM": _latent_family(
+        models="Mistral Small 4, the text",
+        names=MISTRAL4_NAMES,
+        experts=ExpertsFamily(**_SPARSE, has_groups=True),
+        required=_NEIGHBOURS,
+        defaults={
+            **_HEADS,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64,
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 1048576,
+            "q_lora_rank": 1024,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 2048,
+            "eos_token_id": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+}

@@ -1,0 +1,132 @@
+"""Small random checkpoints of the families with latent attention, written by transformers, and thinned as files of the
+hub are.
+
+As `family_checkpoints`: no weight is what a mistake would leave it at. Sizes fit the compiled kernels. Knows nothing of
+the runtime under test.
+"""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from expert_checkpoints import open_experts, stir
+from family_checkpoints import BASE
+from run_folder import made_once
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+LATENT |= {"v_head_dim": 48, "num_hidden_layers": 3, "hidden_size": 64}
+_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_YARN |= {"beta_fast": 8.0, "beta_slow": 0.5}
+_GROUPS = {"n_group": 4, "topk_group": 2}
+_VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+_K2 = {**LATENT, **_EXPERTS, "model_type": "deepseek_v3", "q_lora_rank": 32, "n_group": 1, "topk_group": 1}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        {**LATENT, **_EXPERTS, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.7}
+        | {"first_k_dense_replace": 1, "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**LATENT, **_EXPERTS, **_GROUPS, "q_lora_rank": 32, "topk_method": "group_limited_greedy"}
+        | {"first_k_dense_replace": 1, "attention_bias": True},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**LATENT, **_EXPERTS, **_GROUPS, "q_lora_rank": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.3}
+        | {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **_EXPERTS, "q_lora_rank": 32, "v_head_dim": 64}),
+    "mistral4": (
+        "Mistral4",
+        {**LATENT, **_EXPERTS, **_GROUPS, "q_lora_rank": 32, "routed_scaling_factor": 1.3, "first_k_dense_replace": 1}
+        | {
+            "qk_rope_head_dim": 32,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "mistral3_mistral4": (
+        "Mistral3",
+        {**LATENT, **_EXPERTS, "model_type": "mistral4", "q_lora_rank": 32}
+        | {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+    ),
+    "kimi_k25": (
+        "Kimi_K25",
+        {**_K2, "first_k_dense_replace": 1, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+}
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "Mistral3": {
+        "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14},
+        "tie_word_embeddings": False,
+    },
+    "Kimi_K25": {
+        "vision_config": {**_VISION, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+        "projection_hidden_size": 32,
+        "tie_word_embeddings": False,
+    },
+}
+"""Beside `text_config`, by family."""
+
+
+@cache
+def latent_folder(name: str) -> Path:
+    """The checkpoint of a case, with every key in its config.json; written once a run."""
+    return made_once(f"latent {name}", lambda folder: _write(folder, *CASES[name]))
+
+
+@cache
+def thinned_latent_folder(name: str) -> Path:
+    """The same without the keys that have the class's default, and with the rope keys of older files."""
+    return made_once(f"thinned latent {name}", lambda folder: _thin(latent_folder(name), folder, name))
+
+
+@cache
+def latent_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
+    """transformers' model of the folder, expert by expert."""
+    return open_experts(thinned_latent_folder(name) if is_thinned else latent_folder(name))
+
+
+def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
+    # The usual 1e-6 is too small for a wrong one to be seen.
+    text, kind = {**BASE, **overrides, "rms_norm_eps": 0.03}, "ForCausalLM"
+    if family in WITH_IMAGES:
+        text, kind = {"text_config": text, **WITH_IMAGES[family]}, "ForConditionalGeneration"
+    config = getattr(transformers, f"{family}Config")(**text)
+    model = getattr(transformers, f"{family}{kind}")(config).float().eval()
+    stir(model)
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    # transformers renames all that has the name of a layer of Kimi's vision tower.
+    tensors = {
+        each.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+        for each, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _thin(full: Path, folder: Path, name: str) -> None:
+    shutil.copytree(full, folder)
+    path = folder / "config.json"
+    complete = json.loads(path.read_text())
+    config = complete.get("text_config", complete)
+    family = {"mistral4": "Mistral4", "deepseek_v3": "DeepseekV3"}.get(config["model_type"], CASES[name][0])
+    defaults = getattr(transformers, f"{family}Config")().to_dict()
+    kept = ("architectures", "model_type", "rope_parameters", "q_lora_rank")
+    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    rope = dict(thin.pop("rope_parameters"))
+    thin["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    if kind != "default":
+        thin["rope_scaling"] = {"type": kind, **rope}
+    if name == "glm4_moe_lite":
+        thin.pop("mlp_layer_types", None)
+    path.write_text(json.dumps({**complete, "text_config": thin} if "text_config" in complete else thin))
