@@ -200,8 +200,11 @@ def test_changes_forget_snapshots_made_and_to_come(change, num_steps: int):
     run.steps(num_steps)
     change(run)
     run.finish()
-    run.admit(0, tokens(1, 35), max_tokens=1)
-    assert run.step()[0].first == 0
+    # The second computes the blocks anew, and the third must not find an older state of the same name beside them.
+    for first in (0, 32):
+        run.admit(0, tokens(1, 35), max_tokens=1)
+        assert run.step()[0].first == first
+        run.finish()
 
 
 def test_row_in_error_takes_its_names_back():
@@ -227,6 +230,16 @@ def test_prompt_in_one_piece_is_not_cut():
     run = stateful(chunked=False)
     run.admit(0, tokens(1, 19), max_tokens=1)
     assert run.step() == [Row(0, 0, 0, 19, 1)]
+
+
+def test_prompt_that_must_be_computed_finds_and_makes_nothing_twice():
+    """Its log-probabilities are wanted, so it starts from zeros, and is not cut where a snapshot is there already."""
+    run = stateful()
+    for first, number in ((0, 16), (0, 19), (16, 3)):
+        run.admit(0, tokens(1, 19), max_tokens=1, prompt_logprobs=0 if number == 19 else None)
+        (row,) = run.step()
+        assert (row.first, row.num_tokens) == (first, number)
+        run.finish()
 
 
 def test_evicted_blocks_are_loaded_only_up_to_snapshot():
