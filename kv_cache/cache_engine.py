@@ -125,4 +125,3 @@ class CacheEngine:
         """
         check_moves("block", block_ops, self.num_device_blocks, self.num_host_blocks)
         run_moves(block_ops, self.tensors, self._host)
-

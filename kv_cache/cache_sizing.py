@@ -23,7 +23,6 @@ class MemoryMeasurement:
     non_torch_bytes: int
     activation_note: str = ""
 
-
     def left_bytes(self, memory_utilization: float) -> int:
         """Bytes that this share of the memory leaves for the cache; negative if the rest takes more."""
         used_bytes = self.weights_bytes + self.activation_bytes + self.non_torch_bytes

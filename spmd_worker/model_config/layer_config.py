@@ -90,7 +90,7 @@ class ExpertsConfig:
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
         shared = (2 + self.is_gated) * hidden_size * share.num_shared_columns
-        if self.has_shared_bias and self.shared_size:
+        if self.has_shared_bias and share.num_shared_columns:
             shared += (1 + self.is_gated) * share.num_shared_columns + hidden_size
         others = 2 * self.latent_size * hidden_size + self.router_elements(hidden_size)
         return self.routed_elements(hidden_size, share) + shared + others
@@ -290,9 +290,9 @@ class LayerConfig:
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
-    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert: min(act(gate),
-    bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the sigmoid of a number
-    that is projected from the layer's input; "" for no gate.
+    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
+    min(act(gate), bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the
+    sigmoid of a number that is projected from the layer's input; "" for no gate.
     """
 
     num_heads: int

@@ -524,6 +524,8 @@ def _ropes(
     found = replace(found, is_interleaved=rope.is_interleaved, is_backward=rope.is_backward, rounding=rope.rounding)
     if thetas is None:
         return (found,)
+    if found.rope_type == "yarn" and any(0 < theta <= 1 for theta in thetas):
+        raise reader.error(rope.thetas_key, "must be above 1, or 0, with rope_type yarn: its logarithm divides")
     return tuple(replace(found, rope_theta=theta) for theta in sorted({theta for theta in thetas if theta}))
 
 

@@ -25,12 +25,12 @@ class RopeParameters:
 
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
     derive it; lengths are in tokens. The first `partial_factor` of a head's `size` elements is rotated. LongRoPE
-    divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs
-    are neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied
-    by (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: by the negative angles.
-    LongRoPE's `short_mscale` and `long_mscale`, if above 0, multiply cosines and sines instead of the factor.
-    `rounding` lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and
-    additions), "angles" (cosines and sines, and the result), or "result", the result alone; the others are float32.
+    divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions, and with `short_mscale`
+    and `long_mscale` above 0 cosines and sines are multiplied by these, not by the factor. `is_interleaved`: pairs are
+    neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied by
+    (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: angles are negative. `rounding`
+    lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and additions), "angles"
+    (cosines and sines, and the result), or "result", the result alone; the others are float32.
     """
 
     size: int
@@ -186,7 +186,7 @@ def rope_of(
         raise ModelConfigError(f"{reader.path}: rope truncate={shown(truncate)} must be true or false")
     theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
     theta = checked_number(theta, f"{reader.path}: rope_theta")
-    partial = _partial_factor(given, reader, head_size, may_be_partial or rope_type == "proportional")
+    partial = _partial_factor(given, reader, head_size, rope_type, may_be_partial)
     numbers = _numbers(given, rope_type, reader, max_positions)
     if rope_type == "yarn" and theta <= 1.0:
         raise ModelConfigError(
@@ -212,15 +212,19 @@ def _check_numbers(numbers: Mapping[str, Any], rope_type: str, reader: ConfigRea
         raise ModelConfigError(f"{reader.path}: {key}={numbers[key]} must be 2 or more with rope_type longrope")
 
 
-def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: int, may_be_partial: bool) -> float:
+def _partial_factor(
+    given: Mapping[str, Any], reader: ConfigReader, head_size: int, rope_type: str, may_be_partial: bool
+) -> float:
     value = given.get("partial_rotary_factor") or reader.get("partial_rotary_factor", 1.0)
-    if value != 1.0 and not may_be_partial:
+    is_proportional = rope_type == "proportional"
+    if value != 1.0 and not (may_be_partial or is_proportional):
         raise ModelConfigError(f"{reader.path}: partial_rotary_factor other than 1 is not supported")
     partial = checked_number(value, f"{reader.path}: partial_rotary_factor")
-    if partial > 1 or int(head_size * partial) % 2 or int(head_size * partial) < 2:
+    num_rotated = 2 * int(head_size * partial / 2) if is_proportional else int(head_size * partial)
+    if partial > 1 or num_rotated % 2 or num_rotated < 2:
         raise ModelConfigError(
             f"{reader.path}: partial_rotary_factor={partial:g} of head_dim={head_size} rotates "
-            f"{int(head_size * partial)} elements: they must be an even number, from 2 to all"
+            f"{num_rotated} elements: they must be an even number, from 2 to all"
         )
     return partial
 

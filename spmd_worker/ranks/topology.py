@@ -79,7 +79,7 @@ class Stage:
 
     @property
     def indices(self) -> range:
-        """Of the model's layers."""
+        """Indices of its layers in the model."""
         return range(self.start, self.stop)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 _BASE: dict[str, Any] = {
     "vocab_size": 96,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,

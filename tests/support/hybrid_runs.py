@@ -6,14 +6,17 @@ Blocks and slots are full of NaN where nothing was written, so that a key or a s
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.layer_states import LayerStates
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.delta_net import DeltaNet
+from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.short_conv import ShortConv
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
@@ -35,6 +38,11 @@ def state_shapes(layer: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, i
         delta = mixer.config
         shape = (delta.num_value_heads, delta.key_size, delta.value_size)
         return shape, (delta.kernel_size - 1, delta.num_channels)
+    mixer = getattr(layer, "mamba", None)
+    if isinstance(mixer, Mamba):
+        config = mixer.config
+        tail = (config.kernel_size - 1, config.num_channels)
+        return (config.num_heads, config.head_size, config.state_size), tail
     return None
 
 
@@ -59,11 +67,13 @@ def new_states(model: DecoderForCausalLM, num_slots: int) -> list[LayerStates | 
 @dataclass(slots=True)
 class HybridRun:
     """Rows of tokens in a cache of their own. `models` are the stages of a pipeline. The slots of rows are in reverse;
-    one more is nobody's.
+    one more is nobody's. `digests` name the adapters of rows, those of `loaded`.
     """
 
     models: Sequence[DecoderForCausalLM]
     rows: Sequence[Sequence[int]]
+    loaded: LoadedAdapters | None = None
+    digests: Sequence[int] = ()
     states: list[list[LayerStates | None]] = field(init=False)
     caches: list[list[Tensor | None]] = field(init=False)
     sequences: list[MirroredSequence] = field(init=False)
@@ -73,13 +83,17 @@ class HybridRun:
         starts = [sum(num_blocks[:index]) for index in range(len(self.rows) + 1)]
         self.sequences = [
             MirroredSequence(
-                Request(RequestId(index), tuple(row), SamplingParams(temperature=0), index, 0),
+                self._request(index, row),
                 *(0, [], [BlockId(block) for block in range(start, stop)][::-1], 0, 0),
             )
             for index, (row, start, stop) in enumerate(zip(self.rows, starts, starts[1:]))
         ]
         self.states = [new_states(model, len(self.rows) + 1) for model in self.models]
         self.caches = [[_cache(model, layer, starts[-1]) for layer in model.model.layers] for model in self.models]
+
+    def _request(self, index: int, row: Sequence[int]) -> Request:
+        adapter = self.digests[index] if self.digests else 0
+        return Request(RequestId(index), tuple(row), SamplingParams(temperature=0), index, 0, adapter=adapter)
 
     @torch.inference_mode()
     def step(self, chunk: int | None, *, is_fused: bool = True) -> list[tuple[int, Tensor]]:
@@ -89,7 +103,11 @@ class HybridRun:
             left = sequence.num_tokens - sequence.num_computed_tokens
             if left:
                 scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
-        batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"))
+        slot_of = None if self.loaded is None else self.loaded.slot_of
+        batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), slot_of=slot_of)
+        options: dict[str, Any] = {"is_fused": is_fused}
+        if self.loaded is not None and batch.adapter_slots is not None:
+            options["adapters"] = self.loaded.step(batch.adapter_slots)
         rows = [int(each.sequence.request.request_id) for each in scheduled]
         starts, firsts = batch.attention.query_starts, [each.sequence.num_computed_tokens for each in scheduled]
         numbers = ([self.slot_of(row) for row in rows], starts, firsts)
@@ -98,7 +116,7 @@ class HybridRun:
         tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
         for model, cache, states in zip(self.models, self.caches, self.states, strict=True):
             incoming = () if hidden is None else (hidden,)
-            hidden = model(*tokens, cache, metadata, *incoming, states=states, is_fused=is_fused)
+            hidden = model(*tokens, cache, metadata, *incoming, states=states, **options)
         assert hidden is not None
         last = self.models[-1]
         logits = last.compute_logits(hidden)[:, : last.model_config.vocab_size]
@@ -136,9 +154,11 @@ def run_rows(
     chunk: int | None = None,
     *,
     is_fused: bool = True,
+    loaded: LoadedAdapters | None = None,
+    digests: Sequence[int] = (),
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Logits of each row, and its states after its last token."""
-    run = HybridRun(models, rows)
+    run = HybridRun(models, rows, loaded, digests)
     logits = run.finish(chunk, is_fused=is_fused)
     assert not run.has_touched_others()
     return logits, [run.row_states(row) for row in range(len(rows))]

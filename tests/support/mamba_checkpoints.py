@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import transformers
 from run_folder import made_once
-from torch import Tensor
 from transformers import PreTrainedModel
 
 VOCAB_SIZE = 96
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -34,7 +33,7 @@ _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
-    "mamba_d_head": 8,
+    "mamba_d_head": 16,
     "mamba_expand": 2,
     "mamba_chunk_size": 32,
 }
@@ -61,7 +60,7 @@ _GRANITE = {
     "shared_intermediate_size": 20,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-_FALCON = {**_MAMBA, "mamba_d_ssm": 64, "head_dim": 16, "num_hidden_layers": 2}
+_FALCON = {**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16, "num_hidden_layers": 2}
 
 MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": (
@@ -155,13 +154,6 @@ def open_mamba(folder: Path) -> PreTrainedModel:
     options = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
     model: PreTrainedModel = model_class.from_pretrained(folder, **options).eval()
     return model
-
-
-@torch.no_grad()
-def mamba_logits(model: PreTrainedModel, prompt: list[int]) -> Tensor:
-    """transformers' logits [T, vocabulary] of one forward pass."""
-    logits: Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
-    return logits
 
 
 @torch.no_grad()

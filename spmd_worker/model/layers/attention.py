@@ -39,8 +39,8 @@ class Sinks(CheckpointLayer):
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head, output
-    projection.
+    """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head,
+    output projection.
     """
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:

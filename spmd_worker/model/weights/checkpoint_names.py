@@ -231,7 +231,7 @@ class CheckpointNames:
     def _joined_parts(
         self, index: int, inside: str, experts: ExpertsConfig, given: TensorView, shape: Sequence[int]
     ) -> dict[str, TensorView | None]:
-        """Stacks that are one in memory, [experts, outputs of all, inputs] (`Names.joined`); empty for other tensors."""
+        """Stacks that are one in memory, [experts, outputs, inputs] (`Names.joined`); empty for other tensors."""
         names, prefix = self._names.joined.get(inside, ()), self._layer_prefix(index)
         if names and (len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(names)):
             raise CheckpointError(
@@ -239,9 +239,7 @@ class CheckpointNames:
                 f"{experts.num_experts} experts: a stack is [experts, outputs, inputs]"
             )
         rows = shape[1] // len(names) if names else 0
-        return {
-            prefix + name: replace(given, rows=(part * rows, (part + 1) * rows)) for part, name in enumerate(names)
-        }
+        return {prefix + name: replace(given, rows=(part * rows, (part + 1) * rows)) for part, name in enumerate(names)}
 
     def _joined_rows(
         self, index: int, inside: str, given: TensorView, shape: Sequence[int]
@@ -320,11 +318,11 @@ class CheckpointNames:
         # Layers of one kind have the same tensors.
         of_kind: dict[LayerConfig, dict[str, ModelTensor]] = {}
         for index, layer in enumerate(layers):
-            kind, prefix = replace(layer, window=0, rope=None), self._layer_prefix(index)
-            if kind not in of_kind:
+            prefix = self._layer_prefix(index)
+            if layer not in of_kind:
                 pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
-                of_kind[kind] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
-            found |= {prefix + name: tensor for name, tensor in of_kind[kind].items()}
+                of_kind[layer] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
+            found |= {prefix + name: tensor for name, tensor in of_kind[layer].items()}
         return found
 
     def _is_of_later_layer(self, name: str) -> bool:

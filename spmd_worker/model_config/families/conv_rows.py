@@ -42,6 +42,7 @@ def _mixed(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[Layer
 
 
 def _moe_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Experts are chosen after a bias, in files that do not say otherwise."""
     has_bias = reader.flag("use_expert_bias", True)
     return tuple(
         replace(layer, experts=None if layer.experts is None else _with_bias(layer.experts, has_bias))
@@ -189,7 +190,6 @@ CONV_ROWS: Final[dict[str, Family]] = {
             first=2,
             score="sigmoid",
             sum_eps=1e-6,
-            has_choice_bias=True,
             scaling_key="routed_scaling_factor",
         ),
         layers=_moe_layers,
@@ -214,7 +214,7 @@ CONV_ROWS: Final[dict[str, Family]] = {
             },
             layer_aliases={"self_attn.g_proj.": "self_attn.gate_proj."},
         ),
-        attention=Attention(qk_norm="head", head_size=128, output_gate="head"),
+        attention=Attention(qk_norm="head", head_size=128),
         windows=Windows(rule="layer_types", others=(_CONV,)),
         rope=Rope(has_local=True, rounding="result"),
         norms=Norms(eps_key="norm_eps", eps=1e-5),

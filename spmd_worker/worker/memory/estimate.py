@@ -149,7 +149,7 @@ def quantised_shapes(
         if not layer.has_feed_forward:
             continue
         first = share.num_columns * (1 + layer.is_gated)
-        shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
+        shapes[first, hidden, layer.is_gated and layer.activation == "silu" and not layer.bound] += 1
         shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
         shapes[rank_vocabulary_rows(model_config, layout), model_config.embedding_size, False] += 1
@@ -204,14 +204,14 @@ def activation_bytes(
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gate and up columns and their product; fused layers hold one of each at the same time. Heads with partial or
     interleaved rotation, clipping or query growth are copied twice more; heads with individual norm weights, and xIELU
-    columns, in float32. Flat norms hold the heads of all ranks; parallel layers keep the feed-forward's input. Sparse
-    layers hold the outputs of a token's experts and sums in float32. The sampler holds float32 logits as shards,
-    gathered and as logprobs, and the fixed-point probability weights twice in float64. Quantised layers hold their
-    inputs as bytes and, with several ranks, the int32 sums of all.
+    columns, in float32. Bounded gates and ups are copied. Flat norms hold the heads of all ranks; parallel layers keep
+    the feed-forward's input. Sparse layers hold the outputs of a token's experts and sums in float32. The sampler holds
+    float32 logits as shards, gathered and as logprobs, and the fixed-point probability weights twice in float64.
+    Quantised layers hold their inputs as bytes and, with several ranks, the int32 sums of all.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
-    num_columns = max(share.num_columns * (16 if layer.activation == "xielu" else 4) for layer, share in kinds)
+    num_columns = max(share.num_columns * _column_copies(layer) for layer, share in kinds)
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     per_token = num_streams * model_config.hidden_size + max(
         attention, num_columns, _sparse_elements(model_config, layout)
@@ -266,10 +266,17 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
     if layer.qk_norm == "each_head":
         elements += 4 * heads * size
-    if layer.output_gate == "number":
-        # Projected with the queries; in float32, and rounded.
-        elements += 8 * share.num_heads * size
+    if layer.output_gate:
+        # Gates of numbers are projected with the queries; they are float32, and rounded.
+        elements += (8 if layer.output_gate == "number" else 2) * share.num_heads * size
     return elements
+
+
+def _column_copies(layer: LayerConfig) -> int:
+    """Elements per token and column of a dense feed-forward."""
+    if layer.activation == "xielu":
+        return 16
+    return 7 if layer.bound else 4
 
 
 def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
@@ -277,8 +284,8 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     size = 1 if layout.experts is not None else layout.tensor_parallel_size
     counts = [
         (experts.num_chosen + 8) * model_config.hidden_size
-        + (12 if experts.limit > 0 else 10) * (experts.intermediate_size // size + 1)
-        + 4 * experts.shared_size
+        + (12 if experts.limit > 0 or experts.bound > 0 else 10) * (experts.intermediate_size // size + 1)
+        + _column_copies(layer) * experts.shared_size
         + 12 * experts.num_experts
         for layer in dict.fromkeys(model_config.layers)
         if (experts := layer.experts) is not None

@@ -422,6 +422,9 @@ def _on_gpu(plan: MemoryPlan, total_bytes: int) -> str:
         sizings = [_sizing(plan.resolved, rank, share, total_bytes) for rank, share in enumerate(plan.shares)]
     except ConfigError as error:
         return f"rejected: {error}"
-    num_blocks, states = min(each.num_device_blocks for each in sizings), fewest_states([each.states for each in sizings])
+    num_blocks, states = (
+        min(each.num_device_blocks for each in sizings),
+        fewest_states([each.states for each in sizings]),
+    )
     slots = f", states of {states.num_seqs:,}, {states.num_snapshots:,} snapshots" if states.num_seqs else ""
     return f"{num_blocks:>9,} blocks: {num_blocks // plan.num_blocks_of_longest:,} sequences{slots}"

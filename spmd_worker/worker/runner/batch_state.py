@@ -140,7 +140,9 @@ class BatchState:
             starts=layout.starts,
             lengths=sent.lengths,
             slots=sent.token_slots,
-            segments=None if layout.state_slots is None else StateSegments(layout.state_slots, layout.starts, sent.firsts),
+            segments=None
+            if layout.state_slots is None
+            else StateSegments(layout.state_slots, layout.starts, sent.firsts),
         )
         return Batch(
             token_ids=sent.token_ids,

@@ -242,7 +242,7 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
         yield Variant(f"rotate_and_write {model}", row_kernels.rotate_and_write, types, constants, options, _STRIDES)
         options = row_kernels.LAUNCH | {"num_warps": 1}
         types = _typed(row_kernels.write_rows, element)
-        constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16}
+        constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16, "VALUES": True}
         strides = ("stride_key", "stride_value", "stride_page")
         yield Variant(f"write_rows {model}", row_kernels.write_rows, types, constants, options, strides)
 
@@ -338,6 +338,7 @@ CHIPS = {
 _DEEPSEEK = ExpertsConfig(
     *(256, 8, 2048, "sigmoid", True, 2.5, 8, 4), has_choice_bias=True, has_router_bias=True, shared_size=2048
 )
+_PHIMOE = ExpertsConfig(16, 2, 6400, "sparsemixer", renormalises=False, jitter=0.01)
 _OF_EXPERTS = {
     **dict.fromkeys(("slots", "counts", "own", "order", "tiles", "num_tiles", "is_own"), "*i32"),
     **dict.fromkeys(("ids", "totals"), "*i64"),
@@ -365,11 +366,13 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
         kernel = router_kernels.partial_logits
         types = _of_experts(kernel, element) | {"T": "i32", "weight": "*fp32", "partials": "*fp32"}
         yield Variant(f"partial_logits {tile.rows}x{tile.columns}", kernel, types, constants, launch, ("R", "H"))
-    for config in (ExpertsConfig(128, 8, 768), *(() if is_short else (_DEEPSEEK,))):
+    for config in (ExpertsConfig(128, 8, 768), *(() if is_short else (_DEEPSEEK, _PHIMOE))):
         constants = experts.choice_constants(config, config.num_experts, 8)
         launch = {key: constants.pop(key) for key in options if key in constants}
         kernel = router_kernels.choose
-        types = _of_experts(kernel, "fp32") | {"T": "i32", "scaling": "fp32", "min_sum": "fp32"}
+        types = (
+            _of_experts(kernel, "fp32") | {"T": "i32"} | dict.fromkeys(("scaling", "added", "min_sum", "reach"), "fp32")
+        )
         types = {name: kind for name, kind in types.items() if "bias" not in name or config.has_choice_bias}
         yield Variant(f"choose {config.num_experts}", kernel, types, constants, launch)
     for chip in (90,) if is_short else (80, 90, 100, 120):
