@@ -98,7 +98,7 @@ def _has_rope(reader: ConfigReader) -> bool:
     given = reader.get("rope_parameters")
     if given is not None and not isinstance(given, Mapping):
         raise reader.error("rope_parameters", "must be an object")
-    return bool(given) and given.get("rope_theta") is not None
+    return given is not None and given.get("rope_theta") is not None
 
 
 _IN_PROJ: Final = {part: f"linear_attn.in_proj_{part}" for part in "qkvzba"}
