@@ -102,7 +102,7 @@ def test_logits_and_ids_equal_transformers(name: str):
     configs = [read_model_files(each).model_config for each in (mamba_folder(name), thinned_mamba_folder(name))]
     assert configs[0] == configs[1]
     thinned = their_logits(open_mamba(thinned_mamba_folder(name)))
-    assert all(map(torch.equal, thinned, expected(name))), "the oracle's own"
+    assert worst_error(name, thinned) < 1e-5, "the oracle's own"
     assert greedy_ids([model], ROWS[1], 4) == their_greedy(name, ROWS[1], 4)
 
 

@@ -111,7 +111,10 @@ MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_out_multiplier": 0.6,
         },
     ),
-    "falcon_norm": ("FalconH1", {**_FALCON, "mamba_rms_norm": True, "mamba_conv_bias": False}),
+    "falcon_norm": (
+        "FalconH1",
+        {**_FALCON, "mamba_rms_norm": True, "mamba_conv_bias": False, "projectors_bias": True},
+    ),
     "falcon_norm_last": (
         "FalconH1",
         {**_FALCON, "mamba_n_groups": 1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
