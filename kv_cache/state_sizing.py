@@ -22,7 +22,8 @@ _UNLIMITED: Final = 2**31
 @dataclass(frozen=True, slots=True)
 class StateNeed:
     """Wanted numbers of a run: those set by hand, None for as many as fit and help; then at most `most_seqs` sequences,
-    and no snapshots unless `has_snapshots`. `num_blocks` is `cache.num_blocks`.
+    and no snapshots unless `has_snapshots`. `num_blocks` is `cache.num_blocks`: with it, numbers set by hand are used as
+    they are, as it is itself.
     """
 
     num_seqs: int | None
@@ -32,6 +33,12 @@ class StateNeed:
     max_model_len: int
     num_blocks: int | None = None
 
+    @property
+    def is_given(self) -> bool:
+        """Whether nothing depends on the memory."""
+        has_all = self.num_snapshots is not None or not self.has_snapshots
+        return self.num_blocks is not None and self.num_seqs is not None and has_all
+
     def blocks_bytes(self, spec: CacheSpec) -> int:
         """Bytes that the states must leave: those of the given blocks, else of the longest sequence."""
         num_blocks = self.num_blocks or num_blocks_for(self.max_model_len, spec.block_size)
@@ -40,7 +47,7 @@ class StateNeed:
 
 def size_states(spec: CacheSpec, need: StateNeed, left_bytes: int, *, swap_space_bytes: int = 0) -> StateSizing:
     """Slots within `left_bytes`, the memory of states and blocks together. Raises ValueError, with the largest number
-    that fits, for sequences or snapshots that do not fit.
+    that fits, for sequences or snapshots that do not fit. A need that is given needs no memory.
     """
     free_bytes = max(left_bytes - need.blocks_bytes(spec), 0)
     num_fitting = free_bytes // spec.slot_bytes if spec.slot_bytes else _UNLIMITED
@@ -61,15 +68,14 @@ def _num_seqs(spec: CacheSpec, need: StateNeed, left_bytes: int, num_fitting: in
             sequence_bytes += TOKENS_A_SEQUENCE * spec.block_bytes // spec.block_size
         num_useful = left_bytes // sequence_bytes if sequence_bytes else _UNLIMITED
         num_seqs = max(1, min(need.most_seqs, num_useful, num_fitting))
-    if num_seqs <= num_fitting:
+    if num_seqs <= num_fitting or need.num_blocks is not None:
         return num_seqs
-    blocks = f"cache.num_blocks={need.num_blocks}" if need.num_blocks else "a sequence of model.max_model_len tokens"
     wanted = "a running sequence" if need.num_seqs is None else f"scheduler.max_num_seqs={num_seqs}"
     way_out = f"lower it to at most {num_fitting}" if num_fitting else "use more memory (cache.gpu_memory_utilization)"
     raise ValueError(
         f"{wanted} needs recurrent states of {format_bytes(num_seqs * spec.slot_bytes)}, "
         f"{format_bytes(spec.slot_bytes)} a sequence, but {format_bytes(left_bytes)} are left for states and blocks, "
-        f"of which {blocks} takes {format_bytes(need.blocks_bytes(spec))}: {way_out}"
+        f"of which a sequence of model.max_model_len tokens takes {format_bytes(need.blocks_bytes(spec))}: {way_out}"
         f"{'' if need.num_seqs is None or not num_fitting else ', or leave it out to use what fits'}"
     )
 
@@ -84,7 +90,7 @@ def _num_snapshots(spec: CacheSpec, need: StateNeed, left_bytes: int, num_seqs: 
         given_bytes = 0 if need.num_blocks is None else need.blocks_bytes(spec)
         share = (left_bytes - given_bytes - num_seqs * spec.slot_bytes) // _SNAPSHOT_SHARE // spec.slot_bytes
         return max(0, min(_SNAPSHOTS_A_SEQUENCE * num_seqs, share, num_fitting))
-    if need.num_snapshots > num_fitting:
+    if need.num_snapshots > num_fitting and need.num_blocks is None:
         raise ValueError(
             f"cache.num_state_snapshots={need.num_snapshots} needs {format_bytes(need.num_snapshots * spec.slot_bytes)}"
             f", {format_bytes(spec.slot_bytes)} each, but {num_fitting} fit beside the states of {num_seqs} sequences: "

@@ -154,6 +154,14 @@ class StateSlots:
         return slot
 
 
+def snapshot_interval(slot_bytes: int, token_bytes: int, grid: int = STATE_GRID) -> int:
+    """Tokens between two snapshots of a prompt: a multiple of the grid, whose keys and values, of `token_bytes` each,
+    cost at least as much as a state of `slot_bytes`.
+    """
+    assert min(slot_bytes, token_bytes) > 0, (slot_bytes, token_bytes)
+    return grid * -(-slot_bytes // (grid * token_bytes))
+
+
 def check_state_block_size(block_size: int, grid: int = STATE_GRID) -> None:
     """Raise ValueError unless blocks of a model with recurrent states end where snapshots are made."""
     if block_size < 1 or (grid % block_size and block_size % grid):

@@ -170,9 +170,9 @@ def _start(
                 # Known once the kernels are built and the memory is measured. Replicas may differ in their number of
                 # blocks, but must compute the same bits.
                 names = ("num_blocks", "num_host_blocks", "block_size")
-                cache = {name: getattr(scheduler.cache, name) for name in names}
-                slots = {"max_num_seqs": max_num_seqs, "num_state_slots": sizes.num_state_slots}
-                check_equal("caches", channel.gather(canonical(cache | slots)))
+                sizes_of_caches = {name: getattr(scheduler.cache, name) for name in names}
+                sizes_of_caches |= {"max_num_seqs": max_num_seqs, "num_state_slots": sizes.num_state_slots}
+                check_equal("caches", channel.gather(canonical(sizes_of_caches)))
                 arithmetic = {"arithmetic": executor.reports()[0].arithmetic}
                 check_equal("kernels", engine_channel.gather(canonical(arithmetic)))
             # The channel last: it starts a thread.

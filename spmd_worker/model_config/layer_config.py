@@ -149,7 +149,32 @@ class DeltaConfig:
     @property
     def num_channels(self) -> int:
         """Inputs of the convolution: queries, keys, values."""
-        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+        return 2 * self.num_key_heads * self.key_size + self.num_columns
+
+    @property
+    def num_columns(self) -> int:
+        """Numbers of all value heads."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_steps(self) -> int:
+        """Numbers of all value heads by which states decay."""
+        return self.num_value_heads * (self.key_size if self.is_per_channel else 1)
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of the first projection: queries, keys, values, gates of outputs, beta, steps."""
+        return self.num_channels + self.num_columns + self.num_value_heads + self.num_steps
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters that are float32 in every dtype: the rate of each head, and the biases of steps."""
+        return self.num_value_heads + self.num_steps
+
+    def share(self, num_ranks: int) -> "DeltaConfig":
+        """Sizes of one of these ranks. Value heads divide evenly; of more ranks than key heads several have one."""
+        num_key_heads = max(self.num_key_heads // num_ranks, 1)
+        return replace(self, num_key_heads=num_key_heads, num_value_heads=self.num_value_heads // num_ranks)
 
 
 @dataclass(frozen=True, slots=True)

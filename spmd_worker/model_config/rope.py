@@ -25,12 +25,12 @@ class RopeParameters:
 
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
     derive it; lengths are in tokens. The first `partial_factor` of a head's `size` elements is rotated. LongRoPE
-        divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs
-    are neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied
-    by (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: by the negative angles.
-    LongRoPE's `short_mscale` and `long_mscale`, if above 0, multiply cosines and sines instead of the factor.
-    `rounding` lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and
-    additions), "angles" (cosines and sines, and the result), or "result", the result alone; the others are float32.
+    divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions, and with `short_mscale`
+    and `long_mscale` above 0 cosines and sines are multiplied by these, not by the factor. `is_interleaved`: pairs are
+    neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied by
+    (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: angles are negative. `rounding`
+    lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and additions), "angles"
+    (cosines and sines, and the result), or "result", the result alone; the others are float32.
     """
 
     size: int

@@ -224,6 +224,10 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
             return f"it has {layer.num_kv_heads} key-value heads"
         if layer.conv is not None and model_config.hidden_size % size:
             return f"its convolutions have {model_config.hidden_size} channels"
+        if layer.delta is not None and layer.delta.num_value_heads % size:
+            return f"its gated delta nets have {layer.delta.num_value_heads} value heads"
+        if layer.delta is not None and layer.delta.num_key_heads % size and size % layer.delta.num_key_heads:
+            return f"its gated delta nets have {layer.delta.num_key_heads} key heads"
         if layer.mamba is not None and layer.mamba.num_heads % size:
             return f"it has {layer.mamba.num_heads} Mamba heads"
         if layer.mamba is not None and layer.mamba.num_groups % size and size % layer.mamba.num_groups:

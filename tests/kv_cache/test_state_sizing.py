@@ -73,6 +73,15 @@ def test_snapshots_set_by_hand_are_used_or_refused():
 def test_given_blocks_are_subtracted_first():
     blocks = GIB // SPEC.block_bytes
     assert size_states(SPEC, replace(NEED, num_blocks=blocks), 2 * GIB).num_seqs == 20
+    assert numbers(SPEC, replace(NEED, num_blocks=blocks), 0) == (1, 0)
+
+
+def test_numbers_beside_given_blocks_are_used_as_they_are():
+    need = StateNeed(4, 256, 2, has_snapshots=True, max_model_len=4096, num_blocks=9)
+    assert need.is_given
+    assert numbers(SPEC, need, 0) == (4, 2)
+    assert not replace(need, num_snapshots=None).is_given
+    assert replace(need, num_snapshots=None, has_snapshots=False).is_given
 
 
 def test_host_slots_take_half_of_the_swap_space():

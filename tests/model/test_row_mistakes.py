@@ -21,6 +21,7 @@ from thread_groups import on_ranks
 from torch import Tensor
 from two_stages import TwoStages
 
+from spmd_worker import LLM, SamplingParams
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.ranks.communicator import GroupHandle
@@ -123,6 +124,25 @@ def test_comparison_detects_each_mistake_in_logits(name: str):
         model = new_model(folder)
         change_weights(model)
         assert relative_error(prompt_logits(model, [PROMPT])[0], right) > 30 * TOLERANCE, change_weights
+
+
+@torch.no_grad()
+def their_greedy(name: str, row: list[int], count: int) -> list[int]:
+    model, found = expert_reference(name) if name in CASES else family_reference(name), list(row)
+    for _ in range(count):
+        found.append(int(model(torch.tensor([found]), use_cache=False).logits[0, -1].argmax()))
+    return found[len(row) :]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "step3p7" else pytest.mark.matrix) for name in NAMES]
+)
+def test_greedy_ids_are_those_of_transformers(name: str):
+    rows = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 16, 40)]
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(folder_of(name), num_blocks=60, max_model_len=64) as llm:
+        ours = [list(each.outputs[0].token_ids) for each in llm.generate(rows, sampling, use_tqdm=False)]
+    assert ours == [their_greedy(name, row, 8) for row in rows]
 
 
 def test_ranks_and_stages_share_heads_that_differ():

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from state_models import SETTINGS, answers, answers_of, state_folder, state_rows
+from state_models import answers, state_folder
+from state_rows import SETTINGS, answers_of, state_rows
 
 from kv_cache.layer_states import LayerStates
 from kv_cache.state_engine import StateEngine
@@ -17,8 +18,10 @@ from spmd_worker import LLM
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.engine.engine import CHECK_VARIABLE
 
-KIND = "qwen3_5"
-every_kind = pytest.mark.parametrize("kind", [KIND])
+KIND = "lfm2"
+every_kind = pytest.mark.parametrize(
+    "kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in ("lfm2_moe", "lfm3"))]
+)
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 17 tokens": {"max_num_batched_tokens": 17},
@@ -171,20 +174,12 @@ def test_bytes_of_the_plan_are_allocated() -> None:
         assert llm.llm_engine.scheduler.state_slots.num_slots == 11
 
 
-def test_number_of_sequences_follows_the_memory() -> None:
-    """Unset, it is what fits; it is agreed before the cache is made, and the scheduler has it."""
-    given = {"num_blocks": None, "max_num_seqs": None}
-    with LLM(state_folder(KIND), **{**SETTINGS, **given}) as llm:
-        assert llm.llm_engine.max_num_seqs == 256
-        assert llm.llm_engine.scheduler.state_slots.num_slots == 3 * 256
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"block_size": 256, "num_blocks": 10}, None),
         ({"max_num_seqs": 10**8, "max_num_batched_tokens": 10**8}, r"max_num_seqs=100000000 is too large"),
-        ({"num_state_snapshots": 10**9}, r"num_state_snapshots=1000000000 needs .* lower it"),
+        ({"num_state_snapshots": 10**9}, r"num_state_snapshots=1000000000 is too large.* lower it"),
     ],
 )
 def test_settings_that_states_do_not_fit_are_refused(settings: dict[str, Any], words: str | None) -> None:

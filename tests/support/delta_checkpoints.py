@@ -1,11 +1,12 @@
 """Small random checkpoints of hybrids with gated delta nets, written by transformers with the hub's tensor names, and
 what transformers computes with them.
 
-No weight is what a mistake would leave it at: norms are not 1, epsilons not small, decays neither 0 nor 1. Knows nothing
-of the runtime under test.
+No weight is what a mistake would leave it at: norms are not 1, epsilons not small, decays neither 0 nor 1. Knows
+nothing of the runtime under test.
 """
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_QWEN = {**_BASE, **_LINEAR, "head_dim": 32}
+_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+_QWEN = {**_BASE, **_LINEAR, "head_dim": 32, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}}
 _MOE = {
     **_QWEN,
     "num_experts": 6,
@@ -59,7 +61,7 @@ DELTA_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo_hybrid": (
         "OlmoHybridConfig",
         "OlmoHybridForCausalLM",
-        {**_OLMO, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {**_OLMO, "rope_parameters": _ROPE},
     ),
     "olmo_hybrid_no_rope": (
         "OlmoHybridConfig",
@@ -130,8 +132,8 @@ def _write(folder: Path, name: str) -> None:
 
 
 def _olmo_on_hub(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """As in the hub's files: transformers cuts its convolution into equal parts, and renames the norms of full layers as
-    if they were those of linear ones.
+    """The tensors as the hub has them: transformers cuts its convolution into equal parts, and renames the norms of
+    full layers as if they were those of linear ones.
     """
     named = {}
     for name, value in tensors.items():
@@ -149,7 +151,41 @@ def _olmo_on_hub(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str
     return named
 
 
-def thin_config(name: str) -> dict[str, Any]:
-    """config.json as the hub's files have it: few keys, an interval in place of the list of layers."""
-    config: dict[str, Any] = json.loads((delta_folder(name) / "config.json").read_text())
-    return config
+@cache
+def thinned_delta_folder(name: str) -> Path:
+    """The same, with a config.json as the hub has it: without the defaults of the class, an interval in place of the
+    list of layers, and ropes with sections for images, or in the older keys.
+    """
+    return made_once(f"thinned delta {name}", lambda folder: _thin(folder, name))
+
+
+def _thin(folder: Path, name: str) -> None:
+    shutil.copytree(delta_folder(name), folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    defaults = getattr(transformers, DELTA_CASES[name][0])()
+    if "text_config" in config:
+        text = _without_defaults(config["text_config"], defaults.text_config.to_dict())
+        config["text_config"] = {**_newer_rope(text), "full_attention_interval": 2}
+    else:
+        config = _without_defaults(config, defaults.to_dict())
+        if config["model_type"] == "qwen3_next":
+            config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"]}
+        if config["model_type"] != "olmo_hybrid":
+            config = {**_newer_rope(config), "full_attention_interval": 2}
+            config.pop("layer_types", None)
+    config.get("text_config", config).pop("norm_topk_prob", None)
+    path.write_text(json.dumps(config))
+
+
+def _without_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    kept = {"architectures", "model_type"}
+    return {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+
+
+def _newer_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """With the sections of positions in an image, which are equal for text."""
+    sections = {"mrope_section": [1, 2, 1], "mrope_interleaved": True}
+    rope = config.get("rope_parameters")
+    newer = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
+    return config if rope is None else {**newer, "rope_parameters": {**rope, **sections}}

@@ -15,6 +15,7 @@ from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.delta_net import DeltaNet
 from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.short_conv import ShortConv
 from spmd_worker.ops.kernels.recurrent import StateSegments
@@ -32,6 +33,11 @@ def state_shapes(layer: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, i
     if isinstance(mixer, ShortConv):
         num_channels, _, num_taps = mixer.conv.weight.shape
         return None, (num_taps - 1, num_channels)
+    mixer = getattr(layer, "linear_attn", None)
+    if isinstance(mixer, DeltaNet):
+        delta = mixer.config
+        shape = (delta.num_value_heads, delta.key_size, delta.value_size)
+        return shape, (delta.kernel_size - 1, delta.num_channels)
     mixer = getattr(layer, "mamba", None)
     if isinstance(mixer, Mamba):
         config = mixer.config

@@ -1,50 +1,29 @@
-"""Small models with recurrent states, rows for them, and what `LLM` answers to these."""
+"""Small models with recurrent states, and what `LLM` answers to the rows of `state_rows.py`."""
 
-import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from delta_checkpoints import delta_folder
+import transformers
+from conv_checkpoints import CASES
+from family_checkpoints import stir
+from run_folder import made_once
+from state_rows import SETTINGS, answers_of, state_rows
 
-from spmd_worker import LLM, RequestOutput, SamplingParams
-
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 512,
-    "num_blocks": 160,
-}
+from spmd_worker import LLM
 
 
-def state_folder(kind: str) -> Path:
-    """The checkpoint of a kind of layer with states."""
-    return delta_folder(kind)
+@cache
+def state_folder(name: str) -> Path:
+    """The checkpoint of one of `CASES`, with heads wide enough for the compiled kernels; written once a run."""
+    return made_once(f"states {name}", lambda folder: _write(folder, *CASES[name]))
 
 
-def state_rows(num_rows: int = 6, num_samples: int = 1) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    """Rows that share 70 tokens, more than the 64 after which a state is kept, two lengths of which end on the grid."""
-    chance = random.Random(3)
-    head = [chance.randrange(5, 90) for _ in range(70)]
-    rows, params = [], []
-    for index, length in enumerate((1, 58, 90, 121, 33, 5, 60, 12)[:num_rows]):
-        tail = [chance.randrange(5, 90) for _ in range(length)]
-        rows.append({"prompt_token_ids": (head if index % 3 else head[:10]) + tail})
-        params.append(
-            SamplingParams(
-                n=num_samples, temperature=0.8, max_tokens=12 + 3 * index, ignore_eos=True, seed=index, logprobs=1
-            )
-        )
-    return rows, params
-
-
-def answers_of(outputs: list[RequestOutput]) -> list[Any]:
-    """Ids and logprobs of each sample of each row, all digits."""
-    return [
-        [[each.token_ids, [entry.logprob for step in each.logprobs for entry in step.values()]] for each in row.outputs]
-        for row in outputs
-    ]
+def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
+    config = getattr(transformers, f"{family}Config")(**{**keys, "hidden_size": 64})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    stir(model)
+    model.save_pretrained(folder)
 
 
 def answers(kind: str, num_samples: int = 1, **settings: Any) -> tuple[list[Any], Any]:

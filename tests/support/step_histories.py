@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mirror_state import SequenceState, mirror_state
+from mirror_state import SequenceState, mirror_slots, mirror_state
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
@@ -67,7 +67,7 @@ WAYS = (
     Ways(caching=True, num_tier_blocks=10),
     Ways(caching=True, preemption="auto", num_host_blocks=12, num_tier_blocks=30),
     Ways(caching=True, num_state_slots=10),
-    Ways(caching=True, preemption="swap", num_host_blocks=12, num_state_slots=16, num_host_state_slots=3),
+    Ways(caching=True, preemption="swap", num_host_blocks=40, num_state_slots=16, num_host_state_slots=8),
 )
 
 
@@ -159,11 +159,13 @@ class History:
                 tuple(sequence.output_token_ids[: sequence.num_sent_tokens]),
                 tuple(sequence.table.block_ids),
                 sequence.num_computed_tokens + sequence.repeats_last,
-                -1 if sequence.state_slot is None else sequence.state_slot,
             )
             for key, sequence in alive.items()
             if sequence.status is SequenceStatus.RUNNING and sequence.is_known
         }
+        slots = mirror_slots(self.mirror)
+        for key in expected:
+            assert slots[key] == (-1 if alive[key].state_slot is None else alive[key].state_slot), key
         # Who was preempted stays as it was until it is told of again.
         stale = {key: state for key, state in held.items() if key not in expected}
         assert held == {**expected, **stale}
@@ -174,7 +176,7 @@ class History:
     def _compare_stale(self, sequence: Sequence, state: SequenceState) -> None:
         """Check that a swapped-out sequence continues from its tokens, and a preempted one is sent again."""
         if sequence.status is SequenceStatus.SWAPPED:
-            output_token_ids, _, num_computed_tokens, _ = state
+            output_token_ids, _, num_computed_tokens = state
             assert sequence.is_known, sequence.key
             assert output_token_ids == tuple(sequence.output_token_ids[: sequence.num_sent_tokens]), sequence.key
             assert num_computed_tokens == sequence.num_computed_tokens + sequence.repeats_last, sequence.key

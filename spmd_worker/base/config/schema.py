@@ -425,8 +425,7 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = vllm_option(
         None,
-        "sequences in a step; samples of one row beyond it (`n`, `best_of`) queue; null: 256, or "
-        "`max_num_batched_tokens` if that is less",
+        "sequences in a step, others queue (samples of one row, too); null: 256, at most its tokens",
         least=1,
         is_common=True,
     )

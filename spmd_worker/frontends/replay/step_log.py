@@ -51,7 +51,7 @@ class StepLogHeader:
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
-    swapping a state, `snapshot_interval` as in `SchedulerLimits`, and `state_form` the order of the kernels' arithmetic.
+    swapping a state, `snapshot_interval` is as in `SchedulerLimits`, `state_form` names the kernels' arithmetic.
     """
 
     code: str

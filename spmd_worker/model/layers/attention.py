@@ -57,6 +57,7 @@ class Attention(nn.Module):
             layer.attention_multipliers,
         )
         self._group, self._kernels, self._backend = group, context.kernels, context.attention
+        assert layer.output_gate in ("", "head", "number"), layer.output_gate
         self._has_gates = layer.output_gate == "number"
         assert not self._has_gates or layer.qk_norm != "flat", "a flat norm is of queries alone"
         shares = [
@@ -70,9 +71,8 @@ class Attention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(context, hidden_size, parts, layer.has_qkv_bias)
         inputs, num_inputs = (heads[0] * size, heads[1] * size), layer.num_heads * size
         self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias)
-        assert layer.output_gate in ("", "head"), layer.output_gate
         self.g_proj: ColumnParallelLinear | None = None
-        if layer.output_gate:
+        if layer.output_gate == "head":
             self.g_proj = ColumnParallelLinear(
                 context, hidden_size, (OutputPart("g_proj", layer.num_heads, *heads),), has_bias=False
             )
@@ -123,16 +123,17 @@ class Attention(nn.Module):
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters
         if self.g_proj is not None:
-            attended = self._gated(attended, self.g_proj(x, adapters))
+            attended = self._gated(attended, self.g_proj(x, adapters).unsqueeze(2))
         if self._has_gates:
-            attended = attended * self._gates(projected if wanted is None else projected[wanted.rows])
+            heads = projected[:, : self._sizes[0]] if wanted is None else projected[wanted.rows, : self._sizes[0]]
+            attended = self._gated(attended, heads.view(len(attended), self.num_heads, -1)[..., self.head_size :])
         output: Tensor = self.o_proj(attended, adapters)
         return output if self._out_multiplier == 1.0 else output * self._out_multiplier
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
-        """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq]."""
+        """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq, 1 or D]."""
         heads = attended.view(len(attended), self.num_heads, self.head_size)
-        return (heads * sigmoid(gates.float()).to(heads.dtype).unsqueeze(2)).flatten(1)
+        return (heads * sigmoid(gates.float()).to(heads.dtype)).flatten(1)
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]. With gates a head of `projected` has
@@ -154,11 +155,6 @@ class Attention(nn.Module):
         if self._qk_norm == "head_after_rope" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, value
-
-    def _gates(self, projected: Tensor) -> Tensor:
-        """Factors of the outputs of attention, [T, Hq * D], of the second half of each head's numbers."""
-        heads = projected[:, : self._sizes[0]].reshape(len(projected), self.num_heads, -1)
-        return sigmoid(heads[..., self.head_size :].float()).to(projected.dtype).flatten(1)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, Hq * D] and keys [T, Hkv * D], normed over the heads of all ranks with the bits of one rank."""

@@ -1,8 +1,8 @@
 """Gated delta net (https://arxiv.org/abs/2412.06464): projections, a short convolution, a scan over a state [dk, dv] of
 each value head, a gated norm of each head, output projection.
 
-T: tokens of the step; Hk, Hv: key and value heads of this rank, neighbouring value heads share a key head; dk, dv: their
-sizes; C: channels of the convolution, those of queries, keys and values.
+T: tokens of the step; Hk, Hv: key and value heads of this rank, neighbouring value heads share a key head; dk, dv:
+their sizes; C: channels of the convolution, those of queries, keys and values.
 """
 
 from collections.abc import Iterator
@@ -72,12 +72,13 @@ class GatedNorm(CheckpointLayer):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Both [T, Hv dv] -> [T, Hv dv]."""
         num_heads = x.shape[1] // len(self.weight)
-        options = {"num_groups": num_heads, "activation": self._activation}
-        return self._kernels.gated_norm(x, gate, self.weight, self._eps, gates_first=False, **options)  # type: ignore[arg-type]  # two types
+        return self._kernels.gated_norm(
+            x, gate, self.weight, self._eps, num_groups=num_heads, activation=self._activation, gates_first=False
+        )
 
 
 class DeltaNet(nn.Module):
-    """Value heads are split over ranks with their key heads; if there are more ranks than key heads, several have one."""
+    """Value heads are split over ranks with their key heads; of more ranks than key heads several have one."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class DeltaNet(nn.Module):
         delta, group = layer.delta, context.tensor_group
         keys = kv_head_range(delta.num_key_heads, group.size, group.rank)
         values = shard_range(delta.num_value_heads, group.size, group.rank)
-        self.config = replace(delta, num_key_heads=keys[1] - keys[0], num_value_heads=values[1] - values[0])
+        self.config = delta.share(group.size)
         self._kernels = context.kernels.recurrent_kernels()
         num_steps = delta.key_size if delta.is_per_channel else 1
         of_keys, of_values = (delta.num_key_heads, keys), (delta.num_value_heads, values)

@@ -55,9 +55,7 @@ def _qwen_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple
     sizes = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
     delta = _delta(reader, sizes, norm_eps=layers[0].norm.eps)
     return tuple(
-        replace(layer, output_gate="number")
-        if kind == "full_attention"
-        else replace(layer, mixer="delta", delta=delta, rope=None)
+        layer if kind == "full_attention" else replace(layer, mixer="delta", delta=delta, rope=None, output_gate="")
         for kind, layer in zip(_layer_types(reader, len(layers)), layers, strict=True)
     )
 
@@ -119,7 +117,7 @@ _QWEN3_5_DEFAULTS: Final[dict[str, Any]] = {
 _QWEN3_5: Final = Family(
     models="Qwen3.5, Qwen3.6, dense, of text alone",
     names=_QWEN3_5_NAMES,
-    attention=Attention(output_bias="attention_bias", qk_norm="head", head_size=256),
+    attention=Attention(qk_norm="head", head_size=256, output_gate="number"),
     rope=Rope(may_be_partial=True),
     norms=Norms(offset=1.0, rounds_once=True),
     feed_forward=FeedForward(bias=False),

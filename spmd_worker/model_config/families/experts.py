@@ -30,7 +30,7 @@ class ExpertsFamily:
     columns of an expert. A layer is dense before `first_key`, or before layer `first` if the file has no such key,
     after `last_key`, unless that is -1, if `every_key` does not divide its number, counted from 1, and if
     `dense_layers_key` lists it. A list in `kinds_key`, of "dense" and "sparse", takes precedence. `chosen_key` is the
-        number of experts of a token; with `may_be_lists` it and the count may be lists, a number for each layer. `score`
+    number of experts of a token; with `may_be_lists` it and the count may be lists, a number for each layer. `score`
     and `groups_by_best` are as in `ExpertsConfig`; `renormalises` is True or False in every file, or the key that has
     the flag. `min_sum_key`, `sum_eps` and `jitter_key` are as in `ExpertsConfig`. `limit_key` is the bound of clamped
     gates, and `bounds_key` lists `ExpertsConfig.bound` of each layer, null or 0 for none. `shared_key` is the columns

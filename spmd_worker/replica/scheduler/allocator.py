@@ -12,7 +12,6 @@ from kv_cache.block import BlockHash, BlockId
 from kv_cache.block_hash import GivenRows, hash_blocks, root_hash
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
-from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.sequence_states import SequenceStates
 from spmd_worker.replica.sequence.request import Request
@@ -42,8 +41,8 @@ class Allocator:
     """Allocates and releases the blocks of sequences. `num_swapped` sequences are on the host now.
 
     A cache without blocks is an encoder's: sequences hold nothing and are computed completely in the step in which they
-    join. With `slots` the model has recurrent states: a running sequence owns a slot beside its blocks, and a prefix is
-    found as far as a snapshot was kept. Without `ends_chunks` no chunk ends early for a snapshot.
+    join. With `states` a running sequence of a model with recurrent states owns a slot beside its blocks, and a prefix
+    is found as far as a snapshot was kept.
     """
 
     def __init__(
@@ -53,25 +52,13 @@ class Allocator:
         counters: SchedulerCounters,
         *,
         enable_prefix_caching: bool,
-        slots: StateSlots | None = None,
-        snapshot_interval: int = 0,
-        ends_chunks: bool = True,
+        states: SequenceStates | None = None,
     ) -> None:
         self._cache, self._preemption, self._counters = cache, preemption, counters
         self._enable_prefix_caching = enable_prefix_caching
         self._weight_version = 0
         self.num_swapped = 0
-        self.states: SequenceStates | None = None
-        if slots is not None:
-            self.states = SequenceStates(
-                slots,
-                counters,
-                self._hashes,
-                cache.block_size,
-                snapshot_interval,
-                makes_snapshots=enable_prefix_caching,
-                ends_chunks=enable_prefix_caching and ends_chunks,
-            )
+        self.states = states
 
     def find_prefix(self, sequence: Sequence) -> list[BlockId]:
         """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
@@ -190,6 +177,11 @@ class Allocator:
         sequence.num_computed_tokens = 0
         sequence.is_known = False
         sequence.status = SequenceStatus.PREEMPTED
+
+    def make_snapshots(self, running: Sized[Sequence]) -> None:
+        """Keep the states that the steps planned so far compute. Call before a step's decisions."""
+        if self.states is not None and self._enable_prefix_caching:
+            self.states.make_snapshots(running, self._hashes)
 
     def fork_state(self, parent: Sequence, fork: Sequence) -> None:
         """Give a fork its own recurrent state, copied in the next step; its blocks are shared already."""

@@ -98,9 +98,7 @@ class Planner:
 
     def decide(self) -> Decisions:
         """Decide and account for it: allocate blocks, move sequences, count tokens as computed."""
-        if self._allocator.states is not None:
-            # Before anything is preempted or advances: the states that the steps planned so far compute.
-            self._allocator.states.make_snapshots(self._queues.running)
+        self._allocator.make_snapshots(self._queues.running)
         decisions, num_tokens = Decisions(), self._token_budget()
         is_short = self._preempt_for_blocks(num_tokens)
         budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))

@@ -21,6 +21,7 @@ from spmd_worker.replica.scheduler.integrity import check_adapters, check_integr
 from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.replica.scheduler.policy import WaitingQueue
 from spmd_worker.replica.scheduler.queues import Queues
+from spmd_worker.replica.scheduler.sequence_states import SequenceStates
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids, group_updates
 from spmd_worker.replica.sequence.adapter_kind import PROMPT
@@ -78,14 +79,13 @@ class Scheduler:
         self.prompt_adapters = AdapterRegistry(kind=PROMPT) if prompt_adapters is None else prompt_adapters
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
         self.state_slots = state_slots
+        is_caching, states = limits.enable_prefix_caching, None
+        if state_slots is not None:
+            ends_chunks = is_caching and limits.enable_chunked_prefill
+            given = (self.counters, cache.block_size, limits.snapshot_interval)
+            states = SequenceStates(state_slots, *given, ends_chunks=ends_chunks)
         self._allocator = Allocator(
-            cache,
-            limits.preemption,
-            self.counters,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            slots=state_slots,
-            snapshot_interval=limits.snapshot_interval,
-            ends_chunks=limits.enable_chunked_prefill,
+            cache, limits.preemption, self.counters, enable_prefix_caching=is_caching, states=states
         )
         self._planner = Planner(limits, self.queues, cache, self._allocator, self._split)
         self._in_flight: deque[Decisions] = deque()

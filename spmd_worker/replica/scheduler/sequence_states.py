@@ -29,27 +29,24 @@ Hashes = Callable[[Sequence, int], list[BlockHash]]
 class SequenceStates:
     """Gives sequences their slots and makes their snapshots, for `Allocator`, which decides when.
 
-    With `makes_snapshots` false nothing is kept or found. Without `ends_chunks` a prompt is computed in one piece, so
-    only answers have snapshots.
+    Without `ends_chunks` a prompt is computed in one piece, or nothing is cached: then only answers have snapshots, or
+    nothing has.
     """
 
     def __init__(
         self,
         slots: StateSlots,
         counters: SchedulerCounters,
-        hashes: Hashes,
         block_size: int,
         snapshot_interval: int,
         *,
-        makes_snapshots: bool,
         ends_chunks: bool,
     ) -> None:
         self.slots = slots
-        self._counters, self._hashes, self._block_size = counters, hashes, block_size
+        self._counters, self._block_size, self._ends_chunks = counters, block_size, ends_chunks
         # One divides the other (`check_state_block_size`).
         self._unit = max(slots.grid, block_size)
         self._interval = -(-snapshot_interval // self._unit) * self._unit
-        self._makes_snapshots, self._ends_chunks = makes_snapshots, ends_chunks
         # Names of snapshots that running sequences will make, each with the sequence that makes it first.
         self._expected: dict[BlockHash, Sequence] = {}
 
@@ -135,19 +132,17 @@ class SequenceStates:
             self._drop_stop(sequence)
         return num_tokens
 
-    def make_snapshots(self, running: Sized[Sequence]) -> None:
-        """Keep the states that the steps planned so far compute. Call before a step's decisions, for sequences whose
-        computed tokens are all known.
+    def make_snapshots(self, running: Sized[Sequence], hashes: Hashes) -> None:
+        """Keep the states that the steps planned so far compute. Call before a step's decisions: before anything is
+        preempted or advances, and while the ids of all computed tokens are known.
         """
-        if not self._makes_snapshots:
-            return
         unit = self._unit
         for sequence in running:
             position = sequence.num_computed_tokens
             if position % unit == 0 and position:
-                self._reach(sequence, position)
+                self._reach(sequence, position, hashes)
 
-    def _reach(self, sequence: Sequence, position: int) -> None:
+    def _reach(self, sequence: Sequence, position: int, hashes: Hashes) -> None:
         if sequence.snapshot_stops:
             expected, name = sequence.snapshot_stops[0]
             if position == expected:
@@ -155,9 +150,9 @@ class SequenceStates:
                 self._keep(sequence, position, name)
         elif position > sequence.num_prompt_tokens and position != sequence.last_snapshot_position:
             assert position <= sequence.num_tokens, (sequence.key, position)
-            hashes = self._hashes(sequence, position // self._block_size)
-            if hashes:
-                self._keep(sequence, position, hashes[-1])
+            names = hashes(sequence, position // self._block_size)
+            if names:
+                self._keep(sequence, position, names[-1])
 
     def _keep(self, sequence: Sequence, position: int, name: BlockHash) -> None:
         sequence.last_snapshot_position = position

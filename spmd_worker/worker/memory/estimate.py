@@ -237,6 +237,10 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         mamba = layer.mamba.share(share.num_ranks)
         elements += 2 * mamba.num_projected + mamba.num_channels + 2 * mamba.num_columns
         elements += 6 * layer.mamba.num_columns // layer.mamba.num_groups * mamba.num_groups
+    if layer.delta is not None:
+        # Projected, convolved, scanned and gated.
+        delta = layer.delta.share(share.num_ranks)
+        elements += delta.num_projected + delta.num_channels + 2 * delta.num_columns
     if layer.latent is not None:
         elements += _latent_elements(layer, share)
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
@@ -263,7 +267,8 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     if layer.qk_norm == "each_head":
         elements += 4 * heads * size
     if layer.output_gate:
-        elements += 2 * share.num_heads * size
+        # Gates of numbers are projected with the queries; they are float32, and rounded.
+        elements += (8 if layer.output_gate == "number" else 2) * share.num_heads * size
     return elements
 
 
@@ -311,10 +316,9 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare) -> Stat
     if layer.conv is not None:
         return StateLayer((), (layer.conv.kernel_size - 1, hidden_size // size))
     if layer.delta is not None:
-        delta = layer.delta
-        num_heads, num_key_heads = delta.num_value_heads // size, max(delta.num_key_heads // size, 1)
-        num_channels = 2 * num_key_heads * delta.key_size + num_heads * delta.value_size
-        return StateLayer((num_heads, delta.key_size, delta.value_size), (delta.kernel_size - 1, num_channels))
+        delta = layer.delta.share(size)
+        shape = (delta.num_value_heads, delta.key_size, delta.value_size)
+        return StateLayer(shape, (delta.kernel_size - 1, delta.num_channels))
     if layer.mamba is not None:
         mamba = layer.mamba
         num_heads, num_groups = mamba.num_heads // size, max(mamba.num_groups // size, 1)

@@ -67,14 +67,16 @@ def check_memory(
             f"{format_bytes(total_bytes)} ({total_bytes:,} bytes) of memory: use more nodes or devices (parallel.*), "
             f"or check config.json"
         )
-    spec, num_seqs = cache_spec_of(resolved, rank), resolved.config.scheduler.max_num_seqs
-    needed = num_local_ranks * (num_seqs or 0) * spec.slot_bytes
-    if needed > total_bytes:
-        raise ConfigError(
-            f"scheduler.max_num_seqs={num_seqs} is too large: {ranks} would hold {format_bytes(needed)} of recurrent "
-            f"states, {format_bytes(spec.slot_bytes)} a sequence, and there are {format_bytes(total_bytes)} of memory: "
-            f"lower it, or leave it out to use what fits"
-        )
+    spec, need = cache_spec_of(resolved, rank), _state_need(resolved)
+    given = {"scheduler.max_num_seqs": need.num_seqs, "cache.num_state_snapshots": need.num_snapshots}
+    for key, number in given.items():
+        needed = num_local_ranks * (number or 0) * spec.slot_bytes
+        if needed > total_bytes:
+            raise ConfigError(
+                f"{key}={number} is too large: {ranks} would hold {format_bytes(needed)} of recurrent states, "
+                f"{format_bytes(spec.slot_bytes)} each, and there are {format_bytes(total_bytes)} of memory: lower it, "
+                f"or leave it out to use what fits"
+            )
     num_blocks = resolved.config.cache.num_blocks
     if num_blocks is None or resolved.model_config.is_encoder:
         return
@@ -157,9 +159,10 @@ def _state_need(resolved: ResolvedRun) -> StateNeed:
 
 
 def is_size_known(resolved: ResolvedRun) -> bool:
-    """Whether the sizes of the cache depend on no measurement: given states must fit beside given blocks."""
-    model_config = resolved.model_config
-    return model_config.is_encoder or (resolved.config.cache.num_blocks is not None and not model_config.has_states)
+    """Whether the sizes of the cache depend on no measurement."""
+    if resolved.model_config.has_states:
+        return _state_need(resolved).is_given
+    return resolved.model_config.is_encoder or resolved.config.cache.num_blocks is not None
 
 
 def _size_states(

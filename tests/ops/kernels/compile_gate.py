@@ -242,7 +242,7 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
         yield Variant(f"rotate_and_write {model}", row_kernels.rotate_and_write, types, constants, options, _STRIDES)
         options = row_kernels.LAUNCH | {"num_warps": 1}
         types = _typed(row_kernels.write_rows, element)
-        constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16}
+        constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16, "VALUES": True}
         strides = ("stride_key", "stride_value", "stride_page")
         yield Variant(f"write_rows {model}", row_kernels.write_rows, types, constants, options, strides)
 

@@ -23,6 +23,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_quantised_cases.py": (("gate",), 4),
     "triton_adapter_cases.py": (("gate",), 5),
     "triton_recurrent_cases.py": ((), 7),
+    "triton_latent_cases.py": ((), 4),
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
 ALL_CASES = {

@@ -118,6 +118,8 @@ class Run:
         self._transfer_steps, self._transfers = transfer_steps, deque[tuple[int, int]]()
         self._was_transferring = False
         self.has_failed: Callable[[int], bool] = lambda number: False
+        self.num_ids: Callable[[], int] = lambda: 1
+        """The number of ids of each sample; with steps ahead it must be 1."""
         self._in_flight = deque[StepResult | None]()
 
     def admit(
@@ -192,8 +194,10 @@ class Run:
                 token_ids.append(values if isinstance(values, int) else values(named, sequence.num_tokens))
         assert sum(row.num_tokens for row in rows) == plan.num_tokens <= self.limits.max_num_batched_tokens
         # The devices have what they sampled, whenever the scheduler is told.
-        self.mirror.take_sampled(plan.step, SampledIds(tuple(token_ids)))
-        self._in_flight.append(StepResult(plan.step, tuple(token_ids)) if rows else None)
+        sampled = SampledIds.from_rows([(token_id,) * self.num_ids() for token_id in token_ids])
+        self.mirror.take_sampled(plan.step, sampled)
+        result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
+        self._in_flight.append(result if rows else None)
         self._settle()
         while self._transfers and self._transfers[0][0] <= plan.step:
             number = self._transfers.popleft()[1]

@@ -1,6 +1,6 @@
-"""The gated delta rule over a step's sequences on a GPU, and the gated norm behind it. One program computes some columns
-of the state of one head of one sequence, token after token; a prompt and a decoding sequence are computed by the same
-kernel, so a number's bits do not depend on where its prompt is cut.
+"""The gated delta rule over a step's sequences on a GPU, and the gated norm behind it. One program computes some
+columns of the state of one head of one sequence, token after token; a prompt and a decoding sequence are computed by the
+same kernel, so a number's bits do not depend on where its prompt is cut.
 
 DK, DV: sizes of keys and values; HK, HV: key and value heads; BK: DK up to a power of two; BV: columns of a tile.
 """
@@ -14,7 +14,7 @@ LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) = max(x, 0) + 2 artanh(y / (2 + y)) with y = e^-|x|, by the series that native/scan_delta.cpp has."""
+    """log(1 + e^x) = max(x, 0) + 2 artanh(y / (2 + y)) with y = e^-|x|, by the series of native/scan_delta.cpp."""
     y = tl.exp(-tl.abs(x))
     ratio = y / (2.0 + y)
     square = ratio * ratio
@@ -76,7 +76,7 @@ def scan_delta(
             bias = tl.load(dt_bias + head * DK + channels, mask=is_channel, other=0.0)
         else:
             bias = tl.load(dt_bias + head)
-        for token in range(0, stop - start):
+        for token in range(stop - start):
             row = start.to(tl.int64) + token
             keys = mixed + row * stride_mixed + key_head * DK + channels
             query = _unit(tl.load(keys, mask=is_channel, other=0.0).to(tl.float32), query_scale)
@@ -113,8 +113,8 @@ def gated_norm(
     IS_SIGMOID: tl.constexpr,
     GATES_FIRST: tl.constexpr,
 ):
-    """x and gate [T, groups SIZE] in rows of their strides, weight in groups of `stride_weight` -> out [T, groups SIZE]:
-    `RecurrentKernels.gated_norm`. One program for each row and group.
+    """x and gate [T, groups SIZE] in rows of their strides, weight in groups of `stride_weight` -> out [T, groups
+    SIZE]: `RecurrentKernels.gated_norm`. One program for each row and group.
     """
     row, group, n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BN)
     inside, place = n < SIZE, group * SIZE + n
