@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from conv_checkpoints import CASES as CONVOLUTIONS
+from delta_checkpoints import DELTA_CASES, delta_config
 from expert_checkpoints import CASES as EXPERTS
 from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
 from expert_checkpoints import expert_folder, expert_reference
@@ -43,6 +44,9 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for family, keys in CONVOLUTIONS.values():
         if with_experts == ("num_experts" in keys):
             yield f"{family}ForCausalLM", getattr(transformers, f"{family}Config")(**keys)
+    for name, (_, architecture, keys) in DELTA_CASES.items():
+        if with_experts == ("num_experts" in keys.get("text_config", keys)):
+            yield architecture, delta_config(name)
     if with_experts:
         for family, keys in EXPERTS.values():
             text, suffix = {**BASE, **keys}, "ForCausalLM"
