@@ -231,7 +231,7 @@ def test_optional_norms_and_projections_are_counted(architecture: str, keys: dic
 def test_the_share_of_a_rank_in_numbers():
     model_config = new_shape()
     shares = [[share for _, share in rank_layers(model_config, RankLayout(4), rank)] for rank in range(4)]
-    assert shares == [[LayerShare(2, 1, columns)] * 3 for columns in (23, 23, 22, 22)]
+    assert shares == [[LayerShare(2, 1, columns, num_ranks=4)] * 3 for columns in (23, 23, 22, 22)]
     assert rank_vocabulary_rows(model_config, RankLayout(4)) == 64
 
 
