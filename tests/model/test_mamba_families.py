@@ -25,6 +25,7 @@ from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
@@ -108,7 +109,7 @@ def test_logits_and_ids_equal_transformers(name: str):
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@quick("granite")
+@quick("bamba")
 def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
     model = load_model(mamba_folder(name), dtype=dtype)
@@ -127,6 +128,47 @@ def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
         assert all(map(torch.equal, found_states[0], states[row]))
 
 
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "cached": {"enable_prefix_caching": True},
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+    "recomputed": {"num_blocks": 37, "preemption_mode": "recompute", "block_size": 4},
+    "swapped": {"num_blocks": 37, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
+}
+
+
+def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
+    return [
+        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
+        for each in llm.generate(rows, GREEDY, use_tqdm=False)
+    ]
+
+
+@pytest.mark.guarantee("A row's answer depends on the row alone")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.matrix if each == "falcon" else pytest.mark.stress) for each in FEW],
+)
+def test_row_has_equal_bits_in_any_schedule(name: str):
+    """By the engine: rows together, from cached prompts with their states, in chunks, and after preemption."""
+    rows = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 22, 40, 52, 130)]
+    rows.append(rows[-1][:128] + rows[0])
+    given = {"num_blocks": 200, "max_model_len": 144, "enable_prefix_caching": False}
+    with LLM(mamba_folder(name), **given) as llm:
+        cold = [outputs(llm, [row])[0] for row in rows]
+        assert outputs(llm, rows) == cold, "alone and together"
+    assert list(cold[1][0]) == their_greedy(name, rows[1], GREEDY.max_tokens)
+    for way, settings in SCHEDULES.items():
+        with LLM(mamba_folder(name), **{**given, **settings}) as llm:
+            assert outputs(llm, rows) == cold, way
+            counters = llm.llm_engine.counters
+            assert (counters.num_preemptions > 0) == (way in ("recomputed", "swapped")), way
+            if way == "cached":
+                assert [outputs(llm, [row])[0] for row in rows] == cold
+                assert counters.num_cached_prompt_tokens >= 2 * 128
+
+
+@pytest.mark.control("A row's answer depends on the row alone")
 def test_comparison_detects_scans_that_forget(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a recurrence that begins anew in each step."""
     scan_mamba = ReferenceRecurrentKernels.scan_mamba
@@ -152,7 +194,7 @@ def test_shards_equal_transformers_and_stages_one_rank(name: str):
         model = new_model(folder, group)
         return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 33)[0]]
 
-    for size in (2,) if name == "nemotron" else (2, 4):
+    for size in (2,) if name in ("nemotron", "granite_dense") else (2, 4):
         whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
         assert worst_error(name, whole) < TOLERANCE, size
     end = read_model_files(folder).model_config.num_layers
@@ -226,6 +268,7 @@ def test_int8_projections_stay_near_transformers():
     assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both))
 
 
+@pytest.mark.matrix
 def test_adapters_of_mamba_are_those_of_peft(tmp_path: Path):
     folder, targets = mamba_folder("bamba"), ("in_proj", "q_proj", "up_proj")
     write_adapter(open_mamba(folder), tmp_path, (("target_modules", targets),))
@@ -396,7 +439,14 @@ MISTAKES: dict[str, tuple[str, Callable[[str], list[Tensor]]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+FIRST_MISTAKES = ("norm over all groups", "no D", "dt without bounds", "no ssm_multipliers", "rope of the whole head")
+
+
+@pytest.mark.control("Models compute what transformers computes")
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(each, marks=[] if each in FIRST_MISTAKES else pytest.mark.matrix) for each in MISTAKES],
+)
 def test_comparison_detects_known_mistakes(mistake: str):
     name, logits_of = MISTAKES[mistake]
     assert max(map(relative_error, logits_of(name), expected(name))) > 10 * TOLERANCE
