@@ -182,8 +182,9 @@ class MambaConfig:
     """Mamba2 (https://arxiv.org/abs/2405.21060): a state [`head_size`, `state_size`] for each head, neighbours of which
     share inputs B and C in `num_groups` groups, behind a convolution of `kernel_size` taps.
 
-    `norm` of the gated output is "grouped", a group by itself after the gate; "grouped_first", before the gate; or
-    "none", the gate alone. `multipliers` scale z, x, B, C and dt, outputs of the projection; `in_multiplier` its input
+    `has_bias` and `has_output_bias` are of the first and of the last projection. `norm` of the gated output is
+    "grouped", a group by itself after the gate; "grouped_first", before the gate; or "none", the gate alone.
+    `multipliers` scale z, x, B, C and dt, outputs of the projection; `in_multiplier` its input
     and `out_multiplier` the output of the layer. dt is bounded by `dt_limits`.
     """
 
@@ -195,6 +196,7 @@ class MambaConfig:
     kernel_size: int = 4
     has_conv_bias: bool = True
     has_bias: bool = False
+    has_output_bias: bool = False
     norm: str = "grouped"
     multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     in_multiplier: float = 1.0

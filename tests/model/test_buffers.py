@@ -17,6 +17,7 @@ from delta_checkpoints import DELTA_CASES, delta_config
 from expert_checkpoints import CASES as EXPERTS
 from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
 from expert_checkpoints import expert_folder, expert_reference
+from mamba_checkpoints import MAMBA_CASES, mamba_config
 from expert_models import load
 from family_checkpoints import BASE, CASES, WITH_IMAGES, config_class, family_folder, family_reference
 
@@ -47,6 +48,9 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for name, (_, architecture, keys) in DELTA_CASES.items():
         if with_experts == ("num_experts" in keys.get("text_config", keys)):
             yield architecture, delta_config(name)
+    for name, (family, keys) in MAMBA_CASES.items():
+        if with_experts == (family == "NemotronH" or keys.get("num_local_experts", 0) > 0):
+            yield f"{family}ForCausalLM", mamba_config(name)
     if with_experts:
         for family, keys in EXPERTS.values():
             text, suffix = {**BASE, **keys}, "ForCausalLM"
