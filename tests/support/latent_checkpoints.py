@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from expert_checkpoints import open_experts, stir
 from family_checkpoints import BASE
@@ -51,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "qk_rope_head_dim": 32,
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
-            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 0.5}
+            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 0.5},
         },
     ),
     "mistral3_mistral4": (
@@ -107,7 +106,10 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     # transformers renames all that has the name of a layer of Kimi's vision tower.
-    tensors = {each.replace("language_model.model.blocks.", "language_model.model.layers."): tensor for each, tensor in load_file(path).items()}
+    tensors = {
+        each.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+        for each, tensor in load_file(path).items()
+    }
     save_file(tensors, path, metadata={"format": "pt"})
 
 
