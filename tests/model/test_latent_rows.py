@@ -1,4 +1,4 @@
-"""Families with latent attention against transformers: logits, steps, ranks, stages, weights, and each entry of a row."""
+"""Families with latent attention against transformers: logits, steps, ranks, stages, weights, each entry of a row."""
 
 import json
 import shutil
@@ -83,9 +83,9 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str):
 def test_row_has_equal_bits_alone_batched_and_chunked(name: str, dtype: str):
     model = load_model(latent_folder(name), dtype=dtype)
     whole = prompt_logits(model, LONG)
-    for chunk in (7, 16, 63, 64, 65):
+    for chunk in (7, 16, 63, 64, 65) if dtype == "float32" else (16, 65):
         assert all(map(torch.equal, prompt_logits(model, LONG, chunk), whole)), chunk
-    assert torch.equal(prompt_logits(model, LONG[:1], 1)[0], whole[0])
+    assert torch.equal(prompt_logits(model, [LONG[0][:70]], 1)[0], whole[0][:70])
     assert torch.equal(prompt_logits(model, LONG[1:])[0], whole[1])
 
 
@@ -97,16 +97,17 @@ def test_chunks_differ_with_products_of_all_rows(monkeypatch: pytest.MonkeyPatch
 
     model = load_model(latent_folder("deepseek_v3"))
     monkeypatch.setattr(CpuKernels, "linear_of_heads", linear_of_heads)
-    whole = prompt_logits(model, LONG)
-    parts = [prompt_logits(model, LONG, chunk) for chunk in (1, 7)]
+    whole = prompt_logits(model, PROMPTS)
+    parts = [prompt_logits(model, PROMPTS, chunk) for chunk in (1, 7)]
     assert not all(map(torch.equal, [*parts[0], *parts[1]], whole * 2))
-    assert relative_error(parts[0][0], whole[0]) < TOLERANCE
+    assert relative_error(parts[0][2], whole[2]) < TOLERANCE
 
 
 def test_bfloat16_is_near_float32():
-    name = "deepseek_v3"
-    found = prompt_logits(load_model(latent_folder(name), dtype="bfloat16"), PROMPTS)
-    assert 1e-3 < worst_error(name, [each.float() for each in found]) < 0.15
+    """In the mean: now and then a token goes to another expert."""
+    found = prompt_logits(load_model(latent_folder("deepseek_v3"), dtype="bfloat16"), PROMPTS)
+    ours, theirs = torch.cat(found).float(), torch.cat(expected("deepseek_v3"))
+    assert 1e-3 < float((ours - theirs).norm() / theirs.norm()) < 0.1
 
 
 def test_absorbed_attention_equals_expanded():
@@ -337,6 +338,12 @@ TYPES |= {"Mistral4": "mistral4"}
 _UNSEEN = ("models", "defaults", "required", "names.ignores_later_layers", "variants")
 
 
+SAME_FUNCTION = {
+    # Stacks that are as in memory are read without it too; what is viewed and saved has other names.
+    ("Mistral4ForCausalLM", "names.stacked"),
+}
+
+
 def mutants(row: Family) -> list[tuple[str, Family]]:
     """The row with one entry as Llama has it, or without one default or required value."""
     tables = [
@@ -353,7 +360,9 @@ def readings(architecture: str) -> list[Any]:
     whole = {"architectures": [architecture], **MINIMAL}
     files = [whole, {"architectures": [architecture], "num_experts_per_tok": 2}, {"architectures": [architecture]}]
     files += [{**whole, key: "other"} for key in FAMILIES[architecture].required]
-    files += [{**whole, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 3}]
+    files += [
+        {**whole, **other} for other in ({"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": 3})
+    ]
     files += [{**whole, "mlp_layer_types": ["sparse"] * 5, "routed_scaling_factor": 2.0, "n_group": 2}]
     found: list[Any] = []
     for config in files:
@@ -373,7 +382,7 @@ def test_comparison_detects_each_row_entry_set_to_plain(architecture: str, monke
         monkeypatch.setitem(FAMILIES, architecture, mutant)
         if readings(architecture) == right and not any(map(is_case_noticed, cases)):
             silent.append(what)
-    assert silent == []
+    assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []
 
 
 @pytest.mark.parametrize("family", TYPES)

@@ -1,5 +1,5 @@
-"""Compiled attention over latents: close to the formula, and the same bits for a row however it is computed. Products of
-heads with their own weights likewise.
+"""Compiled attention over latents: close to the formula, and the same bits for a row however it is computed. Products
+of heads with their own weights likewise.
 """
 
 import math

@@ -31,7 +31,7 @@ SHAPES = ((18, 48, 32, torch.float32), (6, 40, 24, torch.float16), (1, 576, 512,
 
 
 class Latents:
-    """Sequences in a paged cache of keys alone, whose blocks lie in random order. What no sequence has written is NaN."""
+    """Sequences in a paged cache of keys alone, blocks in random order. What no sequence has written is NaN."""
 
     def __init__(self, lengths: list[int], num_heads: int, size: int, value_size: int, dtype: torch.dtype) -> None:
         self.value_size, self.backend = value_size, TritonBackend()
