@@ -138,6 +138,18 @@ class BlockPool:
         self.num_cached_blocks = 0
         self._evicted.clear()
 
+    def remove_hash(self, block_hash: BlockHash) -> None:
+        """Make the block with this hash unfindable, if there is one. If it is free, it is the next to be allocated."""
+        block_id = self._index.pop(block_hash, None)
+        if block_id is None:
+            return
+        self._hashes[block_id] = None
+        self._has_hash[block_id] = False
+        if self._ref_counts[block_id] == 0:
+            self._free.remove(block_id)
+            self._free.prepend(block_id)
+            self.num_cached_blocks -= 1
+
     def take_evicted(self) -> list[tuple[BlockHash, BlockId]]:
         """Hashes that `take` removed since the last call, with their blocks; empty unless evictions are recorded."""
         evicted, self._evicted = self._evicted, []

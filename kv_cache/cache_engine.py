@@ -13,13 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_spec import CacheSpec
-from kv_cache.host_memory import HostMemory, indices, lazy_caches, new_host_memory
+from kv_cache.host_memory import HostMemory, lazy_caches, new_host_memory
 from kv_cache.host_reserve import HostReserve
-
-_Pairs = Sequence[tuple[BlockId, BlockId]]
+from kv_cache.moves import check_moves, run_moves
+from kv_cache.state_engine import StateEngine
 
 LayerCaches = Tensor | tuple[Tensor | None, ...]
 """Caches [blocks, *block_shape] of a stage's layers, by index: one tensor [layers, blocks, *block_shape] if all layers
@@ -44,9 +43,10 @@ class CacheEngine:
         num_host_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateEngine | None = None,
     ) -> None:
         """`block_shapes`, one for each of `spec.shapes`: elements of `dtype` that hold one block of one such layer,
-        exactly `spec.layer_block_bytes`.
+        exactly `spec.layer_block_bytes`. `states` of a model that has some are allocated and released with the blocks.
         """
         self.spec = spec
         self.block_shapes = tuple(block_shapes)
@@ -54,6 +54,7 @@ class CacheEngine:
         self.num_host_blocks = num_host_blocks
         self.dtype = dtype
         self.device = device
+        self.states = states
         self._tensors: tuple[Tensor, ...] | None = None
         self._layer_caches: LayerCaches = ()
         self._host: tuple[HostMemory, ...] = ()
@@ -76,7 +77,7 @@ class CacheEngine:
 
     @property
     def num_host_bytes(self) -> int:
-        """Host memory in use; on CUDA 0 before the first block moves there."""
+        """Host memory of blocks in use; on CUDA 0 before the first block moves there."""
         return sum(each.num_bytes for each in self._host)
 
     def allocate(self, reserve: HostReserve | None = None) -> None:
@@ -92,6 +93,8 @@ class CacheEngine:
                 f"one block of one layer is {layer_bytes}"
             )
             shapes.append((self.spec.num_layers_of(layer), self.num_device_blocks, *block_shape))
+        if self.states is not None:
+            self.states.allocate()
         # A tensor created in inference mode could not be written outside it, and the cache outlives both.
         with torch.inference_mode(False):
             if self.device.type == "cpu":
@@ -108,6 +111,8 @@ class CacheEngine:
     def release(self) -> None:
         """Drop both caches with their contents. Views keep the memory alive, so drop them first."""
         self._tensors, self._layer_caches, self._host = None, (), ()
+        if self.states is not None:
+            self.states.release()
 
     def execute(self, block_ops: BlockOps) -> None:
         """Run one step's moves in the order swap out, copy, swap in (see `BlockOps`).
@@ -118,58 +123,5 @@ class CacheEngine:
         Raises ValueError naming the block, before anything moves, if a pair of any kind is outside the caches, a host
         block receives twice, or a device block receives twice, by copy or swap_in.
         """
-        device, host = ("device", self.num_device_blocks), ("host", self.num_host_blocks)
-        received: dict[BlockId, tuple[str, BlockId]] = {}
-        _check_pairs("swap_out", block_ops.swap_out, device, host, {})
-        _check_pairs("copy", block_ops.copy, device, device, received)
-        _check_pairs("swap_in", block_ops.swap_in, host, device, received)
-        copy = _copy_each if self.device.type == "cpu" else _copy_at_once
-        # Each shape by itself: its layers' blocks have no memory in common with those of another.
-        for tensor, host_memory in zip(self.tensors, self._host, strict=True):
-            host_memory.move_out(block_ops.swap_out)
-            copy(block_ops.copy, tensor)
-            host_memory.move_in(block_ops.swap_in)
-
-
-def _check_pairs(
-    kind: str,
-    pairs: _Pairs,
-    source_memory: tuple[str, int],
-    destination_memory: tuple[str, int],
-    received: dict[BlockId, tuple[str, BlockId]],
-) -> None:
-    """`received`: destination -> (kind, source) of the move it receives; the pairs are added."""
-    for source, destination in pairs:
-        for block_id, (memory, num_blocks) in ((source, source_memory), (destination, destination_memory)):
-            if not 0 <= block_id < num_blocks:
-                raise ValueError(
-                    f"{kind} of block {source} to {destination}: {memory} block {block_id} does not exist, "
-                    f"there are {num_blocks}"
-                )
-        if destination in received:
-            other_kind, other_source = received[destination]
-            raise ValueError(
-                f"{kind} of block {source} to {destination}: {destination_memory[0]} block {destination} "
-                f"already receives block {other_source} by {other_kind} in this step"
-            )
-        received[destination] = (kind, source)
-
-
-def _copy_each(pairs: _Pairs, cache: Tensor) -> None:
-    """Copy within host memory: only a source that is also a destination is cloned first."""
-    destinations = dict.fromkeys(destination for _, destination in pairs)
-    cloned = {source: cache[:, source].clone() for source, _ in pairs if source in destinations}
-    for source, destination in pairs:
-        cache[:, destination] = cloned[source] if source in cloned else cache[:, source]
-
-
-def _copy_at_once(pairs: _Pairs, cache: Tensor) -> None:
-    """Copy within a device's memory, one operation for the layers of a shape: gathers all sources, then scatters them.
-
-    Needs a temporary of the copied blocks, [layers of the shape, num_pairs, *block_shape].
-    """
-    if not pairs:
-        return
-    sources = indices([source for source, _ in pairs], cache.device)
-    destinations = indices([destination for _, destination in pairs], cache.device)
-    cache.index_copy_(1, destinations, cache.index_select(1, sources))
+        check_moves("block", block_ops, self.num_device_blocks, self.num_host_blocks)
+        run_moves(block_ops, self.tensors, self._host)

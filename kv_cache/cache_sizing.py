@@ -1,6 +1,7 @@
 """Number of cache blocks that a rank's memory holds, with the reason as text. Ranks agree on the minimum elsewhere."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_spec import CacheSpec
@@ -22,14 +23,50 @@ class MemoryMeasurement:
     non_torch_bytes: int
     activation_note: str = ""
 
+    def left_bytes(self, memory_utilization: float) -> int:
+        """Bytes that this share of the memory leaves for the cache; negative if the rest takes more."""
+        used_bytes = self.weights_bytes + self.activation_bytes + self.non_torch_bytes
+        return int(self.total_bytes * memory_utilization) - used_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizing:
+    """Slots of recurrent states on one rank: of running sequences, of snapshots, of the host; `note` is their text."""
+
+    num_seqs: int
+    num_snapshots: int
+    num_host_slots: int = 0
+    slot_bytes: int = 0
+    note: str = ""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the device."""
+        return self.num_seqs + self.num_snapshots
+
+    @property
+    def device_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.num_host_slots * self.slot_bytes
+
+
+NO_STATES: Final = StateSizing(0, 0)
+"""Of a model without states."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSizing:
-    """Block numbers of one rank. `reason`: a line for each memory, and indented under it the shares and the limit."""
+    """Block numbers of one rank, and slots if the model has states. `reason`: a line for each memory, and indented under
+    it the shares and the limit.
+    """
 
     num_device_blocks: int
     num_host_blocks: int
     reason: str
+    states: StateSizing = NO_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +96,34 @@ def size_cache(
     memory_utilization: float,
     swap_space_bytes: int,
     is_swap_space_on_device: bool,
+    states: StateSizing = NO_STATES,
 ) -> CacheSizing:
     """Size the cache of one rank.
 
     `num_blocks` is used as given and needs no measurement. Without it: `memory_utilization` of the memory less weights,
     activations and the rest, from 0 (see `check_cache_holds_one_sequence`) to what `need` can use. `swap_space_bytes`
     is this rank's own, and `need` caps it too; if it is part of the measured memory (`is_swap_space_on_device`: the
-    CPU) the cache gets that much less.
+    CPU) the cache gets that much less. `states` take their memory before blocks do, on the device and on the host.
     """
-    num_host_blocks = num_swap_blocks(spec, swap_space_bytes, need)
+    num_host_blocks = num_swap_blocks(spec, swap_space_bytes - states.host_bytes, need)
     if num_blocks is not None:
         num_device_blocks, lines = num_blocks, ["set by cache.num_blocks"]
     else:
         assert measurement is not None, "without cache.num_blocks the number of blocks needs a measurement"
-        swap_bytes = num_host_blocks * spec.block_bytes if is_swap_space_on_device else 0
-        num_device_blocks, lines = _profiled_blocks(spec, measurement, need, memory_utilization, swap_bytes)
+        swap_bytes = num_host_blocks * spec.block_bytes + states.host_bytes if is_swap_space_on_device else 0
+        num_device_blocks, lines = _profiled_blocks(spec, measurement, need, memory_utilization, swap_bytes, states)
     header = f"cache on the device: {_describe_blocks(num_device_blocks, spec)}, {format_bytes(spec.block_bytes)} each"
     swap = f"swap space on the host: {_describe_blocks(num_host_blocks, spec)}"
     swap_lines = [f"limited by need: {need} use at most {num_host_blocks} blocks"]
     if num_host_blocks < need.num_blocks(spec.block_size):
         swap_lines = ["set by cache.swap_space_gib"] if swap_space_bytes else []
+    if num_blocks is not None and states.note:
+        lines.append(f"states {states.note}")
+    if states.num_host_slots:
+        swap_lines.insert(0, f"{states.num_host_slots} states, {format_bytes(states.host_bytes)}, besides")
     indented = [[f"  {line}" for line in each] for each in (lines, swap_lines)]
-    return CacheSizing(num_device_blocks, num_host_blocks, "\n".join([header, *indented[0], swap, *indented[1]]))
+    reason = "\n".join([header, *indented[0], swap, *indented[1]])
+    return CacheSizing(num_device_blocks, num_host_blocks, reason, states)
 
 
 def num_swap_blocks(spec: CacheSpec, swap_space_bytes: int, need: CacheNeed) -> int:
@@ -132,11 +175,15 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _profiled_blocks(
-    spec: CacheSpec, measurement: MemoryMeasurement, need: CacheNeed, memory_utilization: float, swap_bytes: int
+    spec: CacheSpec,
+    measurement: MemoryMeasurement,
+    need: CacheNeed,
+    memory_utilization: float,
+    swap_bytes: int,
+    states: StateSizing,
 ) -> tuple[int, list[str]]:
     allowed_bytes = int(measurement.total_bytes * memory_utilization)
-    used_bytes = measurement.weights_bytes + measurement.activation_bytes + measurement.non_torch_bytes
-    left_bytes = allowed_bytes - used_bytes - swap_bytes
+    left_bytes = measurement.left_bytes(memory_utilization) - swap_bytes - states.device_bytes
     num_left, num_useful = num_fitting(left_bytes, spec, need), need.num_blocks(spec.block_size)
     note = f" ({measurement.activation_note})" if measurement.activation_note else ""
     lines = [
@@ -146,6 +193,7 @@ def _profiled_blocks(
         f"activations of the largest step {format_bytes(measurement.activation_bytes)}{note}",
         f"outside the tensors {format_bytes(measurement.non_torch_bytes)}",
         *([f"swap space {format_bytes(swap_bytes)}"] if swap_bytes else []),
+        *([f"states {states.note}"] if states.note else []),
         f"left for the cache {format_bytes(left_bytes)}: {num_left} blocks",
         f"limited by need: {need} use at most {num_useful} blocks"
         if num_left >= num_useful

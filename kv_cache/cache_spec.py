@@ -1,9 +1,15 @@
-"""Bytes of the cache on one rank, layer by layer: heads x (key size + value size) x dtype.
+"""Bytes of the cache on one rank, layer by layer: heads x (key size + value size) x dtype a token, and the states that
+layers keep of a sequence.
 
 The attention backend decides how keys and values are packed inside a block.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Final
+
+_STATE_BYTES: Final = 4
+"""Bytes of a number of a state, float32 whatever the model's dtype is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +34,38 @@ class BlockLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLayer:
+    """Recurrent state that one layer keeps of each sequence, this rank's share: `state`, the shape of its float32
+    numbers, () for a convolution alone; `tail`, (K - 1, C), the last inputs of a convolution of K taps and C channels,
+    in the model's dtype.
+    """
+
+    state: tuple[int, ...]
+    tail: tuple[int, int]
+
+    def num_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of one sequence."""
+        return _STATE_BYTES * math.prod(self.state) * bool(self.state) + dtype_bytes * math.prod(self.tail)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
     """This rank's share of the cache: its pipeline stage's layers and its tensor-parallel shard's key-value heads.
 
-    `layers` has an entry for each layer of the stage, None for one that keeps no keys and values of its own.
-    `dtype_bytes` are the bytes of one element, `block_size` the tokens of one block.
+    `layers` has an entry for each layer of the stage, None for one that keeps no keys and values of its own; `states`
+    too, None for one without a state; it is empty if no layer of the model, of any stage, has one. `dtype_bytes` are
+    the bytes of one element, `block_size` the tokens of one block.
     """
 
     layers: tuple[BlockLayer | None, ...]
     dtype_bytes: int
     block_size: int
+    states: tuple[StateLayer | None, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = (len(self.layers), self.dtype_bytes, self.block_size)
         assert min(sizes) >= 1, f"every size of a cache is at least 1: {self}"
+        assert len(self.states) in (0, len(self.layers)), f"states are of each layer: {self}"
 
     @property
     def num_layers(self) -> int:
@@ -69,3 +93,8 @@ class CacheSpec:
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, keys and values; 0 if no layer has blocks."""
         return sum(self.layer_block_bytes(layer) for layer in self.layers if layer is not None)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one sequence's states in all layers, of a snapshot too."""
+        return sum(layer.num_bytes(self.dtype_bytes) for layer in self.states if layer is not None)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from kv_cache.state_slots import check_state_block_size
 from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
@@ -127,6 +128,7 @@ def resolve(
         config = _encoder_config(config, _max_model_len(config, files.model_config))
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
     _check_quantization(config, model_config, device_type)
+    _check_states(config, model_config)
     if config.model.prompt_adapters and model_config.pooling is not None:
         raise ConfigError("model.prompt_adapters are for models that generate, but this run pools: leave it out")
     _uses_async_scheduling(config, model_config, device_type)
@@ -303,6 +305,25 @@ def _check_row_shares(config: RunConfig, model_config: ModelConfig, device_type:
         )
 
 
+def _check_states(config: RunConfig, model_config: ModelConfig) -> None:
+    """Raise ConfigError for blocks that do not end where states are kept; say once what states limit."""
+    if not model_config.has_states:
+        return
+    cache = config.cache
+    try:
+        check_state_block_size(cache.block_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    key = f"cache.connector={cache.connector}" if cache.connector else f"cache.host_tier_gib={cache.host_tier_gib:g}"
+    if cache.connector or cache.host_tier_gib:
+        logger.warning(
+            "%s keeps blocks and no recurrent states: blocks are loaded where the device has a snapshot of the state "
+            "behind them (cache.num_state_snapshots)",
+            key,
+            extra=SAME_ON_EVERY_RANK,
+        )
+
+
 def _settings_without_effect(config: RunConfig, model_config: ModelConfig, device_type: str) -> list[str]:
     """Texts about settings that have no effect with the others: key, value, reason and way out."""
     cache, mode, found = config.cache, config.scheduler.preemption_mode, []
@@ -324,6 +345,9 @@ def _settings_without_effect(config: RunConfig, model_config: ModelConfig, devic
             f"cache.gpu_memory_utilization={cache.gpu_memory_utilization:g} has no effect with "
             f"cache.num_blocks={cache.num_blocks}: the cache has that size; leave one of them out"
         )
+    if cache.num_state_snapshots and not (model_config.has_states and cache.enable_prefix_caching):
+        reason = "this model has no recurrent states" if not model_config.has_states else "prefix caching is off"
+        found.append(f"cache.num_state_snapshots={cache.num_state_snapshots} has no effect: {reason}; leave it out")
     if model_config.pooling is None:
         return found
     given = [f"sampling.{key}" for key in config.sampling.given()]

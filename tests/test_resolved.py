@@ -16,6 +16,7 @@ from spmd_worker.compat.engine_args import run_config
 from spmd_worker.engine.startup import read_run
 from spmd_worker.resolved import resolve_run
 from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.worker.memory.plan import resolve_cache_need
 
 NUM_TOKENS = 8
 
@@ -33,6 +34,21 @@ def name_eos_token(folder: Path, token: str | None) -> None:
 def ends(folder: Path, *, plan: bool = False) -> tuple[int, ...]:
     config = RunConfig(model=ModelOptions(path=str(folder)), device="cpu", plan=plan)
     return resolve_run(config, "cpu").model_config.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 256),
+        ({"max_num_batched_tokens": 64}, 64),
+        ({"max_num_batched_tokens": 4096}, 256),
+        ({"max_num_seqs": 3}, 3),
+    ],
+)
+def test_unset_max_num_seqs_fits_a_step(folder: Path, given: dict[str, int], expected: int):
+    resolved = resolve_run(run_config({"model": folder, "device": "cpu", **given}), "cpu")
+    assert (resolved.max_num_seqs, resolved.config.scheduler.max_num_seqs) == (expected, given.get("max_num_seqs"))
+    assert resolve_cache_need(resolved).max_num_seqs == expected
 
 
 NO_EFFECT = {

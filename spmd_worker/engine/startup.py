@@ -52,7 +52,7 @@ from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.worker.device import check_gpus_not_shared, device_type
-from spmd_worker.worker.memory.estimate import block_copy_tokens
+from spmd_worker.worker.memory.estimate import block_copy_tokens, slot_copy_tokens, snapshot_interval
 from spmd_worker.worker.memory.plan import check_cache_setting, num_tier_blocks
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
@@ -158,20 +158,21 @@ def _start(
             # No two ranks of the engine, of any replica, may share a GPU.
             gpus = engine_channel.gather(canonical([each.gpu_identity for each in executor.reports()]))
             check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
-            sizes, outside = _load(resolved, executor, channel, engine_channel, watchdog)
+            max_num_seqs, sizes, outside = _load(resolved, executor, channel, engine_channel, watchdog)
             watchdog.heartbeat.enter("agreeing on the start")
             together = partial(_together, engine_channel, watchdog)
             least = channel.minimum((int(all(each.keeps_histories for each in executor.reports())),))
             adapters = load_at_start(resolved, executor, engine_channel, earlier, together)
             transfers = None if outside is None else outside.new_transfers()
-            scheduler = _new_replica(resolved, sizes, adapters, transfers, keeps_histories=bool(least[0]))
+            given = (max_num_seqs, sizes, adapters, transfers)
+            scheduler = _new_replica(resolved, *given, keeps_histories=bool(least[0]))
             if config.executor.digest_every:
                 # Known once the kernels are built and the memory is measured. Replicas may differ in their number of
                 # blocks, but must compute the same bits.
                 names = ("num_blocks", "num_host_blocks", "block_size")
-                check_equal(
-                    "caches", channel.gather(canonical({name: getattr(scheduler.cache, name) for name in names}))
-                )
+                sizes_of_caches = {name: getattr(scheduler.cache, name) for name in names}
+                sizes_of_caches |= {"max_num_seqs": max_num_seqs, "num_state_slots": sizes.num_state_slots}
+                check_equal("caches", channel.gather(canonical(sizes_of_caches)))
                 arithmetic = {"arithmetic": executor.reports()[0].arithmetic}
                 check_equal("kernels", engine_channel.gather(canonical(arithmetic)))
             # The channel last: it starts a thread.
@@ -197,9 +198,9 @@ def _load(
     channel: ControlChannel,
     engine_channel: ControlChannel,
     watchdog: Watchdog,
-) -> tuple[CacheSizes, OutsideBlocks | None]:
-    """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's sizes, and
-    its view of a connector.
+) -> tuple[int, CacheSizes, OutsideBlocks | None]:
+    """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's maximum number
+    of sequences and sizes, and its view of a connector.
     """
     config = resolved.config
     together = partial(_together, engine_channel, watchdog)
@@ -209,7 +210,14 @@ def _load(
     together("checking the workers", partial(_check_workers, resolved, executor))
     counts = together("sizing the cache", executor.determine_num_available_blocks)
     num_tier = num_tier_blocks(resolved, max(executor.collective_rpc("get_cache_block_size_bytes")))
-    sizes = CacheSizes(*channel.minimum((*counts, num_tier)))
+    has_states = resolved.model_config.has_states
+    of_states = together("sizing the states", executor.determine_num_state_slots) if has_states else (0, 0, 0)
+    # Each number fits on every rank, together with the other minimums.
+    *blocks, num_seqs, num_snapshots, num_host_slots = channel.minimum((*counts, num_tier, *of_states))
+    sizes = CacheSizes(*blocks, num_seqs + num_snapshots, num_host_slots)
+    if has_states:
+        slots = (sizes.num_state_slots, sizes.num_host_state_slots)
+        together("sizing the states", partial(executor.collective_rpc, "initialize_states", args=slots))
     allocate = partial(executor.initialize_from_config, sizes.num_blocks, sizes.num_host_blocks)
     together("allocating the cache", allocate)
     if sizes.num_tier_blocks:
@@ -219,7 +227,7 @@ def _load(
     if config.cache.connector is not None:
         outside = _connect(resolved, executor, channel, engine_channel, together)
     together("warming up", partial(executor.collective_rpc, "compile_or_warm_up_model"))
-    return sizes, outside
+    return num_seqs or resolved.max_num_seqs, sizes, outside
 
 
 def _connect(
@@ -264,6 +272,7 @@ def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
 
 def _new_replica(
     resolved: ResolvedRun,
+    max_num_seqs: int,
     sizes: CacheSizes,
     adapters: tuple[AdapterRegistry, AdapterRegistry],
     outside: OutsideTransfers | None,
@@ -272,18 +281,20 @@ def _new_replica(
 ) -> Scheduler:
     """This rank's replica of the scheduler, empty."""
     config, model_config = resolved.config, resolved.model_config
-    copy_tokens = block_copy_tokens(model_config, resolved.dtype, config.cache.block_size, resolved.device_type)
+    dtype, device = resolved.dtype, resolved.device_type
+    copy_tokens = block_copy_tokens(model_config, dtype, config.cache.block_size, device)
     limits = SchedulerLimits(
-        resolved.max_num_seqs,
+        max_num_seqs,
         config.scheduler.max_num_batched_tokens,
         config.scheduler.enable_chunked_prefill,
         config.cache.enable_prefix_caching,
-        PreemptionPolicy(config.scheduler.preemption_mode, copy_tokens),
+        PreemptionPolicy(config.scheduler.preemption_mode, copy_tokens, slot_copy_tokens(model_config, dtype, device)),
         WATERMARK_BLOCKS_PER_SEQUENCE,
         config.parallel.pipeline_parallel_size,
         resolved.num_steps_ahead,
         keeps_histories,
         0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
+        snapshot_interval(model_config, dtype),
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
     return new_scheduler(limits, sizes, *given, *adapters, outside)

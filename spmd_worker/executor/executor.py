@@ -148,6 +148,12 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         counts = self.collective_rpc("determine_num_available_blocks")
         return min(device for device, _ in counts), min(host for _, host in counts)
 
+    def determine_num_state_slots(self) -> tuple[int, int, int]:
+        """Slots of recurrent states that fit on every worker: of sequences, of snapshots and of the host."""
+        counts = self.collective_rpc("determine_num_state_slots")
+        num_seqs, num_snapshots, num_host_slots = (min(each) for each in zip(*counts, strict=True))
+        return num_seqs, num_snapshots, num_host_slots
+
     def determine_available_memory(self) -> list[int]:
         """Bytes of memory that each worker has for its cache, in rank order."""
         return self.collective_rpc("determine_available_memory")

@@ -11,10 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Final
 
-from kv_cache.cache_spec import BlockLayer, CacheSpec
+from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from spmd_worker.base.config import schema
 from spmd_worker.model_config.hub_cache import ModelLocation
-from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
+from spmd_worker.model_config.layer_config import (
+    ConvConfig,
+    DeltaConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerConfig,
+    MambaConfig,
+    NormConfig,
+)
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextTransform
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
@@ -44,12 +52,16 @@ _RECORDS: Final[dict[str, type]] = {
         AdapterChange,
         BlockLayer,
         CacheSpec,
+        ConvConfig,
+        DeltaConfig,
         DenseConfig,
         HeadConfig,
         ExpertLayout,
         ExpertsConfig,
         FormatGroup,
+        LatentConfig,
         Logprob,
+        MambaConfig,
         ModelConfig,
         ModelLocation,
         LayerConfig,
@@ -61,6 +73,7 @@ _RECORDS: Final[dict[str, type]] = {
         ResolvedRun,
         RopeParameters,
         SamplingParams,
+        StateLayer,
         StepResult,
         StructuredOutputsParams,
         TextTransform,

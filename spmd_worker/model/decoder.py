@@ -113,7 +113,8 @@ class DecoderLayer(nn.Module):
         (first, _), *others = self._mixers
         part: Tensor = getattr(self, first)(*arguments, **options)
         for name, _ in others:
-            part = part + getattr(self, name)(*arguments, **options)
+            # Parts have one buffer in symmetric memory.
+            part = part.clone().add_(getattr(self, name)(*arguments, **options))
         return part
 
     @property

@@ -89,6 +89,8 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
         has_shared_bias=shared > 0
         and (shared_bias if isinstance(shared_bias, bool) else reader.flag(shared_bias, False)),
         has_shared_gate=family.has_shared_gate and shared > 0,
+        is_gated=family.is_gated,
+        latent_size=reader.count(family.latent_key) if reader.get(family.latent_key) is not None else 0,
         min_sum=reader.number(family.min_sum_key) if family.min_sum_key else 0.0,
         sum_eps=family.sum_eps,
         jitter=reader.number(family.jitter_key) if family.jitter_key else 0.0,

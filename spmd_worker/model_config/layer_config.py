@@ -6,7 +6,7 @@ A layer is attention and a feed-forward on a residual stream. Each kind of model
 before attention, after it, before the feed-forward, after it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 LATENT_NORM_EPS: Final = 1e-6
@@ -49,7 +49,9 @@ class ExpertsConfig:
     best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
-    `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none.
+    `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
+    that are not `is_gated` have no gate: the activation is between two GEMMs. With `latent_size` above 0 routed
+    experts, but not the shared one, work in a space of this size, between two projections of the layer.
     """
 
     num_experts: int
@@ -67,6 +69,8 @@ class ExpertsConfig:
     limit: float = 0.0
     shared_size: int = 0
     has_shared_gate: bool = False
+    is_gated: bool = True
+    latent_size: int = 0
     has_shared_bias: bool = False
     min_sum: float = 0.0
     sum_eps: float = 1e-20
@@ -85,12 +89,17 @@ class ExpertsConfig:
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
-        columns = share.num_columns
-        each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
-        shared = 3 * hidden_size * share.num_shared_columns
-        if self.has_shared_bias and self.shared_size:
-            shared += 2 * share.num_shared_columns + hidden_size
-        return share.num_experts * each + shared + self.router_elements(hidden_size)
+        shared = (2 + self.is_gated) * hidden_size * share.num_shared_columns
+        if self.has_shared_bias and share.num_shared_columns:
+            shared += (1 + self.is_gated) * share.num_shared_columns + hidden_size
+        others = 2 * self.latent_size * hidden_size + self.router_elements(hidden_size)
+        return self.routed_elements(hidden_size, share) + shared + others
+
+    def routed_elements(self, hidden_size: int, share: "ExpertShare") -> int:
+        """Parameters of the routed experts of a rank with this share."""
+        columns, size = share.num_columns, self.latent_size or hidden_size
+        each = (2 + self.is_gated) * size * columns + (2 * columns + size) * self.has_bias
+        return share.num_experts * each
 
     @property
     def full_share(self) -> "ExpertShare":
@@ -140,7 +149,32 @@ class DeltaConfig:
     @property
     def num_channels(self) -> int:
         """Inputs of the convolution: queries, keys, values."""
-        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+        return 2 * self.num_key_heads * self.key_size + self.num_columns
+
+    @property
+    def num_columns(self) -> int:
+        """Numbers of all value heads."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_steps(self) -> int:
+        """Numbers of all value heads by which states decay."""
+        return self.num_value_heads * (self.key_size if self.is_per_channel else 1)
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of the first projection: queries, keys, values, gates of outputs, beta, steps."""
+        return self.num_channels + self.num_columns + self.num_value_heads + self.num_steps
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters that are float32 in every dtype: the rate of each head, and the biases of steps."""
+        return self.num_value_heads + self.num_steps
+
+    def share(self, num_ranks: int) -> "DeltaConfig":
+        """Sizes of one of these ranks. Value heads divide evenly; of more ranks than key heads several have one."""
+        num_key_heads = max(self.num_key_heads // num_ranks, 1)
+        return replace(self, num_key_heads=num_key_heads, num_value_heads=self.num_value_heads // num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +202,29 @@ class MambaConfig:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
+    def num_columns(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
     def num_channels(self) -> int:
         """Inputs of the convolution: x, B, C."""
-        return self.num_heads * self.head_size + 2 * self.num_groups * self.state_size
+        return self.num_columns + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of the first projection: z, x, B, C, dt."""
+        return self.num_columns + self.num_channels + self.num_heads
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters that are float32 in every dtype: A, D and the bias of dt of each head."""
+        return 3 * self.num_heads
+
+    def share(self, num_ranks: int) -> "MambaConfig":
+        """Sizes of one of these ranks. Heads divide evenly; of more ranks than groups several have one."""
+        num_groups = max(self.num_groups // num_ranks, 1)
+        return replace(self, num_heads=self.num_heads // num_ranks, num_groups=num_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +275,9 @@ class LayerConfig:
     `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, from
     `gate_proj`) or "number" (one each, from a second half of each head of `q_proj`).
 
-    A layer of latent attention has one key-value head; `head_size` is then the size of its keys, and of queries that
-    are compared with them.
+    Attention's input and output are scaled by `attention_multipliers`, keys by `key_multiplier`, gates of the dense
+    feed-forward and its output by `mlp_multipliers`. A layer of latent attention has one key-value head; `head_size` is
+    then the size of its keys, and of queries that are compared with them.
 
     `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
     are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
@@ -235,9 +290,9 @@ class LayerConfig:
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
-    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert: min(act(gate),
-    bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the sigmoid of a number
-    that is projected from the layer's input; "" for no gate.
+    in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
+    min(act(gate), bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the
+    sigmoid of a number that is projected from the layer's input; "" for no gate.
     """
 
     num_heads: int
@@ -270,6 +325,9 @@ class LayerConfig:
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     output_gate: str = ""
+    key_multiplier: float = 1.0
+    attention_multipliers: tuple[float, float] = (1.0, 1.0)
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     @property
     def has_states(self) -> bool:
@@ -295,6 +353,7 @@ class LayerConfig:
             and self.qk_norm == "none"
             and self.rope is not None
             and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate)
+            and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
         )
 
     @property

@@ -19,7 +19,9 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
 def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Number of these that are float32 in every dtype."""
     router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
-    return router + share.num_heads * (layer.has_sinks and layer.has_attention)
+    scans = [each.share(share.num_ranks) for each in (layer.mamba, layer.delta) if each is not None]
+    sinks = share.num_heads * (layer.has_sinks and layer.has_attention)
+    return router + sinks + sum(each.num_float32_elements for each in scans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,16 @@ def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tu
 def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
     gates = (LinearSizes(hidden_size, (share.num_heads,)),) if layer.output_gate == "head" else ()
-    return (LinearSizes(hidden_size, (query, key_value, key_value)), LinearSizes(query, (hidden_size,)), *gates)
+    projected = query * (1 + (layer.output_gate == "number"))
+    return (LinearSizes(hidden_size, (projected, key_value, key_value)), LinearSizes(query, (hidden_size,)), *gates)
 
 
 def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Elements of sinks, biases, and norms of queries and keys."""
     size = layer.head_size
     others = share.num_heads * layer.has_sinks + hidden_size * layer.has_output_bias
-    others += (share.num_heads + 2 * share.num_kv_heads) * size * layer.has_qkv_bias
+    num_queries = share.num_heads * (1 + (layer.output_gate == "number"))
+    others += (num_queries + 2 * share.num_kv_heads) * size * layer.has_qkv_bias
     if layer.qk_norm in ("head", "head_after_rope"):
         others += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
     elif layer.qk_norm == "each_head":
@@ -87,6 +91,39 @@ def _conv_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int
     return layer.conv.kernel_size * num_channels + (4 * num_channels + hidden_size) * layer.conv.has_bias
 
 
+def _mamba_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    assert layer.mamba is not None, layer
+    own = layer.mamba.share(share.num_ranks)
+    return LinearSizes(hidden_size, (own.num_projected,)), LinearSizes(own.num_columns, (hidden_size,))
+
+
+def _mamba_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of taps, biases, numbers of heads, and the norm, which has all heads of the rank's groups."""
+    full = layer.mamba
+    assert full is not None, layer
+    own = full.share(share.num_ranks)
+    biases = (own.num_projected + hidden_size) * own.has_bias
+    taps = own.num_channels * (own.kernel_size + own.has_conv_bias)
+    norm = full.num_columns // full.num_groups * own.num_groups * (own.norm != "none")
+    return biases + taps + norm + own.num_float32_elements
+
+
+def _delta_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    assert layer.delta is not None, layer
+    own = layer.delta.share(share.num_ranks)
+    keys = own.num_key_heads * own.key_size
+    outputs = (keys, keys, own.num_columns, own.num_columns, own.num_value_heads, own.num_steps)
+    return LinearSizes(hidden_size, outputs), LinearSizes(own.num_columns, (hidden_size,))
+
+
+def _delta_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of taps, numbers of heads, and the norm."""
+    del hidden_size
+    assert layer.delta is not None, layer
+    own = layer.delta.share(share.num_ranks)
+    return own.num_channels * own.kernel_size + own.num_float32_elements + own.value_size
+
+
 def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     if not layer.has_feed_forward:
         return 0
@@ -101,15 +138,21 @@ def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerSha
 
 _MIXER_LINEARS: Final = {
     "attention": (_attention_linears,),
+    "attention_and_mamba": (_attention_linears, _mamba_linears),
     "latent": (_latent_linears,),
     "conv": (_conv_linears,),
+    "delta": (_delta_linears,),
+    "mamba": (_mamba_linears,),
     "none": (),
 }
 """Linear layers of each kind of mixer (`LayerConfig.mixer`)."""
 _MIXER_OTHERS: Final = {
     "attention": (_attention_others,),
+    "attention_and_mamba": (_attention_others, _mamba_others),
     "latent": (_latent_others,),
     "conv": (_conv_others,),
+    "delta": (_delta_others,),
+    "mamba": (_mamba_others,),
     "none": (),
 }
 """Number of their other elements."""

@@ -184,6 +184,11 @@ class ModelConfig:
         return max(regimes, default=0)
 
     @property
+    def has_states(self) -> bool:
+        """Whether sequences have recurrent states, in some layer."""
+        return any(layer.has_states for layer in self.layers)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
         num_norms = self.has_last_norm + self.has_embedding_norm
@@ -214,9 +219,7 @@ class ModelConfig:
     def num_expert_parameters(self) -> int:
         """Parameters of the routed experts of all layers; 0 for a dense model."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
-        routed = (replace(each.full_share, num_shared_columns=0) for each in experts)
-        sizes = [each.elements(self.hidden_size, share) for each, share in zip(experts, routed, strict=True)]
-        return sum(sizes) - sum(each.router_elements(self.hidden_size) for each in experts)
+        return sum(each.routed_elements(self.hidden_size, each.full_share) for each in experts)
 
     @property
     def norm_parameters(self) -> int:
@@ -521,6 +524,8 @@ def _ropes(
     found = replace(found, is_interleaved=rope.is_interleaved, is_backward=rope.is_backward, rounding=rope.rounding)
     if thetas is None:
         return (found,)
+    if found.rope_type == "yarn" and any(0 < theta <= 1 for theta in thetas):
+        raise reader.error(rope.thetas_key, "must be above 1, or 0, with rope_type yarn: its logarithm divides")
     return tuple(replace(found, rope_theta=theta) for theta in sorted({theta for theta in thetas if theta}))
 
 
@@ -656,7 +661,7 @@ def _sliding_layers(reader: ConfigReader, windows: Windows, num_layers: int) -> 
     """Whether each layer slides; the newer `layer_types` list takes precedence over the family's older rule."""
     layer_types, layers = reader.get("layer_types"), range(num_layers)
     if layer_types is not None and windows.rule != "in_use":
-        known = ("full_attention", "sliding_attention")
+        known = ("full_attention", "sliding_attention", *windows.others)
         is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
         if not is_list or any(kind not in known for kind in layer_types):
             raise ModelConfigError(f"{reader.path}: layer_types must list {num_layers} of {', '.join(known)}")

@@ -12,7 +12,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number
 
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 """Scalings whose `max_position_embeddings` may be the unscaled length: `factor` then multiplies it."""
@@ -21,15 +21,16 @@ STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
     """Rotary embedding: the head size, the base and its scaling. Fields a type does not use keep their neutral value.
+    `proportional`: the frequencies are those of a full head, and pairs after the first `partial_factor` have none.
 
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
     derive it; lengths are in tokens. The first `partial_factor` of a head's `size` elements is rotated. LongRoPE
-    divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: pairs
-    are neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied
-    by (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: by the negative angles.
-    LongRoPE's `short_mscale` and `long_mscale`, if above 0, multiply cosines and sines instead of the factor.
-    `rounding` lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and
-    additions), "angles" (cosines and sines, and the result), or "result", the result alone; the others are float32.
+    divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions, and with `short_mscale`
+    and `long_mscale` above 0 cosines and sines are multiplied by these, not by the factor. `is_interleaved`: pairs are
+    neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied by
+    (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: angles are negative. `rounding`
+    lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and additions), "angles"
+    (cosines and sines, and the result), or "result", the result alone; the others are float32.
     """
 
     size: int
@@ -57,8 +58,8 @@ class RopeParameters:
 
     @property
     def rotary_size(self) -> int:
-        """Number of rotated elements of a head."""
-        return int(self.size * self.partial_factor)
+        """Number of rotated elements of a head, some by no angle if it is `proportional`."""
+        return self.size if self.rope_type == "proportional" else int(self.size * self.partial_factor)
 
     def regime(self, num_prompt_tokens: int, most_tokens: int, max_positions: int) -> int:
         """Implements `ModelConfig.rope_regime` for one rope."""
@@ -185,7 +186,7 @@ def rope_of(
         raise ModelConfigError(f"{reader.path}: rope truncate={shown(truncate)} must be true or false")
     theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
     theta = checked_number(theta, f"{reader.path}: rope_theta")
-    partial = _partial_factor(given, reader, head_size, may_be_partial)
+    partial = _partial_factor(given, reader, head_size, rope_type, may_be_partial)
     numbers = _numbers(given, rope_type, reader, max_positions)
     if rope_type == "yarn" and theta <= 1.0:
         raise ModelConfigError(
@@ -211,23 +212,28 @@ def _check_numbers(numbers: Mapping[str, Any], rope_type: str, reader: ConfigRea
         raise ModelConfigError(f"{reader.path}: {key}={numbers[key]} must be 2 or more with rope_type longrope")
 
 
-def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: int, may_be_partial: bool) -> float:
+def _partial_factor(
+    given: Mapping[str, Any], reader: ConfigReader, head_size: int, rope_type: str, may_be_partial: bool
+) -> float:
     value = given.get("partial_rotary_factor") or reader.get("partial_rotary_factor", 1.0)
-    if value != 1.0 and not may_be_partial:
+    is_proportional = rope_type == "proportional"
+    if value != 1.0 and not (may_be_partial or is_proportional):
         raise ModelConfigError(f"{reader.path}: partial_rotary_factor other than 1 is not supported")
     partial = checked_number(value, f"{reader.path}: partial_rotary_factor")
-    if partial > 1 or int(head_size * partial) % 2 or int(head_size * partial) < 2:
+    num_rotated = 2 * int(head_size * partial / 2) if is_proportional else int(head_size * partial)
+    if partial > 1 or num_rotated % 2 or num_rotated < 2:
         raise ModelConfigError(
             f"{reader.path}: partial_rotary_factor={partial:g} of head_dim={head_size} rotates "
-            f"{int(head_size * partial)} elements: they must be an even number, from 2 to all"
+            f"{num_rotated} elements: they must be an even number, from 2 to all"
         )
     return partial
 
 
-_REQUIRED: Final = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_REQUIRED: Final = {"default": (), "proportional": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 _OPTIONAL: Final = {
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
+    "proportional": ("factor",),
 }
 
 

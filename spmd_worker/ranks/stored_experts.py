@@ -49,7 +49,7 @@ def find_stored_experts(model_config: ModelConfig, layout: RankLayout) -> Stored
         try:
             found = _format_in_files(model_config, index)
             if found is not None:
-                _check_shares(found, layer.experts, model_config.hidden_size, layout)
+                _check_shares(found, layer.experts, layer.experts.latent_size or model_config.hidden_size, layout)
                 formats[index] = found
         except UnfitError as error:
             reason = reason or str(error)
@@ -62,7 +62,9 @@ def expert_modules(model_config: ModelConfig, index: int) -> list[str]:
     prefix = f"{names.layers}.{model_config.layer_numbers[index]}."
     if names.stacked:
         return [prefix + each.name for each in names.stacked]
-    ours = [f"mlp.experts.{{}}.{matrix}" for matrix in _MATRICES]
+    experts = model_config.layers[index].experts
+    matrices = _MATRICES if experts is None or experts.is_gated else _MATRICES[1:]
+    ours = [f"mlp.experts.{{}}.{matrix}" for matrix in matrices]
     return [prefix + names.parts.get(each, each).format(0) for each in ours]
 
 

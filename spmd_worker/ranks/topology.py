@@ -79,7 +79,7 @@ class Stage:
 
     @property
     def indices(self) -> range:
-        """Of the model's layers."""
+        """Indices of its layers in the model."""
         return range(self.start, self.stop)
 
 
@@ -224,6 +224,14 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
             return f"it has {layer.num_kv_heads} key-value heads"
         if layer.conv is not None and model_config.hidden_size % size:
             return f"its convolutions have {model_config.hidden_size} channels"
+        if layer.delta is not None and layer.delta.num_value_heads % size:
+            return f"its gated delta nets have {layer.delta.num_value_heads} value heads"
+        if layer.delta is not None and layer.delta.num_key_heads % size and size % layer.delta.num_key_heads:
+            return f"its gated delta nets have {layer.delta.num_key_heads} key heads"
+        if layer.mamba is not None and layer.mamba.num_heads % size:
+            return f"it has {layer.mamba.num_heads} Mamba heads"
+        if layer.mamba is not None and layer.mamba.num_groups % size and size % layer.mamba.num_groups:
+            return f"its Mamba heads are in {layer.mamba.num_groups} groups"
     columns = min((each for layer in model_config.layers for each in _split_columns(layer, experts)), default=size)
     if columns < size:
         return f"its feed-forward has {columns} columns"
@@ -232,6 +240,8 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
 
 def _split_columns(layer: LayerConfig, layout: ExpertLayout | None) -> tuple[int, ...]:
     """Columns of each feed-forward that is split among the ranks of a group."""
+    if not layer.has_feed_forward:
+        return ()
     if layer.experts is None:
         return (layer.intermediate_size,)
     routed = () if layout is not None else (layer.experts.intermediate_size,)

@@ -1,4 +1,6 @@
-"""The paged cache of one worker and its host tier, allocated and released together, and its half of a connector."""
+"""The paged cache of one worker, its recurrent states and its host tier, allocated and released together, and its half
+of a connector.
+"""
 
 from collections.abc import Callable
 
@@ -9,6 +11,7 @@ from kv_cache.block_ops import BlockOps
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.connectors.interface import BlockMemory, WorkerHalf
 from kv_cache.host_tier_engine import HostTierEngine
+from kv_cache.state_ops import NO_STATE_OPS, StateOps
 
 
 class WorkerCaches:
@@ -23,17 +26,21 @@ class WorkerCaches:
 
     @property
     def num_device_bytes(self) -> int:
-        return self.engine.num_device_blocks * self._block_bytes
+        states = self.engine.states
+        return self.engine.num_device_blocks * self._block_bytes + (0 if states is None else states.num_device_bytes)
 
     @property
     def num_host_bytes(self) -> int:
-        """Bytes of host memory that `allocate` takes; on CUDA none until the first block moves there."""
-        return (self.engine.num_host_blocks + self._num_tier_slots) * self._block_bytes * self._is_on_cpu
+        """Bytes of host memory that `allocate` takes; on CUDA none until the first block or state moves there."""
+        states = self.engine.states
+        of_states = 0 if states is None else states.num_host_slots * states.spec.slot_bytes
+        return (of_states + (self.engine.num_host_blocks + self._num_tier_slots) * self._block_bytes) * self._is_on_cpu
 
     @property
     def held_host_bytes(self) -> int:
         """Bytes of host memory that are allocated now."""
-        return self.engine.num_host_bytes + (0 if self._tier is None else self._tier.num_host_bytes)
+        parts = (self.engine, self.engine.states, self._tier)
+        return sum(each.num_host_bytes for each in parts if each is not None)
 
     def add_tier(self, num_slots: int) -> None:
         """Allocate host memory for `num_slots` evicted prefix blocks; called once."""
@@ -61,8 +68,11 @@ class WorkerCaches:
         self._tier = None
         self.engine.release()
 
-    def move(self, block_ops: BlockOps) -> None:
+    def move(self, block_ops: BlockOps, state_ops: StateOps = NO_STATE_OPS) -> None:
         """Everything that comes before the forward pass."""
+        if not state_ops.is_empty:
+            assert self.engine.states is not None, "the model has no states"
+            self.engine.states.execute(state_ops)
         if self._tier is not None:
             self._tier.store(block_ops.transfer, block_ops.store)
         self.engine.execute(block_ops)

@@ -10,6 +10,7 @@ import torch
 
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
+from kv_cache.state_engine import StateEngine
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.adapters.loaded import LoadedAdapters
@@ -33,6 +34,7 @@ from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.memory.plan import check_memory
 from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice
+from spmd_worker.worker.runner.dummy_steps import DUMMY_SLOTS
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.row_store import RowStore
@@ -60,11 +62,20 @@ class LoadedModel:
     report: LoadReport | None = None
     adapters: LoadedAdapters | None = None
 
-    def new_cache_engine(self, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
-        """A paged cache in the block layout of this model's attention, not allocated yet."""
+    def new_cache_engine(
+        self,
+        spec: CacheSpec,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        num_slots: tuple[int, int] = DUMMY_SLOTS,
+    ) -> CacheEngine:
+        """A paged cache in the block layout of this model's attention, not allocated yet. `num_slots` are those of the
+        device and of the host, if the model has states.
+        """
         shapes = block_shapes(self.operations.attention, spec)
-        dtype = getattr(torch, self.opened.resolved.dtype)
-        return CacheEngine(spec, shapes, num_device_blocks, num_host_blocks, dtype, self.opened.device)
+        dtype, device = getattr(torch, self.opened.resolved.dtype), self.opened.device
+        states = StateEngine(spec, *num_slots, dtype, device) if spec.states else None
+        return CacheEngine(spec, shapes, num_device_blocks, num_host_blocks, dtype, device, states)
 
     def new_runner(
         self, engine: CacheEngine, clock: StageClock | None = None, graphs: StepGraphs | None = None

@@ -45,15 +45,15 @@ class RunningWorker:
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Cache operations and forward pass; None if tokens must be sampled, by `sample_tokens` or `launch`. Raises
         MirrorError, before anything runs, for a plan that does not follow from the last one, and RuntimeError for one
-        that would compute or move blocks while this worker sleeps.
+        that would compute or move anything while this worker sleeps.
         """
         scheduled = self.mirror.apply(plan)
         self.runner.forget(plan)
         if self.sleep.tags:
-            if scheduled or not plan.block_ops.is_empty:
+            if scheduled or not (plan.block_ops.is_empty and plan.state_ops.is_empty):
                 raise RuntimeError(f"step {plan.step} cannot run while this worker sleeps: call wake_up first")
             return StepResult(plan.step)
-        self.caches.move(plan.block_ops)
+        self.caches.move(plan.block_ops, plan.state_ops)
         if not scheduled:
             self.caches.save(plan.block_ops)
             return StepResult(plan.step, finished_transfers=self.caches.take_finished_transfers())

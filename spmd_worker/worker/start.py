@@ -35,6 +35,7 @@ from spmd_worker.worker.memory.plan import (
     adapters_bytes_of,
     check_cache_blocks,
     is_estimate_enough,
+    is_size_known,
     num_step_blocks,
     size_rank,
 )
@@ -72,12 +73,12 @@ def compile_ahead(loaded: LoadedModel, spec: CacheSpec) -> str:
 
 
 def measure(loaded: LoadedModel, spec: CacheSpec) -> CacheSizing:
-    """This rank's number of blocks, measured unless `cache.num_blocks` is set or the model is an encoder; every rank
+    """This rank's numbers of blocks and state slots, measured unless they are set or the model is an encoder; every rank
     calls this. The activations of CUDA graphs, at most those of the largest step, are added to the measured ones.
     """
     opened = loaded.opened
     measurement = MemoryMeasurement(0, 0, 0, 0)
-    if opened.resolved.config.cache.num_blocks is None and not opened.resolved.model_config.is_encoder:
+    if not is_size_known(opened.resolved):
         measurement = measure_step(loaded, spec)
         if opened.backend.can_record(opened.groups.tensor):
             measurement = replace(measurement, activation_bytes=2 * measurement.activation_bytes)
@@ -113,7 +114,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
 
 def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     """All layers on CUDA, and a second step with the largest chunk for attention; on the CPU, where each layer costs
-    time, only two layers, or the first ones that have blocks of each shape.
+    time, only two layers, or the first ones that have blocks and states of each shape.
     """
     resolved = loaded.opened.resolved
     scheduler, block_size = resolved.config.scheduler, resolved.config.cache.block_size
@@ -123,8 +124,9 @@ def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     scheduled = max_step(*sizes, pooling, all_filtered=not is_on_cpu)
     num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
     if is_on_cpu:
-        num_layers = max(2, 1 + max(spec.layers.index(kind) for kind in spec.layers))
-        spec = replace(spec, layers=spec.layers[:num_layers])
+        kinds = list(zip(spec.layers, spec.states or (None,) * spec.num_layers, strict=True))
+        num_layers = max(2, 1 + max(map(kinds.index, kinds)))
+        spec = replace(spec, layers=spec.layers[:num_layers], states=spec.states[:num_layers])
     engine = loaded.new_cache_engine(spec, num_blocks, 0)
     # A pooled row must start at its first token, and the CPU's attention holds nothing of a row's length.
     has_chunk = not is_on_cpu and pooling is None
@@ -132,9 +134,16 @@ def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     return prepared_step(loaded.model, engine, loaded.new_runner, scheduled, *chunk)
 
 
-def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_host_blocks: int) -> RunningWorker:
-    """Allocate the cache; an encoder gets memory for the keys and values of one step. Raises ConfigError, naming the
-    setting to change, if the cache cannot hold one sequence of `max_model_len`.
+def allocate(
+    loaded: LoadedModel,
+    spec: CacheSpec,
+    num_device_blocks: int,
+    num_host_blocks: int,
+    num_slots: tuple[int, int],
+) -> RunningWorker:
+    """Allocate the cache, and `num_slots` of the device and of the host if the model has states; an encoder gets memory
+    for the keys and values of one step. Raises ConfigError, naming the setting to change, if the cache cannot hold one
+    sequence of `max_model_len`.
     """
     opened, model, resolved = loaded.opened, loaded.model, loaded.opened.resolved
     block_size, device = resolved.config.cache.block_size, opened.device
@@ -143,7 +152,7 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
         engine = loaded.new_cache_engine(spec, num_step_blocks(resolved), 0)
     else:
         check_cache_blocks(resolved, num_device_blocks, num_host_blocks)
-        engine = loaded.new_cache_engine(spec, num_device_blocks, num_host_blocks)
+        engine = loaded.new_cache_engine(spec, num_device_blocks, num_host_blocks, num_slots)
     caches = WorkerCaches(engine, spec.block_bytes, device)
     try:
         engine.allocate(host_reserve.offered())
@@ -171,7 +180,7 @@ def allocate(loaded: LoadedModel, spec: CacheSpec, num_device_blocks: int, num_h
     return RunningWorker(
         loaded,
         caches,
-        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules),
+        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules, num_slots[0]),
         runner,
         clock,
         sleep,

@@ -56,6 +56,8 @@ class Worker(WorkerBase):
         self.sizing: CacheSizing | None = None
         self.model_runner: ModelRunner | None = None
         self.start_times = StartTimes()
+        self._num_slots: tuple[int, int] | None = None
+        """State slots of the device and of the host."""
         self._opened: OpenedDevice | None = None
         self._loaded: LoadedModel | None = None
         self._running: RunningWorker | None = None
@@ -140,9 +142,19 @@ class Worker(WorkerBase):
         num_blocks = self.determine_num_available_blocks()[0] if sizing is None else sizing.num_device_blocks
         return num_blocks * self.get_cache_block_size_bytes()
 
+    def determine_num_state_slots(self) -> tuple[int, int, int]:
+        states = _existing(self.sizing, "determine_num_available_blocks").states
+        return states.num_seqs, states.num_snapshots, states.num_host_slots
+
+    def initialize_states(self, num_slots: int, num_host_slots: int) -> None:
+        self._num_slots = (num_slots, num_host_slots)
+
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        spec, num_slots = self.get_kv_cache_spec(), (0, 0)
+        if spec.states:
+            num_slots = _existing(self._num_slots, "initialize_states")
         with self.start_times.part("cache"):
-            self._running = allocate(self.loaded, self.get_kv_cache_spec(), num_device_blocks, num_host_blocks)
+            self._running = allocate(self.loaded, spec, num_device_blocks, num_host_blocks, num_slots)
         self.model_runner = self._running.runner
 
     def initialize_host_tier(self, num_slots: int) -> None:

@@ -1,7 +1,7 @@
 """WorkerBase: the interface between an executor and the worker of one rank, whatever its device.
 
-Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
-optionally `initialize_host_tier` or `initialize_connector`, `compile_or_warm_up_model`; then for each step
+Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, for a model with recurrent
+states `determine_num_state_slots` and `initialize_states`, `initialize_cache`, optionally `initialize_host_tier` or `initialize_connector`, `compile_or_warm_up_model`; then for each step
 `execute_model` and, if that returned None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step`
 instead. Between two steps `prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow
 vLLM's. Imports no torch at run time, so that a worker process can set its environment before torch reads it.
@@ -105,6 +105,18 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
     def determine_available_memory(self) -> int:
         """Bytes of memory for the cache: those of the device blocks that fit."""
         return self.determine_num_available_blocks()[0] * self.get_cache_block_size_bytes()
+
+    def determine_num_state_slots(self) -> tuple[int, int, int]:
+        """Slots of recurrent states that fit in this rank's memory, of running sequences, of snapshots and of the host,
+        after `determine_num_available_blocks`, whose blocks are beside them. Raises ConfigError.
+        """
+        raise ConfigError(f"{type(self).__name__} does not support models with recurrent states")
+
+    def initialize_states(self, num_slots: int, num_host_slots: int) -> None:
+        """Numbers of state slots, of the device for sequences and snapshots together, the same on every rank; called
+        before `initialize_cache`, which allocates them.
+        """
+        raise ConfigError(f"{type(self).__name__} does not support models with recurrent states")
 
     @abstractmethod
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:

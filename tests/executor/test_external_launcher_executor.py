@@ -39,7 +39,7 @@ SCRIPT = """
     said.append((type(executor).__name__, wrapper.rpc_rank, wrapper.global_rank == int(os.environ["RANK"])))
     wrapper.initialize_from_config([(32, 0), (32, 0)])
     said.append(executor.collective_rpc("get_model_inspection")[0].splitlines()[6].strip())
-    said.append(executor.get_kv_cache_specs()[0].num_kv_heads)
+    said.append(executor.get_kv_cache_specs()[0].shapes[0].num_heads)
     said.append(executor.execute_model(StepPlan(step=1)).step)
     executor.check_health()
     gathered = executor.channel.gather(f"rank {environment.rank}".encode())

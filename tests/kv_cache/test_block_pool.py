@@ -265,3 +265,19 @@ def test_pool_check_detects_a_hash_missing_from_index():
     del pool._index[B]
     with pytest.raises(AssertionError, match=r"block 1 has a hash .* block None"):
         pool.check_integrity()
+
+
+def test_block_without_its_hash_is_allocated_first():
+    pool = BlockPool(3)
+    first, second = pool.take(2)
+    pool.set_hashes((first, second), (A, B))
+    pool.release((first, second))
+    pool.remove_hash(B)
+    pool.remove_hash(C)
+    assert (pool.find(A), pool.find(B), pool.num_cached_blocks) == (first, None, 1)
+    pool.check_integrity()
+    assert pool.take(1) == [second]
+    pool.share((first,))
+    pool.remove_hash(A)
+    assert (pool.find(A), pool.ref_count(first)) == (None, 1)
+    pool.check_integrity()

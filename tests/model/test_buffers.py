@@ -12,6 +12,7 @@ import family_checkpoints
 import pytest
 import torch
 import transformers
+from conv_checkpoints import CASES as CONVOLUTIONS
 from expert_checkpoints import CASES as EXPERTS
 from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
 from expert_checkpoints import expert_folder, expert_reference
@@ -39,6 +40,9 @@ PROMPTS = [{"prompt_token_ids": [3, 4, 5, 6]}, {"prompt_token_ids": [9, 8, 7]}]
 
 def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     """Architecture and transformers config of every small checkpoint."""
+    for family, keys in CONVOLUTIONS.values():
+        if with_experts == ("num_experts" in keys):
+            yield f"{family}ForCausalLM", getattr(transformers, f"{family}Config")(**keys)
     if with_experts:
         for family, keys in EXPERTS.values():
             text, suffix = {**BASE, **keys}, "ForCausalLM"

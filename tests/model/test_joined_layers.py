@@ -5,6 +5,7 @@ Layers are joined where there is a AMX unit; where the processor has none it is 
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ UNFUSED = {
     **{name: SHAPES[name] for name in ("plain", "biased")},
     "no panels, normed queries": with_layers(PLAIN, intermediate_size=90, qk_norm="head"),
 }
+
+OTHER_HEADS = replace(PLAIN, layers=(PLAIN.layers[0], replace(PLAIN.layers[0], num_kv_heads=1), PLAIN.layers[0]))
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -156,6 +159,7 @@ def test_comparison_detects_wrongly_joined_layers(change: Any):
         ("products of oneDNN", PLAIN, {"instruction_set": ONEDNN}),
         ("a product that does not fit the panels", with_layers(PLAIN, intermediate_size=104), {}),
         ("another attention", PLAIN, {"backend": SdpaBackend()}),
+        ("layers of two shapes", OTHER_HEADS, {}),
         ("a group without shared memory", PLAIN, {"group": GroupHandle((0, 1), 0, None)}),
     ],
 )
@@ -164,9 +168,15 @@ def test_unsupported_layers_are_not_joined(why: str, model_config: ModelConfig, 
 
 
 @needs_products
+def test_layers_of_two_shapes_compute_by_themselves():
+    model = new_model(OTHER_HEADS, torch.float32)
+    whole = prompt_logits(model, PROMPTS)
+    assert all(map(torch.equal, prompt_logits(model, PROMPTS, 7), whole))
+
+
 def test_misshapen_cache_is_rejected():
     model = new_model(PLAIN, torch.float32)
-    model.model.layers[0].self_attn.num_kv_heads = 1  # the cache is made for this many
+    model.model_config = with_layers(PLAIN, num_kv_heads=1)  # the cache is made for this many
     with pytest.raises(AssertionError):
         prompt_logits(model, PROMPTS)
 

@@ -87,7 +87,7 @@ def test_llama_config_is_read_key_by_key():
         layers=(layer,) * 30,
         norm=NormConfig(eps=1e-5),
         max_position_embeddings=1000,
-        ropes=(RopeParameters(rope_theta=500.0, original_max_position_embeddings=1000),),
+        ropes=(RopeParameters(6, rope_theta=500.0, original_max_position_embeddings=1000),),
         has_tied_embeddings=True,
         dtype="bfloat16",
         eos_token_ids=(7, 9),
@@ -220,7 +220,7 @@ def test_older_and_newer_rope_keys_are_equal():
 
 def test_yarn_derives_missing_length_and_factor():
     assert shape_of(max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}).ropes == (
-        RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
+        RopeParameters(2, rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
     )
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 64}
     assert shape_of(max_position_embeddings=256, rope_parameters=scaling).ropes[0].factor == 4.0
@@ -305,7 +305,7 @@ def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
             },
             ["dynamic alpha='x'"],
         ),
-        ({"architectures": ["PhimoeForCausalLM"]}, ["PhimoeForCausalLM", "is not supported", "experts"]),
+        ({"architectures": ["BailingMoeForCausalLM"]}, ["BailingMoeForCausalLM", "is not supported", "experts"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method='hqq'", "bfloat16"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),
         (

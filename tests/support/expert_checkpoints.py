@@ -151,7 +151,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SolarOpen",
         {**V3, "head_dim": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
     ),
-    "hunyuan_moe": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": [3, 2, 3, 1], "intermediate_size": 32, "head_dim": 16}),
+    "hunyuan_moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 8, "moe_topk": [3, 2, 3, 1], "intermediate_size": 32, "head_dim": 16},
+    ),
     "flex_olmo": ("FlexOlmo", {**EXPERTS, "intermediate_size": 32}),
     "phimoe": (
         "Phimoe",
@@ -166,8 +169,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "step3p7": (
         "Step3p7",
         {
-            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "share_expert_dim": 48},
-            **{"head_dim": 16, "sliding_window": 5, "num_sliding_attention_heads": 6, "moe_router_scaling_factor": 1.7},
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 48,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "num_sliding_attention_heads": 6,
+            "moe_router_scaling_factor": 1.7,
+            "query_pre_attn_scalar": 24,
             "layer_types": ["full_attention", "sliding_attention"] * 2,
             "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
             "swiglu_limits": [None, None, 0.7, None],
@@ -277,8 +287,14 @@ def _older_step(thin: dict[str, Any]) -> dict[str, Any]:
     for key in ("num_sliding_attention_heads", "mlp_layer_types", "per_layer_config"):
         del thin[key]
     thin |= {key: [*thin[key], None] for key in ("swiglu_limits", "swiglu_limits_shared")}
-    names = {"n_routed_experts": "moe_num_experts", "num_experts_per_tok": "moe_top_k", "share_expert_dim": "share_expert_dims"}
-    thin |= {theirs: thin.pop(ours) for ours, theirs in (*names.items(), ("num_key_value_heads", "num_attention_groups"))}
+    names = {
+        "n_routed_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_top_k",
+        "share_expert_dim": "share_expert_dims",
+    }
+    thin |= {
+        theirs: thin.pop(ours) for ours, theirs in (*names.items(), ("num_key_value_heads", "num_attention_groups"))
+    }
     return {
         **thin,
         "num_nextn_predict_layers": 1,

@@ -48,7 +48,9 @@ SHAPES = {
     "biased": with_layers(PLAIN, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True),
     "windows": with_windows(with_layers(PLAIN, has_qkv_bias=True), 0, 20, 33),
     "wide heads": replace(
-        with_layers(PLAIN, head_size=32, scale=32**-0.5, num_heads=2, num_kv_heads=2), has_tied_embeddings=True
+        with_layers(PLAIN, head_size=32, scale=32**-0.5, num_heads=2, num_kv_heads=2),
+        ropes=(RopeParameters(32),),
+        has_tied_embeddings=True,
     ),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -17,3 +17,8 @@ def mirror_state(mirror: Mirror) -> dict[SequenceKey, SequenceState]:
             num_computed_tokens = each.num_computed_tokens + each.num_scheduled_tokens
             state[SequenceKey(request_id, sample_index)] = (tokens, block_ids, num_computed_tokens)
     return state
+
+
+def mirror_slots(mirror: Mirror) -> dict[SequenceKey, int]:
+    """The slot of recurrent states of every sequence; -1 where the model has none, or another sequence has it now."""
+    return {key: sequence.state_slot for key, sequence in sorted(mirror._sequences.items())}

@@ -19,6 +19,7 @@ def families(*quick: str) -> list[Any]:
     first, second, *others = TEXT_PART_ROWS
     marks = dict.fromkeys([*RMS_ROWS, *LAYER_NORM_ROWS, *sparse, first, second], pytest.mark.matrix)
     marks |= dict.fromkeys([*others, "Glm4vMoeForConditionalGeneration"], pytest.mark.stress)
+    marks |= {"Lfm2ForCausalLM": pytest.mark.matrix}
     return [pytest.param(each, marks=() if each in quick else marks.get(each, ())) for each in FAMILIES]
 
 
@@ -29,7 +30,17 @@ def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     words, is_partial = FAMILIES[architecture].file_keys, "partial_rotary_factor" in FAMILIES[architecture].defaults
     given = {**config, "head_dim": 8} if is_partial and config.get("head_dim") == 6 else config
     own = {words.get(key, key): value for key, value in given.items() if words.get(key) not in ("", *given)}
-    return {"architectures": [architecture], **_few_experts(architecture), **own}
+    return {"architectures": [architecture], **_few_experts(architecture), **_mixed_layers(architecture, own), **own}
+
+
+def _mixed_layers(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers of LFM2 that are convolutions: without such a list it has none, or no default."""
+    num_layers = config.get("num_hidden_layers", 32)
+    if architecture == "Lfm2ForCausalLM":
+        return {"full_attn_idxs": [*range(1, num_layers, 2)]}
+    if architecture == "Lfm2MoeForCausalLM":
+        return {"layer_types": [("conv", "full_attention")[layer % 2] for layer in range(num_layers)]}
+    return {}
 
 
 def _few_experts(architecture: str) -> dict[str, Any]:

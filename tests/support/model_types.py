@@ -89,6 +89,15 @@ MODEL_TYPES: Final = {
     "FlexOlmoForCausalLM": "flex_olmo",
     "PhimoeForCausalLM": "phimoe",
     "Step3p7ForConditionalGeneration": "step3p7",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
+    "Lfm3ForCausalLM": "lfm3",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
 }
 
 ENCODER_TYPES: Final = {

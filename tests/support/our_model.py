@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
+from kv_cache.cache_engine import LayerCaches
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import SpmdError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
@@ -112,7 +113,7 @@ class _Run:
     loaded: LoadedAdapters | None = None
     digests: Sequence[int] = ()
     sequences: list[MirroredSequence] = field(init=False)
-    cache: Tensor = field(init=False)
+    cache: LayerCaches = field(init=False)
 
     def __post_init__(self) -> None:
         num_blocks = [num_blocks_for(len(prompt), BLOCK_SIZE) for prompt in self.prompts]
@@ -156,10 +157,17 @@ class _Run:
         indices = [int(each.sequence.request.request_id) for each in scheduled]
         return [(index, logits[start:end]) for index, start, end in zip(indices, starts, starts[1:])]
 
-    def _new_cache(self, num_blocks: int) -> Tensor:
-        model_config = self.model.model_config
-        attention, has_values = self.model.model.layers[0].self_attn, model_config.layers[0].latent is None
-        sizes = (attention.num_kv_heads, BLOCK_SIZE, attention.head_size)
-        block_shape = attention._backend.block_shape(*sizes, has_values=has_values)
+    def _new_cache(self, num_blocks: int) -> LayerCaches:
+        attention = self.model.model.layers[0].self_attn
+        backend, num_ranks = attention._backend, attention._group.size
+        shapes = [
+            backend.block_shape(
+                max(layer.num_kv_heads // num_ranks, 1), BLOCK_SIZE, layer.head_size, has_values=layer.latent is None
+            )
+            for layer in self.model.model_config.layers
+        ]
+        dtype = self.model.model.dtype
         # NaN where nothing was written: a key that should not be looked at shows.
-        return torch.full((model_config.num_layers, num_blocks, *block_shape), torch.nan, dtype=self.model.model.dtype)
+        if len(dict.fromkeys(shapes)) == 1:
+            return torch.full((len(shapes), num_blocks, *shapes[0]), torch.nan, dtype=dtype)
+        return tuple(torch.full((num_blocks, *shape), torch.nan, dtype=dtype) for shape in shapes)

@@ -9,10 +9,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mirror_state import SequenceState, mirror_state
+from mirror_state import SequenceState, mirror_slots, mirror_state
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.lockstep.difference import Record
 from spmd_worker.replica.lockstep.digest import ChainedDigest
 from spmd_worker.replica.lockstep.wire.codec import Decoder, Encoder
@@ -41,6 +42,8 @@ class Ways:
     preemption: str = "recompute"
     num_host_blocks: int = 0
     num_tier_blocks: int = 0
+    num_state_slots: int = 0
+    num_host_state_slots: int = 0
 
     def new_scheduler(self, chunked: bool) -> Scheduler:
         limits = SchedulerLimits(
@@ -52,7 +55,8 @@ class Ways:
         )
         tier = HostTier(self.num_tier_blocks) if self.num_tier_blocks else None
         cache = CacheManager(NUM_BLOCKS, BLOCK_SIZE, num_host_blocks=self.num_host_blocks, connector=tier)
-        return Scheduler(limits, cache, StopChecker((EOS,), MAX_MODEL_LEN, None))
+        slots = StateSlots(self.num_state_slots, self.num_host_state_slots, grid=4) if self.num_state_slots else None
+        return Scheduler(limits, cache, StopChecker((EOS,), MAX_MODEL_LEN, None), state_slots=slots)
 
 
 WAYS = (
@@ -62,6 +66,8 @@ WAYS = (
     Ways(caching=True, preemption="swap", num_host_blocks=6),
     Ways(caching=True, num_tier_blocks=10),
     Ways(caching=True, preemption="auto", num_host_blocks=12, num_tier_blocks=30),
+    Ways(caching=True, num_state_slots=10),
+    Ways(caching=True, preemption="swap", num_host_blocks=40, num_state_slots=16, num_host_state_slots=8),
 )
 
 
@@ -83,13 +89,14 @@ class History:
     encoder: Encoder = field(default_factory=Encoder)
     decoder: Decoder = field(default_factory=Decoder)
     digests: tuple[ChainedDigest, ChainedDigest] = field(default_factory=lambda: (ChainedDigest(), ChainedDigest()))
-    mirror: Mirror = field(default_factory=lambda: Mirror(NUM_BLOCKS, BLOCK_SIZE))
+    mirror: Mirror = field(init=False)
     transfers: list[int] = field(default_factory=list)
     look: Look = lambda plan, scheduled: None
     seen: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.schedulers = (self.ways.new_scheduler(self.chunked), self.ways.new_scheduler(self.chunked))
+        self.mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE, num_state_slots=self.ways.num_state_slots)
         self.heads = [tuple(self.chance.randrange(6) for _ in range(length)) for length in (6, 9, 12)]
 
     def step(self, events: tuple[Event, ...]) -> None:
@@ -156,6 +163,9 @@ class History:
             for key, sequence in alive.items()
             if sequence.status is SequenceStatus.RUNNING and sequence.is_known
         }
+        slots = mirror_slots(self.mirror)
+        for key in expected:
+            assert slots[key] == (-1 if alive[key].state_slot is None else alive[key].state_slot), key
         # Who was preempted stays as it was until it is told of again.
         stale = {key: state for key, state in held.items() if key not in expected}
         assert held == {**expected, **stale}
@@ -191,6 +201,9 @@ class History:
             ("swap-ins", len(plan.block_ops.swap_in)),
             ("stores", len(plan.block_ops.store)),
             ("loads", len(plan.block_ops.load)),
+            ("copies of states", len(plan.state_ops.copy)),
+            ("swap-outs of states", len(plan.state_ops.swap_out)),
+            ("swap-ins of states", len(plan.state_ops.swap_in)),
             ("whole new tables", sum(not data.num_kept_blocks and not data.sample_index for data in deltas)),
             ("snapshots", len(rows) - len(deltas)),
             ("finished", len(plan.finished_sequences)),

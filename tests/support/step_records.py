@@ -11,6 +11,7 @@ from zlib import crc32
 from hypothesis import strategies as st
 
 from kv_cache.block_ops import BlockOps
+from kv_cache.state_ops import NO_STATE_OPS, StateOps
 from spmd_worker.replica.lockstep.wire.message import StepMessage
 from spmd_worker.replica.sequence.events import (
     Abort,
@@ -78,12 +79,14 @@ ends = st.sampled_from([Close(), EndRound()]) | st.builds(Interrupt, few, texts)
 worker_events = st.builds(WorkerEvent, words, texts, st.binary()) | st.builds(EndWorkerEvent, words, texts)
 worker_events |= st.builds(CommitWeights, words, words)
 events = st.lists(requests.map(Admit) | words.map(Abort) | ends | cache_events | worker_events, max_size=3).map(tuple)
-sequence_data = st.builds(SequenceData, few, token_ids, token_ids, counts, counts, samples)
-sequence_deltas = st.builds(SequenceDataDelta, few, token_ids, counts, token_ids, counts, counts, samples)
+slots = st.just(-1) | counts
+sequence_data = st.builds(SequenceData, few, token_ids, token_ids, counts, counts, samples, slots)
+sequence_deltas = st.builds(SequenceDataDelta, few, token_ids, counts, token_ids, counts, counts, samples, slots)
 snapshots = st.builds(SequenceGroupMetadata, requests, st.lists(sequence_data, max_size=3).map(tuple))
 deltas = st.builds(SequenceGroupMetadataDelta, few | words, st.lists(sequence_deltas, max_size=3).map(tuple))
 pairs = st.lists(st.tuples(small, words), max_size=3).map(tuple)
 block_ops = st.builds(BlockOps, pairs, pairs, pairs, pairs, pairs, counts)
+state_ops = st.builds(StateOps, pairs, pairs, pairs)
 keys = st.builds(SequenceKey, words | few, few | words)
 plans = st.builds(
     StepPlan,
@@ -97,6 +100,7 @@ plans = st.builds(
     continuing_token_ids=token_ids,
     continuing_num_ids=st.just(()) | token_ids,
     continuing_blocks=st.lists(st.tuples(small | words, words), max_size=3).map(tuple),
+    state_ops=st.just(NO_STATE_OPS) | state_ops,
 )
 sampled_ids = token_ids.map(SampledIds) | st.lists(token_ids, max_size=4).map(SampledIds.from_rows)
 messages = st.builds(

@@ -371,6 +371,12 @@ class CacheConfig:
         is_common=True,
     )
     enable_prefix_caching: bool = vllm_option(True, "find full blocks again by what they hold", is_common=True)
+    num_state_snapshots: int | None = option(
+        None,
+        "recurrent states that are kept where prompts may be found again, for models that have states; null: twice "
+        "`max_num_seqs`, and at most a quarter of the memory that running states leave",
+        least=0,
+    )
     host_tier_gib: float = option(0.0, "GiB per rank to which evicted prefix blocks are offloaded", least=0)
     connector: str | None = option(
         None,
@@ -419,8 +425,7 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = vllm_option(
         None,
-        "sequences in a step; samples of one row beyond it (`n`, `best_of`) queue; null: 256, or "
-        "`max_num_batched_tokens` if that is less",
+        "sequences in a step, others queue (samples of one row, too); null: 256, at most its tokens",
         least=1,
         is_common=True,
     )

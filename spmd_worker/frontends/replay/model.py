@@ -215,6 +215,9 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
     executor.start()
     try:
         executor.load_model()
+        if header.num_state_slots:
+            slots = (header.num_state_slots, header.num_host_state_slots)
+            executor.collective_rpc("initialize_states", args=slots)
         executor.initialize_from_config(header.num_blocks, header.num_host_blocks)
         if header.num_tier_blocks:
             executor.collective_rpc("initialize_host_tier", args=(header.num_tier_blocks,))

@@ -74,7 +74,8 @@ class Replay:
         """`tokenizer` finds stop strings; None if no request has any."""
         self.scheduler = _new_replica(header, tokenizer)
         rules = AdapterRules(self.scheduler.adapters.has, header.max_loras)
-        self.mirror = Mirror(header.num_blocks, header.block_size, header.num_steps_ahead, rules)
+        sizes = (header.num_blocks, header.block_size, header.num_steps_ahead)
+        self.mirror = Mirror(*sizes, rules, header.num_state_slots)
         self.num_steps = 0
         self.num_equal_digests = 0
         self.num_requests = 0
@@ -287,14 +288,21 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.max_num_batched_tokens,
         header.enable_chunked_prefill,
         header.enable_prefix_caching,
-        PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
+        PreemptionPolicy(header.preemption_mode, header.block_copy_tokens, header.slot_copy_tokens),
         header.watermark_blocks_per_sequence,
         header.pipeline_parallel_size,
         header.num_steps_ahead,
         header.keeps_histories,
         header.max_loras,
+        header.snapshot_interval,
     )
-    sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
+    sizes = CacheSizes(
+        header.num_blocks,
+        header.num_host_blocks,
+        header.num_tier_blocks,
+        header.num_state_slots,
+        header.num_host_state_slots,
+    )
     adapters = AdapterRegistry(header.max_cpu_loras, map(_pinned, header.adapters))
     prompt_adapters = AdapterRegistry(header.max_prompt_adapters, map(_pinned, header.prompt_adapters), PROMPT)
     saves = header.connector_saves

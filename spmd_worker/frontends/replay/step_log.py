@@ -30,7 +30,7 @@ from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""
-FORMAT_VERSION: Final = 7
+FORMAT_VERSION: Final = 8
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -49,7 +49,9 @@ class StepLogHeader:
     `num_steps_ahead` of 1 a step is planned before the ids of the previous step are read; `keeps_histories`: see
     `SchedulerLimits`. `max_loras` is 0 in a run without adapters; those that were loaded at the start, with ids from 1
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
-    weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector.
+    weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
+    has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
+    swapping a state, `snapshot_interval` is as in `SchedulerLimits`, `state_form` names the kernels' arithmetic.
     """
 
     code: str
@@ -95,6 +97,11 @@ class StepLogHeader:
     prompt_adapter_digests: tuple[int, ...] = ()
     prompt_adapter_num_tokens: tuple[int, ...] = ()
     connector_saves: bool | None = None
+    num_state_slots: int = 0
+    num_host_state_slots: int = 0
+    slot_copy_tokens: float = 0.0
+    snapshot_interval: int = 0
+    state_form: str | None = None
     format_version: int = FORMAT_VERSION
 
     @property

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_cache.block_ops import BlockOps
+from kv_cache.state_ops import StateOps
 from spmd_worker.base.errors import ReplayDivergedError, ReplayError, StepLogError
 from spmd_worker.base.files import JobFileError, job_file_fault
 from spmd_worker.base.version import code_fingerprint
@@ -188,11 +189,15 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
     if step.sampled is None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are applied")
     print_block_ops(plan.block_ops)
+    print_state_ops(plan.state_ops)
     for event in step.events:
         print(f"  then {EVENT_TEXTS.get(type(event), repr)(event)}")
     print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free, {cache.num_cached_blocks} of them cached")
     if cache.num_host_blocks:
         print(f"  host blocks: {cache.num_used_host_blocks} of {cache.num_host_blocks} hold swapped sequences")
+    if scheduler.state_slots is not None:
+        slots = scheduler.state_slots
+        print(f"  state slots: {slots.num_used_slots} of {slots.num_slots} in use, {slots.num_snapshots} snapshots")
     print_waiting("waiting", scheduler.waiting, len(scheduler.waiting))
     for number, sequences in scheduler.queues.loading.items():
         print_waiting(f"waiting for transfer {number}", sequences, len(sequences))
@@ -217,6 +222,17 @@ def print_block_ops(operations: BlockOps) -> None:
         (f"transfer {operations.transfer} loads, tier>device", operations.load),
         (f"transfer {operations.transfer} saves, device>name", [(b, name.hex()) for b, name in operations.save]),
         (f"transfer {operations.transfer} loads, name>device", [(name.hex(), b) for name, b in operations.fetch]),
+    ):
+        if pairs:
+            print(f"  {name}: {shorten(f'{source}>{destination}' for source, destination in pairs)}")
+
+
+def print_state_ops(operations: StateOps) -> None:
+    """Print the recurrent states copied before the step computed, as from>to."""
+    for name, pairs in (
+        ("states swapped out, device>host", operations.swap_out),
+        ("states copied on the device", operations.copy),
+        ("states swapped in, host>device", operations.swap_in),
     ):
         if pairs:
             print(f"  {name}: {shorten(f'{source}>{destination}' for source, destination in pairs)}")

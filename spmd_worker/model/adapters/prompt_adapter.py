@@ -105,6 +105,11 @@ def keys_values_for(
     """
     if model_config.is_encoder:
         raise AdapterError(f"{adapter.subject}: an encoder keeps no keys and values: PREFIX_TUNING is not supported")
+    if model_config.has_states:
+        raise AdapterError(
+            f"{adapter.subject}: keys and values of virtual tokens have no recurrent state, and this model has layers "
+            f"with one: PREFIX_TUNING is not supported"
+        )
     sizes = list(dict.fromkeys((layer.num_kv_heads, layer.head_size) for layer in model_config.layers))
     width = sum(2 * layer.num_kv_heads * layer.head_size for layer in model_config.layers)
     if len(sizes) > 1 or model_config.image_layers or adapter.tensor.shape[1] != width:

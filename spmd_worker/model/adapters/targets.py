@@ -24,9 +24,13 @@ _FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")
 _LINEARS: Final = (
     *(*QKV, "self_attn.o_proj", "self_attn.g_proj"),
     *("conv.in_proj", "conv.out_proj"),
+    *("mamba.in_z", "mamba.out_proj"),
+    *(f"linear_attn.in_proj_{part}" for part in "qkvzba"),
+    "linear_attn.out_proj",
     *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa"),
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
+    *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
 )
 """Linear layers of a decoder layer, by our names."""
 _LATENT_PROJECTION: Final = "self_attn.kv_b_proj"

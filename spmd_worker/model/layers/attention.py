@@ -39,8 +39,8 @@ class Sinks(CheckpointLayer):
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head, output
-    projection.
+    """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head,
+    output projection.
     """
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
@@ -49,24 +49,30 @@ class Attention(nn.Module):
         heads = shard_range(layer.num_heads, group.size, group.rank)
         kv_heads = kv_head_range(layer.num_kv_heads, group.size, group.rank)
         self.num_heads, self.num_kv_heads, self.head_size = heads[1] - heads[0], kv_heads[1] - kv_heads[0], size
-        self._sizes = [count * size for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         self.window, self.scale, self._score_cap = layer.window, layer.scale, layer.score_cap
         self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
         self._qkv_clip, self._is_plain = layer.qkv_clip, layer.is_plain_attention
+        self._key_multiplier, (self._in_multiplier, self._out_multiplier) = (
+            layer.key_multiplier,
+            layer.attention_multipliers,
+        )
         self._group, self._kernels, self._backend = group, context.kernels, context.attention
+        assert layer.output_gate in ("", "head", "number"), layer.output_gate
+        self._has_gates = layer.output_gate == "number"
+        assert not self._has_gates or layer.qk_norm != "flat", "a flat norm is of queries alone"
         shares = [
-            ("q_proj", layer.num_heads, heads),
-            *((name, layer.num_kv_heads, kv_heads) for name in ("k_proj", "v_proj")),
+            ("q_proj", layer.num_heads, heads, size * (1 + self._has_gates)),
+            *((name, layer.num_kv_heads, kv_heads, size) for name in ("k_proj", "v_proj")),
         ]
         parts = tuple(
-            OutputPart(name, total * size, start * size, stop * size) for name, total, (start, stop) in shares
+            OutputPart(name, total * each, start * each, stop * each) for name, total, (start, stop), each in shares
         )
+        self._sizes = [part.stop - part.start for part in parts]
         self.qkv_proj = ColumnParallelLinear(context, hidden_size, parts, layer.has_qkv_bias)
         inputs, num_inputs = (heads[0] * size, heads[1] * size), layer.num_heads * size
         self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias)
-        assert layer.output_gate in ("", "head"), layer.output_gate
         self.g_proj: ColumnParallelLinear | None = None
-        if layer.output_gate:
+        if layer.output_gate == "head":
             self.g_proj = ColumnParallelLinear(
                 context, hidden_size, (OutputPart("g_proj", layer.num_heads, *heads),), has_bias=False
             )
@@ -96,7 +102,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
         del states
-        projected = self.qkv_proj(x, adapters)
+        projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]
         is_one_call = is_fused and self._is_plain and wanted is None and not metadata.sees_later
@@ -117,23 +123,30 @@ class Attention(nn.Module):
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters
         if self.g_proj is not None:
-            attended = self._gated(attended, self.g_proj(x, adapters))
+            attended = self._gated(attended, self.g_proj(x, adapters).unsqueeze(2))
+        if self._has_gates:
+            heads = projected[:, : self._sizes[0]] if wanted is None else projected[wanted.rows, : self._sizes[0]]
+            attended = self._gated(attended, heads.view(len(attended), self.num_heads, -1)[..., self.head_size :])
         output: Tensor = self.o_proj(attended, adapters)
-        return output
+        return output if self._out_multiplier == 1.0 else output * self._out_multiplier
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
-        """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq]."""
+        """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq, 1 or D]."""
         heads = attended.view(len(attended), self.num_heads, self.head_size)
-        return (heads * sigmoid(gates.float()).to(heads.dtype).unsqueeze(2)).flatten(1)
+        return (heads * sigmoid(gates.float()).to(heads.dtype)).flatten(1)
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]."""
+        """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]. With gates a head of `projected` has
+        its query, then its gate.
+        """
         query, key, value = projected.split_with_sizes(self._sizes, dim=-1)
+        key = key if self._key_multiplier == 1.0 else key * self._key_multiplier
         if self._qk_norm == "flat":
             query, key = self._norm_all_heads(query, key)
         if self._qkv_clip:
             query, key, value = (part.clamp(-self._qkv_clip, self._qkv_clip) for part in (query, key, value))
-        query, key, value = (part.view(len(projected), -1, self.head_size) for part in (query, key, value))
+        query = query.view(len(projected), self.num_heads, -1)[..., : self.head_size]
+        key, value = (part.view(len(projected), -1, self.head_size) for part in (key, value))
         if self._qk_norm in ("head", "each_head") and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:

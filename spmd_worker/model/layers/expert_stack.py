@@ -35,9 +35,11 @@ class StackedExperts:
         bound: float,
         device: torch.device,
         stored: StoredFormat | None = None,
+        *,
+        is_gated: bool = True,
     ) -> None:
         self._experts, self._activation, self._limit, self._bound = tuple(experts), activation, limit, bound
-        self._stored = stored
+        self._stored, self._is_gated = stored, is_gated
         is_own = [int(index in set(own)) for index in range(num_experts)]
         self._ids = torch.tensor(own, dtype=torch.int32).to(device)
         self.is_own: Tensor | None = None if all(is_own) else torch.tensor(is_own, dtype=torch.int32).to(device)
@@ -75,6 +77,7 @@ class StackedExperts:
                 stored=self._stored,
                 gate_up_scales=gate_up_scales,
                 down_scales=down_scales,
+                is_gated=self._is_gated,
             )
         return self._stack
 

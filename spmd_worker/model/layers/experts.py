@@ -26,7 +26,13 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLay
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.expert_stack import StackedExperts
 from spmd_worker.model.layers.feed_forward import FeedForward
-from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, gate_up_linear
+from spmd_worker.model.layers.linear import (
+    ColumnParallelLinear,
+    OutputPart,
+    RowParallelLinear,
+    gate_up_linear,
+    replicated_linear,
+)
 from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
@@ -155,6 +161,20 @@ class _ClampedGates(ColumnParallelLinear):
         return gated.to(columns.dtype)
 
 
+class _WithoutGates(ColumnParallelLinear):
+    """[T, input_size] -> act(up), [T, outputs of this rank]."""
+
+    def __init__(self, context: LayerContext, input_size: int, size: int, has_bias: bool, activation: str) -> None:
+        columns = shard_range(size, context.tensor_group.size, context.tensor_group.rank)
+        super().__init__(context, input_size, (OutputPart("up_proj", size, *columns),), has_bias)
+        self._activation = activation
+
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
+        assert adapters is None, "experts are not adapted"
+        del is_fused
+        return self._kernels.activate(super().forward(x), self._activation)
+
+
 class _Down(RowParallelLinear):
     """Down projection of one expert, whose output is weighted before it is summed over ranks."""
 
@@ -169,11 +189,13 @@ class Expert(nn.Module):
     def __init__(self, context: LayerContext, layer: LayerConfig, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
         group, size, has_bias = context.tensor_group, experts.intermediate_size, experts.has_bias
-        self.gate_up_proj = (
-            _ClampedGates(context, hidden_size, size, has_bias, experts.limit)
-            if experts.limit > 0
-            else gate_up_linear(context, hidden_size, size, has_bias, layer.activation, experts.bound)
-        )
+        self.gate_up_proj: ColumnParallelLinear
+        if experts.limit > 0:
+            self.gate_up_proj = _ClampedGates(context, hidden_size, size, has_bias, experts.limit)
+        elif experts.is_gated:
+            self.gate_up_proj = gate_up_linear(context, hidden_size, size, has_bias, layer.activation, experts.bound)
+        else:
+            self.gate_up_proj = _WithoutGates(context, hidden_size, size, has_bias, layer.activation)
         self.down_proj = _Down(context, shard_range(size, group.size, group.rank), size, hidden_size, has_bias)
 
     def forward(self, x: Tensor, *, is_fused: bool) -> Tensor:
@@ -203,6 +225,7 @@ class _RemoteExperts(CheckpointLayer):
         super().__init__()
         size, self._indices = experts.intermediate_size, indices
         gates = [("gate_up_proj", 2 * size)] if experts.limit > 0 else [("gate_proj", size), ("up_proj", size)]
+        gates = gates if experts.is_gated else [("up_proj", size)]
         self._shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, hidden_size) for name, rows in gates}
         self._shapes["down_proj.weight"] = (hidden_size, size)
         if experts.has_bias:
@@ -232,9 +255,14 @@ class SparseFeedForward(nn.Module):
         if self._expert_kernels is not None:
             of_expert = replace(of_expert, device=torch.device("meta"))
         self.gate = Router(context, experts, hidden_size)
-        self.experts = nn.ModuleDict({str(index): Expert(of_expert, layer, experts, hidden_size) for index in own})
+        expert_size = experts.latent_size or hidden_size
+        self.experts = nn.ModuleDict({str(index): Expert(of_expert, layer, experts, expert_size) for index in own})
         remote = [index for index in range(experts.num_experts) if index not in own]
-        self.remote_experts = _RemoteExperts(remote, experts, hidden_size)
+        self.remote_experts = _RemoteExperts(remote, experts, expert_size)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if experts.latent_size:
+            self.fc1_latent_proj = replicated_linear(context, "fc1_latent_proj", hidden_size, expert_size)
+            self.fc2_latent_proj = replicated_linear(context, "fc2_latent_proj", expert_size, hidden_size)
         self._num_tokens = [0] * experts.num_experts
         self._stacked: StackedExperts | None = None
         if self._expert_kernels is not None:
@@ -242,8 +270,10 @@ class SparseFeedForward(nn.Module):
             stored = context.stored_experts.get(context.layer)
             if stored is not None:
                 _hold_as_stored(modules, stored)
-            bounds = experts.limit, experts.bound
-            self._stacked = StackedExperts(modules, own, size, layer.activation, *bounds, context.device, stored)
+            bounds, is_gated = (experts.limit, experts.bound), experts.is_gated
+            self._stacked = StackedExperts(
+                modules, own, size, layer.activation, *bounds, context.device, stored, is_gated=is_gated
+            )
             self._stacked.allocate(context.device)
             self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
         self.shared_expert: FeedForward | None = None
@@ -265,13 +295,14 @@ class SparseFeedForward(nn.Module):
         `Kernels.expert_kernels`.
         """
         ids, weights, shared_gate = self.gate(x)
+        inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)
         kernels = self._expert_kernels if is_fused else None
         if kernels is None:
-            results = self._results(x, ids, is_fused)
+            results = self._results(inputs, ids, is_fused)
         else:
             assert self._stacked is not None, "made with the kernels"
             stack, is_exact = self._stacked.get(), self._is_exact
-            results = kernels.outputs(x, ids, stack, slots, self._totals, others_are_zero=is_exact)
+            results = kernels.outputs(inputs, ids, stack, slots, self._totals, others_are_zero=is_exact)
         shared: Tensor | None = None
         if self.shared_expert is not None:
             shared = self.shared_expert(x, adapters, is_fused=is_fused)
@@ -284,6 +315,8 @@ class SparseFeedForward(nn.Module):
             assert self._stacked is not None, "made with the kernels"
             is_own = None if self._is_exact else self._stacked.is_own
             output = kernels.weighted_sum(results, ids, weights, slots, is_own)
+        if self.fc2_latent_proj is not None:
+            output = self.fc2_latent_proj(output, adapters)
         if shared is not None:
             output = output + (shared if shared_gate is None else (shared.float() * shared_gate).to(x.dtype))
         if not self._is_exact:

@@ -46,8 +46,11 @@ class FeedForward(nn.Module):
         columns = shard_range(size, group.size, group.rank)
         self.intermediate_size = columns[1] - columns[0]
         self._activation, self._is_gated, self._kernels = layer.activation, layer.is_gated, context.kernels
+        self._out_multiplier = layer.mlp_multipliers[1]
         if layer.is_gated:
-            self.gate_up_proj = gate_up_linear(context, hidden_size, size, has_bias, layer.activation, layer.bound)
+            self.gate_up_proj = gate_up_linear(
+                context, hidden_size, size, has_bias, layer.activation, layer.bound, layer.mlp_multipliers[0]
+            )
         else:
             self.act_fn = Xielu(context) if layer.activation == "xielu" else None
             self.up_proj = ColumnParallelLinear(
@@ -63,4 +66,4 @@ class FeedForward(nn.Module):
             kernels = self._kernels
             activated = kernels.activate(outputs, self._activation) if self.act_fn is None else self.act_fn(outputs)
         output: Tensor = self.down_proj(activated, adapters)
-        return output
+        return output if self._out_multiplier == 1.0 else output * self._out_multiplier

@@ -83,7 +83,8 @@ class ColumnParallelLinear(AdaptableLayer):
 
 class GatedLinear(ColumnParallelLinear):
     """Two parts of equal size, gate and up: [T, input_size] -> act(gate) * up, [T, half of the outputs of this rank]
-    (https://arxiv.org/abs/2002.05202). `bound`, if above 0, bounds both factors (`LayerConfig.bound`).
+    (https://arxiv.org/abs/2002.05202). `bound`, if above 0, bounds both factors (`LayerConfig.bound`). Gates are
+    multiplied by `gate_multiplier` first.
     """
 
     def __init__(
@@ -94,18 +95,23 @@ class GatedLinear(ColumnParallelLinear):
         has_bias: bool,
         activation: str,
         bound: float = 0.0,
+        gate_multiplier: float = 1.0,
     ) -> None:
         super().__init__(context, input_size, parts, has_bias)
-        self._activation, self._bound = activation, bound
+        self._activation, self._bound, self._gate_multiplier = activation, bound, gate_multiplier
         self._is_plain = activation == "silu" and not bound
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
         """If not `is_fused`, or if adapters add to them, the GEMM's outputs are stored before the activation is
         applied, with the same bits.
         """
-        if is_fused and self._is_plain and not self.is_adapted(adapters):
+        is_scaled = self._gate_multiplier != 1.0
+        if is_fused and self._is_plain and not is_scaled and not self.is_adapted(adapters):
             return self._kernels.gated_linear(x, self.weight, self.bias)
         columns = super().forward(x, adapters)
+        if is_scaled:
+            gates, ups = columns.chunk(2, dim=1)
+            columns = torch.cat((gates * self._gate_multiplier, ups), dim=1)
         if self._bound:
             return bounded_gates(columns, self._activation, self._bound, self._kernels.activate)
         return (
@@ -213,11 +219,12 @@ def gate_up_linear(
     has_bias: bool,
     activation: str,
     bound: float = 0.0,
+    gate_multiplier: float = 1.0,
 ) -> GatedLinear:
     """Gate and up projections, merged."""
     start, stop = shard_range(intermediate_size, context.tensor_group.size, context.tensor_group.rank)
     parts = tuple(OutputPart(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj"))
-    return GatedLinear(context, hidden_size, parts, has_bias, activation, bound)
+    return GatedLinear(context, hidden_size, parts, has_bias, activation, bound, gate_multiplier)
 
 
 def replicated_linear(context: LayerContext, name: str, input_size: int, output_size: int) -> ColumnParallelLinear:

@@ -116,6 +116,9 @@ def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
     plain = 1.0 / (rope.rope_theta ** _exponents(head_size))
     if rope.rope_type == "linear":
         return plain / rope.factor
+    if rope.rope_type == "proportional":
+        num_rotated = int(rope.partial_factor * head_size // 2)
+        return torch.where(torch.arange(head_size // 2) < num_rotated, plain / rope.factor, 0.0)
     if rope.rope_type == "llama3":
         return _llama3(plain, rope)
     if rope.rope_type == "yarn":

@@ -16,14 +16,16 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, TensorView, WeightSlice, empty_slice
 from spmd_worker.model_config.families.family import NORM_POSITIONS
-from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
+from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
-_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices."""
+_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices. Those
+without gates have a stack of their own.
+"""
 _EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMORY.values() for part in parts)
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
@@ -215,7 +217,7 @@ class CheckpointNames:
     def _joined_parts(
         self, index: int, inside: str, experts: ExpertsConfig, given: TensorView, shape: Sequence[int]
     ) -> dict[str, TensorView | None]:
-        """Stacks that are one in memory, [experts, outputs of all, inputs] (`Names.joined`); empty for other tensors."""
+        """Stacks that are one in memory, [experts, outputs, inputs] (`Names.joined`); empty for other tensors."""
         names, prefix = self._names.joined.get(inside, ()), self._layer_prefix(index)
         if names and (len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(names)):
             raise CheckpointError(
@@ -223,9 +225,7 @@ class CheckpointNames:
                 f"{experts.num_experts} experts: a stack is [experts, outputs, inputs]"
             )
         rows = shape[1] // len(names) if names else 0
-        return {
-            prefix + name: replace(given, rows=(part * rows, (part + 1) * rows)) for part, name in enumerate(names)
-        }
+        return {prefix + name: replace(given, rows=(part * rows, (part + 1) * rows)) for part, name in enumerate(names)}
 
     def _is_transposed_stack(self, inside: str, experts: ExpertsConfig, shape: Sequence[int]) -> bool:
         """Whether it is a stack of experts that is transposed compared to the table (`StackedTensor`)."""
@@ -241,7 +241,7 @@ class CheckpointNames:
         """Rows of the fused tensor: one range of them, or one per key-value head."""
         parts, sizes = self._names.fused[fused], _part_sizes(layer)
         assert piece.checkpoint_shape[0] == sizes[part], (piece, sizes[part])
-        num_groups = layer.num_kv_heads if fused in self._names.by_kv_head else 1
+        num_groups = _num_key_heads(layer) if fused in self._names.by_kv_head else 1
         firsts = dict(zip(parts, accumulate((sizes[each] // num_groups for each in parts), initial=0)))
         total, size = sum(sizes[each] for each in parts), sizes[part] // num_groups
         (start, stop), *others = piece.source
@@ -289,12 +289,12 @@ class CheckpointNames:
                 assert tensor.shape == piece.checkpoint_shape, (piece, tensor)
         # Layers of one kind have the same tensors.
         of_kind: dict[LayerConfig, dict[str, ModelTensor]] = {}
-        for index, kind in enumerate(layers):
+        for index, layer in enumerate(layers):
             prefix = self._layer_prefix(index)
-            if kind not in of_kind:
+            if layer not in of_kind:
                 pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
-                of_kind[kind] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
-            found |= {prefix + name: tensor for name, tensor in of_kind[kind].items()}
+                of_kind[layer] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
+            found |= {prefix + name: tensor for name, tensor in of_kind[layer].items()}
         return found
 
     def _is_of_later_layer(self, name: str) -> bool:
@@ -330,6 +330,8 @@ def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:
 def _part_sizes(layer: LayerConfig) -> dict[str, int]:
     """Number of outputs of the modules that may be fused, over all ranks."""
     query, key_value = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
+    if layer.output_gate == "number":
+        query *= 2
     return {
         "self_attn.q_proj": query,
         "self_attn.k_proj": key_value,
@@ -337,4 +339,25 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
         "mlp.gate_proj": layer.intermediate_size,
         "mlp.up_proj": layer.intermediate_size,
         **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),
+        **({} if layer.delta is None else _delta_sizes(layer.delta)),
+        **({} if layer.mamba is None else _mamba_sizes(layer.mamba)),
     }
+
+
+def _delta_sizes(delta: DeltaConfig) -> dict[str, int]:
+    key, value = delta.num_key_heads * delta.key_size, delta.num_value_heads * delta.value_size
+    gates = {f"in_proj_{part}": delta.num_value_heads for part in "ba"}
+    mixed = {f"{part}_conv1d": size for part, size in (("q", key), ("k", key), ("v", value))}
+    sizes = {"in_proj_q": key, "in_proj_k": key, "in_proj_v": value, "in_proj_z": value, **gates, **mixed}
+    return {f"linear_attn.{name}": size for name, size in sizes.items()}
+
+
+def _mamba_sizes(mamba: MambaConfig) -> dict[str, int]:
+    inner, shared = mamba.num_heads * mamba.head_size, mamba.num_groups * mamba.state_size
+    sizes = {"z": inner, "x": inner, "b": shared, "c": shared, "dt": mamba.num_heads}
+    return {f"mamba.in_{name}": size for name, size in sizes.items()}
+
+
+def _num_key_heads(layer: LayerConfig) -> int:
+    """Key heads of the layer's mixer."""
+    return layer.delta.num_key_heads if layer.delta is not None else layer.num_kv_heads

@@ -27,14 +27,16 @@ class ExpertsFamily:
     """Sparse layers: which layers they are, and how they choose and compute.
 
     `count_keys` are names of one key: files have one of them, or none for `default_count` experts. `size_key` is the
-    columns of an expert. A layer is dense before `first_key`, or before layer `first` if the file has no such key, after
-    `last_key`, unless that is -1, if `every_key` does not divide its number, counted from 1, and if `dense_layers_key`
-    lists it. A list in `kinds_key`, of "dense" and "sparse", takes precedence. `chosen_key` is the number of experts of
-    a token; with `may_be_lists` it and the count may be lists, a number for each layer. `score` and `groups_by_best` are as in `ExpertsConfig`; `renormalises` is True or False in every
-    file, or the key that has the flag. `min_sum_key`, `sum_eps` and `jitter_key` are as in `ExpertsConfig`. `limit_key` is the
-    bound of clamped gates, and `bounds_key` lists `ExpertsConfig.bound` of each layer, null or 0 for none. `shared_key` is the columns of the
-    expert that every token visits, or, with `counts_shared`, how many times `size_key` they are.
-    `shared_bias` is True or False in every file, or the key that has the flag.
+    columns of an expert. A layer is dense before `first_key`, or before layer `first` if the file has no such key,
+    after `last_key`, unless that is -1, if `every_key` does not divide its number, counted from 1, and if
+    `dense_layers_key` lists it. A list in `kinds_key`, of "dense" and "sparse", takes precedence. `chosen_key` is the
+    number of experts of a token; with `may_be_lists` it and the count may be lists, a number for each layer. `score`
+    and `groups_by_best` are as in `ExpertsConfig`; `renormalises` is True or False in every file, or the key that has
+    the flag. `min_sum_key`, `sum_eps` and `jitter_key` are as in `ExpertsConfig`. `limit_key` is the bound of clamped
+    gates, and `bounds_key` lists `ExpertsConfig.bound` of each layer, null or 0 for none. `shared_key` is the columns
+    of the expert that every token visits, or, with `counts_shared`, how many times `size_key` they are. `shared_bias`
+    is True or False in every file, or the key that has the flag. `is_gated` and the size at `latent_key`, if the file
+    has one, are as in `ExpertsConfig`.
     """
 
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -65,3 +67,5 @@ class ExpertsFamily:
     counts_shared: bool = False
     shared_bias: bool | str = False
     has_shared_gate: bool = False
+    is_gated: bool = True
+    latent_key: str = ""

@@ -125,10 +125,10 @@ class Attention:
     """A `*_bias`, here and below, is True or False in every file, or the key of config.json that has the flag.
 
     `head_size` 0 means hidden size / heads, unless a key has it. `num_kv_heads` above 0 is the same in every file.
-    `qk_norm`, `has_sinks` and `output_gate` are as in `LayerConfig`; if `qk_norm_key` is false, queries and keys have no norm.
-    `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the inverse root; without
-    both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values. Layers with
-    a window have `sliding_heads_key` query heads, if a file has that key.
+    `qk_norm`, `has_sinks` and `output_gate` are as in `LayerConfig`; if `qk_norm_key` is false, queries and keys have
+    no norm. `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the inverse root;
+    without both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values.
+    Layers with a window have `sliding_heads_key` query heads, if a file has that key.
     """
 
     qkv_bias: bool | str = "attention_bias"
@@ -154,13 +154,14 @@ class Windows:
     on before `max_window_layers`), "in_use" (every layer) or "layer_types" (all but every `full_every`th layer, or the
     number in `full_every_key`; with `is_full_first` the first layer of each group is the full one, not the last).
     "late_layers", "even_layers" and "in_use" need `use_sliding_window` too. A list `layer_types` in the file takes
-    precedence over all but "never" and "in_use".
+    precedence over all but "never" and "in_use"; it may have `others`, of layers without attention.
     """
 
     rule: str = "never"
     full_every: int = 1
     full_every_key: str = ""
     is_full_first: bool = False
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +169,10 @@ class Rope:
     """Rotary embedding. `has_local`: sliding layers have a rope of their own. Otherwise `layers` are those with rotated
     queries and keys: "all", "sliding", "sliding_or_all" (all if the file has no window), or "listed" (SmolLM3:
     `no_rope_layers` has 1 for each of them and 0 for the others; without the list every `no_rope_layer_interval`th
-    layer has none). `thetas_key` lists the base of each layer, 0 for one without. `may_be_partial`: `partial_rotary_factor` counts, or in older files `rotary_size_key`, the number
-    of rotated elements of a head. `is_interleaved`, `is_backward` and `rounding` are as in `RopeParameters`. `adjust`
-    changes the rope for one architecture, from the file and the head size.
+    layer has none). `thetas_key` lists the base of each layer, 0 for one without. `may_be_partial`:
+    `partial_rotary_factor` counts, or in older files `rotary_size_key`, the number of rotated elements of a head.
+    `is_interleaved`, `is_backward` and `rounding` are as in `RopeParameters`. `adjust` changes the rope for one
+    architecture, from the file and the head size.
     """
 
     has_local: bool = False

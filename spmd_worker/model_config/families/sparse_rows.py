@@ -277,7 +277,9 @@ SPARSE_ROWS: Final[dict[str, Family]] = {
                 _BIAS: "moe.router_bias",
                 **_shared("share_expert"),
             },
-            stacked=tuple(StackedTensor(f"moe.{each}.weight", (each,)) for each in ("gate_proj", "up_proj", "down_proj")),
+            stacked=tuple(
+                StackedTensor(f"moe.{each}.weight", (each,)) for each in ("gate_proj", "up_proj", "down_proj")
+            ),
             joined={"mlp.experts.gate_up_proj": ("moe.gate_proj.weight", "moe.up_proj.weight")},
             ignored_prefixes=("vision_model.", "vit_large_projector."),
             aliases={

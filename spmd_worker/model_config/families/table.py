@@ -7,6 +7,8 @@ Each row is compared with transformers on a checkpoint of its own, which must de
 from dataclasses import replace
 from typing import Final
 
+from spmd_worker.model_config.families.conv_rows import CONV_ROWS
+from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import (
     GATE_UP,
@@ -26,6 +28,7 @@ from spmd_worker.model_config.families.family import (
 )
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
+from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
@@ -223,6 +226,9 @@ FAMILIES: Final[dict[str, Family]] = {
     **EXPERT_FAMILIES,
     **LATENT_ROWS,
     **SPARSE_ROWS,
+    **CONV_ROWS,
+    **DELTA_ROWS,
+    **MAMBA_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
@@ -247,7 +253,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("Llama4ForCausalLM", "BailingMoeForCausalLM"),
     _INDEXER: ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"),
     _TWO_LATENTS: ("LongcatFlashForCausalLM", "YoutuForCausalLM"),
-    _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
+    _RECURRENT: ("MambaForCausalLM",),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
         *("Gemma4ForConditionalGeneration", "Llama4ForConditionalGeneration", "Ovis2ForConditionalGeneration"),

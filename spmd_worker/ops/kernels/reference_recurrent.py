@@ -9,12 +9,16 @@ T: tokens; S: sequences; K: taps, C: channels of a convolution.
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.ops.kernels.recurrent import StateSegments
+
+LENGTH_EPSILON: Final = 1e-6
+"""Added to the squared length of queries and keys."""
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -38,6 +42,18 @@ def segment_rows(segments: StateSegments) -> Iterator[tuple[int, int, int, bool]
     for slot, first, start, stop in zip(segments.slots.tolist(), segments.firsts.tolist(), starts, starts[1:]):
         if slot >= 0 and start < stop:
             yield slot, start, stop, first == 0
+
+
+def unit(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Float32 vectors of length `scale` along the last dimension."""
+    return x * (scale / torch.sqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON))
+
+
+def delta_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor, config: DeltaConfig) -> Tensor:
+    """Factors of a state, float32 [T, Hv, dk or 1, 1]."""
+    rate = torch.exp(a_log).unsqueeze(-1)
+    steps = softplus(a.float() + dt_bias).view(len(a), config.num_value_heads, -1)
+    return torch.exp(-rate * steps).unsqueeze(-1)
 
 
 class ReferenceRecurrentKernels:
@@ -78,7 +94,28 @@ class ReferenceRecurrentKernels:
         segments: StateSegments,
         config: DeltaConfig,
     ) -> Tensor:
-        raise NotImplementedError
+        num_tokens, widths = len(mixed), (config.key_size, config.value_size)
+        heads = (config.num_key_heads, config.num_key_heads, config.num_value_heads)
+        sizes = [count * size for count, size in zip(heads, (widths[0], *widths), strict=True)]
+        query, key, value = (
+            part.view(num_tokens, count, -1)
+            for part, count in zip(mixed.float().split_with_sizes(sizes, dim=-1), heads, strict=True)
+        )
+        num_shared = config.num_value_heads // config.num_key_heads
+        query = (unit(query, config.key_size**-0.5)).repeat_interleave(num_shared, dim=1)
+        key = unit(key).repeat_interleave(num_shared, dim=1)
+        beta = sigmoid(b.float()).to(b.dtype).float() * config.beta_scale
+        decay = delta_decay(a, a_log, dt_bias, config)
+        out = mixed.new_zeros(num_tokens, *heads[2:], config.value_size)
+        for slot, start, stop, begins in segment_rows(segments):
+            state = torch.zeros_like(states[slot]) if begins else states[slot]
+            for t in range(start, stop):
+                state = state * decay[t]
+                change = (value[t] - (state * key[t, :, :, None]).sum(-2)) * beta[t, :, None]
+                state = state + key[t, :, :, None] * change[:, None]
+                out[t] = (state * query[t, :, :, None]).sum(-2).to(out.dtype)
+            states[slot] = state
+        return out
 
     def scan_mamba(
         self,
@@ -91,7 +128,24 @@ class ReferenceRecurrentKernels:
         segments: StateSegments,
         config: MambaConfig,
     ) -> Tensor:
-        raise NotImplementedError
+        num_heads, size, num_groups = config.num_heads, config.head_size, config.num_groups
+        inner, shared = num_heads * size, num_groups * config.state_size
+        x, b, c = mixed.float().split_with_sizes((inner, shared, shared), dim=-1)
+        x = x.reshape(len(mixed), num_heads, size)
+        b, c = (
+            each.reshape(len(mixed), num_groups, -1).repeat_interleave(num_heads // num_groups, dim=1)
+            for each in (b, c)
+        )
+        steps = softplus(dt.float() + dt_bias).clamp(*config.dt_limits)
+        decays, added = torch.exp(steps * -torch.exp(a_log)), steps.unsqueeze(-1) * x
+        out, direct = torch.zeros_like(x), x * skip.unsqueeze(-1)
+        for slot, start, stop, begins in segment_rows(segments):
+            state = torch.zeros_like(states[slot]) if begins else states[slot]
+            for row in range(start, stop):
+                state = state * decays[row, :, None, None] + added[row].unsqueeze(-1) * b[row].unsqueeze(1)
+                out[row] = (state * c[row].unsqueeze(1)).sum(-1) + direct[row]
+            states[slot] = state
+        return out.view(len(mixed), inner).to(mixed.dtype)
 
     def gated_norm(
         self,
@@ -104,4 +158,10 @@ class ReferenceRecurrentKernels:
         activation: str,
         gates_first: bool,
     ) -> Tensor:
-        raise NotImplementedError
+        assert activation in ("silu", "sigmoid"), activation
+        gates = (silu if activation == "silu" else sigmoid)(gate.float())
+        rows = x.float() * gates if gates_first else x.float()
+        groups = rows.view(len(x), num_groups, -1)
+        groups = groups * torch.rsqrt((groups * groups).mean(-1, keepdim=True) + eps)
+        weighted = groups.to(x.dtype) * weight.view(-1, groups.shape[-1])
+        return weighted.view(x.shape) if gates_first else (weighted.float().view(x.shape) * gates).to(x.dtype)

@@ -10,8 +10,10 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kv_cache.block import BlockId
+from kv_cache.state_ops import StateOps
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
+from spmd_worker.replica.mirror.state_check import StateCheck
 from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata, SequenceGroupMetadataDelta
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampled import NOT_READ, SampledIds
@@ -58,17 +60,24 @@ class _Decoding(NamedTuple):
 class Mirror:
     """The sequences of every request that was scheduled and has not ended, in a cache of `num_blocks` device blocks,
     or, with 0, without one. With `num_steps_ahead` plans come before the ids that they append are read: `take_sampled`.
-    `adapters` None: no request may have one.
+    `adapters` None: no request may have one. `num_state_slots` is 0 in a model without recurrent states.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_steps_ahead: int = 0, adapters: AdapterRules | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_steps_ahead: int = 0,
+        adapters: AdapterRules | None = None,
+        num_state_slots: int = 0,
     ) -> None:
         assert num_blocks >= 0, num_blocks
         assert block_size >= 1, block_size
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._num_steps_ahead, self._adapters = num_steps_ahead, adapters
+        # The sequence that was given each slot last.
+        self._owners: list[MirroredSequence | None] = [None] * num_state_slots
         self._step: int | None = None
         self._groups: dict[RequestId, MirroredGroup] = {}
         # Those of all groups.
@@ -91,6 +100,7 @@ class Mirror:
         if decoding is None or not self._is_same_decoding(plan, decoding):
             return self._apply(plan)
         self._step = plan.step
+        self._move_states(plan.state_ops)
         for index, block_id in plan.continuing_blocks:
             decoding.tables[index].append(block_id)
         for outputs, token_id in zip(decoding.outputs, self._appended_ids(plan, decoding.sequences), strict=True):
@@ -117,6 +127,8 @@ class Mirror:
             or plan.continuing != last.keys
         ):
             return False
+        if not plan.state_ops.is_empty:
+            self._state_check(plan).check_state_ops(last.sequences)
         if plan.continuing_blocks:
             num_new = PlanCheck(plan, self._groups, {}, self.num_blocks, self.block_size).num_new_blocks()
         size = self.block_size
@@ -129,8 +141,10 @@ class Mirror:
         state = (self._groups, self._sequences, *sizes, self._step, self._last_rows)
         check = PlanCheck(plan, *state, allows_ahead=self._num_steps_ahead > 0, adapters=self._adapters)
         continuing = check.check()
+        self._state_check(plan).check(continuing)
         self._step = plan.step
         self._forget(plan)
+        self._move_states(plan.state_ops)
         continuing_rows = self._continue(plan, continuing)
         sequences: list[MirroredSequence] = []
         for group in plan.groups:
@@ -216,6 +230,21 @@ class Mirror:
             sequence.num_computed_tokens = sequence.num_tokens - sequence.num_scheduled_tokens
         return [ScheduledSequence(sequence, sequence.num_scheduled_tokens, 1) for sequence in continuing]
 
+    def _state_check(self, plan: StepPlan) -> StateCheck:
+        return StateCheck(plan, self._groups, self._owners)
+
+    def _move_states(self, operations: StateOps) -> None:
+        """A slot that receives something is not its former owner's any more."""
+        if not operations.is_empty:
+            for _, slot in (*operations.copy, *operations.swap_in):
+                self._give_slot(slot, None)
+
+    def _give_slot(self, slot: int, sequence: MirroredSequence | None) -> None:
+        former = self._owners[slot]
+        if former is not None:
+            former.state_slot = -1
+        self._owners[slot] = sequence
+
     def _forget(self, plan: StepPlan) -> None:
         for key in plan.finished_sequences:
             group = self._groups.get(key.request_id)
@@ -242,7 +271,10 @@ class Mirror:
                 block_ids=list(data.block_ids),
                 num_computed_tokens=data.num_computed_tokens,
                 num_scheduled_tokens=data.num_scheduled_tokens,
+                state_slot=data.state_slot,
             )
+            if data.state_slot >= 0:
+                self._give_slot(data.state_slot, sequence)
             group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
             sequences.append(sequence)
 
@@ -251,7 +283,9 @@ class Mirror:
         for data in update.sequences:
             sequence = group.sequences.get(data.sample_index)
             if sequence is None:
-                sequence = MirroredSequence(group.request, data.sample_index, [], [], 0, 0)
+                sequence = MirroredSequence(group.request, data.sample_index, [], [], 0, 0, data.state_slot)
+                if data.state_slot >= 0:
+                    self._give_slot(data.state_slot, sequence)
                 group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
             sequence.output_token_ids += data.appended_token_ids
             if data.num_kept_blocks != len(sequence.block_ids):

@@ -22,7 +22,8 @@ class MirroredSequence:
 
     It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks only grows; if
     blocks are removed, the record gets a new list. While a sequence is ahead of its id, its last output token is
-    `NOT_READ` until the id is read. `is_plain`: it needs only the argmax of its logits, at every token.
+    `NOT_READ` until the id is read. `is_plain`: it needs only the argmax of its logits, at every token. `state_slot`
+    holds its recurrent states: -1 in a model without any, and once another sequence was given its slot.
     """
 
     request: Request
@@ -31,6 +32,7 @@ class MirroredSequence:
     block_ids: list[BlockId]
     num_computed_tokens: int
     num_scheduled_tokens: int
+    state_slot: int = -1
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
     decode_row: "ScheduledSequence" = field(init=False)

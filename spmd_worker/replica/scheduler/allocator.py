@@ -1,18 +1,21 @@
-"""Allocates, swaps and releases sequences' KV cache. Only this module moves a sequence between device, host and prefix
-cache; it updates the sequence's record: block table, host table, block hashes, number of computed tokens.
+"""Allocates, swaps and releases sequences' KV cache and recurrent states. Only this module moves a sequence between
+device, host and prefix cache; it updates the sequence's record: block table, host table, block hashes, number of
+computed tokens, and, through `sequence_states.py`, its slot.
 """
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kv_cache.block import BlockHash, BlockId
 from kv_cache.block_hash import GivenRows, hash_blocks, root_hash
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.sequence_states import SequenceStates
 from spmd_worker.replica.sequence.request import Request
-from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, SequenceStatus
+from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +23,17 @@ class PreemptionPolicy:
     """Decides from counts, never from a clock, whether a preempted sequence is swapped to the host or recomputed.
 
     `mode` is auto (the cheaper), swap or recompute. `block_copy_tokens` is the cost of swapping a block out and in, in
-    tokens that could be computed in that time (see `worker/memory/plan.py`).
+    tokens that could be computed in that time (see `worker/memory/plan.py`); `slot_copy_tokens` that of a sequence's
+    recurrent states, 0 in a model without any.
     """
 
     mode: str = "recompute"
     block_copy_tokens: float = 0.0
+    slot_copy_tokens: float = 0.0
 
     def prefers_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
         if self.mode == "auto":
-            return num_blocks * self.block_copy_tokens < num_computed_tokens
+            return num_blocks * self.block_copy_tokens + self.slot_copy_tokens < num_computed_tokens
         return self.mode == "swap"
 
 
@@ -36,7 +41,8 @@ class Allocator:
     """Allocates and releases the blocks of sequences. `num_swapped` sequences are on the host now.
 
     A cache without blocks is an encoder's: sequences hold nothing and are computed completely in the step in which they
-    join.
+    join. With `states` a running sequence of a model with recurrent states owns a slot beside its blocks, and a prefix
+    is found as far as a snapshot was kept.
     """
 
     def __init__(
@@ -46,25 +52,45 @@ class Allocator:
         counters: SchedulerCounters,
         *,
         enable_prefix_caching: bool,
+        states: SequenceStates | None = None,
     ) -> None:
         self._cache, self._preemption, self._counters = cache, preemption, counters
         self._enable_prefix_caching = enable_prefix_caching
         self._weight_version = 0
         self.num_swapped = 0
+        self.states = states
 
     def find_prefix(self, sequence: Sequence) -> list[BlockId]:
         """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
-        return self._cache.find_prefix(self._prefix_hashes(sequence))
+        hashes = self._prefix_hashes(sequence)
+        found = self._cache.find_prefix(hashes)
+        return found if self.states is None else found[: self.states.num_usable(hashes, len(found))]
+
+    def must_wait(self, sequence: Sequence, prefix: Sized[BlockId]) -> bool:
+        """Whether a running sequence will soon make a snapshot that a waiting one could begin from: it waits for one
+        only, so one that is never made does not hold up several in turn.
+        """
+        if self.states is None or sequence.status is SequenceStatus.SWAPPED:
+            return False
+        name = self.states.expected_name(self._prefix_hashes(sequence), len(prefix))
+        if name is None or sequence.awaited_snapshot not in (None, name):
+            return False
+        sequence.awaited_snapshot = name
+        return True
 
     def prefix_hashes(self, sequence: Sequence, weight_version: int | None) -> list[BlockHash]:
         """Names of the leading blocks of a new sequence that may be found, on the device or outside; with the weights
         of a version that is about to be set, if one is.
         """
-        return self._prefix_hashes(sequence, weight_version)
+        return self._loadable(self._prefix_hashes(sequence, weight_version))
 
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
         """Transfer that loads the blocks after `prefix`, started if needed; None if there is none to wait for."""
-        return self._cache.load_prefix(prefix, self._prefix_hashes(sequence), sequence.num_tokens)
+        hashes = self._loadable(self._prefix_hashes(sequence))
+        if self.states is not None:
+            # The prefix ends at a snapshot, the blocks on the device perhaps later.
+            prefix = self._cache.find_prefix(hashes)
+        return self._cache.load_prefix(prefix, hashes, sequence.num_tokens)
 
     def can_allocate(self, sequence: Sequence, prefix: Sized[BlockId], *, keep_watermark: bool) -> bool:
         """Whether all blocks of a waiting sequence can be allocated, not only the next step's: else half-computed
@@ -78,15 +104,23 @@ class Allocator:
             return self._cache.can_swap_in(sequence.host_table, hashes, num_tokens, keep_watermark=keep_watermark)
         return self._cache.can_start(prefix, num_tokens, keep_watermark=keep_watermark)
 
-    def allocate(self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId]) -> None:
-        """Give a waiting sequence its blocks: swapped in from the host, or found in the prefix cache."""
+    def allocate(
+        self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId], following: Sequence | None = None
+    ) -> None:
+        """Give a waiting sequence its blocks and its state: swapped in from the host, or found in the prefix cache.
+        `following` is the sequence that waits next.
+        """
         if sequence.status is SequenceStatus.SWAPPED:
             hashes = self._computed_hashes(sequence)
             sequence.table = self._cache.swap_in(sequence.host_table, hashes)
             sequence.num_hashed_blocks = len(hashes)
             self.num_swapped -= 1
             self._counters.num_swapped_in += 1
+            if self.states is not None:
+                self.states.swap_in(sequence)
         else:
+            if self.states is not None:
+                self._start_state(self.states, sequence, len(prefix), following)
             self._cache.adopt(sequence.table, prefix)
             sequence.num_computed_tokens = len(prefix) * self._cache.block_size
             sequence.num_hashed_blocks = len(prefix)
@@ -130,20 +164,36 @@ class Allocator:
             self._set_full_block_hashes(sequence, num_written_tokens=first)
         return block_ids
 
-    def preempt(self, sequence: Sequence, group: SequenceGroup) -> None:
+    def preempt(self, sequence: Sequence, group: SequenceGroup, *, may_swap: bool = True) -> None:
         """Preempt a running sequence: swap it out if that is cheaper and fits, else drop its blocks."""
         self._counters.num_preemptions += 1
         group.num_preemptions += 1
-        if self._swap_out(sequence):
+        if may_swap and self._swap_out(sequence):
             return
         self._release_table(sequence)
+        if self.states is not None:
+            self.states.release(sequence)
         sequence.num_lost_tokens = sequence.num_computed_tokens
         sequence.num_computed_tokens = 0
         sequence.is_known = False
         sequence.status = SequenceStatus.PREEMPTED
 
+    def make_snapshots(self, running: Sized[Sequence]) -> None:
+        """Keep the states that the steps planned so far compute. Call before a step's decisions."""
+        if self.states is not None and self._enable_prefix_caching:
+            self.states.make_snapshots(running, self._hashes)
+
+    def fork_state(self, parent: Sequence, fork: Sequence) -> None:
+        """Give a fork its own recurrent state, copied in the next step; its blocks are shared already."""
+        if self.states is not None:
+            self.states.fork(parent, fork)
+
     def release(self, sequence: Sequence) -> None:
-        """Release all blocks of a sequence that ended, in any state."""
+        """Release all that a sequence that ended holds, in any status."""
+        if self.states is not None:
+            if sequence.finish_reason is FinishReason.ERROR:
+                self.states.forget_snapshots(sequence)
+            self.states.release(sequence)
         if sequence.status is SequenceStatus.SWAPPED:
             self._cache.release_host(sequence.host_table)
             self.num_swapped -= 1
@@ -152,11 +202,13 @@ class Allocator:
     def reset_prefix_cache(self, groups: Iterable[SequenceGroup]) -> None:
         """Empty the prefix cache; blocks that running sequences hold are not added to it later either."""
         self._cache.reset_prefix_cache()
-        for group in groups:
-            for sequence in group.sequences:
-                is_held = sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
-                sequence.block_hashes = None if is_held else []
-                sequence.num_hashed_blocks = 0
+        sequences = [sequence for group in groups for sequence in group.sequences]
+        for sequence in sequences:
+            is_held = sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+            sequence.block_hashes = None if is_held else []
+            sequence.num_hashed_blocks = 0
+        if self.states is not None:
+            self.states.clear_names(sequences)
 
     @property
     def weight_version(self) -> int:
@@ -172,15 +224,35 @@ class Allocator:
         num_computed = sequence.num_computed_tokens
         if not num_computed or not self._preemption.prefers_swap(num_computed, sequence.table.num_blocks):
             return False
+        if self.states is not None and not self.states.can_swap_out(sequence):
+            return False
         self._set_full_block_hashes(sequence, num_written_tokens=sequence.num_computed_tokens)
         host_table = self._cache.swap_out(sequence.table, self._computed_hashes(sequence))
         if host_table is None:
             return False
         sequence.host_table = host_table
         sequence.status = SequenceStatus.SWAPPED
+        if self.states is not None:
+            self.states.swap_out(sequence)
         self.num_swapped += 1
         self._counters.num_swapped_out += 1
         return True
+
+    def _start_state(
+        self, states: SequenceStates, sequence: Sequence, num_blocks: int, following: Sequence | None
+    ) -> None:
+        hashes = self._prefix_hashes(sequence)
+        num_matched, num_shared = len(self._cache.find_prefix(hashes)), 0
+        if following is not None and following.status is not SequenceStatus.SWAPPED:
+            pairs = zip(hashes, self._prefix_hashes(following))
+            num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # A prompt that must be computed may be found by others.
+        names = hashes or self._hashes(sequence, (sequence.num_tokens - 1) // self._cache.block_size)
+        states.start(sequence, names, num_blocks, num_matched, num_shared)
+
+    def _loadable(self, hashes: list[BlockHash]) -> list[BlockHash]:
+        """Names of the leading blocks that are of use: with recurrent states, those before the last snapshot."""
+        return hashes if self.states is None else hashes[: self.states.num_usable(hashes, len(hashes))]
 
     def _release_table(self, sequence: Sequence) -> None:
         self._set_full_block_hashes(sequence, num_written_tokens=sequence.num_computed_tokens)

@@ -11,6 +11,8 @@ class SchedulerCounters:
     `num_recomputed_tokens` were computed more than once because of that; `num_cached_prompt_tokens` were found in the
     cache by requests that began. `num_stored_blocks` went to the connector, less those that a rank could not save, if
     no block was to be loaded in the same step, and `num_loaded_blocks` came back from it on every rank.
+    `num_snapshots` of recurrent states were kept, `num_snapshots_skipped` were not because sequences owned every slot,
+    and `num_snapshot_hits` sequences began from one.
     """
 
     num_steps: int = 0
@@ -25,3 +27,6 @@ class SchedulerCounters:
     num_finished: int = 0
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
+    num_snapshots: int = 0
+    num_snapshots_skipped: int = 0
+    num_snapshot_hits: int = 0

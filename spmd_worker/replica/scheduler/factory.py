@@ -5,6 +5,7 @@ from typing import NamedTuple
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from kv_cache.outside_transfers import OutsideTransfers
+from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
@@ -15,11 +16,15 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 class CacheSizes(NamedTuple):
-    """Blocks that fit on every rank: on the device, in swap space, and in the offload tier for evicted prefixes."""
+    """Blocks that fit on every rank: on the device, in swap space, and in the offload tier for evicted prefixes. Then
+    slots of recurrent states, on the device and in swap space: 0 in a model without any.
+    """
 
     num_blocks: int
     num_host_blocks: int = 0
     num_tier_blocks: int = 0
+    num_state_slots: int = 0
+    num_host_state_slots: int = 0
 
 
 def new_scheduler(
@@ -50,4 +55,5 @@ def new_scheduler(
         return IncrementalDecoder(tokenizer, request.known_token_ids, request.sampling.skip_special_tokens)
 
     checker = StopChecker(eos_token_ids, max_model_len, None if tokenizer is None else new_decoder)
-    return Scheduler(limits, cache, checker, adapters, prompt_adapters)
+    slots = StateSlots(sizes.num_state_slots, sizes.num_host_state_slots) if sizes.num_state_slots else None
+    return Scheduler(limits, cache, checker, adapters, prompt_adapters, slots)

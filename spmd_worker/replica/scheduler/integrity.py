@@ -1,6 +1,7 @@
 """Checks that a scheduler's queues, sequence states and cache agree: a read-only walk over everything, for tests."""
 
 from kv_cache.cache_manager import CacheManager
+from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.policy import service_order
 from spmd_worker.replica.scheduler.queues import Queues
@@ -28,6 +29,18 @@ def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_
     num_unfinished = sum(each.status is not SequenceStatus.FINISHED for each in sequences)
     assert len(running) + len(waiting) == num_unfinished, (len(running), len(waiting), num_unfinished)
     assert num_swapped == sum(each.status is SequenceStatus.SWAPPED for each in waiting), num_swapped
+
+
+def check_states(queues: Queues, slots: StateSlots) -> None:
+    """Raise AssertionError unless each running sequence owns a slot, each swapped one a host slot, and no other any."""
+    sequences = [sequence for group in queues.groups.values() for sequence in group.sequences]
+    for sequence in sequences:
+        has_slots = (sequence.state_slot is not None, sequence.host_state_slot is not None)
+        status = sequence.status
+        expected = (status is SequenceStatus.RUNNING, status is SequenceStatus.SWAPPED)
+        assert has_slots == expected, f"{sequence.key} is {status.value}, has slots on device and host: {has_slots}"
+    owned = [each.state_slot for each in sequences if each.state_slot is not None]
+    slots.check_integrity(owned, [each.host_state_slot for each in sequences if each.host_state_slot is not None])
 
 
 def check_adapters(queues: Queues, adapters: AdapterRegistry, max_loras: int) -> None:

@@ -38,6 +38,7 @@ class SchedulerLimits:
     `num_steps_ahead` of 1 needs a single stage: a step is decided before the ids that the one before it samples are
     read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
     with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
+    In a model with recurrent states a prompt's state is kept every `snapshot_interval` tokens; 0: only at its end.
     """
 
     max_num_seqs: int
@@ -50,6 +51,7 @@ class SchedulerLimits:
     num_steps_ahead: int = 0
     keeps_histories: bool = False
     max_loras: int = 0
+    snapshot_interval: int = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -96,6 +98,7 @@ class Planner:
 
     def decide(self) -> Decisions:
         """Decide and account for it: allocate blocks, move sequences, count tokens as computed."""
+        self._allocator.make_snapshots(self._queues.running)
         decisions, num_tokens = Decisions(), self._token_budget()
         is_short = self._preempt_for_blocks(num_tokens)
         budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))
@@ -255,6 +258,7 @@ class Planner:
     def _continue(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
         """A sequence that computes just its given ids continues if its table only grows; a copy needs a delta."""
         num_ids = len(sequence.output_token_ids) - sequence.num_sent_tokens
+        num_tokens = self._end_of_chunk(sequence, num_tokens, budget)
         is_all = num_tokens == sequence.num_uncomputed_tokens
         if is_all and not budget.may_sample(sequence):
             # It has just forked, or reached the end of its prompt.
@@ -290,12 +294,17 @@ class Planner:
         num_running = sum([sequence.num_samples for sequence in running])
         budget.num_sequences -= num_running - len(running)
         adapters = self._turns.running_adapters()
-        while budget.num_tokens:
+        deferred: list[Sequence] = []
+        while budget.num_tokens and len(deferred) <= budget.num_sequences:
             sequence = self._turns.next(adapters)
             if sequence is None:
                 break
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             prefix = [] if is_swapped else self._allocator.find_prefix(sequence)
+            if self._allocator.must_wait(sequence, prefix):
+                self._queues.waiting.pop(sequence)
+                deferred.append(sequence)
+                continue
             num_samples = sequence.num_samples
             if sequence.request.sampling.num_sequences > self._limits.max_num_seqs:
                 # Its samples can never all run at once.
@@ -313,7 +322,8 @@ class Planner:
                     continue
             if num_samples < sequence.num_samples:
                 self._split(sequence, num_samples)
-            self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix)
+            following = self._queues.waiting.first() if self._queues.waiting else None
+            self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix, following)
             is_sorted = is_sorted and (not running or running[-1].key < sequence.key)
             running.append(sequence)
             if sequence.request.adapter:
@@ -321,8 +331,11 @@ class Planner:
             num_running += num_samples
             budget.num_sequences -= num_samples
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
+            num_tokens = self._end_of_chunk(sequence, num_tokens, budget)
             decision = self._compute(sequence, num_tokens, budget)
             decisions.others.append(decision._replace(change=TableChange(0, tuple(sequence.table.block_ids))))
+        for sequence in deferred:
+            self._queues.waiting.reinsert(sequence)
         self._turns.note_blocked(adapters)
         if not is_sorted:
             running.sort(key=service_order)
@@ -347,6 +360,15 @@ class Planner:
         loading = [sequence.num_tokens for waits in self._queues.loading.values() for sequence in waits]
         num_reserved = sum([num_blocks_for(num_tokens, self._cache.block_size) for num_tokens in loading])
         self._cache.watermark_blocks = max(self._min_watermark_blocks, num_spared) + num_reserved
+
+    def _end_of_chunk(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> int:
+        """Number of the next `num_tokens` tokens to compute now: a chunk ends where a snapshot is made."""
+        if self._allocator.states is None:
+            return num_tokens
+        num_now = self._allocator.states.end_of_chunk(sequence, num_tokens)
+        # The rest goes to others, whose blocks were not counted.
+        budget.has_skipped = budget.has_skipped or num_now < num_tokens
+        return num_now
 
     def _compute(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
         assert 0 < num_tokens <= budget.num_tokens, (num_tokens, budget.num_tokens)

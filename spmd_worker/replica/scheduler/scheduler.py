@@ -12,13 +12,16 @@ from itertools import chain
 
 from kv_cache.block import BlockHash
 from kv_cache.cache_manager import CacheManager
+from kv_cache.state_ops import NO_STATE_OPS
+from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator import Allocator
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
-from spmd_worker.replica.scheduler.integrity import check_adapters, check_integrity
+from spmd_worker.replica.scheduler.integrity import check_adapters, check_integrity, check_states
 from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.replica.scheduler.policy import WaitingQueue
 from spmd_worker.replica.scheduler.queues import Queues
+from spmd_worker.replica.scheduler.sequence_states import SequenceStates
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids, group_updates
 from spmd_worker.replica.sequence.adapter_kind import PROMPT
@@ -67,13 +70,22 @@ class Scheduler:
         stop_checker: StopChecker,
         adapters: AdapterRegistry | None = None,
         prompt_adapters: AdapterRegistry | None = None,
+        state_slots: StateSlots | None = None,
     ) -> None:
+        """`state_slots`: of a model with recurrent states, one at least for each sequence that may run."""
+        assert state_slots is None or state_slots.num_slots >= limits.max_num_seqs, (state_slots, limits)
         self.counters, self.queues = SchedulerCounters(), Queues()
         self.adapters = AdapterRegistry() if adapters is None else adapters
         self.prompt_adapters = AdapterRegistry(kind=PROMPT) if prompt_adapters is None else prompt_adapters
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
+        self.state_slots = state_slots
+        is_caching, states = limits.enable_prefix_caching, None
+        if state_slots is not None:
+            ends_chunks = is_caching and limits.enable_chunked_prefill
+            given = (self.counters, cache.block_size, limits.snapshot_interval)
+            states = SequenceStates(state_slots, *given, ends_chunks=ends_chunks)
         self._allocator = Allocator(
-            cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
+            cache, limits.preemption, self.counters, enable_prefix_caching=is_caching, states=states
         )
         self._planner = Planner(limits, self.queues, cache, self._allocator, self._split)
         self._in_flight: deque[Decisions] = deque()
@@ -180,6 +192,7 @@ class Scheduler:
             continuing_num_ids=continuing_num_ids,
             continuing_blocks=tuple(continuing_blocks),
             num_ahead=len(decisions.ahead),
+            state_ops=NO_STATE_OPS if self.state_slots is None else self.state_slots.take_state_ops(),
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()
@@ -196,7 +209,8 @@ class Scheduler:
 
         A sequence with logits that are not finite, or a grammar that allows no token, ends; others of its request
         continue, so that the error does not depend on the order of steps. Ids after the one that ends a sequence are
-        dropped, also those of a step that went ahead of it. A sequence without an id recomputes its last token.
+        dropped, also those of a step that went ahead of it. A sequence without an id recomputes its last token, and
+        all others where its recurrent state has that token already.
         """
         ended: list[SequenceGroup] = []
         num_ended = len(self._ended_sequences)
@@ -239,6 +253,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
         check_integrity(self.queues, self.cache, self.limits.max_num_seqs, self.num_swapped)
+        if self.state_slots is not None:
+            check_states(self.queues, self.state_slots)
         check_adapters(self.queues, self.adapters, self.limits.max_loras)
 
     def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
@@ -266,6 +282,9 @@ class Scheduler:
                 continue
             self._append(sequence, token_id, entry, ended)
         if not token_ids and sequence.status is SequenceStatus.RUNNING:
+            if self.state_slots is not None:
+                self._recompute(sequence)
+                return
             sequence.num_computed_tokens -= 1
             num_full = sequence.num_computed_tokens // self.cache.block_size
             sequence.num_hashed_blocks = min(sequence.num_hashed_blocks, num_full)
@@ -299,6 +318,7 @@ class Scheduler:
     def _fork(self, group: SequenceGroup, parent: Sequence, sample_index: int) -> Sequence:
         assert not parent.output_token_ids, "sequences fork when their first tokens are sampled"
         fork = fork_of(parent, sample_index, self.cache.fork(parent.table))
+        self._allocator.fork_state(parent, fork)
         parent.shares_tail = True
         parent.num_outputs_ahead = fork.num_outputs_ahead = self._num_outputs_ahead(group.request)
         self._stop_checker.prepare(fork)
@@ -306,6 +326,13 @@ class Scheduler:
         position = self.running.index(parent) + sample_index - parent.sample_index
         self.running.insert(position, fork)
         return fork
+
+    def _recompute(self, sequence: Sequence) -> None:
+        """Preempt a sequence that no step in flight computes: its state has a token that must be computed again."""
+        assert sequence.num_computed_tokens == sequence.num_tokens, f"{sequence.key} got no id and is ahead of it"
+        self.running.remove(sequence)
+        self._allocator.preempt(sequence, self.queues.group_of(sequence), may_swap=False)
+        self.queues.waiting.reinsert(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.status is not SequenceStatus.RUNNING:

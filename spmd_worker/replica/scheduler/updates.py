@@ -110,13 +110,16 @@ def _snapshot_of(decision: Decision) -> SequenceData:
         num_computed_tokens=first_token,
         num_scheduled_tokens=num_tokens,
         num_samples=num_samples,
+        state_slot=-1 if sequence.state_slot is None else sequence.state_slot,
     )
 
 
 def _delta_of(decision: Decision) -> SequenceDataDelta:
     sequence, first_token, num_tokens, num_samples, change = decision
+    state_slot = -1
     if not sequence.is_known:
         change = TableChange(0, tuple(sequence.table.block_ids))
+        state_slot = -1 if sequence.state_slot is None else sequence.state_slot
     return SequenceDataDelta(
         sample_index=sequence.sample_index,
         appended_token_ids=tuple(sequence.output_token_ids[sequence.num_sent_tokens :]),
@@ -125,4 +128,5 @@ def _delta_of(decision: Decision) -> SequenceDataDelta:
         num_computed_tokens=first_token,
         num_scheduled_tokens=num_tokens,
         num_samples=num_samples,
+        state_slot=state_slot,
     )

@@ -22,7 +22,8 @@ class SequenceData:
     on.
 
     `num_samples` tokens are sampled from the logits of the last one: 0 inside a prompt, 1 at its end and in decoding, n
-    where n sequences are about to fork from this one.
+    where n sequences are about to fork from this one. `state_slot` holds its recurrent states, -1 where the model has
+    none.
     """
 
     sample_index: int
@@ -31,6 +32,7 @@ class SequenceData:
     num_computed_tokens: int
     num_scheduled_tokens: int
     num_samples: int
+    state_slot: int = -1
 
     def __post_init__(self) -> None:
         _check_num_samples(self.num_samples)
@@ -42,7 +44,8 @@ class SequenceDataDelta:
     `num_kept_blocks`.
 
     The other fields are those of `SequenceData`. `num_kept_blocks` is below the length of the known table only where
-    copy-on-write replaced the table's tail.
+    copy-on-write replaced the table's tail. `state_slot` is given only for a sequence that has just forked, which the
+    mirror does not know: it never changes while a sequence runs.
     """
 
     sample_index: int
@@ -52,6 +55,7 @@ class SequenceDataDelta:
     num_computed_tokens: int
     num_scheduled_tokens: int
     num_samples: int
+    state_slot: int = -1
 
     def __post_init__(self) -> None:
         _check_num_samples(self.num_samples)

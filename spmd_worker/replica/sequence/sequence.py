@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kv_cache.block import BlockHash
 from kv_cache.block_table import BlockTable
+from kv_cache.state_ops import SlotId
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.request import Request, RequestId
 
@@ -63,6 +64,11 @@ class Sequence:
     before the host has read it: then `num_computed_tokens` counts one token more than it has. While it has fewer than
     `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it represents `num_samples` samples of its
     request, from its own on.
+
+    In a model with recurrent states `state_slot` holds the state after its computed tokens while it runs, and
+    `host_state_slot` while it is swapped out. `snapshot_stops` are the positions, with names, at which its state is
+    still to be kept; `prompt_snapshots` and `answer_snapshot` name those that were. `awaited_snapshot`: it waited for
+    this one, which a running sequence was to make.
     """
 
     request: Request
@@ -90,6 +96,13 @@ class Sequence:
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_samples: int = 1
+    state_slot: SlotId | None = None
+    host_state_slot: SlotId | None = None
+    snapshot_stops: tuple[tuple[int, BlockHash], ...] = ()
+    prompt_snapshots: tuple[BlockHash, ...] = ()
+    answer_snapshot: BlockHash | None = None
+    last_snapshot_position: int = 0
+    awaited_snapshot: BlockHash | None = None
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
     must_compile: bool = field(init=False)

@@ -15,6 +15,7 @@ import torch
 
 from kv_cache.block import num_blocks_for
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
@@ -117,15 +118,17 @@ class TritonDevice(DeviceBackend):
 
     def can_record(self, tensor: GroupHandle) -> bool:
         # A recorded step has fixed launches. NCCL's sums may wait on the host; pooling models compute large chunks,
-        # which keep a GPU busy anyway.
+        # which keep a GPU busy anyway; segments of states have no fixed tensors yet.
         model_config = self.resolved.model_config
-        if self.resolved.config.executor.enforce_eager or model_config.pooling is not None:
+        if self.resolved.config.executor.enforce_eager or model_config.pooling is not None or model_config.has_states:
             return False
         return tensor.size == 1 or isinstance(tensor.fast, PeerSums)
 
     def new_graphs(
         self, model: DecoderForCausalLM, tensor: GroupHandle, adapters: LoadedAdapters | None = None
     ) -> StepGraphs | None:
+        if self.resolved.model_config.has_states and not self.resolved.config.executor.enforce_eager:
+            logger.info("steps of models with recurrent states are not recorded as CUDA graphs", extra=SAME_ON_EVERY_RANK)
         new_graph = self.graph_maker() if self.can_record(tensor) else None
         if new_graph is None:
             return None

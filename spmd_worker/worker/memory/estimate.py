@@ -6,10 +6,11 @@ runtime's forward pass, rounded up.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
-from kv_cache.cache_spec import BlockLayer, CacheSpec
+from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
+from kv_cache.state_sizing import slot_tokens
+from kv_cache.state_slots import STATE_GRID
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
@@ -106,6 +107,8 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
         modules = [(each.num_inputs, outputs) for each in linears for outputs in each.num_outputs]
         if columns and layer.has_feed_forward:
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
+        if layer.experts is not None and layer.experts.latent_size:
+            modules += [(hidden, layer.experts.latent_size), (layer.experts.latent_size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += (
         (stage.is_first + stage.is_last)
@@ -146,7 +149,7 @@ def quantised_shapes(
         if not layer.has_feed_forward:
             continue
         first = share.num_columns * (1 + layer.is_gated)
-        shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
+        shapes[first, hidden, layer.is_gated and layer.activation == "silu" and not layer.bound] += 1
         shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
         shapes[rank_vocabulary_rows(model_config, layout), model_config.embedding_size, False] += 1
@@ -164,7 +167,10 @@ def _bytes_saved(model_config: ModelConfig, layout: RankLayout, rank: int, dtype
         share = expert_share(layout, model_config.layers[index], index, layout.tensor_rank(rank))
         if share is None or index not in stored:
             continue
-        shapes = (2 * share.num_columns, hidden), (hidden, share.num_columns)
+        experts = model_config.layers[index].experts
+        inputs = hidden if experts is None else experts.latent_size or hidden
+        num_gates = 1 if experts is None or not experts.is_gated else 2
+        shapes = (num_gates * share.num_columns, inputs), (inputs, share.num_columns)
         for outputs, inputs in shapes:
             saved = outputs * inputs * DTYPE_BYTES[dtype] - stored[index].num_bytes(outputs, inputs)
             total += share.num_experts * saved
@@ -180,8 +186,7 @@ def expert_bytes(
         layer = model_config.layers[index]
         share = expert_share(layout, layer, index, layout.tensor_rank(rank))
         if layer.experts is not None and share is not None:
-            routed = replace(share, num_shared_columns=0)
-            total += layer.experts.elements(hidden, routed) - layer.experts.router_elements(hidden)
+            total += layer.experts.routed_elements(hidden, share)
     return total * DTYPE_BYTES[dtype] - _bytes_saved(model_config, layout, rank, dtype, stored)
 
 
@@ -199,14 +204,14 @@ def activation_bytes(
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gate and up columns and their product; fused layers hold one of each at the same time. Heads with partial or
     interleaved rotation, clipping or query growth are copied twice more; heads with individual norm weights, and xIELU
-    columns, in float32. Flat norms hold the heads of all ranks; parallel layers keep the feed-forward's input. Sparse
-    layers hold the outputs of a token's experts and sums in float32. The sampler holds float32 logits as shards,
-    gathered and as logprobs, and the fixed-point probability weights twice in float64. Quantised layers hold their
-    inputs as bytes and, with several ranks, the int32 sums of all.
+    columns, in float32. Bounded gates and ups are copied. Flat norms hold the heads of all ranks; parallel layers keep
+    the feed-forward's input. Sparse layers hold the outputs of a token's experts and sums in float32. The sampler holds
+    float32 logits as shards, gathered and as logprobs, and the fixed-point probability weights twice in float64.
+    Quantised layers hold their inputs as bytes and, with several ranks, the int32 sums of all.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
-    num_columns = max(share.num_columns * (16 if layer.activation == "xielu" else 4) for layer, share in kinds)
+    num_columns = max(share.num_columns * _column_copies(layer) for layer, share in kinds)
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     per_token = num_streams * model_config.hidden_size + max(
         attention, num_columns, _sparse_elements(model_config, layout)
@@ -226,9 +231,19 @@ def activation_bytes(
 def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
     """Elements per token of what the mixers of one layer compute."""
     # Three projections, the input and the output of the convolution, and their product.
-    conv = 6 * model_config.hidden_size // share.num_ranks if layer.mixer == "conv" else 0
-    latents = _latent_elements(layer, share) if layer.latent is not None else 0
-    return conv + latents + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
+    elements = 6 * model_config.hidden_size // share.num_ranks if layer.mixer == "conv" else 0
+    if layer.mamba is not None:
+        # Projected, twice if scaled, convolved, scanned, gathered with its gate, and gated.
+        mamba = layer.mamba.share(share.num_ranks)
+        elements += 2 * mamba.num_projected + mamba.num_channels + 2 * mamba.num_columns
+        elements += 6 * layer.mamba.num_columns // layer.mamba.num_groups * mamba.num_groups
+    if layer.delta is not None:
+        # Projected, convolved, scanned and gated.
+        delta = layer.delta.share(share.num_ranks)
+        elements += delta.num_projected + delta.num_channels + 2 * delta.num_columns
+    if layer.latent is not None:
+        elements += _latent_elements(layer, share)
+    return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
 def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
@@ -245,12 +260,23 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     """Elements per token of queries, keys and values and of their copies in one layer."""
     size, heads = layer.head_size, share.num_heads + 2 * share.num_kv_heads
     has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
-    elements = (5 if has_copies or layer.qkv_clip else 3) * heads * size
+    has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0
+    elements = (5 if has_copies else 3) * heads * size
     if layer.qk_norm == "flat":
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
     if layer.qk_norm == "each_head":
         elements += 4 * heads * size
+    if layer.output_gate:
+        # Gates of numbers are projected with the queries; they are float32, and rounded.
+        elements += (8 if layer.output_gate == "number" else 2) * share.num_heads * size
     return elements
+
+
+def _column_copies(layer: LayerConfig) -> int:
+    """Elements per token and column of a dense feed-forward."""
+    if layer.activation == "xielu":
+        return 16
+    return 7 if layer.bound else 4
 
 
 def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
@@ -258,8 +284,8 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     size = 1 if layout.experts is not None else layout.tensor_parallel_size
     counts = [
         (experts.num_chosen + 8) * model_config.hidden_size
-        + (12 if experts.limit > 0 else 10) * (experts.intermediate_size // size + 1)
-        + 4 * experts.shared_size
+        + (12 if experts.limit > 0 or experts.bound > 0 else 10) * (experts.intermediate_size // size + 1)
+        + _column_copies(layer) * experts.shared_size
         + 12 * experts.num_experts
         for layer in dict.fromkeys(model_config.layers)
         if (experts := layer.experts) is not None
@@ -273,7 +299,32 @@ def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: 
     if model_config.is_encoder:
         assert len(dict.fromkeys(layers)) == 1, f"layers of an encoder are alike: {layers}"
         layers = layers[:1]
-    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size)
+    states: tuple[StateLayer | None, ...] = ()
+    if model_config.has_states:
+        hidden_size = model_config.hidden_size
+        states = tuple(
+            [state_layer(layer, hidden_size, share) for layer, share in rank_layers(model_config, layout, rank)]
+        )
+    return CacheSpec(layers, DTYPE_BYTES[dtype], block_size, states)
+
+
+def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare) -> StateLayer | None:
+    """Recurrent state that a rank with this share of a layer keeps; None if it keeps none. Key heads and groups of
+    which there are fewer than ranks are on several.
+    """
+    size = share.num_ranks
+    if layer.conv is not None:
+        return StateLayer((), (layer.conv.kernel_size - 1, hidden_size // size))
+    if layer.delta is not None:
+        delta = layer.delta.share(size)
+        shape = (delta.num_value_heads, delta.key_size, delta.value_size)
+        return StateLayer(shape, (delta.kernel_size - 1, delta.num_channels))
+    if layer.mamba is not None:
+        mamba = layer.mamba
+        num_heads, num_groups = mamba.num_heads // size, max(mamba.num_groups // size, 1)
+        num_channels = num_heads * mamba.head_size + 2 * num_groups * mamba.state_size
+        return StateLayer((num_heads, mamba.head_size, mamba.state_size), (mamba.kernel_size - 1, num_channels))
+    return None
 
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
@@ -292,6 +343,24 @@ def block_copy_tokens(model_config: ModelConfig, dtype: str, block_size: int, de
     Replicas decide by it, so it depends on sizes and constants, not on measurements. The tensor-parallel size cancels
     out: each rank computes its share of the tokens and moves its share of the block.
     """
-    operations_per_token = 2 * model_config.num_parameters
-    moved_bytes = 2 * cache_spec(model_config, RankLayout(1, 1, 1), 0, dtype, block_size).block_bytes
-    return moved_bytes * OPERATIONS_PER_BYTE[device] / operations_per_token
+    return _copy_tokens(model_config, _complete_spec(model_config, dtype, block_size).block_bytes, device)
+
+
+def slot_copy_tokens(model_config: ModelConfig, dtype: str, device: str) -> float:
+    """`block_copy_tokens` of one sequence's recurrent states."""
+    return _copy_tokens(model_config, _complete_spec(model_config, dtype, 1).slot_bytes, device)
+
+
+def snapshot_interval(model_config: ModelConfig, dtype: str) -> int:
+    """Tokens from one snapshot of recurrent states in a prompt to the next, so that they cost at most what the keys and
+    values between them do; 0: none between, in a model without states or without keys and values.
+    """
+    return -(-slot_tokens(_complete_spec(model_config, dtype, 1)) // STATE_GRID) * STATE_GRID
+
+
+def _complete_spec(model_config: ModelConfig, dtype: str, block_size: int) -> CacheSpec:
+    return cache_spec(model_config, RankLayout(1, 1, 1), 0, dtype, block_size)
+
+
+def _copy_tokens(model_config: ModelConfig, num_bytes: int, device: str) -> float:
+    return 2 * num_bytes * OPERATIONS_PER_BYTE[device] / (2 * model_config.num_parameters)

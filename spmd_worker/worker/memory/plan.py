@@ -4,14 +4,17 @@ from dataclasses import replace
 from typing import Final
 
 from kv_cache.cache_sizing import (
+    NO_STATES,
     CacheNeed,
     CacheSizing,
     MemoryMeasurement,
+    StateSizing,
     check_cache_holds_one_sequence,
     format_bytes,
     size_cache,
 )
 from kv_cache.cache_spec import CacheSpec
+from kv_cache.state_sizing import StateNeed, size_states
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, adapter_bytes, cache_spec, weights_bytes
@@ -19,6 +22,7 @@ from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, adapte
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
 """Per rank."""
 
+_UNLIMITED_BYTES: Final = 2**60
 _ESTIMATE_MARGIN: Final = 2
 """Measured activations were always below this multiple of their estimate."""
 
@@ -63,10 +67,20 @@ def check_memory(
             f"{format_bytes(total_bytes)} ({total_bytes:,} bytes) of memory: use more nodes or devices (parallel.*), "
             f"or check config.json"
         )
+    spec, need = cache_spec_of(resolved, rank), _state_need(resolved)
+    given = {"scheduler.max_num_seqs": need.num_seqs, "cache.num_state_snapshots": need.num_snapshots}
+    for key, number in given.items():
+        needed = num_local_ranks * (number or 0) * spec.slot_bytes
+        if needed > total_bytes:
+            raise ConfigError(
+                f"{key}={number} is too large: {ranks} would hold {format_bytes(needed)} of recurrent states, "
+                f"{format_bytes(spec.slot_bytes)} each, and there are {format_bytes(total_bytes)} of memory: lower it, "
+                f"or leave it out to use what fits"
+            )
     num_blocks = resolved.config.cache.num_blocks
     if num_blocks is None or resolved.model_config.is_encoder:
         return
-    needed = num_local_ranks * num_blocks * cache_spec_of(resolved, rank).block_bytes
+    needed = num_local_ranks * num_blocks * spec.block_bytes
     if needed > total_bytes:
         raise ConfigError(
             f"cache.num_blocks={num_blocks} is too large: {ranks} would hold {format_bytes(needed)} of blocks, and "
@@ -117,15 +131,52 @@ def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) 
         # Keys and values of the largest step, in one layer, whose memory all layers use in turn.
         num_bytes = format_bytes(num_step_blocks(resolved) * cache_spec_of(resolved, rank).block_bytes)
         return CacheSizing(0, 0, f"no cache, because attention is bidirectional; a step has a buffer of {num_bytes}")
+    spec, swap_space_bytes = cache_spec_of(resolved, rank), resolve_swap_space_bytes(resolved)
+    states = _size_states(resolved, spec, measurement, swap_space_bytes) if spec.states else NO_STATES
     return size_cache(
-        cache_spec_of(resolved, rank),
+        spec,
         measurement,
-        resolve_cache_need(resolved),
+        replace(resolve_cache_need(resolved), max_num_seqs=states.num_seqs or resolved.max_num_seqs),
         num_blocks=cache.num_blocks,
         memory_utilization=cache.gpu_memory_utilization,
-        swap_space_bytes=resolve_swap_space_bytes(resolved),
+        swap_space_bytes=swap_space_bytes,
         is_swap_space_on_device=resolved.device_type == "cpu",
+        states=states,
     )
+
+
+def _state_need(resolved: ResolvedRun) -> StateNeed:
+    """Wanted numbers of state slots."""
+    config = resolved.config
+    return StateNeed(
+        config.scheduler.max_num_seqs,
+        resolved.max_num_seqs,
+        config.cache.num_state_snapshots,
+        has_snapshots=config.cache.enable_prefix_caching,
+        max_model_len=resolved.max_model_len,
+        num_blocks=config.cache.num_blocks,
+    )
+
+
+def is_size_known(resolved: ResolvedRun) -> bool:
+    """Whether the sizes of the cache depend on no measurement."""
+    if resolved.model_config.has_states:
+        return _state_need(resolved).is_given
+    return resolved.model_config.is_encoder or resolved.config.cache.num_blocks is not None
+
+
+def _size_states(
+    resolved: ResolvedRun, spec: CacheSpec, measurement: MemoryMeasurement, swap_space_bytes: int
+) -> StateSizing:
+    """Raises ConfigError for numbers that do not fit. Swap space in the same memory is subtracted completely, because
+    the part of it that is used depends on these numbers.
+    """
+    left_bytes = measurement.left_bytes(resolved.config.cache.gpu_memory_utilization)
+    left_bytes -= swap_space_bytes if resolved.device_type == "cpu" else 0
+    try:
+        return size_states(spec, _state_need(resolved), left_bytes, swap_space_bytes=swap_space_bytes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def num_step_blocks(resolved: ResolvedRun) -> int:
@@ -137,5 +188,11 @@ def num_step_blocks(resolved: ResolvedRun) -> int:
 def is_estimate_enough(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) -> bool:
     """Whether the cache meets the maximum need even if activations take much more than `measurement` says."""
     pessimistic = replace(measurement, activation_bytes=_ESTIMATE_MARGIN * measurement.activation_bytes)
-    sizing = size_rank(resolved, rank, pessimistic)
-    return sizing.num_device_blocks >= resolve_cache_need(resolved).num_blocks(resolved.config.cache.block_size)
+    try:
+        found, most = (
+            size_rank(resolved, rank, each)
+            for each in (pessimistic, replace(measurement, total_bytes=_UNLIMITED_BYTES))
+        )
+    except ConfigError:
+        return False
+    return (found.num_device_blocks, found.states) == (most.num_device_blocks, most.states)

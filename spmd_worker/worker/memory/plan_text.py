@@ -10,7 +10,7 @@ from itertools import groupby, takewhile
 from typing import Final
 
 from kv_cache.block import num_blocks_for
-from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, format_bytes, num_swap_blocks
+from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, StateSizing, format_bytes, num_swap_blocks
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.layer_config import LayerShare
@@ -32,11 +32,13 @@ from spmd_worker.worker.memory.plan import (
     cache_spec_of,
     check_cache_blocks,
     check_memory,
+    is_size_known,
     num_step_blocks,
     resolve_cache_need,
     resolve_swap_space_bytes,
     size_rank,
 )
+from spmd_worker.worker.memory.plan_states import describe_states, fewest_states
 from spmd_worker.worker.stored_experts import planned_stored_experts
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
@@ -58,6 +60,7 @@ class RankShare:
     weights_bytes: int
     activation_bytes: int
     block_bytes: int
+    slot_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,15 @@ class MemoryPlan:
         return min((sizing.num_device_blocks for sizing in self.sizings), default=None)
 
     @property
+    def states(self) -> StateSizing:
+        """Slots of recurrent states of every rank; none without sizings, or if the model has no states."""
+        return fewest_states([sizing.states for sizing in self.sizings])
+
+    @property
     def num_swap_blocks(self) -> int:
         """Blocks of swap space of every rank."""
+        if self.sizings:
+            return min(sizing.num_host_blocks for sizing in self.sizings)
         num_bytes, need = resolve_swap_space_bytes(self.resolved), resolve_cache_need(self.resolved)
         ranks = range(self.resolved.layout.world_size)
         return min(num_swap_blocks(cache_spec_of(self.resolved, rank), num_bytes, need) for rank in ranks)
@@ -115,9 +125,8 @@ def make_plan(resolved: ResolvedRun) -> MemoryPlan:
     num_ranks = resolved.layout.world_size
     shares = tuple(_share(resolved, rank) for rank in range(num_ranks))
     sizings: tuple[CacheSizing, ...] = ()
-    is_known = resolved.config.cache.num_blocks is not None or resolved.model_config.is_encoder
     given = _given_bytes(resolved)
-    if resolved.device_type == "cpu" or is_known or given is not None:
+    if resolved.device_type == "cpu" or is_size_known(resolved) or given is not None:
         total = host.available_bytes() if given is None else given
         if given is None or resolved.device_type == "cpu":
             total //= num_ranks
@@ -178,12 +187,14 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     stored = planned_stored_experts(resolved).formats
     weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization, stored)
     weights += _argmax_bytes(resolved, rank) + adapters_bytes_of(resolved, rank)
+    spec = cache_spec_of(resolved, rank)
     return RankShare(
         tuple(dict.fromkeys(share for _, share in rank_layers(model_config, layout, rank))),
         rank_vocabulary_rows(model_config, layout),
         weights,
         activation_bytes(model_config, layout, rank, resolved.dtype, num_tokens, num_rows, quantization),
-        cache_spec_of(resolved, rank).block_bytes,
+        spec.block_bytes,
+        spec.slot_bytes,
     )
 
 
@@ -323,7 +334,8 @@ def _table(plan: MemoryPlan) -> list[str]:
 
 def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...]:
     num_blocks = num_step_blocks(plan.resolved) if plan.resolved.model_config.is_encoder else plan.num_blocks
-    cache = "measured" if num_blocks is None else format_bytes(num_blocks * share.block_bytes)
+    num_bytes = (num_blocks or 0) * share.block_bytes + plan.states.num_slots * share.slot_bytes
+    cache = "measured" if num_blocks is None else format_bytes(num_bytes)
     num_layers = stage_of(plan.resolved.layout, plan.resolved.model_config, ranks[0]).num_layers
     sizes = [(each.num_heads, each.num_kv_heads, each.num_columns) for each in share.layers]
     counts = [f"{num_layers:,}", *map(_counts, zip(*sizes, strict=True)), f"{share.num_vocabulary_rows:,}"]
@@ -355,23 +367,28 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
     block_size, fewest = resolved.config.cache.block_size, min(plan.sizings, key=lambda each: each.num_device_blocks)
     # The shares of the device's memory are the indented lines under the first; swap space has its own line here.
     reasons = list(takewhile(lambda line: line.startswith(" "), fewest.reason.splitlines()[1:]))
+    states, num_seqs = plan.states, plan.states.num_seqs or resolved.max_num_seqs
     where = " in each replica" if resolved.layout.data_parallel_size > 1 else ""
     return [
         f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {plan.num_blocks * block_size:,} tokens "
         f"in all, {format_bytes(plan.block_bytes)} each",
         f"sequences  {plan.num_blocks // plan.num_blocks_of_longest:,} of {resolved.max_model_len:,} tokens "
-        f"(model.max_model_len) fit at once{where}; scheduler.max_num_seqs is {resolved.max_num_seqs:,}",
+        f"(model.max_model_len) fit at once{where}; scheduler.max_num_seqs is {num_seqs:,}",
+        *describe_states(states, max(share.weights_bytes for share in plan.shares)),
         f"swap       {_swap_space(plan)}",
         *(f"{'why' if index == 0 else '':<11}{reason.strip()}" for index, reason in enumerate(reasons)),
     ]
 
 
 def _swap_space(plan: MemoryPlan) -> str:
-    num_blocks = plan.num_swap_blocks
-    if num_blocks == 0:
+    num_blocks, states = plan.num_swap_blocks, plan.states
+    if num_blocks + states.num_host_slots == 0:
         return "none (cache.swap_space_gib): preempted sequences are recomputed"
     num_bytes = format_bytes(num_blocks * plan.block_bytes)
-    return f"{num_blocks:,} blocks, {num_bytes} of host memory, on every rank (cache.swap_space_gib)"
+    besides = ""
+    if states.num_host_slots:
+        besides = f" and {states.num_host_slots:,} states, {format_bytes(states.host_bytes)}"
+    return f"{num_blocks:,} blocks, {num_bytes} of host memory{besides}, on every rank (cache.swap_space_gib)"
 
 
 def _grammars(plan: MemoryPlan) -> list[str]:
@@ -396,11 +413,18 @@ def _describe_gpus(plan: MemoryPlan) -> list[str]:
         f"swap       {_swap_space(plan)}",
         f"about      with cache.gpu_memory_utilization={utilization:g} a rank has, on a GPU of",
     ]
-    for gib in _GPU_GIB:
-        num_blocks = min(
-            _sizing(plan.resolved, rank, share, gib * 2**30).num_device_blocks for rank, share in enumerate(plan.shares)
-        )
-        lines.append(
-            f"{'':<11}{gib:>3} GiB  {num_blocks:>9,} blocks: {num_blocks // plan.num_blocks_of_longest:,} sequences"
-        )
-    return lines
+    return [*lines, *(f"{'':<11}{gib:>3} GiB  {_on_gpu(plan, gib * 2**30)}" for gib in _GPU_GIB)]
+
+
+def _on_gpu(plan: MemoryPlan, total_bytes: int) -> str:
+    """Capacity of ranks that have so much memory each."""
+    try:
+        sizings = [_sizing(plan.resolved, rank, share, total_bytes) for rank, share in enumerate(plan.shares)]
+    except ConfigError as error:
+        return f"rejected: {error}"
+    num_blocks, states = (
+        min(each.num_device_blocks for each in sizings),
+        fewest_states([each.states for each in sizings]),
+    )
+    slots = f", states of {states.num_seqs:,}, {states.num_snapshots:,} snapshots" if states.num_seqs else ""
+    return f"{num_blocks:>9,} blocks: {num_blocks // plan.num_blocks_of_longest:,} sequences{slots}"

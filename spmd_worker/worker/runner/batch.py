@@ -23,6 +23,7 @@ from torch import Tensor
 from kv_cache.block import num_blocks_for
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.host_copies import to_device
+from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.replica.grammar.step_masks import ConstrainedRow
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
@@ -66,10 +67,11 @@ def build_batch(
     *,
     is_encoder: bool = False,
     slot_of: SlotOf | None = None,
+    has_states: bool = False,
 ) -> Batch:
     """Lay out a step. `scheduled` comes from the mirror, in plan order; `rows` are those of `rows_to_sample`, if they
     are known. Rows of an encoder have blocks for this step only, one row after another. `slot_of` None: no row has an
-    adapter.
+    adapter. `has_states`: the model's rows have recurrent states.
     """
     counts = [each.num_scheduled_tokens for each in scheduled]
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
@@ -86,6 +88,7 @@ def build_batch(
         token_blocks=_to(tables[sequence_of_token, positions // block_size], device),
         token_offsets=_to(positions % block_size, device),
         sees_later=is_encoder,
+        segments=_segments(scheduled, starts, firsts, device) if has_states else None,
     )
     types = _token_types(scheduled, counts) if is_encoder else None
     adapters = adapter_slots([each.sequence for each in scheduled], slot_of)
@@ -99,6 +102,20 @@ def build_batch(
         token_types=None if types is None else _to(types, device),
         adapter_slots=None if adapters is None else _to(adapters.astype(np.int32).repeat(counts), device),
     )
+
+
+def state_slots(sequences: Iterable[MirroredSequence]) -> Integers:
+    """Slot of each sequence's recurrent states, int64 [S]."""
+    slots = np.array([sequence.state_slot for sequence in sequences], dtype=np.int64)
+    assert slots.min(initial=0) >= 0, "a row has no slot for its states, and the model has states"
+    return slots
+
+
+def _segments(
+    scheduled: Sequence[ScheduledSequence], starts: tuple[int, ...], firsts: list[int], device: torch.device
+) -> StateSegments:
+    arrays = (state_slots(each.sequence for each in scheduled), np.array(starts), np.array(firsts))
+    return StateSegments(*[_to(each.astype(np.int32), device) for each in arrays])
 
 
 def adapter_slots(sequences: Iterable[MirroredSequence], slot_of: SlotOf | None) -> Integers | None:

@@ -25,16 +25,18 @@ from torch import Tensor
 from kv_cache.block import BlockId
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.host_copies import to_device
+from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.worker.runner.batch import Batch, Integers, RowsToSample, SlotOf, adapter_slots, token_ids
+from spmd_worker.worker.runner.batch import Batch, Integers, RowsToSample, SlotOf, adapter_slots, state_slots, token_ids
 
 _SLOTS_A_SEQUENCE: Final = 4
 """Slots for the sequences of a few steps in flight and for waiting ones."""
 _ALIGNED_WORDS: Final = 4
 _MAX_INDEX: Final = 2**31
 """Indices into the tables are sent as int32."""
+_NONE: Final = np.empty(0, np.int64)
 _SEQUENCE: Final = itemgetter(0)
 _NUM_SCHEDULED: Final = itemgetter(1)
 _NUM_SAMPLES: Final = itemgetter(2)
@@ -57,7 +59,8 @@ class _Slot:
 class _Layout:
     """Layout of a step. On the host: `ends` int64 [S], the tokens computed with the step, `slot_indices` int64 [S],
     `query_starts`, and `width`, the blocks of the longest table. On the device, int64: `slots` [S], `rope_regimes` [T],
-    `sample_rows` [R]; int32: `starts` [S + 1], and `adapter_slots` [T] if a row has an adapter.
+    `sample_rows` [R]; int32: `starts` [S + 1], `adapter_slots` [T] if a row has an adapter, `state_slots` [S] if the
+    model has states.
     """
 
     scheduled: Sequence[ScheduledSequence]
@@ -73,11 +76,13 @@ class _Layout:
     sample_rows: Tensor
     starts: Tensor
     adapter_slots: Tensor | None
+    state_slots: Tensor | None
 
 
 class _Sent(NamedTuple):
     """Numbers of one step on the device. int64: `token_ids`, `positions`, `token_blocks`, `token_offsets` [T], and
-    `places`, new entries' indices into the tables; int32: `token_slots` [T], `lengths` [S], and `blocks`, the entries.
+    `places`, new entries' indices into the tables; int32: `token_slots` [T], `lengths` [S], `blocks`, the entries, and
+    `firsts` [S], first positions, if the model has states.
     """
 
     token_ids: Tensor
@@ -88,6 +93,7 @@ class _Sent(NamedTuple):
     token_slots: Tensor
     lengths: Tensor
     blocks: Tensor
+    firsts: Tensor
 
 
 class BatchState:
@@ -95,8 +101,10 @@ class BatchState:
     int32; entries after a sequence's blocks are left over from other sequences.
     """
 
-    def __init__(self, block_size: int, device: torch.device, slot_of: SlotOf | None = None) -> None:
-        self._block_size, self._device, self._slot_of = block_size, device, slot_of
+    def __init__(
+        self, block_size: int, device: torch.device, slot_of: SlotOf | None = None, *, has_states: bool = False
+    ) -> None:
+        self._block_size, self._device, self._slot_of, self._has_states = block_size, device, slot_of, has_states
         self._slots: dict[MirroredSequence, _Slot] = {}
         """The least recently used first."""
         self._free: list[_Slot] = []
@@ -132,6 +140,9 @@ class BatchState:
             starts=layout.starts,
             lengths=sent.lengths,
             slots=sent.token_slots,
+            segments=None
+            if layout.state_slots is None
+            else StateSegments(layout.state_slots, layout.starts, sent.firsts),
         )
         return Batch(
             token_ids=sent.token_ids,
@@ -168,7 +179,8 @@ class BatchState:
         positions = layout.ends - 1
         token_blocks, offsets, token_slots = self._of_tokens(layout.slot_indices, positions)
         longs, ints = self._send(
-            (last_ids, positions, token_blocks, offsets, places), (token_slots, layout.ends, blocks)
+            (last_ids, positions, token_blocks, offsets, places),
+            (token_slots, layout.ends, blocks, positions if self._has_states else _NONE),
         )
         return layout, _Sent(*longs, *ints)
 
@@ -191,9 +203,10 @@ class BatchState:
         of_step = (token_ids(scheduled), positions, token_blocks, offsets, places)
         of_layout = (slot_indices, regimes.repeat(counts), (starts[1:] - 1).repeat(num_samples))
         adapters = adapter_slots(sequences, self._slot_of)
-        of_adapters = np.empty(0, np.int64) if adapters is None else adapters.repeat(counts)
-        longs, (*ints, starts_there, adapters_there) = self._send(
-            (*of_step, *of_layout), (token_slots, ends, blocks, starts, of_adapters)
+        of_adapters = _NONE if adapters is None else adapters.repeat(counts)
+        of_states = (firsts, state_slots(sequences)) if self._has_states else (_NONE, _NONE)
+        longs, (*ints, firsts_there, states_there, starts_there, adapters_there) = self._send(
+            (*of_step, *of_layout), (token_slots, ends, blocks, *of_states, starts, of_adapters)
         )
         *longs, slots, rope_regimes, sample_rows = longs
         layout = _Layout(
@@ -210,8 +223,9 @@ class BatchState:
             sample_rows=sample_rows,
             starts=starts_there,
             adapter_slots=None if adapters is None else adapters_there,
+            state_slots=states_there if self._has_states else None,
         )
-        return layout, _Sent(*longs, *ints)
+        return layout, _Sent(*longs, *ints, firsts_there)
 
     def _grow_tables(self, num_sequences: int, width: int) -> None:
         """Enlarge the tables for `num_sequences` of `width` blocks; their contents are kept."""

@@ -6,6 +6,7 @@ All tokens are zero, and no real requests exist.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Final
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import CacheEngine
@@ -22,6 +23,11 @@ _FILTERED = SamplingParams(top_p=0.9, logprobs=1).frozen()
 _PENALISED = SamplingParams(top_p=0.9, logprobs=1, repetition_penalty=1.1).frozen()
 _REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0).frozen()
 _GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=1).frozen()
+
+DUMMY_SLOTS: Final = (1, 0)
+"""Slots of recurrent states, of the device and of the host, that dummy steps need: all their rows share the first. What
+it holds means nothing, and is finite.
+"""
 
 _WARM_UP_PARAMS = (
     SamplingParams(temperature=0.0),
@@ -135,7 +141,7 @@ def _sequence(
     params = None if pooling is None else resolve_pooling(PoolingParams(), pooling)
     request = Request(RequestId(index), (0,) * (num_computed + num_tokens), sampling, stream=index, pooling=params)
     block_ids = [BlockId(number) for number in blocks]
-    sequence = MirroredSequence(request, 0, [], block_ids, num_computed, num_tokens)
+    sequence = MirroredSequence(request, 0, [], block_ids, num_computed, num_tokens, state_slot=0)
     return ScheduledSequence(sequence, num_tokens, num_samples=1)
 
 

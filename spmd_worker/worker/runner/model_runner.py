@@ -133,7 +133,10 @@ class ModelRunner:
         has_state = keeps_state and not model.model_config.is_encoder
         self.adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
         self._step_adapters: StepAdapters | None = None
-        self._state = BatchState(block_size, self._device, self._slot_of) if has_state else None
+        self._has_states = model.model_config.has_states
+        self._state = None
+        if has_state:
+            self._state = BatchState(block_size, self._device, self._slot_of, has_states=self._has_states)
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
@@ -163,8 +166,8 @@ class ModelRunner:
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
             rows = self._rows.of(scheduled)
-            block_size, device, slot_of = self._block_size, self._device, self._slot_of
-            batch = build_batch(scheduled, block_size, device, rows, is_encoder=is_encoder, slot_of=slot_of)
+            options = {"is_encoder": is_encoder, "slot_of": self._slot_of, "has_states": self._has_states}
+            batch = build_batch(scheduled, self._block_size, self._device, rows, **options)
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)
@@ -199,6 +202,7 @@ class ModelRunner:
                 wanted=wanted,
                 adapters=adapters,
                 given=given,
+                states=() if self._cache_engine.states is None else self._cache_engine.states.layers,
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)

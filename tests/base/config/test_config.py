@@ -460,7 +460,7 @@ WRONG_TYPES = [
     (ExecutorConfig, {"timeout_s": 10**400}, f"executor.timeout_s={10**400} must be a number"),
     (CacheConfig, {"num_blocks": "8"}, "cache.num_blocks='8' must be a whole number or null"),
     (CacheConfig, {"enable_prefix_caching": 1}, "cache.enable_prefix_caching=1 must be true or false"),
-    (SchedulerConfig, {"max_num_seqs": "8"}, "scheduler.max_num_seqs='8' must be a whole number"),
+    (SchedulerConfig, {"max_num_seqs": "8"}, "scheduler.max_num_seqs='8' must be a whole number or null"),
     (SamplingConfig, {"temperature": False}, "sampling.temperature=False must be a number or null"),
     (SamplingConfig, {"stop": "x"}, "sampling.stop='x' must be a list of texts, such as [a,b] or null"),
 ]

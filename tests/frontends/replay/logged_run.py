@@ -13,6 +13,7 @@ from typing import Final
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from kv_cache.state_slots import StateSlots
 from spmd_worker.frontends.replay.replay import Replay, read_messages
 from spmd_worker.frontends.replay.step_log import StepLogHeader, StepLogWriter, read_step_log
 from spmd_worker.replica.lockstep.difference import Record
@@ -134,10 +135,11 @@ class LoggedRun:
             header.max_num_batched_tokens,
             header.enable_chunked_prefill,
             header.enable_prefix_caching,
-            PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
+            PreemptionPolicy(header.preemption_mode, header.block_copy_tokens, header.slot_copy_tokens),
             header.watermark_blocks_per_sequence,
             header.pipeline_parallel_size,
             header.num_steps_ahead,
+            snapshot_interval=header.snapshot_interval,
         )
         cache = CacheManager(
             header.num_blocks,
@@ -145,7 +147,9 @@ class LoggedRun:
             num_host_blocks=header.num_host_blocks,
             connector=HostTier(header.num_tier_blocks) if header.num_tier_blocks else None,
         )
-        self.scheduler = Scheduler(limits, cache, StopChecker(header.eos_token_ids, header.max_model_len, new_decoder))
+        checker = StopChecker(header.eos_token_ids, header.max_model_len, new_decoder)
+        slots = StateSlots(header.num_state_slots, header.num_host_state_slots) if header.num_state_slots else None
+        self.scheduler = Scheduler(limits, cache, checker, state_slots=slots)
         self.log = StepLogWriter(path, header)
         self.plans: list[StepPlan] = []
         self.ended: list[SequenceGroup] = []

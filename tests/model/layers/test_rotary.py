@@ -161,3 +161,43 @@ def test_angles_need_no_synchronous_copies(rope_type: str):
     with DeviceWaits() as waits:
         angles = rotary.angles(positions, positions, torch.float32)
     assert (waits.read_backs, waits.uploads, angles.cos.shape) == ([], [], (7, 8))
+
+
+PHIMOE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 31 + [2.0],
+    "long_factor": [4.0] * 32,
+    "short_mscale": 1.25,
+    "long_mscale": 1.5,
+}
+
+
+def test_long_rows_of_phimoe_have_long_factors():
+    """transformers multiplies by the long factor and keeps the short frequencies, by the longest row of a batch."""
+    experts = {"num_local_experts": 4, "num_key_value_heads": 4, "architectures": ["PhimoeForCausalLM"]}
+    config = model_config_of({**SIZES, **experts, "rope_parameters": PHIMOE}, Path("config.json"))
+    (rope,) = config.ropes
+    assert (rope.short_mscale, rope.long_mscale) == (1.25, 1.5)
+    assert (config.rope_regime(60, 64), config.rope_regime(60, 65)) == (0, 1)
+    rotary = RotaryEmbedding(rope, config.max_position_embeddings, CPU)
+    positions, regimes = torch.tensor([7, 7]), torch.tensor([0, 1])
+    angles = rotary.angles(positions, regimes, torch.float32)
+    frequencies = inverse_frequencies(rope, 64)
+    assert not torch.equal(frequencies[0], frequencies[1])
+    assert torch.equal(angles.cos, torch.stack([(7 * frequencies[0]).cos() * 1.25, (7 * frequencies[1]).cos() * 1.5]))
+    assert torch.equal(angles.sin, torch.stack([(7 * frequencies[0]).sin() * 1.25, (7 * frequencies[1]).sin() * 1.5]))
+
+
+def test_backward_angles_undo_forward_ones():
+    rope, _ = read({"rope_type": "default"})
+    positions, regimes = torch.arange(5), torch.zeros(5, dtype=torch.int64)
+    forward, backward = (
+        RotaryEmbedding(replace(rope, is_backward=is_backward), 64, CPU).angles(positions, regimes, torch.float32)
+        for is_backward in (False, True)
+    )
+    x = torch.randn((5, 2, 64), generator=torch.Generator().manual_seed(1))
+    kernels = ReferenceKernels()
+    torch.testing.assert_close(backward.rotate(kernels, forward.rotate(kernels, x)), x)
+    assert not torch.allclose(forward.rotate(kernels, forward.rotate(kernels, x)), x)

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spmd_worker.model_config.layer_config import ExpertsConfig
+from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, MambaConfig
 from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
 from spmd_worker.ops.kernels.triton import (
     adapter_kernels,
@@ -47,6 +47,10 @@ from spmd_worker.ops.kernels.triton import (
     row_kernels,
     rows,
     sampling_kernels,
+    scan_delta,
+    scan_delta_kernels,
+    scan_mamba,
+    scan_mamba_kernels,
     short_conv,
     short_conv_kernels,
     sum_kernels,
@@ -366,6 +370,7 @@ CHIPS = {
 _DEEPSEEK = ExpertsConfig(
     *(256, 8, 2048, "sigmoid", True, 2.5, 8, 4), has_choice_bias=True, has_router_bias=True, shared_size=2048
 )
+_PHIMOE = ExpertsConfig(16, 2, 6400, "sparsemixer", renormalises=False, jitter=0.01)
 _OF_EXPERTS = {
     **dict.fromkeys(("slots", "counts", "own", "order", "tiles", "num_tiles", "is_own"), "*i32"),
     **dict.fromkeys(("ids", "totals"), "*i64"),
@@ -393,11 +398,13 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
         kernel = router_kernels.partial_logits
         types = _of_experts(kernel, element) | {"T": "i32", "weight": "*fp32", "partials": "*fp32"}
         yield Variant(f"partial_logits {tile.rows}x{tile.columns}", kernel, types, constants, launch, ("R", "H"))
-    for config in (ExpertsConfig(128, 8, 768), *(() if is_short else (_DEEPSEEK,))):
+    for config in (ExpertsConfig(128, 8, 768), *(() if is_short else (_DEEPSEEK, _PHIMOE))):
         constants = experts.choice_constants(config, config.num_experts, 8)
         launch = {key: constants.pop(key) for key in options if key in constants}
         kernel = router_kernels.choose
-        types = _of_experts(kernel, "fp32") | {"T": "i32", "scaling": "fp32", "min_sum": "fp32"}
+        types = (
+            _of_experts(kernel, "fp32") | {"T": "i32"} | dict.fromkeys(("scaling", "added", "min_sum", "reach"), "fp32")
+        )
         types = {name: kind for name, kind in types.items() if "bias" not in name or config.has_choice_bias}
         yield Variant(f"choose {config.num_experts}", kernel, types, constants, launch)
     for chip in (90,) if is_short else (80, 90, 100, 120):
@@ -738,6 +745,40 @@ def recurrent_variants(element: str = "bf16") -> Iterator[Variant]:
         constants = short_conv.conv_constants(num_taps, has_bias=True, has_silu=has_silu)
         options = short_conv_kernels.LAUNCH
         yield Variant(f"short_conv {num_taps}", kernel, types, constants, options, ("C", "stride_x"))
+    yield from delta_variants(element)
+    yield from mamba_variants(element)
+
+
+def delta_variants(element: str) -> Iterator[Variant]:
+    """Gated delta nets of Qwen3.5 and OLMo-Hybrid, and their norm."""
+    floats = dict.fromkeys(("a_log", "dt_bias", "states"), "*fp32") | dict.fromkeys(
+        ("beta_scale", "query_scale"), "fp32"
+    )
+    counts = ("HK", "HV", "stride_mixed", "stride_a", "stride_b")
+    types = dict.fromkeys(("mixed", "a", "b", "out"), f"*{element}") | floats | dict.fromkeys(counts, "i32")
+    types |= dict.fromkeys(("slots", "starts", "firsts"), "*i32")
+    kernel, norm, options = scan_delta_kernels.scan_delta, scan_delta_kernels.gated_norm, scan_delta_kernels.LAUNCH
+    for key_size, value_size, is_per_channel in ((128, 128, False), (96, 192, False), (128, 128, True)):
+        config = DeltaConfig(16, 32, key_size, value_size, 1e-6, is_per_channel=is_per_channel)
+        name = f"scan_delta {key_size} {value_size}{' channels' if is_per_channel else ''}"
+        yield Variant(name, kernel, types, scan_delta.scan_constants(config), options, ("stride_mixed",))
+    numbers = dict.fromkeys(("SIZE", "stride_x", "stride_gate", "stride_weight"), "i32") | {"eps": "fp32"}
+    types = dict.fromkeys(("x", "gate", "weight", "out"), f"*{element}") | numbers
+    for size, gates_first in ((128, False), (8192, True)):
+        constants = scan_delta.norm_constants(size, "silu", gates_first=gates_first)
+        yield Variant(f"gated_norm {size}", norm, types, constants, options, ("SIZE", "stride_x", "stride_gate"))
+
+
+def mamba_variants(element: str) -> Iterator[Variant]:
+    """Mamba2 of Nemotron-H and Granite 4 H, and of Falcon-H1 with its larger states."""
+    types = dict.fromkeys(("mixed", "dt", "out"), f"*{element}")
+    types |= dict.fromkeys(("a_log", "dt_bias", "skip", "states"), "*fp32") | dict.fromkeys(("least", "most"), "fp32")
+    types |= dict.fromkeys(("slots", "starts", "firsts"), "*i32")
+    types |= dict.fromkeys(("H", "G", "stride_mixed", "stride_dt"), "i32")
+    kernel, options = scan_mamba_kernels.scan_mamba, scan_mamba_kernels.LAUNCH
+    for head_size, state_size in ((64, 128), (128, 256)):
+        constants = scan_mamba.mamba_constants(MambaConfig(64, head_size, 8, state_size, 1e-5))
+        yield Variant(f"scan_mamba {head_size} {state_size}", kernel, types, constants, options, ("stride_mixed",))
 
 
 def planted() -> dict[str, Variant]:
@@ -759,6 +800,7 @@ def planted() -> dict[str, Variant]:
     }
 
 
+RECURRENT_OF_THE_GATE = ("short_conv 3", "scan_delta 128 128", "gated_norm 128", "scan_mamba 64 128")
 MATMULS_OF_THE_GATE = (
     "linear 16x64x256 4 4 ptt",
     "linear 64x64x128 4 6 ttt",
@@ -801,7 +843,7 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
     found += [each for each in matmuls if not is_short or each.name.startswith(MATMULS_OF_THE_GATE)]
     found += expert_variants(is_short=is_short)
     found += adapter_variants(is_short=is_short)
-    found += (each for each in recurrent_variants() if not is_short or each.name == "short_conv 3")
+    found += (each for each in recurrent_variants() if not is_short or each.name in RECURRENT_OF_THE_GATE)
     yield from (each for each in found if capability in each.chips)
 
 

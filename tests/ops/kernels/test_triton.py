@@ -22,12 +22,12 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_stored_experts_cases.py": (("gate",), 4),
     "triton_quantised_cases.py": (("gate",), 4),
     "triton_adapter_cases.py": (("gate",), 5),
-    "triton_recurrent_cases.py": ((), 2),
+    "triton_recurrent_cases.py": ((), 7),
     "triton_latent_cases.py": ((), 4),
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
 ALL_CASES = {
-    "triton_experts_cases.py": ((), 16),
+    "triton_experts_cases.py": ((), 17),
     "triton_stored_experts_cases.py": ((), 12),
     "triton_quantised_cases.py": ((), 21),
     "triton_adapter_cases.py": ((), 11),
@@ -36,7 +36,7 @@ ALL_CASES = {
 }
 ENGINES = {
     "triton_engine.py": 9,
-    "triton_graphs.py": 14,
+    "triton_graphs.py": 16,
     "triton_experts_engine.py": 18,
     "triton_stored_engine.py": 19,
     "triton_adapters_engine.py": 17,

@@ -33,6 +33,7 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
 HIDDEN = 32
 CONFIG = ExpertsConfig(num_experts=7, num_chosen=3, intermediate_size=24)
 CLAMPED = replace(CONFIG, score="softmax_chosen", has_router_bias=True, has_bias=True, limit=0.7)
+MIXED = replace(CONFIG, num_chosen=2, score="sparsemixer", renormalises=False, jitter=0.4)
 TILES = (Tile(16, 16, 16, 4, 2), Tile(16, 32, 16, 4, 2))
 OTHER_TILES = (Tile(32, 32, 16, 4, 2), Tile(32, 16, 16, 4, 2))
 
@@ -137,6 +138,17 @@ def a_layer_is_the_reference_layer() -> None:
 def other_activations_are_applied_between_the_gemms() -> None:
     layer, x, ids = new_layer(activation="gelu_tanh"), tokens(11, torch.float32), routing(11)
     assert torch.equal(outputs(layer, x, ids), dense(layer, x, ids))
+
+
+def bounded_gates_have_the_bits_of_the_dense_gemm() -> None:
+    for activation in ("silu", "gelu_tanh"):
+        # Rows of whole vectors, so that torch's silu on a CPU has no scalar tail.
+        config = replace(CONFIG, bound=0.3, intermediate_size=32)
+        layer, x, ids = new_layer(config, activation=activation), tokens(11, torch.float32), routing(11)
+        found = outputs(layer, x, ids)
+        assert torch.equal(found, dense(layer, x, ids))
+        unbounded = new_layer(replace(config, bound=0.0), activation=activation)
+        assert not torch.allclose(found, outputs(unbounded, x, ids), rtol=1e-3)
 
 
 def clamped_gates_are_near_the_reference() -> None:
@@ -251,7 +263,8 @@ def routers_choose_what_the_reference_chooses() -> None:
     grouped = replace(CONFIG, num_experts=12, score="sigmoid", num_groups=4, num_chosen_groups=2, scaling=1.7)
     grouped = replace(grouped, has_choice_bias=True)
     plain = replace(CONFIG, num_experts=12, num_chosen=4, renormalises=False)
-    for config in (CONFIG, CLAMPED, grouped, plain, replace(grouped, num_groups=1, num_chosen_groups=1)):
+    least = replace(CONFIG, has_choice_bias=True, min_sum=0.7)
+    for config in (CONFIG, CLAMPED, grouped, plain, least, MIXED, replace(grouped, num_groups=1, num_chosen_groups=1)):
         for dtype in floats():
             layer, x = new_layer(config, dtype), tokens(37, dtype)
             ids, weights, expected, values = routed(layer, x, config)
@@ -264,7 +277,7 @@ def routers_choose_what_the_reference_chooses() -> None:
 
 
 def routers_choose_the_lower_of_equals_and_report_nan() -> None:
-    for config in (CONFIG, CLAMPED):
+    for config in (CONFIG, CLAMPED, MIXED):
         layer, x = new_layer(config), tokens(9, torch.float32)
         layer.gate.weight[3] = layer.gate.weight[5]
         if layer.gate.bias is not None:
@@ -282,7 +295,7 @@ def routers_choose_the_lower_of_equals_and_report_nan() -> None:
         assert ids.min() >= 0
         assert ids.max() < config.num_experts
         layer.gate.weight.zero_()
-        assert layer.gate(x)[0].eq(torch.tensor([0, 1, 2])).all()
+        assert layer.gate(x)[0].eq(torch.arange(config.num_chosen)).all()
 
 
 def control_an_unstable_order_of_slots_is_found() -> None:
@@ -329,6 +342,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
     a_layer_is_the_reference_layer,
     routers_choose_what_the_reference_chooses,
     other_activations_are_applied_between_the_gemms,
+    bounded_gates_have_the_bits_of_the_dense_gemm,
     clamped_gates_are_near_the_reference,
     ranks_with_experts_apart_sum_to_one_rank,
     ranks_with_columns_of_each_expert_add_biases_once,

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from recorded_graphs import RecordedGraph
 from triton_engine import CONFIG
+from two_shapes import two_shapes
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.ops.attention.triton import TritonFixedAttention
@@ -145,6 +146,16 @@ def main() -> None:
                 if what == "weights that have moved":
                     llm.collective_rpc(move_weights)
                 found[f"control: {what}"] = answers(llm) != (scaled if "moved" in what else eager)
+        (folder / "config.json").write_text(json.dumps(CONFIG | SMALL | {"num_hidden_layers": 2}))
+        with two_shapes():
+            with open_llm(folder, EAGER) as llm:
+                eager = answers(llm)
+                assert len(llm.llm_engine.model_executor.driver_worker.worker.running.caches.engine.tensors) == 2
+            with open_llm(folder, GRAPHS) as llm:
+                found["same bits of layers of two shapes"] = answers(llm) == eager
+            with open_llm(folder, "cpu") as llm:
+                same = [ours[0] == theirs[0] for ours, theirs in zip(answers(llm), eager, strict=True)]
+                found["the CPU's tokens of layers of two shapes"] = all(same)
     print(json.dumps(found))
 
 

@@ -12,6 +12,7 @@ import torch
 from state_segments import segments_of
 from triton_cases import run
 
+from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.recurrent import TritonRecurrentKernels
@@ -53,7 +54,102 @@ def a_convolution_cut_anywhere_has_the_same_bits() -> None:
         assert torch.equal(tail, whole), chunk
 
 
-CASES: tuple[Callable[[], None], ...] = (convolutions_are_the_references, a_convolution_cut_anywhere_has_the_same_bits)
+def scan_inputs(config: DeltaConfig, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    heads, size = config.num_value_heads, config.key_size if config.is_per_channel else 1
+    given = torch.randn(num_tokens, config.num_channels + heads * size + heads).to(dtype)
+    mixed, a, b = given.split_with_sizes([config.num_channels, heads * size, heads], dim=1)
+    return mixed, a, b, torch.randn(heads) - 1, torch.randn(heads * size) - 1
+
+
+def scans_are_the_references() -> None:
+    """Sizes that are no powers of two, padding, a slot full of NaN, and a decoding sequence."""
+    segments = segments_of((3, 9, 7), (1, 6, 0), (-1, 2, 5), (0, 1, 64))
+    kept = torch.ones(18, dtype=torch.bool)
+    kept[15:17] = False
+    for config, dtype in (
+        (DeltaConfig(2, 4, 12, 40, 1e-6, beta_scale=2.0), torch.float32),
+        (DeltaConfig(1, 2, 16, 32, 1e-6, is_per_channel=True), torch.float32),
+        (DeltaConfig(2, 2, 16, 16, 1e-6), torch.float16),
+    ):
+        inputs = scan_inputs(config, 18, dtype)
+        found = torch.randn(5, config.num_value_heads, config.key_size, config.value_size)
+        found[1] = found[4] = NAN
+        expected = found.clone()
+        y = KERNELS.scan_delta(*inputs, found, segments, config)
+        z = REFERENCE.scan_delta(*inputs, expected, segments, config)
+        torch.testing.assert_close(y[kept], z[kept], atol=2e-6 if dtype == torch.float32 else 1e-3, rtol=1e-3)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def a_scan_cut_anywhere_has_the_same_bits() -> None:
+    config = DeltaConfig(1, 2, 8, 8, 1e-6)
+    mixed, a, b, *gates = scan_inputs(config, 20, torch.float32)
+    whole, state = (torch.full((1, 2, 8, 8), NAN) for _ in range(2))
+    expected = KERNELS.scan_delta(mixed, a, b, *gates, whole, segments_of((0, 20, 0)), config)
+    for chunk in (1, 7):
+        parts = [
+            KERNELS.scan_delta(*part, *gates, state, segments_of((0, len(part[0]), first * chunk)), config)
+            for first, part in enumerate(zip(mixed.split(chunk), a.split(chunk), b.split(chunk), strict=True))
+        ]
+        assert torch.equal(torch.cat(parts), expected), chunk
+        assert torch.equal(state, whole), chunk
+
+
+def gated_norms_are_the_references() -> None:
+    for dtype in (torch.float32, torch.float16):
+        x, gate = torch.randn(5, 2 * 60).to(dtype).split(60, dim=1)
+        for activation, gates_first, size in (("silu", False, 20), ("sigmoid", False, 60), ("silu", True, 60)):
+            weight = torch.randn(size).to(dtype)
+            options = {"num_groups": 3, "activation": activation, "gates_first": gates_first}
+            found, expected = (each.gated_norm(x, gate, weight, 1e-3, **options) for each in (KERNELS, REFERENCE))
+            torch.testing.assert_close(found, expected)
+
+
+def mamba_inputs(config: MambaConfig, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    given = torch.randn(num_tokens, config.num_channels + config.num_heads).to(dtype)
+    mixed, dt = given.split_with_sizes([config.num_channels, config.num_heads], dim=1)
+    return mixed, dt, *(torch.randn(config.num_heads) for _ in range(3))
+
+
+def scans_of_mamba_are_the_references() -> None:
+    """Sizes that are no powers of two, padding, a slot full of NaN, a decoding sequence, and bounds of dt."""
+    segments = segments_of((3, 9, 7), (1, 6, 0), (-1, 2, 5), (0, 1, 64))
+    kept = torch.ones(18, dtype=torch.bool)
+    kept[15:17] = False
+    for config, dtype in (
+        (MambaConfig(4, 40, 2, 12, 1e-6, dt_limits=(0.3, 0.9)), torch.float32),
+        (MambaConfig(2, 16, 1, 16, 1e-6), torch.float16),
+    ):
+        inputs = mamba_inputs(config, 18, dtype)
+        found = torch.randn(5, config.num_heads, config.head_size, config.state_size)
+        found[1] = found[4] = NAN
+        expected = found.clone()
+        y = KERNELS.scan_mamba(*inputs, found, segments, config)
+        z = REFERENCE.scan_mamba(*inputs, expected, segments, config)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+        torch.testing.assert_close(y[kept], z[kept], atol=tolerance, rtol=1e-3)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def a_scan_of_mamba_cut_anywhere_has_the_same_bits() -> None:
+    config = MambaConfig(2, 8, 1, 8, 1e-6)
+    mixed, dt, *numbers = mamba_inputs(config, 20, torch.float32)
+    whole, state = (torch.full((1, 2, 8, 8), NAN) for _ in range(2))
+    expected = KERNELS.scan_mamba(mixed, dt, *numbers, whole, segments_of((0, 20, 0)), config)
+    for chunk in (1, 7):
+        parts = [
+            KERNELS.scan_mamba(*part, *numbers, state, segments_of((0, len(part[0]), first * chunk)), config)
+            for first, part in enumerate(zip(mixed.split(chunk), dt.split(chunk), strict=True))
+        ]
+        assert torch.equal(torch.cat(parts), expected), chunk
+        assert torch.equal(state, whole), chunk
+
+
+CASES: tuple[Callable[[], None], ...] = (
+    *(convolutions_are_the_references, a_convolution_cut_anywhere_has_the_same_bits),
+    *(scans_are_the_references, a_scan_cut_anywhere_has_the_same_bits, gated_norms_are_the_references),
+    *(scans_of_mamba_are_the_references, a_scan_of_mamba_cut_anywhere_has_the_same_bits),
+)
 
 
 def main() -> None:

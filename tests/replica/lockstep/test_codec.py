@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from step_records import RunModel, every_change, messages, sampled_by, with_checksum
 
 from kv_cache.block_ops import BlockOps
+from kv_cache.state_ops import StateOps
 from spmd_worker.replica.lockstep.wire.codec import VERSION, Decoder, Encoder, decode_message, encode_message
 from spmd_worker.replica.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.replica.sequence.events import (
@@ -57,10 +58,10 @@ FULL_PLAN = StepPlan(
         SequenceGroupMetadataDelta(3, (SequenceDataDelta(0, (11,), 2, (), 32, 1, 1),)),
         SequenceGroupMetadata(
             Request(4, (5, 6, 7), OTHER_SAMPLING, 2**64 - 1),
-            (SequenceData(0, (12, 13), (8, 9), 0, 5, 1), SequenceData(1, (12,), (8, 10), 0, 4, 0)),
+            (SequenceData(0, (12, 13), (8, 9), 0, 5, 1), SequenceData(1, (12,), (8, 10), 0, 4, 0, 7)),
         ),
         SequenceGroupMetadataDelta(
-            6, (SequenceDataDelta(0, (21,), 2, (5,), 32, 1, 1), SequenceDataDelta(1, (22,), 0, (6, 7), 32, 1, 1))
+            6, (SequenceDataDelta(0, (21,), 2, (5,), 32, 1, 1), SequenceDataDelta(1, (22,), 0, (6, 7), 32, 1, 1, 9))
         ),
     ),
     block_ops=BlockOps(
@@ -80,6 +81,7 @@ FULL_PLAN = StepPlan(
     continuing_token_ids=(11, 21, 31, 32),
     continuing_num_ids=(1, 1, 2),
     continuing_blocks=((0, 90), (2, 91)),
+    state_ops=StateOps(swap_in=((1, 2),), swap_out=((3, 4), (5, 6)), copy=((7, 8),)),
 )
 PLAN_OF_NOBODY = StepPlan(9)
 FULL_SAMPLING = SamplingParams(
@@ -185,7 +187,7 @@ def test_every_record_field_is_among_changes():
     changed = {name for path, _ in CHANGES for name in re.findall(r"[a-z_]+", path)}
     records = (Admit, Abort, SetWeightVersion, FinishTransfers, WorkerEvent, EndWorkerEvent, CommitWeights)
     records += (ResetPrefixCache, FoundBlocks)
-    records += (Request, SamplingParams, StepPlan, BlockOps)
+    records += (Request, SamplingParams, StepPlan, BlockOps, StateOps)
     listed = (SequenceData, SequenceDataDelta, SequenceGroupMetadata, SequenceGroupMetadataDelta)
     for record in (*records, *listed):
         missing = {spec.name for spec in sent_fields(record)} - changed

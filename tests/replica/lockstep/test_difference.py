@@ -122,6 +122,14 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
             with_plan(block_ops=dataclasses.replace(PLAN.block_ops, transfer=20)),
             "block_ops.transfer: 19 on rank 0, 20 on rank 1",
         ),
+        (
+            with_plan(state_ops=dataclasses.replace(PLAN.state_ops, copy=((7, 9),))),
+            "state_ops.copy[0][1]: 8 on rank 0, 9 on rank 1",
+        ),
+        (
+            with_group(5, sequences=(SequenceData(0, (), (1, 2, 3, 17), 0, 2, 1, 8),)),
+            "groups[5].state_slot: -1 on rank 0, 8 on rank 1",
+        ),
         (with_plan(num_tokens=3), "num_tokens: 15 on rank 0, 3 on rank 1"),
         (
             with_plan(continuing=(SequenceKey(1, 1), SequenceKey(3, 0), SequenceKey(5, 0))),

@@ -20,14 +20,14 @@ def test_mirror_equals_scheduler_in_random_histories():
     seen = seen_in_histories(nums_of_ids=(1,))
     assert seen.pop("continuing by none") == seen.pop("continuing by several") == 0
     # Negative control: the histories reach the states in which a mirror could go wrong.
-    assert min(seen.values()) > 50, seen
+    assert min(seen.values()) > 30, seen
 
 
 @pytest.mark.matrix
 def test_mirror_equals_scheduler_for_uneven_id_counts():
     """Ids are made up, so a stop id, or the most tokens, is found in the middle of several."""
     seen = seen_in_histories(nums_of_ids=(0, 1, 1, 3))
-    assert min(seen.values()) > 20, seen
+    assert min(seen.values()) > 10, seen
 
 
 def seen_in_histories(nums_of_ids: tuple[int, ...]) -> dict[str, int]:

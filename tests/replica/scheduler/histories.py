@@ -66,6 +66,18 @@ limits = st.fixed_dictionaries(
 ).map(lambda drawn: {**drawn, "ahead": drawn["ahead"] if drawn["virtual_engines"] == 1 else 0})
 
 
+state_limits = st.fixed_dictionaries(
+    {
+        "snapshot_slots": st.sampled_from([0, 1, 2, 20]),
+        "host_slots": st.sampled_from([0, 1, 5]),
+        "slot_copy_tokens": st.sampled_from([0.0, 3.0]),
+        "grid": st.sampled_from([1, 2, 4, 8]),
+        "interval": st.sampled_from([0, 0, 8]),
+    }
+)
+"""Of a model with recurrent states. With few slots snapshots are evicted, with 0 they have none but idle rows'."""
+
+
 def new_run(limits: dict[str, Any], kind: type[Run] = Run) -> Run:
     """A cache that holds the longest sequence, as the engine demands, and a few blocks more."""
     given = dict(limits)

@@ -1,7 +1,8 @@
 """A scheduler with made-up samples: what each step computes, as tuples, told by a mirror that accepts every plan.
 
 Knows plans only through the mirror, so that how a plan spells a step does not matter. Every step is also done to a
-cache with contents (`visible_cache.py`), where each row must find its past. Needs no torch.
+cache with contents (`visible_cache.py`), where each row must find its past, and, in a model with recurrent states, to
+slots with contents (`visible_states.py`). Needs no torch.
 """
 
 from collections import deque
@@ -10,10 +11,12 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from visible_cache import VisibleCache
+from visible_states import VisibleStates
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from kv_cache.outside_transfers import OutsideTransfers
+from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.mirror.plan_check import AdapterRules
 from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition
@@ -83,7 +86,13 @@ class Run:
         max_loras: int = 0,
         max_adapters: int = 3,
         saves_outside: bool | None = None,
+        snapshot_slots: int | None = None,
+        host_slots: int = 0,
+        slot_copy_tokens: float = 0.0,
+        grid: int = 8,
+        interval: int = 0,
     ) -> None:
+        """`snapshot_slots`: the model has recurrent states, and so many slots more than sequences run."""
         self.cache = CacheManager(
             num_blocks,
             block_size,
@@ -92,13 +101,16 @@ class Run:
             connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
             outside=None if saves_outside is None else OutsideTransfers(saves=saves_outside),
         )
-        policy = PreemptionPolicy(preemption, block_copy_tokens)
-        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras)
+        policy = PreemptionPolicy(preemption, block_copy_tokens, slot_copy_tokens)
+        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras, interval)
+        num_slots = 0 if snapshot_slots is None else max_num_seqs + snapshot_slots
+        self.slots = StateSlots(num_slots, host_slots, grid=grid) if num_slots else None
         self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy, *counts)
         self.adapters = AdapterRegistry(max_adapters if max_loras else 0)
         checker = StopChecker((EOS,), max_model_len, new_decoder)
-        self.scheduler = Scheduler(self.limits, self.cache, checker, self.adapters)
-        self.mirror = Mirror(num_blocks, block_size, ahead, AdapterRules(self.adapters.has, max_loras))
+        self.scheduler = Scheduler(self.limits, self.cache, checker, self.adapters, state_slots=self.slots)
+        self.mirror = Mirror(num_blocks, block_size, ahead, AdapterRules(self.adapters.has, max_loras), num_slots)
+        self.states = VisibleStates(num_slots, host_slots)
         self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks)
         self.ended: dict[int, SequenceGroup] = {}
         self.last_plan = StepPlan(0)
@@ -106,6 +118,8 @@ class Run:
         self._transfer_steps, self._transfers = transfer_steps, deque[tuple[int, int]]()
         self._was_transferring = False
         self.has_failed: Callable[[int], bool] = lambda number: False
+        self.num_ids: Callable[[], int] = lambda: 1
+        """The number of ids of each sample; with steps ahead it must be 1."""
         self._in_flight = deque[StepResult | None]()
 
     def admit(
@@ -147,11 +161,13 @@ class Run:
     def reset_prefix_cache(self) -> None:
         self.scheduler.handle(ResetPrefixCache())
         self.contents.forget()
+        self.states.forget()
         self.scheduler.check_integrity()
 
     def set_weight_version(self, version: int) -> None:
         self.scheduler.handle(SetWeightVersion(version))
         self.contents.forget()
+        self.states.forget()
         self.scheduler.check_integrity()
 
     def step(self, values: Values | int = PLAIN_TOKEN) -> list[Row]:
@@ -165,6 +181,8 @@ class Run:
         scheduled = self.mirror.apply(plan)
         joined = [key for key in self.running() if key not in settled]
         self.contents.run_step(plan.block_ops, [each.sequence for each in scheduled], joined)
+        if self.slots is not None:
+            self.states.run_step(plan.state_ops, [each.sequence for each in scheduled], joined)
         self.scheduler.check_integrity()
         rows, token_ids = [], []
         for each in scheduled:
@@ -176,8 +194,10 @@ class Run:
                 token_ids.append(values if isinstance(values, int) else values(named, sequence.num_tokens))
         assert sum(row.num_tokens for row in rows) == plan.num_tokens <= self.limits.max_num_batched_tokens
         # The devices have what they sampled, whenever the scheduler is told.
-        self.mirror.take_sampled(plan.step, SampledIds(tuple(token_ids)))
-        self._in_flight.append(StepResult(plan.step, tuple(token_ids)) if rows else None)
+        sampled = SampledIds.from_rows([(token_id,) * self.num_ids() for token_id in token_ids])
+        self.mirror.take_sampled(plan.step, sampled)
+        result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
+        self._in_flight.append(result if rows else None)
         self._settle()
         while self._transfers and self._transfers[0][0] <= plan.step:
             number = self._transfers.popleft()[1]

@@ -7,9 +7,11 @@ import pytest
 import torch
 from model_configs import families, spelled, with_layers
 from native_libraries import WITH_AMX, library_for, needs_onednn_bfloat16
+from two_shapes import with_two_shapes
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
+from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig, model_config_of
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.api import Kernels
@@ -19,7 +21,13 @@ from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import RankLayout, Stage, stage_of, vocabulary_rows
-from spmd_worker.worker.memory.estimate import activation_bytes, cache_spec, rank_sizes, weights_bytes
+from spmd_worker.worker.memory.estimate import (
+    activation_bytes,
+    cache_spec,
+    rank_layers,
+    rank_vocabulary_rows,
+    weights_bytes,
+)
 
 
 def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelConfig:
@@ -101,6 +109,20 @@ def test_weights_bytes_equal_parameters_on_every_stage(layers: tuple[int, ...], 
         assert cache_spec(model_config, layout, rank, "bfloat16", 16).num_layers == layers[layout.pipeline_rank(rank)]
 
 
+@pytest.mark.parametrize("layers", [(3,), (1, 2)])
+def test_layers_of_two_shapes_count_by_their_own(layers: tuple[int, ...]):
+    model_config, layout = with_two_shapes(new_shape()), RankLayout(2, len(layers), 1, layers)
+    for rank in range(layout.world_size):
+        stage = stage_of(layout, model_config, rank)
+        expected = parameter_bytes(model_config, 2, layout.tensor_rank(rank), "bfloat16", stage)
+        assert weights_bytes(model_config, layout, rank, "bfloat16", "cuda") == expected, rank
+        sizes = [
+            None if each is None else each.token_size
+            for each in cache_spec(model_config, layout, rank, "bfloat16", 16).layers
+        ]
+        assert sizes == [2 * 48 if index % 2 else 2 * 6 for index in stage.indices]
+
+
 def test_image_rows_count_on_first_stage_only():
     model_config, layout = new_shape(**WITH_IMAGE_LAYERS), RankLayout(2, 2, 1, (1, 2))
     plain = replace(model_config, num_image_embeddings=0)
@@ -150,7 +172,7 @@ def test_packed_weights_bytes_equal_the_estimate(dtype: str, keys: dict[str, boo
             stage = stage_of(layout, model_config, rank)
             estimate = weights_bytes(model_config, layout, rank, dtype, "cpu")
             is_tied = model_config.has_tied_embeddings and stage.is_first and stage.is_last
-            copy = is_tied * rank_sizes(model_config, layout, rank).num_vocabulary_rows * 128 * DTYPE_BYTES[dtype]
+            copy = is_tied * rank_vocabulary_rows(model_config, layout) * 128 * DTYPE_BYTES[dtype]
             held = held_bytes(model_config, kernels, layout.tensor_rank(rank), dtype, stage)
             assert held == estimate - (0 if is_packed else copy), rank
             # Negative control: without the copy the estimate would be this much less.
@@ -208,13 +230,9 @@ def test_optional_norms_and_projections_are_counted(architecture: str, keys: dic
 
 def test_the_share_of_a_rank_in_numbers():
     model_config = new_shape()
-    shares = [rank_sizes(model_config, RankLayout(4), rank) for rank in range(4)]
-    assert [(each.num_heads, each.num_kv_heads, each.num_columns, each.num_vocabulary_rows) for each in shares] == [
-        (2, 1, 23, 64),
-        (2, 1, 23, 64),
-        (2, 1, 22, 64),
-        (2, 1, 22, 64),
-    ]
+    shares = [[share for _, share in rank_layers(model_config, RankLayout(4), rank)] for rank in range(4)]
+    assert shares == [[LayerShare(2, 1, columns)] * 3 for columns in (23, 23, 22, 22)]
+    assert rank_vocabulary_rows(model_config, RankLayout(4)) == 64
 
 
 def test_block_bytes_count_all_layers():

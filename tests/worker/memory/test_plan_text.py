@@ -158,7 +158,7 @@ def test_plan_text_of_fp8_files_computed_as_stored(model_config: ModelConfig, tm
 def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfig):
     plan = make_plan(resolved(model_config, 8, executor=WITHOUT_SCREEN))
     norms = (2 * model_config.num_layers + 1) * model_config.hidden_size
-    padded_rows = 8 * plan.shares[0].sizes.num_vocabulary_rows - model_config.vocab_size
+    padded_rows = 8 * plan.shares[0].num_vocabulary_rows - model_config.vocab_size
     expected = model_config.num_parameters + 7 * norms + 2 * padded_rows * model_config.hidden_size
     assert sum(share.weights_bytes for share in plan.shares) == 2 * expected
 

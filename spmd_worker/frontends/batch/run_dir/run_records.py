@@ -39,6 +39,7 @@ def write_last_records(engine: Engine, run_dir: Path) -> None:
 def step_log_header(engine: Engine) -> StepLogHeader:
     """Header of a step log: everything that a replay needs besides the messages."""
     resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
+    slots, limits = engine.scheduler.state_slots, engine.scheduler.limits
     model, scheduler, parallel = config.model, config.scheduler, config.parallel
     tokens, adapters = model.classifier_from_token, model.adapter_limits
     loaded = list(engine.scheduler.adapters.entries.values())[: len(model.adapters or ())]
@@ -59,12 +60,12 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         enable_chunked_prefill=scheduler.enable_chunked_prefill,
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
-        watermark_blocks_per_sequence=engine.scheduler.limits.watermark_blocks_per_sequence,
+        watermark_blocks_per_sequence=limits.watermark_blocks_per_sequence,
         num_host_blocks=cache.num_host_blocks,
         num_tier_blocks=cache.num_tier_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         preemption_mode=scheduler.preemption_mode,
-        block_copy_tokens=engine.scheduler.limits.preemption.block_copy_tokens,
+        block_copy_tokens=limits.preemption.block_copy_tokens,
         seed=config.seed,
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
@@ -73,7 +74,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         pooling_type=model.pooling_type,
         classifier_from_token=None if tokens is None else (tokens[0], tokens[1]),
         num_steps_ahead=resolved.num_steps_ahead,
-        keeps_histories=engine.scheduler.limits.keeps_histories,
+        keeps_histories=limits.keeps_histories,
         max_prompt_adapters=model.max_prompt_adapters,
         lora_merge=None if model.merged_adapter is None else str(Path(model.merged_adapter).resolve()),
         max_loras=0 if adapters is None else adapters.max_loras,
@@ -87,4 +88,8 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         prompt_adapter_digests=tuple(each.digest for each in prompts),
         prompt_adapter_num_tokens=tuple(each.num_tokens for each in prompts),
         connector_saves=None if engine.outside is None else engine.outside.saves,
+        num_state_slots=0 if slots is None else slots.num_slots,
+        num_host_state_slots=0 if slots is None else slots.num_host_slots,
+        slot_copy_tokens=limits.preemption.slot_copy_tokens,
+        snapshot_interval=limits.snapshot_interval,
     )

@@ -1,7 +1,8 @@
 """Compiled kernels of layers with recurrent states on the CPU, float32 and bfloat16. What the library lacks is computed
 by the reference.
 
-T: tokens; S: sequences; K: taps, C: channels of a convolution.
+T: tokens; S: sequences; K: taps, C: channels of a convolution; Hk, Hv: key and value heads; H, P, G, n: heads of
+Mamba2, their size, groups, and size of a state.
 """
 
 from typing import Final
@@ -9,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_dtype, check_tensor, contiguous_rows, dtype_name
@@ -17,7 +19,7 @@ from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernel
 
 MAX_TAPS: Final = 16
 """Taps of a convolution, at most, as in native/short_conv.cpp."""
-_FUNCTIONS: Final = ("short_conv",)
+_FUNCTIONS: Final = ("short_conv", "scan_delta", "scan_mamba", "gated_norm")
 
 
 class NativeRecurrentKernels(ReferenceRecurrentKernels):
@@ -56,6 +58,92 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
             *(x.data_ptr(), x.stride(0), num_channels, weight.data_ptr(), num_taps),
             *(None if bias is None else bias.data_ptr(), tails.data_ptr(), *addresses),
             *(has_silu, output.data_ptr(), num_threads()),
+        )
+        return output
+
+    def scan_delta(
+        self,
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        states: Tensor,
+        segments: StateSegments,
+        config: DeltaConfig,
+    ) -> Tensor:
+        num_tokens, num_heads, key_size = len(mixed), config.num_value_heads, config.key_size
+        num_steps = num_heads * (key_size if config.is_per_channel else 1)
+        check_dtype(mixed, a, b)
+        assert mixed.shape[1] == config.num_channels, (mixed.shape, config)
+        assert a.shape == (num_tokens, num_steps), (a.shape, config)
+        assert b.shape == (num_tokens, num_heads), (b.shape, config)
+        check_tensor(a_log, torch.float32, (num_heads,))
+        check_tensor(dt_bias, torch.float32, (num_steps,))
+        check_tensor(states, torch.float32, (len(states), num_heads, key_size, config.value_size))
+        addresses = segment_addresses(segments, num_tokens, len(states))
+        mixed, a, b = contiguous_rows(mixed), contiguous_rows(a), contiguous_rows(b)
+        output = torch.zeros((num_tokens, num_heads, config.value_size), dtype=mixed.dtype)
+        self._functions["scan_delta", mixed.dtype](
+            *(mixed.data_ptr(), mixed.stride(0), a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)),
+            *(a_log.data_ptr(), dt_bias.data_ptr(), states.data_ptr(), *addresses),
+            *(config.num_key_heads, num_heads, key_size, config.value_size),
+            *(config.beta_scale, config.is_per_channel, output.data_ptr(), num_threads()),
+        )
+        return output
+
+    def scan_mamba(
+        self,
+        mixed: Tensor,
+        dt: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        segments: StateSegments,
+        config: MambaConfig,
+    ) -> Tensor:
+        check_dtype(mixed, dt)
+        sizes = config.num_heads, config.head_size, config.num_groups, config.state_size
+        num_tokens, num_heads = len(mixed), config.num_heads
+        assert mixed.shape[1] == config.num_channels, (mixed.shape, config)
+        assert dt.shape == (num_tokens, num_heads), (dt.shape, config)
+        for each in (a_log, dt_bias, skip):
+            check_tensor(each, torch.float32, (num_heads,))
+        check_tensor(states, torch.float32, (len(states), num_heads, config.head_size, config.state_size))
+        addresses = segment_addresses(segments, num_tokens, len(states))
+        mixed, dt = contiguous_rows(mixed), contiguous_rows(dt)
+        # Rows of padding sequences are left out.
+        output = torch.zeros((num_tokens, num_heads * config.head_size), dtype=mixed.dtype)
+        self._functions["scan_mamba", mixed.dtype](
+            *(*addresses, *sizes, mixed.data_ptr(), mixed.stride(0), dt.data_ptr(), dt.stride(0)),
+            *(a_log.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), *config.dt_limits),
+            *(states.data_ptr(), output.data_ptr(), num_threads()),
+        )
+        return output
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        num_groups: int,
+        activation: str,
+        gates_first: bool,
+    ) -> Tensor:
+        size = x.shape[1] // num_groups
+        check_dtype(x, gate)
+        assert x.shape == gate.shape == (len(x), num_groups * size), (x.shape, gate.shape, num_groups)
+        assert activation in ("silu", "sigmoid"), activation
+        check_tensor(weight, x.dtype, (x.shape[1] if len(weight) == x.shape[1] else size,))
+        x, gate = contiguous_rows(x), contiguous_rows(gate)
+        output = torch.empty(x.shape, dtype=x.dtype)
+        self._functions["gated_norm", x.dtype](
+            *(x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0), len(x), num_groups, size),
+            *(weight.data_ptr(), size if len(weight) == x.shape[1] else 0, eps),
+            *(activation == "sigmoid", gates_first, output.data_ptr(), num_threads()),
         )
         return output
 

@@ -114,7 +114,7 @@ def _fitted(tile: Tile, halves: int, itemsize: int, room_bytes: int) -> Tile:
 
 class TritonExperts:
     """Implements `kernels.api.ExpertKernels`. `activate_and_mul` is called for gates other than silu, `activate` for
-    bounded ones.
+    bounded ones and experts without gates.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class TritonExperts:
         if not num_own:
             return results
         placed = placing.place(ids, slots, counts, stack.ids, tile.rows)
-        if stack.limit > 0 or (stack.activation == "silu" and not stack.bound):
+        if stack.is_gated and (stack.limit > 0 or (stack.activation == "silu" and not stack.bound)):
             gated = x.new_empty((ids.numel(), width // 2))
             _gate_up(x, stack, placed, gated, gate_tile)
         else:
@@ -170,7 +170,8 @@ class TritonExperts:
             if stack.bound:
                 gated = bounded_gates(columns, stack.activation, stack.bound, self._activate)
             else:
-                gated = self._activate_and_mul(columns, stack.activation).contiguous()
+                activate = self._activate_and_mul if stack.is_gated else self._activate
+                gated = activate(columns, stack.activation).contiguous()
         weights = stack.down, stack.down_scales, stack.down_bias
         _linear(gated, *weights, stack.stored, placed, results, tile, gathers=False)
         return results

@@ -1,6 +1,8 @@
 """Triton kernels of layers with recurrent states. What has none yet is computed by the reference."""
 
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
+from spmd_worker.ops.kernels.triton.scan_delta import gated_norm, scan_delta
+from spmd_worker.ops.kernels.triton.scan_mamba import scan_mamba
 from spmd_worker.ops.kernels.triton.short_conv import short_conv
 
 
@@ -8,3 +10,6 @@ class TritonRecurrentKernels(ReferenceRecurrentKernels):
     """Implements `RecurrentKernels` on CUDA, and on the CPU if kernels are interpreted."""
 
     short_conv = staticmethod(short_conv)
+    scan_delta = staticmethod(scan_delta)
+    scan_mamba = staticmethod(scan_mamba)
+    gated_norm = staticmethod(gated_norm)

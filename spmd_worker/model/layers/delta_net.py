@@ -1,0 +1,133 @@
+"""Gated delta net (https://arxiv.org/abs/2412.06464): projections, a short convolution, a scan over a state [dk, dv] of
+each value head, a gated norm of each head, output projection.
+
+T: tokens of the step; Hk, Hv: key and value heads of this rank, neighbouring value heads share a key head; dk, dv:
+their sizes; C: channels of the convolution, those of queries, keys and values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from kv_cache.layer_states import LayerStates
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
+from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.weight_slice import WeightSlice, shard
+from spmd_worker.model_config.layer_config import DeltaConfig, LayerConfig
+from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ranks.topology import shard_range
+
+
+class DeltaConv(CheckpointLayer):
+    """Taps of the convolution over queries, keys and values, [C, 1, K], each a range of the rows of a tensor."""
+
+    def __init__(self, context: LayerContext, parts: tuple[OutputPart, ...], kernel_size: int) -> None:
+        super().__init__()
+        self._parts, self._kernel_size = parts, kernel_size
+        self.weight = context.parameter(sum(part.stop - part.start for part in parts), 1, kernel_size)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        parent, taps, first = prefix.rpartition(".")[0], ((0, 1), (0, self._kernel_size)), 0
+        for part in self._parts:
+            end = first + part.stop - part.start
+            name, shape = f"{parent}.{part.name}.weight", (part.total, 1, self._kernel_size)
+            yield WeightSlice(name, shape, ((part.start, part.stop), *taps), f"{prefix}.weight", ((first, end), *taps))
+            first = end
+
+
+class DeltaGates(CheckpointLayer):
+    """Numbers by which the state of each value head decays, float32: `a_log` [Hv]; `dt_bias` [Hv], or [Hv dk] if each
+    channel decays by itself.
+    """
+
+    is_float32 = True
+
+    def __init__(self, context: LayerContext, num_heads: int, heads: tuple[int, int], num_steps: int) -> None:
+        super().__init__()
+        self._num_heads, self._heads, self._num_steps = num_heads, heads, num_steps
+        context, count = replace(context, dtype=torch.float32), heads[1] - heads[0]
+        self.a_log, self.dt_bias = context.parameter(count), context.parameter(count * num_steps)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        parent = prefix.rpartition(".")[0]
+        for name, ours, each in (("A_log", "a_log", 1), ("dt_bias", "dt_bias", self._num_steps)):
+            start, stop = (head * each for head in self._heads)
+            yield shard(f"{parent}.{name}", (self._num_heads * each,), f"{prefix}.{ours}", 0, start, stop)
+
+
+class GatedNorm(CheckpointLayer):
+    """RMS norm of each head, with one weight [dv] for all, times the activation of a gate. Replicated."""
+
+    def __init__(self, context: LayerContext, delta: DeltaConfig) -> None:
+        super().__init__()
+        self._eps, self._activation = delta.norm_eps, delta.gate_activation
+        self._kernels = context.kernels.recurrent_kernels()
+        self.weight = context.parameter(delta.value_size)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Both [T, Hv dv] -> [T, Hv dv]."""
+        num_heads = x.shape[1] // len(self.weight)
+        return self._kernels.gated_norm(
+            x, gate, self.weight, self._eps, num_groups=num_heads, activation=self._activation, gates_first=False
+        )
+
+
+class DeltaNet(nn.Module):
+    """Value heads are split over ranks with their key heads; of more ranks than key heads several have one."""
+
+    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
+        super().__init__()
+        assert layer.delta is not None, layer
+        delta, group = layer.delta, context.tensor_group
+        keys = kv_head_range(delta.num_key_heads, group.size, group.rank)
+        values = shard_range(delta.num_value_heads, group.size, group.rank)
+        self.config = delta.share(group.size)
+        self._kernels = context.kernels.recurrent_kernels()
+        num_steps = delta.key_size if delta.is_per_channel else 1
+        of_keys, of_values = (delta.num_key_heads, keys), (delta.num_value_heads, values)
+        mixed = [("q", *of_keys, delta.key_size), ("k", *of_keys, delta.key_size), ("v", *of_values, delta.value_size)]
+        gates = [("z", *of_values, delta.value_size), ("b", *of_values, 1), ("a", *of_values, num_steps)]
+        parts = [_part(f"in_proj_{name}", *sizes) for name, *sizes in (*mixed, *gates)]
+        self.in_proj = ColumnParallelLinear(context, hidden_size, tuple(parts), has_bias=False)
+        self._sizes = [self.config.num_channels, *(part.stop - part.start for part in parts[len(mixed) :])]
+        conv = tuple(_part(f"{name}_conv1d", *sizes) for name, *sizes in mixed)
+        self.conv = DeltaConv(context, conv, delta.kernel_size)
+        self.gates = DeltaGates(context, delta.num_value_heads, values, num_steps)
+        self.norm = GatedNorm(context, delta)
+        inputs = (values[0] * delta.value_size, values[1] * delta.value_size)
+        num_inputs = delta.num_value_heads * delta.value_size
+        self.out_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, has_bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        ropes: tuple[Angles, ...],
+        layer_cache: Tensor | None,
+        metadata: AttentionMetadata,
+        wanted: WantedTokens | None = None,
+        *,
+        states: LayerStates | None = None,
+        adapters: StepAdapters | None = None,
+        is_fused: bool = True,
+    ) -> Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden]. Reads and writes the states of the step's sequences."""
+        del ropes, layer_cache, is_fused
+        assert wanted is None, "a state is a function of all tokens"
+        assert states is not None
+        assert states.state is not None
+        segments, gates = metadata.segments, self.gates
+        assert segments is not None, "the step has states"
+        mixed, gate, b, a = self.in_proj(x, adapters).split_with_sizes(self._sizes, dim=-1)
+        mixed = self._kernels.short_conv(mixed, self.conv.weight[:, 0], None, states.tail, segments, has_silu=True)
+        scanned = self._kernels.scan_delta(mixed, a, b, gates.a_log, gates.dt_bias, states.state, segments, self.config)
+        output: Tensor = self.out_proj(self.norm(scanned.flatten(1), gate), adapters)
+        return output
+
+
+def _part(name: str, num_heads: int, heads: tuple[int, int], size: int) -> OutputPart:
+    return OutputPart(name, num_heads * size, heads[0] * size, heads[1] * size)

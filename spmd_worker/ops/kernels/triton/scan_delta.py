@@ -1,0 +1,73 @@
+"""Launches of scan_delta_kernels.py."""
+
+from torch import Tensor
+
+from spmd_worker.model_config.layer_config import DeltaConfig
+from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.triton import scan_delta_kernels
+from spmd_worker.ops.kernels.triton.launching import power_of_two
+
+
+def scan_delta(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    segments: StateSegments,
+    config: DeltaConfig,
+) -> Tensor:
+    """`RecurrentKernels.scan_delta`. Rows of padding are arbitrary."""
+    num_heads, key_size, value_size = config.num_value_heads, config.key_size, config.value_size
+    assert mixed.shape[1] == config.num_channels, (mixed.shape, config)
+    assert states.is_contiguous(), states.stride()
+    assert states.shape[1:] == (num_heads, key_size, value_size), (states.shape, config)
+    mixed, a, b = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, a, b))
+    out = mixed.new_empty((len(mixed), num_heads, value_size))
+    if out.numel() and len(segments.slots):
+        grid = (len(segments.slots), num_heads, -(-value_size // scan_delta_kernels.BV))
+        scan_delta_kernels.scan_delta[grid](
+            *(mixed, a, b, a_log, dt_bias, states, segments.slots, segments.starts, segments.firsts, out),
+            *(config.num_key_heads, num_heads, mixed.stride(0), a.stride(0), b.stride(0)),
+            *(config.beta_scale, key_size**-0.5),
+            **scan_constants(config),
+            **scan_delta_kernels.LAUNCH,
+        )
+    return out
+
+
+def scan_constants(config: DeltaConfig) -> dict[str, int | bool]:
+    """Constexprs of `scan_delta_kernels.scan_delta`."""
+    return {
+        "DK": config.key_size,
+        "DV": config.value_size,
+        "BK": power_of_two(config.key_size),
+        "BV": scan_delta_kernels.BV,
+        "IS_PER_CHANNEL": config.is_per_channel,
+    }
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, num_groups: int, activation: str, gates_first: bool
+) -> Tensor:
+    """`RecurrentKernels.gated_norm`."""
+    num_rows, size = len(x), x.shape[1] // num_groups
+    assert x.shape == gate.shape == (num_rows, num_groups * size), (x.shape, gate.shape, num_groups)
+    assert activation in ("silu", "sigmoid"), activation
+    assert len(weight) in (size, num_groups * size), (weight.shape, x.shape, num_groups)
+    x, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (x, gate))
+    out = x.new_empty(x.shape)
+    if out.numel():
+        scan_delta_kernels.gated_norm[(num_rows, num_groups)](
+            *(x, gate, weight.contiguous(), out, size, x.stride(0), gate.stride(0)),
+            *(0 if len(weight) == size else size, eps),
+            **norm_constants(size, activation, gates_first=gates_first),
+            **scan_delta_kernels.LAUNCH,
+        )
+    return out
+
+
+def norm_constants(size: int, activation: str, *, gates_first: bool) -> dict[str, int | bool]:
+    """Constexprs of `scan_delta_kernels.gated_norm`."""
+    return {"BN": power_of_two(size), "IS_SIGMOID": activation == "sigmoid", "GATES_FIRST": gates_first}

@@ -1,0 +1,47 @@
+"""Launch of scan_mamba_kernels.py."""
+
+from torch import Tensor
+
+from spmd_worker.model_config.layer_config import MambaConfig
+from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.triton import scan_mamba_kernels
+from spmd_worker.ops.kernels.triton.launching import power_of_two
+
+
+def scan_mamba(
+    mixed: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    segments: StateSegments,
+    config: MambaConfig,
+) -> Tensor:
+    """`RecurrentKernels.scan_mamba`. Rows of padding are arbitrary."""
+    num_heads, size, num_tokens = config.num_heads, config.head_size, len(mixed)
+    assert mixed.shape[1] == config.num_channels, (mixed.shape, config)
+    assert dt.shape == (num_tokens, num_heads), (dt.shape, config)
+    assert states.is_contiguous(), states.stride()
+    assert states.shape[1:] == (num_heads, size, config.state_size), (states.shape, config)
+    mixed, dt = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, dt))
+    out = mixed.new_empty((num_tokens, config.num_columns))
+    if out.numel() and len(segments.slots):
+        grid = (len(segments.slots), num_heads, -(-size // scan_mamba_kernels.BP))
+        scan_mamba_kernels.scan_mamba[grid](
+            *(mixed, dt, a_log, dt_bias, skip, states, segments.slots, segments.starts, segments.firsts, out),
+            *(num_heads, config.num_groups, mixed.stride(0), dt.stride(0), *config.dt_limits),
+            **mamba_constants(config),
+            **scan_mamba_kernels.LAUNCH,
+        )
+    return out
+
+
+def mamba_constants(config: MambaConfig) -> dict[str, int]:
+    """Constexprs of `scan_mamba_kernels.scan_mamba`."""
+    return {
+        "P": config.head_size,
+        "N": config.state_size,
+        "BP": scan_mamba_kernels.BP,
+        "BN": power_of_two(config.state_size),
+    }

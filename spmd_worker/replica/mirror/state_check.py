@@ -1,0 +1,98 @@
+"""Checks a plan's slots of recurrent states against a mirror: each row keeps its own, and no other row's is written."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError
+from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta, SequenceGroupMetadata
+from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.step import StepPlan
+
+
+class StateCheck:
+    """One check of one plan, whose rows `PlanCheck` has accepted. `owners` has the sequence that was given each slot
+    last; it has no entry in a model without recurrent states.
+
+    A mirror does not know which sequences are preempted. So a slot may be given to another sequence at any time, and
+    who had it may be scheduled again only with a slot of its own.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        groups: Mapping[RequestId, MirroredGroup],
+        owners: Sequence[MirroredSequence | None],
+    ) -> None:
+        self._plan, self._groups, self._owners = plan, groups, owners
+
+    def check(self, continuing: list[MirroredSequence]) -> None:
+        """Raise MirrorError, before anything has changed, for a slot that does not exist or is not the row's."""
+        if not self._owners:
+            self._check_stateless()
+            return
+        if self._plan.continuing_num_ids and 0 in self._plan.continuing_num_ids:
+            self._reject("continuing_num_ids", 0, "1 or more: a state has the last token already")
+        known, given = list(continuing), dict[int, None]()
+        for group in self._plan.groups:
+            is_snapshot = isinstance(group, SequenceGroupMetadata)
+            held = self._groups.get(group.request_id)
+            for data in group.sequences:
+                sequence = None if is_snapshot or held is None else held.sequences.get(data.sample_index)
+                key = (group.request_id, data.sample_index)
+                if sequence is None:
+                    self._check_slots("state_slot", (data.state_slot,), *key)
+                    if data.state_slot in given:
+                        self._reject("state_slot", data.state_slot, "each slot given once", *key)
+                    given[data.state_slot] = None
+                else:
+                    self._check_known(sequence, data)
+                    known.append(sequence)
+        for sequence in known:
+            if sequence.state_slot < 0:
+                self._reject("state_slot", "another sequence's by now", "a new slot, in a snapshot", *sequence.key)
+            if sequence.state_slot in given:
+                self._reject("state_slot", sequence.state_slot, "one that no other row of the step has", *sequence.key)
+        self.check_state_ops(known)
+
+    def check_state_ops(self, known: Iterable[MirroredSequence]) -> None:
+        """Check that the moves' device slots exist, that each receives once, and none of the rows `known`, which keep
+        what they have. The mirror does not know the number of host slots.
+        """
+        operations = self._plan.state_ops
+        if operations.is_empty:
+            return
+        received = [slot for _, slot in (*operations.swap_in, *operations.copy)]
+        self._check_slots("state_ops", [*received, *[slot for slot, _ in (*operations.swap_out, *operations.copy)]])
+        for kind, slots in (("device", received), ("host", [slot for _, slot in operations.swap_out])):
+            if len(dict.fromkeys(slots)) != len(slots):
+                self._reject("state_ops", f"{kind} slots {slots} receiving", "each at most once")
+        written = dict.fromkeys(received)
+        for sequence in known if written else ():
+            if sequence.state_slot in written:
+                rule = "none that a row of the step continues from"
+                self._reject("state_ops", f"slot {sequence.state_slot} receiving", rule, *sequence.key)
+
+    def _check_stateless(self) -> None:
+        if not self._plan.state_ops.is_empty:
+            self._reject("state_ops", self._plan.state_ops, "none in a model without recurrent states")
+        for group in self._plan.groups:
+            for data in group.sequences:
+                if data.state_slot != -1:
+                    rule = "-1 in a model without recurrent states"
+                    self._reject("state_slot", data.state_slot, rule, group.request_id, data.sample_index)
+
+    def _check_known(self, sequence: MirroredSequence, data: SequenceData | SequenceDataDelta) -> None:
+        if data.state_slot != -1:
+            self._reject("state_slot", data.state_slot, "-1 for a sequence that has its slot", *sequence.key)
+        if data.num_computed_tokens != sequence.num_computed_tokens + sequence.num_scheduled_tokens:
+            rule = "the token after the last computed one: a state has that already"
+            self._reject("num_computed_tokens", data.num_computed_tokens, rule, *sequence.key)
+
+    def _check_slots(self, name: str, slots: Iterable[int], *key: int) -> None:
+        for slot in slots:
+            if not 0 <= slot < len(self._owners):
+                self._reject(name, slot, f"from 0 to {len(self._owners) - 1}", *key)
+
+    def _reject(self, name: str, value: object, expected: object, *key: int) -> NoReturn:
+        where = "".join([f", {kind} {number}" for kind, number in zip(("request", "sample"), key)])
+        raise MirrorError(f"step {self._plan.step}{where}: field {name} is {value}, the mirror expects {expected}")

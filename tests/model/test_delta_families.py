@@ -1,0 +1,488 @@
+"""Hybrids with gated delta nets against transformers: logits, steps, shards, stages, tensors, each entry of a row.
+
+Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from delta_checkpoints import DELTA_CASES, delta_folder, delta_reference, thinned_delta_folder
+from family_mutants import entries
+from hybrid_runs import HybridRun, run_rows
+from model_configs import with_layers, with_norms, with_ropes
+from our_model import is_noticed, load_model
+from reference_models import random_prompt, relative_error
+from safetensors.torch import load_file, save_file
+from state_segments import CHUNKS
+from thread_groups import on_ranks
+from torch import Tensor
+from transformers import AutoConfig
+
+from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
+from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels import reference_recurrent
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
+from spmd_worker.worker.memory.estimate import rank_layers, state_layer, weights_bytes
+
+TOLERANCE = 1e-4
+ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (70, 5, 33)]
+FEW = ("qwen3_5", "qwen3_next", "olmo_hybrid")
+"""A case of each kind of names."""
+
+
+def quick(*names: str, among: Iterable[str] = DELTA_CASES) -> pytest.MarkDecorator:
+    """Cases; all but these are in the tier of layouts."""
+    marks = {name: [] if name in names else pytest.mark.matrix for name in among}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> list[Tensor]:
+    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in ROWS]
+
+
+@cache
+def expected(name: str) -> list[Tensor]:
+    return logits_of(delta_reference(name))
+
+
+def worst_error(name: str, logits: list[Tensor]) -> float:
+    return max(map(relative_error, logits, expected(name)))
+
+
+def new_model(
+    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
+) -> DecoderForCausalLM:
+    """A model with kernels of plain torch, not packed."""
+    context = LayerContext(
+        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
+    )
+    model = build_model(context, config or read_model_files(folder).model_config, stage)
+    with model.weights.open(folder) as checkpoint:
+        model.weights.fill(checkpoint)
+    return model
+
+
+def are_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
+    """Whether the states of all rows have the same bits."""
+    return all(torch.equal(*pair) for rows in zip(one, other, strict=True) for pair in zip(*rows, strict=True))
+
+
+@pytest.mark.guarantee("Models compute what transformers computes")
+@quick(*FEW, "qwen3_5_images", "qwen3_5_moe_images", "olmo_hybrid_no_rope")
+def test_logits_and_ids_equal_transformers(name: str):
+    logits, _ = run_rows([load_model(delta_folder(name))], ROWS)
+    assert worst_error(name, logits) < TOLERANCE
+    for found, right in zip(logits, expected(name), strict=True):
+        assert torch.equal(found.argmax(-1), right.argmax(-1))
+    full, thin = (read_model_files(each).model_config for each in (delta_folder(name), thinned_delta_folder(name)))
+    assert thin == full
+    theirs = [AutoConfig.from_pretrained(each(name)).get_text_config() for each in (delta_folder, thinned_delta_folder)]
+    assert theirs[0].layer_types == theirs[1].layer_types, "the oracle's own"
+    for key in ("rope_theta", "partial_rotary_factor"):
+        ropes = [each.rope_parameters or {} for each in theirs]
+        assert ropes[0].get(key) == ropes[1].get(key), "the oracle's own"
+
+
+@pytest.mark.guarantee("A row's answer depends on the row alone")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@quick("qwen3_5")
+def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
+    """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
+    model = load_model(delta_folder(name), dtype=dtype)
+    logits, states = run_rows([model], ROWS)
+    assert all(not each.isnan().any() for row in states for each in row)
+    for chunk in CHUNKS:
+        found, found_states = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
+        assert all(map(torch.equal, found, logits)), chunk
+        assert are_same(found_states, states), chunk
+    for row, alone in enumerate(ROWS):
+        found, found_states = run_rows([model], [alone])
+        assert torch.equal(found[0], logits[row])
+        assert are_same(found_states, [states[row]])
+
+
+@quick("olmo_hybrid", among=FEW)
+def test_steps_of_plain_torch_do_not_change_states(name: str):
+    model = new_model(delta_folder(name))
+    _, states = run_rows([model], ROWS)
+    for chunk in (7, 65):
+        assert are_same(run_rows([model], ROWS, chunk)[1], states)
+
+
+@pytest.mark.control("A row's answer depends on the row alone")
+def test_comparison_detects_steps_that_forget(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: a scan that begins from zeros in each step."""
+    scan = ReferenceRecurrentKernels.scan_delta
+
+    def scan_delta(self: Any, *given: Any) -> Tensor:
+        *others, segments, config = given
+        return scan(self, *others, replace(segments, firsts=torch.zeros_like(segments.firsts)), config)
+
+    model = new_model(delta_folder("qwen3_5"))
+    whole = run_rows([model], ROWS)[0]
+    monkeypatch.setattr(ReferenceRecurrentKernels, "scan_delta", scan_delta)
+    assert all(map(torch.equal, run_rows([model], ROWS)[0], whole))
+    found = run_rows([model], ROWS, 33)[0]
+    assert torch.equal(found[2], whole[2])
+    assert worst_error("qwen3_5", found) > 10 * TOLERANCE
+
+
+def test_slot_of_an_earlier_row_does_not_leak():
+    """A row begins from zeros in a slot that holds another's state, here of NaN and of large numbers."""
+    model = load_model(delta_folder("qwen3_5"))
+    logits, states = run_rows([model], ROWS)
+    for number in (float("nan"), 1e30):
+        run = HybridRun([model], ROWS)
+        for layer in run.states[0]:
+            for tensor in layer or ():
+                tensor.fill_(number)
+        assert all(map(torch.equal, run.finish(9), logits))
+        assert are_same([run.row_states(row) for row in range(len(ROWS))], states)
+
+
+@quick("qwen3_5", "olmo_hybrid", among=("qwen3_5", "olmo_hybrid"))
+def test_bfloat16_is_as_near_float32_as_transformers(name: str):
+    logits, _ = run_rows([load_model(delta_folder(name), dtype="bfloat16")], ROWS)
+    _, model_class, _ = DELTA_CASES[name]
+    theirs = getattr(transformers, model_class)(delta_reference(name).config).eval()
+    theirs.load_state_dict(delta_reference(name).state_dict())
+    noise = worst_error(name, logits_of(theirs.bfloat16()))
+    assert 1e-4 < worst_error(name, logits) < 1.5 * noise < 0.3
+
+
+@quick("qwen3_next", "olmo_hybrid", among=FEW)
+def test_shards_equal_transformers_and_stages_one_rank(name: str):
+    """Two key heads: four ranks have each of them twice."""
+    folder = delta_folder(name)
+
+    def run(group: GroupHandle) -> list[Tensor]:
+        model = new_model(folder, group)
+        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 40)[0]]
+
+    for size in (2, 4):
+        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
+        assert worst_error(name, whole) < TOLERANCE, size
+    cuts = (Stage(0, 1, is_first=True, is_last=False), Stage(1, 3, is_first=False, is_last=True))
+    staged, states = run_rows([new_model(folder, stage=stage) for stage in cuts], ROWS, 40)
+    alone, states_of_one = run_rows([new_model(folder)], ROWS, 40)
+    assert all(map(torch.equal, staged, alone))
+    assert are_same(states, states_of_one)
+
+
+@quick(*FEW, "qwen3_5_moe_images")
+def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
+    """By the names of files and of transformers' memory; on two ranks together all of each."""
+    folder = delta_folder(name)
+    model, tensors = new_model(folder), load_file(folder / "model.safetensors")
+    tensors = {each: tensor for each, tensor in tensors.items() if not model.weights.names.is_derived(each)}
+    with model.as_checkpoint() as view:
+        shown = dict(view.named_parameters())
+        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
+    assert set(shown) == set(tensors)
+    in_memory = delta_reference(name).state_dict()
+    for given in (tensors, in_memory):
+        other = new_model(folder)
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        assert other.load_weights(list(given.items())) == set(tensors)
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+    def run(group: GroupHandle) -> dict[str, int]:
+        with new_model(folder, group).as_checkpoint() as view:
+            return {each: parameter.numel() for each, parameter in view.named_parameters()}
+
+    first, second = on_ranks(2, run)
+    assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
+
+
+@pytest.mark.guarantee("The plan's bytes are those of the run")
+@pytest.mark.parametrize("name", FEW)
+def test_planned_bytes_equal_parameters(name: str):
+    config = read_model_files(delta_folder(name)).model_config
+    for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
+        for rank in range(size):
+            group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
+            options = (ReferenceKernels(), SdpaBackend(), getattr(torch, dtype), torch.device("meta"))
+            model = build_model(LayerContext(group, *options), config)
+            planned = weights_bytes(config, RankLayout(size), rank, dtype, "cuda")
+            assert planned == sum(each.nbytes for each in model.parameters()), (size, rank)
+            delta, (layer, share) = (
+                model.model.layers[0].linear_attn.config,
+                rank_layers(config, RankLayout(size), rank)[0],
+            )
+            planned_state = state_layer(layer, config.hidden_size, share)
+            assert planned_state is not None
+            assert planned_state.state == (delta.num_value_heads, delta.key_size, delta.value_size)
+            assert planned_state.tail == (delta.kernel_size - 1, model.model.layers[0].linear_attn.conv.weight.shape[0])
+
+
+def test_int8_projections_stay_near_transformers():
+    model = load_model(delta_folder("qwen3_5"), quantization="int8")
+    net = model.model.layers[0].linear_attn
+    assert net.in_proj.weight.dtype == net.out_proj.weight.dtype == torch.int8
+    assert net.conv.weight.dtype == net.gates.a_log.dtype == torch.float32
+    logits, states = run_rows([model], ROWS)
+    assert 1e-3 < worst_error("qwen3_5", logits) < 0.3
+    found, found_states = run_rows([model], ROWS, 16)
+    assert all(map(torch.equal, found, logits))
+    assert are_same(found_states, states)
+
+
+# ---- each entry of a row, and mistakes that no entry makes ---------------------------------------------------------
+
+UNSEEN = ("models", "defaults", "layers", "ropes", "rope.rounding", "names.aliases", "names.ignored_prefixes")
+"""Entries without an effect on these logits: the rounding is of bfloat16; the others have tests of their own."""
+SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def bare(architecture: str, **keys: Any) -> dict[str, Any]:
+    """A file that leaves out nearly all."""
+    sizes = {**SIZES, "vocab_size": 160, "intermediate_size": 96, **keys}
+    row = FAMILIES[architecture]
+    return {"architectures": [architecture], **({"text_config": sizes} if row.text is not None else sizes)}
+
+
+def mutants(row: Family) -> list[tuple[str, Family]]:
+    """The row with one entry as Llama's row has it, and without one of its defaults, names or keys."""
+    found = entries(row, Family(), *UNSEEN, "names.parts", "file_keys")
+    for key in row.names.parts:
+        parts = {other: name for other, name in row.names.parts.items() if other != key}
+        found.append((f"names.parts {key}", replace(row, names=replace(row.names, parts=parts))))
+    for key in row.defaults:
+        others = {other: value for other, value in row.defaults.items() if other != key}
+        found.append((f"defaults {key}", replace(row, defaults=others)))
+    return found
+
+
+def readings(architecture: str) -> list[Any]:
+    """Of files that leave out some keys; None for one that is rejected."""
+    names = {"architectures": [architecture]}
+    files = [names if FAMILIES[architecture].text is None else {**names, "text_config": {}}]
+    files += [bare(architecture, **keys) for keys in ({}, {"mlp_bias": True, "attention_bias": True})]
+    found: list[Any] = []
+    for config in files:
+        try:
+            found.append(model_config_of(config, Path("config.json")))
+        except ModelConfigError:
+            found.append(None)
+    return found
+
+
+def our_logits(folder: Path) -> list[Tensor]:
+    return run_rows([new_model(folder)], ROWS)[0]
+
+
+@pytest.mark.control("Models compute what transformers computes")
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, marks=[] if "Next" in each or "Olmo" in each else pytest.mark.matrix) for each in DELTA_ROWS],
+)
+def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
+    cases = [name for name, (_, model_class, _) in DELTA_CASES.items() if model_class == architecture]
+    folders = {name: (delta_folder(name), thinned_delta_folder(name)) for name in cases}
+    silent, right = [], readings(architecture)
+    assert None not in right
+    for what, mutant in mutants(FAMILIES[architecture]):
+        monkeypatch.setitem(FAMILIES, architecture, mutant)
+        if readings(architecture) != right:
+            continue
+        rights = [(folders[name], lambda logits, name=name: worst_error(name, logits) < TOLERANCE) for name in cases]
+        if not any(is_noticed(each, our_logits, is_right) for each, is_right in rights):
+            silent.append(what)
+    assert not silent, silent
+
+
+def with_delta(config: ModelConfig, **changes: Any) -> ModelConfig:
+    return replace(
+        config,
+        layers=tuple(
+            layer if layer.delta is None else replace(layer, delta=replace(layer.delta, **changes))
+            for layer in config.layers
+        ),
+    )
+
+
+def rotated(config: ModelConfig) -> ModelConfig:
+    """Full layers with the rope of the other case."""
+    layers = tuple(layer if layer.mixer == "delta" else replace(layer, rope=0) for layer in config.layers)
+    return replace(config, layers=layers, ropes=read_model_files(delta_folder("olmo_hybrid")).model_config.ropes)
+
+
+IN_CONFIG: Mapping[tuple[str, str], Callable[[ModelConfig], ModelConfig]] = {
+    ("qwen3_5", "epsilon of the gated norm"): lambda config: with_delta(config, norm_eps=1e-6),
+    ("qwen3_5", "sigmoid in place of silu"): lambda config: with_delta(config, gate_activation="sigmoid"),
+    ("qwen3_5", "beta doubled"): lambda config: with_delta(config, beta_scale=2.0),
+    ("qwen3_5", "norms without their offset"): lambda config: with_norms(config, offset=0.0),
+    ("qwen3_5", "rope of complete heads"): lambda config: with_ropes(config, partial_factor=1.0),
+    ("qwen3_5", "no norm of heads"): lambda config: with_layers(config, qk_norm="none"),
+    ("olmo_hybrid", "beta not doubled"): lambda config: with_delta(config, beta_scale=1.0),
+    ("olmo_hybrid", "epsilon of the file"): lambda config: with_delta(config, norm_eps=config.norm.eps),
+    ("olmo_hybrid", "norms before all layers"): lambda config: with_layers(config, norms=(True, False, True, False)),
+    ("olmo_hybrid_no_rope", "rope where the file has none"): rotated,
+}
+
+
+@pytest.mark.control("Models compute what transformers computes")
+@pytest.mark.parametrize(("name", "mistake"), IN_CONFIG)
+def test_comparison_detects_mistakes_of_configs(name: str, mistake: str):
+    folder = delta_folder(name)
+
+    def mistaken(of: Path) -> list[Tensor]:
+        config = IN_CONFIG[name, mistake](read_model_files(of).model_config)
+        return run_rows([new_model(of, config=config)], ROWS)[0]
+
+    assert is_noticed([folder], mistaken, lambda logits: worst_error(name, logits) < 10 * TOLERANCE)
+
+
+def _of_unit_root_mean_square(x: Tensor, scale: float = 1.0) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * scale
+
+
+def _norm_with_offset(kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
+    return RIGHT.gated_norm(kernels, x, gate, weight + 1, eps, **options)
+
+
+def _conv_without_silu(kernels: Any, *given: Any, has_silu: bool) -> Tensor:
+    assert has_silu
+    return RIGHT.short_conv(kernels, *given, has_silu=False)
+
+
+def _scan_without_bias(kernels: Any, mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, *given: Any) -> Tensor:
+    dt_bias, *others = given
+    return RIGHT.scan_delta(kernels, mixed, a, b, a_log, torch.zeros_like(dt_bias), *others)
+
+
+class RIGHT(ReferenceRecurrentKernels):
+    """The kernels as they are while others are patched."""
+
+    gated_norm = ReferenceRecurrentKernels.gated_norm
+    short_conv = ReferenceRecurrentKernels.short_conv
+    scan_delta = ReferenceRecurrentKernels.scan_delta
+
+
+IN_KERNELS: Mapping[str, tuple[Any, str, Any]] = {
+    "gated norm with an offset": (ReferenceRecurrentKernels, "gated_norm", _norm_with_offset),
+    "no silu behind the convolution": (ReferenceRecurrentKernels, "short_conv", _conv_without_silu),
+    "steps without their bias": (ReferenceRecurrentKernels, "scan_delta", _scan_without_bias),
+    "keys of any length": (reference_recurrent, "unit", lambda x, scale=1.0: x * scale),
+    "keys of root mean square 1": (reference_recurrent, "unit", _of_unit_root_mean_square),
+    "key heads alternate": (
+        Tensor,
+        "repeat_interleave",
+        lambda x, count, dim: x.repeat(*(count if each == dim else 1 for each in range(x.ndim))),
+    ),
+}
+
+
+@pytest.mark.control("Models compute what transformers computes")
+@pytest.mark.parametrize("mistake", IN_KERNELS)
+def test_comparison_detects_mistakes_of_kernels(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(*IN_KERNELS[mistake])
+    assert worst_error("qwen3_5", our_logits(delta_folder("qwen3_5"))) > 10 * TOLERANCE
+
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", DELTA_ROWS)
+@pytest.mark.parametrize("keys", [{}, {"num_hidden_layers": 6, "head_dim": 32}], ids=["", "sizes"])
+def test_omitted_keys_have_the_defaults_of_transformers(architecture: str, keys: dict[str, Any]):
+    config = bare(architecture, **keys)
+    config_class = next(each for each, model_class, _ in DELTA_CASES.values() if model_class == architecture)
+    given = {key: value for key, value in config.items() if key != "architectures"}
+    theirs = getattr(transformers, config_class)(**given).get_text_config()
+    ours = model_config_of(config, Path("config.json"))
+    kinds = {"delta": "linear_attention", "attention": "full_attention"}
+    assert [kinds[layer.mixer] for layer in ours.layers] == theirs.layer_types
+    delta, full = ours.layers[0].delta, next(layer for layer in ours.layers if layer.mixer == "attention")
+    assert delta is not None
+    assert (delta.num_key_heads, delta.num_value_heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
+    assert (delta.key_size, delta.value_size) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
+    assert delta.kernel_size == theirs.linear_conv_kernel_dim
+    assert (full.num_kv_heads, ours.norm.eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
+    assert full.head_size == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.has_tied_embeddings == theirs.tie_word_embeddings
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == (() if eos is None or eos >= ours.vocab_size else (eos,))
+    rope = theirs.rope_parameters
+    assert [each.partial_factor for each in ours.ropes] == ([rope["partial_rotary_factor"]] if ours.ropes else [])
+    assert bool(ours.ropes) == ("Olmo" not in architecture)
+    if full.experts is not None:
+        experts = full.experts
+        assert (experts.num_experts, experts.num_chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert experts.intermediate_size == theirs.moe_intermediate_size
+        assert experts.shared_size == theirs.shared_expert_intermediate_size
+        assert experts.renormalises == getattr(theirs, "norm_topk_prob", True)
+
+
+BROKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "kind": ("Qwen3_5ForCausalLM", {"layer_types": ["conv"] * 4}, "must list 4 of linear_attention, full_attention"),
+    "count": ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"]}, "must list 4 of linear_attention"),
+    "interval": ("Qwen3_5ForCausalLM", {"full_attention_interval": 0}, "full_attention_interval=0 must be a whole"),
+    "heads": ("Qwen3_5ForCausalLM", {"linear_num_key_heads": 5}, "is not a multiple of linear_num_key_heads=5"),
+    "taps": ("OlmoHybridForCausalLM", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 must be a whole"),
+    "eigenvalues": ("OlmoHybridForCausalLM", {"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval=1 must be true"),
+    "rope": ("OlmoHybridForCausalLM", {"rope_parameters": 3}, "rope_parameters=3 must be an object"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_config_error_names_key_and_rule(case: str):
+    architecture, keys, message = BROKEN[case]
+    with pytest.raises(ModelConfigError) as caught:
+        model_config_of(bare(architecture, **keys), Path("config.json"))
+    assert message in str(caught.value)
+
+
+def test_ranks_that_do_not_divide_heads_are_rejected():
+    config = read_model_files(delta_folder("qwen3_5")).model_config
+    check_divides(RankLayout(4), config)
+    for changes, message in (({"num_value_heads": 6}, "6 value heads"), ({"num_key_heads": 3}, "3 key heads")):
+        with pytest.raises(ConfigError, match=f"gated delta nets have {message}"):
+            check_divides(RankLayout(4), with_delta(config, **changes))
+
+
+def test_wrong_and_missing_delta_weights_are_reported(tmp_path: Path):
+    folder = delta_folder("qwen3_next")
+    for word, change in (
+        ("in_proj_qkvz", lambda tensors, name: tensors.pop(name)),
+        ("A_log", lambda tensors, name: tensors.update({name: tensors[name][:3].contiguous()})),
+    ):
+        shutil.copytree(folder, tmp_path / word)
+        tensors = load_file(folder / "model.safetensors")
+        name = next(each for each in tensors if word in each)
+        change(tensors, name)
+        save_file(tensors, tmp_path / word / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=word):
+            new_model(tmp_path / word)
+
+
+def test_layers_for_speculation_and_images_are_skipped(tmp_path: Path):
+    """Files of text alone may have the names of those with images too."""
+    shutil.copytree(delta_folder("qwen3_5"), tmp_path / "other")
+    tensors = load_file(tmp_path / "other" / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+    extra = {"mtp.layers.0.mlp.up_proj.weight": torch.zeros(2, 2), "model.visual.merger.weight": torch.zeros(2)}
+    save_file({**renamed, **extra}, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    assert worst_error("qwen3_5", our_logits(tmp_path / "other")) < TOLERANCE
+    assert "mtp" not in json.dumps(sorted(new_model(tmp_path / "other").weights.shapes))

@@ -1,0 +1,476 @@
+"""Hybrids with Mamba2 against transformers: logits, steps, shards, stages, tensors, each entry of a row.
+
+Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_mutants import entries
+from hybrid_runs import greedy_ids, run_rows
+from mamba_checkpoints import MAMBA_CASES, mamba_folder, mamba_reference, open_mamba, thinned_mamba_folder
+from our_model import is_noticed, load_model
+from peft import PeftModel
+from peft_adapters import peft_logits, write_adapter
+from reference_models import random_prompt, relative_error
+from safetensors.torch import load_file
+from state_segments import CHUNKS
+from thread_groups import on_ranks
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.source import read_adapter
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.mamba import Mamba, MambaNorm
+from spmd_worker.model.registry import build_model
+from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
+from spmd_worker.worker.memory.estimate import weights_bytes
+
+TOLERANCE = 1e-4
+ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 70)]
+FEW = ("nemotron", "granite", "falcon", "bamba")
+"""One case of each family."""
+
+
+def quick(*names: str, among: Iterable[str] = FEW) -> pytest.MarkDecorator:
+    """Cases; all but these are in the tier of layouts."""
+    marks = {name: [] if name in names else pytest.mark.matrix for name in among}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+@cache
+def expected(name: str) -> list[Tensor]:
+    return their_logits(mamba_reference(name))
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> list[Tensor]:
+    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in ROWS]
+
+
+@torch.no_grad()
+def their_greedy(name: str, prompt: list[int], count: int) -> list[int]:
+    """Without a cache, because decode has other bounds of dt and other positions in some classes."""
+    row = list(prompt)
+    for _ in range(count):
+        row.append(int(mamba_reference(name)(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
+    return row[len(prompt) :]
+
+
+def worst_error(name: str, logits: list[Tensor]) -> float:
+    return max(map(relative_error, logits, expected(name)))
+
+
+def new_model(
+    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
+) -> DecoderForCausalLM:
+    """A model with kernels of plain torch, not packed."""
+    context = LayerContext(
+        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
+    )
+    model = build_model(context, config or read_model_files(folder).model_config, stage)
+    with model.weights.open(folder) as checkpoint:
+        model.weights.fill(checkpoint)
+    return model
+
+
+@pytest.mark.guarantee("Models compute what transformers computes")
+@quick(*FEW, among=MAMBA_CASES)
+def test_logits_and_ids_equal_transformers(name: str):
+    model = load_model(mamba_folder(name))
+    assert worst_error(name, run_rows([model], ROWS)[0]) < TOLERANCE
+    assert worst_error(name, run_rows([load_model(thinned_mamba_folder(name))], ROWS)[0]) < TOLERANCE
+    configs = [read_model_files(each).model_config for each in (mamba_folder(name), thinned_mamba_folder(name))]
+    assert configs[0] == configs[1]
+    thinned = their_logits(open_mamba(thinned_mamba_folder(name)))
+    assert all(map(torch.equal, thinned, expected(name))), "the oracle's own"
+    assert greedy_ids([model], ROWS[1], 4) == their_greedy(name, ROWS[1], 4)
+
+
+@pytest.mark.guarantee("A row's answer depends on the row alone")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@quick("granite")
+def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
+    """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
+    model = load_model(mamba_folder(name), dtype=dtype)
+    logits, states = run_rows([model], ROWS)
+    assert all(not each.isnan().any() for row in states for each in row)
+    if dtype == "bfloat16":
+        # Rounded scores choose other experts for some tokens.
+        assert 1e-4 < worst_error(name, logits) < (0.5 if name in ("nemotron", "granite") else 0.2)
+    for chunk in CHUNKS:
+        found, found_states = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
+        assert all(map(torch.equal, found, logits)), chunk
+        assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both)), chunk
+    for row, alone in enumerate(ROWS):
+        found, found_states = run_rows([model], [alone])
+        assert torch.equal(found[0], logits[row])
+        assert all(map(torch.equal, found_states[0], states[row]))
+
+
+def test_comparison_detects_scans_that_forget(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: a recurrence that begins anew in each step."""
+    scan_mamba = ReferenceRecurrentKernels.scan_mamba
+
+    def forgets(self: Any, *arguments: Any) -> Tensor:
+        *before, segments, config = arguments
+        return scan_mamba(self, *before, replace(segments, firsts=torch.zeros_like(segments.firsts)), config)
+
+    model = new_model(mamba_folder("bamba"))
+    whole = run_rows([model], ROWS)[0]
+    assert all(map(torch.equal, run_rows([model], ROWS, 63)[0][:2], whole[:2]))
+    monkeypatch.setattr(ReferenceRecurrentKernels, "scan_mamba", forgets)
+    assert all(map(torch.equal, run_rows([model], ROWS)[0], whole))
+    assert relative_error(run_rows([model], ROWS, 63)[0][2], whole[2]) > 100 * TOLERANCE
+
+
+# Of the last two a group of the norm is on several ranks; so it is of all with four ranks.
+@quick("nemotron", "granite_dense", among=(*FEW, "nemotron_latent", "falcon_norm_last", "granite_dense"))
+def test_shards_equal_transformers_and_stages_one_rank(name: str):
+    folder = mamba_folder(name)
+
+    def run(group: GroupHandle) -> list[Tensor]:
+        model = new_model(folder, group)
+        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 33)[0]]
+
+    for size in (2,) if name == "nemotron" else (2, 4):
+        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
+        assert worst_error(name, whole) < TOLERANCE, size
+    end = read_model_files(folder).model_config.num_layers
+    cuts = (Stage(0, 1, is_first=True, is_last=False), Stage(1, end, is_first=False, is_last=True))
+    staged, states = run_rows([new_model(folder, stage=stage) for stage in cuts], ROWS, 33)
+    alone, states_of_one = run_rows([new_model(folder)], ROWS, 33)
+    assert all(map(torch.equal, staged, alone))
+    assert all(torch.equal(*pair) for both in zip(states, states_of_one, strict=True) for pair in zip(*both))
+
+
+def test_comparison_detects_group_normed_by_each_rank(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: each rank norms its own heads where the group is on both."""
+    monkeypatch.setattr(MambaNorm, "_gathered", lambda self, part: torch.cat((part, part), dim=1))
+    folder = mamba_folder("granite_dense")
+
+    def run(group: GroupHandle) -> list[Tensor]:
+        model = new_model(folder, group)
+        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS[:2])[0]]
+
+    whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
+    assert max(map(relative_error, whole, expected("granite_dense"))) > 10 * TOLERANCE
+
+
+@quick("nemotron", among=(*FEW, "nemotron_latent", "granite_dense"))
+def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
+    """By the names of files and of transformers' memory; on two ranks together all of each."""
+    folder = mamba_folder(name)
+    model, tensors = new_model(folder), load_file(mamba_folder(name) / "model.safetensors")
+    with model.as_checkpoint() as view:
+        shown = dict(view.named_parameters())
+        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
+    assert set(shown) == set(tensors)
+    for given in (tensors, mamba_reference(name).state_dict()):
+        other = new_model(folder)
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        assert other.load_weights(list(given.items())) == set(tensors)
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+    def run(group: GroupHandle) -> dict[str, int]:
+        with new_model(folder, group).as_checkpoint() as view:
+            return {each: parameter.numel() for each, parameter in view.named_parameters()}
+
+    first, second = on_ranks(2, run)
+    assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
+
+
+@pytest.mark.guarantee("The plan's bytes are those of the run")
+@pytest.mark.parametrize("name", ["nemotron_latent", "granite_dense", "falcon_norm"])
+def test_planned_bytes_equal_parameters(name: str):
+    config = read_model_files(mamba_folder(name)).model_config
+    for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
+        for rank in range(size):
+            group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
+            options = (ReferenceKernels(), SdpaBackend(), getattr(torch, dtype), torch.device("meta"))
+            parameters = build_model(LayerContext(group, *options), config).parameters()
+            planned = weights_bytes(config, RankLayout(size), rank, dtype, "cuda")
+            assert planned == sum(each.nbytes for each in parameters), (size, rank)
+
+
+@pytest.mark.matrix
+def test_int8_projections_stay_near_transformers():
+    model = load_model(mamba_folder("falcon"), quantization="int8")
+    mamba = model.model.layers[0].mamba
+    assert mamba.in_proj.weight.dtype == mamba.out_proj.weight.dtype == torch.int8
+    assert mamba.conv1d.weight.dtype == mamba.gates.a_log.dtype == torch.float32
+    logits, states = run_rows([model], ROWS)
+    assert 1e-3 < worst_error("falcon", logits) < 0.3
+    found, found_states = run_rows([model], ROWS, 16)
+    assert all(map(torch.equal, found, logits))
+    assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both))
+
+
+def test_adapters_of_mamba_are_those_of_peft(tmp_path: Path):
+    folder, targets = mamba_folder("bamba"), ("in_proj", "q_proj", "up_proj")
+    write_adapter(open_mamba(folder), tmp_path, (("target_modules", targets),))
+    model, source = load_model(folder), read_adapter(tmp_path)
+    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
+    loaded.commit(loaded.prepare(source))
+    reference = PeftModel.from_pretrained(open_mamba(folder), tmp_path).eval()
+    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
+    theirs = [peft_logits(reference, row) for row in ROWS]
+    assert max(map(relative_error, logits, theirs)) < TOLERANCE
+    # Control: it matters.
+    assert worst_error("bamba", logits) > 100 * TOLERANCE
+
+
+# ---- each entry of a row, and mistakes that no entry makes ---------------------------------------------------------
+
+UNSEEN = ("models", "defaults", "newer", "layers", "ropes", "required", "names.aliases", "names.layer_aliases")
+"""Entries without an effect on these logits, or without which nothing runs; they have tests of their own."""
+UNSEEN_MORE = ("names.ignored_prefixes", "norms.rounds_once", "norms.eps", "variants", "attention.head_size")
+
+
+def mutants(row: Family) -> list[tuple[str, Family]]:
+    """The row with one entry as Llama's row has it, and with one renamed part fewer."""
+    found = entries(row, Family(), *UNSEEN, *UNSEEN_MORE, "names.parts", "file_keys")
+    for key in row.names.parts:
+        parts = {other: name for other, name in row.names.parts.items() if other != key}
+        found.append((f"names.parts {key}", replace(row, names=replace(row.names, parts=parts))))
+    return found
+
+
+def our_logits(folder: Path) -> list[Tensor]:
+    return run_rows([new_model(folder)], ROWS[:2])[0]
+
+
+@pytest.mark.control("Models compute what transformers computes")
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, marks=[] if each == "FalconH1ForCausalLM" else pytest.mark.matrix) for each in MAMBA_ROWS],
+)
+def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
+    cases = [name for name, (family, _) in MAMBA_CASES.items() if f"{family}ForCausalLM" == architecture]
+    silent = []
+    for what, mutant in mutants(FAMILIES[architecture]):
+        monkeypatch.setitem(FAMILIES, architecture, mutant)
+        rights = [
+            (mamba_folder(name), lambda logits, name=name: max(map(relative_error, logits, expected(name))) < TOLERANCE)
+            for name in cases
+        ]
+        if not any(is_noticed([folder], our_logits, is_right) for folder, is_right in rights):
+            silent.append(what)
+    assert not silent, silent
+
+
+def changed(name: str, change: Callable[[LayerConfig], LayerConfig]) -> list[Tensor]:
+    """Logits with another config of layers, of the first rows."""
+    config = read_model_files(mamba_folder(name)).model_config
+    config = replace(config, layers=tuple(map(change, config.layers)))
+    return run_rows([new_model(mamba_folder(name), config=config)], ROWS[:2])[0]
+
+
+def with_mamba(name: str, **fields: Any) -> list[Tensor]:
+    return changed(
+        name, lambda each: each if each.mamba is None else replace(each, mamba=replace(each.mamba, **fields))
+    )
+
+
+def with_zeros(name: str, parameter: str) -> list[Tensor]:
+    """Without a parameter of the mixers."""
+    model = new_model(mamba_folder(name))
+    for mixer in model.modules():
+        if isinstance(mixer, Mamba):
+            mixer.get_parameter(parameter).data.zero_()
+    return run_rows([model], ROWS[:2])[0]
+
+
+def one_group(name: str) -> list[Tensor]:
+    """The norm over all heads at once."""
+    model = new_model(mamba_folder(name))
+    for norm in model.modules():
+        if isinstance(norm, MambaNorm):
+            norm._share = replace(norm._share, config=replace(norm._share.config, num_groups=1), groups=(0, 1))
+    return run_rows([model], ROWS[:2])[0]
+
+
+def with_rope(name: str) -> list[Tensor]:
+    """Rotated heads where a file has no rope."""
+    config, rotated = (read_model_files(mamba_folder(each)).model_config for each in (name, "granite_dense"))
+    layers = tuple(replace(each, rope=0) if each.mixer == "attention" else each for each in config.layers)
+    return run_rows(
+        [new_model(mamba_folder(name), config=replace(config, layers=layers, ropes=rotated.ropes))], ROWS[:2]
+    )[0]
+
+
+def whole_heads(name: str) -> list[Tensor]:
+    config = read_model_files(mamba_folder(name)).model_config
+    ropes = tuple(replace(each, partial_factor=1.0) for each in config.ropes)
+    return run_rows([new_model(mamba_folder(name), config=replace(config, ropes=ropes))], ROWS[:2])[0]
+
+
+def with_experts(name: str, **fields: Any) -> list[Tensor]:
+    return changed(
+        name, lambda each: each if each.experts is None else replace(each, experts=replace(each.experts, **fields))
+    )
+
+
+ONES = (1.0, 1.0, 1.0, 1.0, 1.0)
+MISTAKES: dict[str, tuple[str, Callable[[str], list[Tensor]]]] = {
+    "norm over all groups": ("nemotron", one_group),
+    "norm before the gate": ("nemotron", lambda name: with_mamba(name, norm="grouped_first")),
+    "norm after the gate": ("falcon_norm", lambda name: with_mamba(name, norm="grouped")),
+    "no D": ("nemotron", lambda name: with_zeros(name, "gates.skip")),
+    "no bias of dt": ("granite", lambda name: with_zeros(name, "gates.dt_bias")),
+    "no bias of the convolution": ("bamba", lambda name: with_zeros(name, "conv1d.bias")),
+    "dt without bounds": ("granite_dense", lambda name: with_mamba(name, dt_limits=(0.0, float("inf")))),
+    "rope where there is none": ("granite", with_rope),
+    "rope of the whole head": ("bamba", whole_heads),
+    "relu without its square": ("nemotron", lambda name: changed(name, lambda each: replace(each, activation="relu"))),
+    "softmax over all experts": ("granite", lambda name: with_experts(name, score="softmax")),
+    "no scaling of experts": ("nemotron", lambda name: with_experts(name, scaling=1.0)),
+    "no groups of experts": ("nemotron", lambda name: with_experts(name, num_groups=1, num_chosen_groups=1)),
+    "weights of experts not divided": ("nemotron", lambda name: with_experts(name, renormalises=False)),
+    "no residual multiplier": (
+        "granite",
+        lambda name: changed(name, lambda each: replace(each, residual_multiplier=1.0)),
+    ),
+    "no ssm_multipliers": ("falcon", lambda name: with_mamba(name, multipliers=ONES)),
+    "no ssm_in_multiplier": ("falcon", lambda name: with_mamba(name, in_multiplier=1.0)),
+    "no ssm_out_multiplier": ("falcon", lambda name: with_mamba(name, out_multiplier=1.0)),
+    "no key_multiplier": ("falcon", lambda name: changed(name, lambda each: replace(each, key_multiplier=1.0))),
+    "no attention_in_multiplier": (
+        "falcon",
+        lambda name: changed(
+            name, lambda each: replace(each, attention_multipliers=(1.0, each.attention_multipliers[1]))
+        ),
+    ),
+    "no attention_out_multiplier": (
+        "falcon",
+        lambda name: changed(
+            name, lambda each: replace(each, attention_multipliers=(each.attention_multipliers[0], 1.0))
+        ),
+    ),
+    "no mlp_multipliers": (
+        "falcon",
+        lambda name: changed(name, lambda each: replace(each, mlp_multipliers=(1.0, 1.0))),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_comparison_detects_known_mistakes(mistake: str):
+    name, logits_of = MISTAKES[mistake]
+    assert max(map(relative_error, logits_of(name), expected(name))) > 10 * TOLERANCE
+
+
+# ---- config.json ---------------------------------------------------------------------------------------------------
+
+FILES: list[tuple[str, dict[str, Any]]] = [
+    ("nemotron_h", {"num_hidden_layers": 4}),
+    ("nemotron_h", {"hybrid_override_pattern": "ME*-M", "n_routed_experts": 16, "head_dim": 64}),
+    ("nemotron_h", {"hybrid_override_pattern": "M*-", "moe_latent_size": 64, "time_step_limit": [0.1, "Infinity"]}),
+    ("granitemoehybrid", {"num_hidden_layers": 3}),
+    ("granitemoehybrid", {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 0}),
+    (
+        "granitemoehybrid",
+        {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "tie_word_embeddings": True},
+    ),
+    ("falcon_h1", {"num_hidden_layers": 2}),
+    ("falcon_h1", {"num_hidden_layers": 2, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_proj_bias": True}),
+    ("bamba", {"num_hidden_layers": 3}),
+    ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_d_head": 2}),
+]
+ARCHITECTURES = {
+    "nemotron_h": "NemotronHForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "bamba": "BambaForCausalLM",
+}
+
+
+@pytest.mark.parametrize(("model_type", "keys"), FILES)
+def test_omitted_keys_have_the_defaults_of_transformers(model_type: str, keys: dict[str, Any]):
+    sizes = {"hidden_size": 128, "num_attention_heads": 16, "vocab_size": 300}
+    given = {key: value for key, value in keys.items() if key != "time_step_limit"}
+    theirs = AutoConfig.for_model(model_type, **sizes, **given)
+    ours = model_config_of({"architectures": [ARCHITECTURES[model_type]], **sizes, **keys}, Path("config.json"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    found = build_model(context, ours)
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if ".experts." not in name}
+    if theirs.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    named = {ours.names.canonical(name): shape for name, shape in shapes.items()}
+    own = {name: tuple(shape) for name, shape in found.weights.shapes.items() if ".experts." not in name}
+    stacked = tuple(each.name for each in ours.names.stacked)
+    assert named == {name: shape for name, shape in own.items() if not name.endswith(stacked or ("?",))}
+    assert ours.has_tied_embeddings == theirs.tie_word_embeddings
+    assert ours.norm.eps == getattr(theirs, "rms_norm_eps", 0) or theirs.layer_norm_epsilon
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    words = {"mamba": "linear_attention", "attention": "full_attention", "attention_and_mamba": "hybrid"}
+    kinds = [words.get(each.mixer) or ("moe" if each.experts else "mlp") for each in ours.layers]
+    assert kinds == list(theirs.layers_block_type)
+    rotates = model_type in ("falcon_h1", "bamba")
+    assert [each.partial_factor for each in ours.ropes] == ([0.5 if model_type == "bamba" else 1.0] if rotates else [])
+    mamba = next(each.mamba for each in ours.layers if each.mamba is not None)
+    assert mamba.dt_limits == ((0.1, float("inf")) if "time_step_limit" in keys else tuple(theirs.time_step_limit))
+    multipliers = getattr(theirs, "embedding_multiplier", 1.0), getattr(theirs, "logits_scaling", 1.0)
+    assert (ours.embedding_multiplier, ours.logit_divisor) == multipliers
+    experts = next((each.experts for each in ours.layers if each.experts is not None), None)
+    if experts is not None:
+        assert experts.num_experts == (
+            theirs.n_routed_experts if model_type == "nemotron_h" else theirs.num_local_experts
+        )
+        assert experts.num_chosen == theirs.num_experts_per_tok
+
+
+BROKEN: list[tuple[str, dict[str, Any], str]] = [
+    ("nemotron", {"layers_block_type": ["mamba", "conv"]}, r"layers_block_type=\[.*must list 2 of mamba"),
+    ("nemotron", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "must list 2 of mamba"),
+    ("nemotron", {"n_groups": 3}, "n_groups=3 does not divide the 8 Mamba heads"),
+    ("nemotron", {"conv_kernel": 1}, "conv_kernel=1 must be a whole number from 2"),
+    ("nemotron", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu' is not supported, only 'silu'"),
+    ("nemotron", {"time_step_limit": [0.5, 0.1]}, "must be a lower and an upper bound"),
+    ("nemotron", {"time_step_limit": 3}, "time_step_limit=3 must be a list of two numbers"),
+    ("nemotron", {"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit='NaN' must be a number"),
+    ("granite", {"layer_types": ["mamba"]}, "must list 3 of mamba, linear_attention, attention, full_attention"),
+    ("granite", {"mamba_d_head": 9}, "mamba_n_heads=8 heads of mamba_d_head=9 are not the 128 columns of hidden_size"),
+    ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not supported"),
+    ("falcon", {"mamba_d_ssm": 100}, "columns of mamba_d_ssm"),
+    ("falcon", {"ssm_multipliers": [1.0]}, r"ssm_multipliers=\[1.0\] must be a list of 5 numbers"),
+    ("falcon", {"mlp_multipliers": [1.0, "x"]}, "mlp_multipliers='x' must be a number"),
+    ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices=3 must be a list of layers"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), BROKEN)
+def test_broken_config_error_names_key_and_rule(name: str, keys: dict[str, Any], message: str):
+    config = json.loads((mamba_folder(name) / "config.json").read_text())
+    with pytest.raises(ModelConfigError, match=message):
+        model_config_of({**config, **keys}, Path("config.json"))
+
+
+def test_ranks_that_do_not_divide_heads_are_rejected():
+    config = read_model_files(mamba_folder("bamba")).model_config
+    layers = tuple(replace(each, num_heads=24, num_kv_heads=24) for each in config.layers)
+    with pytest.raises(ConfigError, match="it has 8 Mamba heads; sizes that do are 1, 2, 4 and 8"):
+        check_divides(RankLayout(3), replace(config, layers=layers))

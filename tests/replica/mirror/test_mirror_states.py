@@ -1,0 +1,178 @@
+"""The mirror of a model with recurrent states: each row has its own slot, and a plan that breaks that is refused."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from mirror_state import mirror_slots, mirror_state
+
+from kv_cache.block_ops import BlockOps
+from kv_cache.state_ops import StateOps
+from spmd_worker.replica.mirror.mirror import Mirror, MirrorError
+from spmd_worker.replica.sequence.metadata import (
+    SequenceData,
+    SequenceDataDelta,
+    SequenceGroupMetadata,
+    SequenceGroupMetadataDelta,
+)
+from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sequence import SequenceKey
+from spmd_worker.replica.sequence.step import StepPlan
+
+NUM_BLOCKS, BLOCK_SIZE, NUM_SLOTS = 16, 4, 6
+FIRST, SECOND = SequenceKey(1, 0), SequenceKey(2, 0)
+
+
+def new_mirror(num_slots: int = NUM_SLOTS) -> Mirror:
+    return Mirror(NUM_BLOCKS, BLOCK_SIZE, num_state_slots=num_slots)
+
+
+def snapshot(request_id: int, slot: int, blocks: tuple[int, ...], num_samples: int = 1) -> SequenceGroupMetadata:
+    """A prompt of 5 tokens, computed completely."""
+    request = Request(request_id, (5, 6, 7, 8, 9), SamplingParams(n=2), 0)
+    return SequenceGroupMetadata(request, (SequenceData(0, (), blocks, 0, 5, num_samples, slot),))
+
+
+def prompts(step: int = 1) -> StepPlan:
+    return StepPlan(step, (snapshot(1, 0, (0, 1), 2), snapshot(2, 3, (2, 3))), num_tokens=10)
+
+
+def decoding(step: int, *keys: SequenceKey, **fields: object) -> StepPlan:
+    ids = (11,) * len(keys)
+    return StepPlan(step, num_tokens=len(keys), continuing=keys, continuing_token_ids=ids, **fields)
+
+
+def at_work(*plans: StepPlan) -> Mirror:
+    mirror = new_mirror()
+    for plan in (prompts(), *plans):
+        mirror.apply(plan)
+    return mirror
+
+
+def delta(step: int, **fields: object) -> StepPlan:
+    """Request 2's next token, in a delta."""
+    data = SequenceDataDelta(**{**dict(zip(DELTA_FIELDS, (0, (11,), 2, (), 5, 1, 1))), **fields})
+    return StepPlan(step, (SequenceGroupMetadataDelta(2, (data,)),), num_tokens=data.num_scheduled_tokens)
+
+
+DELTA_FIELDS = [spec.name for spec in dataclasses.fields(SequenceDataDelta)]
+
+
+def fork(step: int, slot: int) -> StepPlan:
+    """Sample 1 of request 1."""
+    data = SequenceDataDelta(1, (12,), 0, (0, 4), 5, 1, 1, slot)
+    return StepPlan(step, (SequenceGroupMetadataDelta(1, (data,)),), num_tokens=1)
+
+
+def test_rows_keep_their_slots():
+    mirror = at_work()
+    (first, second) = mirror.apply(decoding(2, FIRST, SECOND))
+    assert (first.sequence.state_slot, second.sequence.state_slot) == (0, 3)
+    mirror.apply(fork(3, 5))
+    assert mirror_slots(mirror) == {FIRST: 0, (1, 1): 5, SECOND: 3}
+
+
+def test_moves_may_come_while_rows_only_decode():
+    mirror = at_work(decoding(2, FIRST, SECOND))
+    rows = mirror.apply(decoding(3, FIRST, SECOND, state_ops=StateOps(copy=((0, 4), (3, 1)))))
+    # The same rows as before: the short way.
+    assert rows is mirror.apply(decoding(4, FIRST, SECOND))
+
+
+def test_preempted_sequence_comes_back_with_another_slot():
+    """A mirror learns of a preemption when another sequence has the slot."""
+    mirror = at_work()
+    mirror.apply(StepPlan(2, (snapshot(3, 3, (4, 5)),), num_tokens=5))
+    assert mirror_slots(mirror) == {FIRST: 0, SECOND: -1, (3, 0): 3}
+    mirror.apply(StepPlan(3, (snapshot(2, 1, (2, 3)),), num_tokens=5))
+    assert mirror_slots(mirror) == {FIRST: 0, SECOND: 1, (3, 0): 3}
+
+
+def test_swapped_sequence_comes_back_with_another_slot():
+    mirror = at_work(StepPlan(2, state_ops=StateOps(swap_out=((3, 0),), copy=((0, 3),))))
+    assert mirror_slots(mirror)[SECOND] == -1
+    request, data = Request(2, (5, 6, 7, 8, 9), SamplingParams(n=2), 0), SequenceData(0, (11,), (2, 3), 5, 1, 1, 4)
+    group = SequenceGroupMetadata(request, (data,))
+    mirror.apply(StepPlan(3, (group,), num_tokens=1, state_ops=StateOps(swap_in=((0, 4),))))
+    assert mirror_slots(mirror)[SECOND] == 4
+
+
+TAKEN = StepPlan(2, (snapshot(3, 3, (4, 5)),), num_tokens=5)
+OVERWRITTEN = StepPlan(2, state_ops=StateOps(copy=((0, 3),)))
+
+REJECTED: dict[str, tuple[list[StepPlan], Callable[[], StepPlan], str]] = {
+    "no slot": ([], lambda: StepPlan(2, (snapshot(3, -1, (4, 5)),), num_tokens=5), "state_slot is -1, .* 0 to 5"),
+    "a slot beyond": ([], lambda: StepPlan(2, (snapshot(3, 6, (4, 5)),), num_tokens=5), "state_slot is 6, .* 0 to 5"),
+    "two rows, one slot": (
+        [],
+        lambda: StepPlan(2, (snapshot(3, 1, (4, 5)), snapshot(4, 1, (6, 7))), num_tokens=10),
+        "request 4, sample 0: field state_slot is 1, .* given once",
+    ),
+    "the slot of a row that continues": (
+        [],
+        lambda: dataclasses.replace(decoding(2, FIRST), groups=(snapshot(3, 0, (4, 5)),), num_tokens=6),
+        "request 1, sample 0: field state_slot is 0, .* no other row",
+    ),
+    "the slot of a row with a delta": (
+        [],
+        lambda: dataclasses.replace(delta(2), groups=(*delta(2).groups, snapshot(3, 3, (4, 5))), num_tokens=6),
+        "request 2, sample 0: field state_slot is 3, .* no other row",
+    ),
+    "a lost slot, continuing": ([TAKEN], lambda: decoding(3, SECOND), "request 2, .* another sequence's by now"),
+    "a lost slot, in a delta": ([TAKEN], lambda: delta(3), "request 2, .* another sequence's by now"),
+    "an overwritten slot": ([OVERWRITTEN], lambda: decoding(3, SECOND), "request 2, .* another sequence's by now"),
+    "a second slot": ([], lambda: delta(2, state_slot=1), "state_slot is 1, .* -1 for a sequence that has its slot"),
+    "a fork without a slot": ([], lambda: fork(2, -1), "state_slot is -1, .* 0 to 5"),
+    "a token applied twice, in a delta": (
+        [],
+        lambda: delta(2, appended_token_ids=(), num_computed_tokens=4),
+        "num_computed_tokens is 4, .* a state has that already",
+    ),
+    "a token applied twice, continuing": (
+        [],
+        lambda: StepPlan(2, num_tokens=1, continuing=(SECOND,), continuing_num_ids=(0,)),
+        "continuing_num_ids is 0",
+    ),
+    "a copy from beyond": ([], lambda: StepPlan(2, state_ops=StateOps(copy=((6, 1),))), "state_ops is 6, .* 0 to 5"),
+    "a copy to beyond": ([], lambda: StepPlan(2, state_ops=StateOps(copy=((1, -1),))), "state_ops is -1"),
+    "a swap-out from beyond": ([], lambda: StepPlan(2, state_ops=StateOps(swap_out=((9, 1),))), "state_ops is 9"),
+    "a swap-in to beyond": ([], lambda: StepPlan(2, state_ops=StateOps(swap_in=((1, 9),))), "state_ops is 9"),
+    "a slot that receives twice": (
+        [],
+        lambda: StepPlan(2, state_ops=StateOps(copy=((0, 1),), swap_in=((0, 1),))),
+        r"device slots \[1, 1\] receiving",
+    ),
+    "a host slot that receives twice": (
+        [],
+        lambda: StepPlan(2, state_ops=StateOps(swap_out=((0, 1), (2, 1)))),
+        r"host slots \[1, 1\] receiving",
+    ),
+    "a copy to a row that continues": (
+        [],
+        lambda: decoding(2, FIRST, SECOND, state_ops=StateOps(copy=((0, 3),))),
+        "request 2, sample 0: field state_ops is slot 3 receiving",
+    ),
+    "a copy to a row that only decodes": (
+        [decoding(2, FIRST, SECOND)],
+        lambda: decoding(3, FIRST, SECOND, state_ops=StateOps(copy=((0, 3),))),
+        "request 2, sample 0: field state_ops is slot 3 receiving",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_wrong_slot_is_rejected_and_changes_nothing(name: str):
+    before, plan, match = REJECTED[name]
+    mirror = at_work(*before)
+    state, slots = mirror_state(mirror), mirror_slots(mirror)
+    with pytest.raises(MirrorError, match=match):
+        mirror.apply(plan())
+    assert (mirror_state(mirror), mirror_slots(mirror)) == (state, slots)
+
+
+def test_model_without_states_has_no_slots():
+    with pytest.raises(MirrorError, match=r"state_slot is 0, .* -1 in a model without recurrent states"):
+        new_mirror(0).apply(prompts())
+    with pytest.raises(MirrorError, match="none in a model without recurrent states"):
+        new_mirror(0).apply(StepPlan(1, block_ops=BlockOps(), state_ops=StateOps(copy=((0, 1),))))

@@ -1,0 +1,190 @@
+"""Models with recurrent states: whatever happens to a row beside others, its bits are those of the row alone.
+
+Each run checks queues, tables, pools and slots against each other after every step (SPMD_WORKER_CHECK).
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from state_models import answers, state_folder
+from state_rows import SETTINGS, answers_of, state_rows
+
+from kv_cache.layer_states import LayerStates
+from kv_cache.state_engine import StateEngine
+from kv_cache.state_ops import StateOps
+from spmd_worker import LLM
+from spmd_worker.base.errors import AdapterError, ConfigError
+from spmd_worker.engine.engine import CHECK_VARIABLE
+
+KIND = "lfm2"
+every_kind = pytest.mark.parametrize(
+    "kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in ("lfm2_moe", "lfm3"))]
+)
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks of 17 tokens": {"max_num_batched_tokens": 17},
+    "three at a time": {"max_num_seqs": 3, "max_num_batched_tokens": 64},
+    "blocks of 128": {"block_size": 128, "num_blocks": 20},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "no snapshots": {"num_state_snapshots": 0},
+    "one snapshot": {"num_state_snapshots": 1},
+    "ahead of ids": {"async_scheduling": True},
+}
+TINY = {"num_blocks": 17, "max_num_seqs": 6}
+PREEMPTIONS: dict[str, dict[str, Any]] = {
+    "recompute": {**TINY, "preemption_mode": "recompute"},
+    "swap": {**TINY, "preemption_mode": "swap", "swap_space": 1.0},
+    "swap, no prefix cache": {**TINY, "preemption_mode": "swap", "swap_space": 1.0, "enable_prefix_caching": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+
+
+@cache
+def alone(kind: str, num_samples: int = 1) -> list[Any]:
+    """Each row by itself, whole, with an empty cache."""
+    rows, params = state_rows(num_samples=num_samples)
+    found = []
+    with LLM(state_folder(kind), **SETTINGS) as llm:
+        for row, sampling in zip(rows, params, strict=True):
+            found += answers_of(llm.generate([row], [sampling], use_tqdm=False))
+            llm.reset_prefix_cache()
+    return found
+
+
+@every_kind
+def test_rows_together_have_the_bits_alone(kind: str) -> None:
+    """The second time they begin from snapshots."""
+    rows, params = state_rows()
+    with LLM(state_folder(kind), **SETTINGS) as llm:
+        first = answers_of(llm.generate(rows, params, use_tqdm=False))
+        assert llm.llm_engine.counters.num_snapshots >= 3
+        hits = llm.llm_engine.counters.num_snapshot_hits
+        outputs = llm.generate(rows, params, use_tqdm=False)
+        assert llm.llm_engine.counters.num_snapshot_hits >= hits + 4
+        # Each row's last multiple of 64 below its length.
+        assert [row.num_cached_tokens for row in outputs] == [0, 64, 128, 128, 64, 64]
+    assert first == answers_of(outputs) == alone(kind)
+
+
+@every_kind
+@pytest.mark.parametrize("way", WAYS)
+def test_any_schedule_has_the_same_bits(kind: str, way: str) -> None:
+    assert answers(kind, **WAYS[way])[0] == alone(kind)
+
+
+@every_kind
+@pytest.mark.parametrize("way", PREEMPTIONS)
+def test_preempted_rows_have_the_same_bits(kind: str, way: str) -> None:
+    found, counters = answers(kind, 4, **PREEMPTIONS[way])
+    assert counters.num_preemptions > 0
+    assert (counters.num_swapped_in > 0) == ("swap" in way)
+    assert found == alone(kind, 4)
+
+
+class ForgetsCopies(StateEngine):
+    def execute(self, state_ops: StateOps) -> None:
+        super().execute(StateOps(state_ops.swap_in, state_ops.swap_out))
+
+
+class ForgetsSwaps(StateEngine):
+    def execute(self, state_ops: StateOps) -> None:
+        super().execute(StateOps(copy=state_ops.copy))
+
+
+class ForgetsTails(StateEngine):
+    """Moves the states of all layers and the tails of none."""
+
+    def execute(self, state_ops: StateOps) -> None:
+        tails = [layer.tail.clone() for layer in self.layers if isinstance(layer, LayerStates)]
+        super().execute(state_ops)
+        for layer, tail in zip([each for each in self.layers if each is not None], tails, strict=True):
+            layer.tail.copy_(tail)
+
+
+@pytest.mark.parametrize("broken", [ForgetsCopies, ForgetsSwaps, ForgetsTails])
+def test_lost_move_of_a_state_shows(broken: type[StateEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: forks are copies, and swapped rows come back."""
+    monkeypatch.setattr("spmd_worker.worker.loaded_model.StateEngine", broken)
+    assert answers(KIND, 4, **PREEMPTIONS["swap"])[0] != alone(KIND, 4)
+
+
+def test_aborted_row_changes_no_other() -> None:
+    rows, params = state_rows()
+    with LLM(state_folder(KIND), **{**SETTINGS, "max_num_batched_tokens": 40, "max_num_seqs": 4}) as llm:
+        engine = llm.llm_engine
+        for index, (row, sampling) in enumerate(zip(rows, params, strict=True)):
+            engine.add_request(str(index), row, sampling)
+        outputs, num_steps = {}, 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+            num_steps += 1
+            if num_steps == 5:
+                engine.abort_request(["1", "4"])
+        assert engine.scheduler.state_slots.num_used_slots == 0
+    left = [index for index in range(len(rows)) if index not in (1, 4)]
+    assert answers_of([outputs[str(index)] for index in left]) == [alone(KIND)[index] for index in left]
+
+
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.stress)])
+def test_states_sleep_and_wake_up(level: int) -> None:
+    rows, params = state_rows()
+    with LLM(state_folder(KIND), **SETTINGS) as llm:
+        worker = llm.llm_engine.executor.driver_worker.worker
+        assert answers_of(llm.generate(rows, params, use_tqdm=False)) == alone(KIND)
+        llm.sleep(level)
+        with pytest.raises(AssertionError, match="not allocated"):
+            _ = worker.running.caches.engine.states.layers
+        llm.wake_up()
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        assert not any(each.any() for each in worker.running.caches.engine.states.tensors)
+        assert answers_of(llm.generate(rows, params, use_tqdm=False)) == alone(KIND)
+
+
+def test_new_weights_find_no_old_states() -> None:
+    rows, params = state_rows()
+    with LLM(state_folder(KIND), **SETTINGS) as llm:
+        llm.generate(rows, params, use_tqdm=False)
+        hits = llm.llm_engine.counters.num_snapshot_hits
+        llm.reset_prefix_cache()
+        assert answers_of(llm.generate(rows[1:2], params[1:2], use_tqdm=False)) == alone(KIND)[1:2]
+        assert llm.llm_engine.counters.num_snapshot_hits == hits
+
+
+def test_bytes_of_the_plan_are_allocated() -> None:
+    with LLM(state_folder(KIND), **{**SETTINGS, "num_state_snapshots": 3, "swap_space": 0.001}) as llm:
+        worker = llm.llm_engine.executor.driver_worker.worker
+        spec, engine = worker.get_kv_cache_spec(), worker.running.caches.engine
+        sizing = worker.sizing.states
+        assert (sizing.num_seqs, sizing.num_snapshots) == (8, 3)
+        blocks = sum(each.nbytes for each in engine.tensors)
+        states = sum(each.nbytes for each in engine.states.tensors)
+        assert blocks == 160 * spec.block_bytes
+        assert states == 11 * spec.slot_bytes == sizing.device_bytes
+        assert worker.running.caches.num_device_bytes == blocks + states
+        assert engine.states.num_host_bytes == sizing.host_bytes > 0
+        assert llm.llm_engine.scheduler.state_slots.num_slots == 11
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"block_size": 256, "num_blocks": 10}, None),
+        ({"max_num_seqs": 10**8, "max_num_batched_tokens": 10**8}, r"max_num_seqs=100000000 is too large"),
+        ({"num_state_snapshots": 10**9}, r"num_state_snapshots=1000000000 is too large.* lower it"),
+    ],
+)
+def test_settings_that_states_do_not_fit_are_refused(settings: dict[str, Any], words: str | None) -> None:
+    if words is None:
+        answers(KIND, **settings)
+        return
+    with pytest.raises(ConfigError, match=words):
+        LLM(state_folder(KIND), **{**SETTINGS, **settings})

@@ -1,0 +1,134 @@
+"""Small random checkpoints of hybrids with short convolutions, written by transformers, and thinned as files of the hub
+are.
+
+As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
+"""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from family_checkpoints import stir
+from reference_models import open_reference
+from run_folder import made_once
+from transformers import PreTrainedModel
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "norm_eps": 0.03,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LFM2 = {**_BASE, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+_WIDTH = {"intermediate_size": 72, "block_multiple_of": 20, "block_ffn_dim_multiplier": 1.1}
+_LFM3 = {**_BASE, "num_hidden_layers": 5, "intermediate_size": 48, "head_dim": 16, "sliding_window": 9}
+_SMALL_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", {**_LFM2, **_WIDTH, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "lfm2_biases": (
+        "Lfm2",
+        {**_LFM2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "intermediate_size": 40},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            **_LFM2,
+            "intermediate_size": 40,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "routed_scaling_factor": 1.7,
+            "num_dense_layers": 1,
+        },
+    ),
+    "lfm2_moe_plain": (
+        "Lfm2Moe",
+        {
+            **_LFM2,
+            "intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm3": ("Lfm3", {**_LFM3, "rope_parameters": _SMALL_ROPES}),
+    "lfm3_plain": (
+        "Lfm3",
+        {
+            **_LFM3,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "conv", "sliding_attention", "conv"],
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "attention_bias": True,
+            "conv_bias": True,
+        },
+    ),
+}
+_THIN_KEYS = {"layer_types": "full_attn_idxs", "intermediate_size": "block_ff_dim"}
+
+
+@cache
+def conv_folder(name: str) -> Path:
+    """The checkpoint of a case, with every key in its config.json; written once a run."""
+    return made_once(f"conv {name}", lambda folder: _write(folder, *CASES[name]))
+
+
+@cache
+def thinned_conv_folder(name: str) -> Path:
+    """The same with the keys of older files, and without those that have the class's default."""
+    return made_once(f"thinned conv {name}", lambda folder: _thin(conv_folder(name), folder, CASES[name][0]))
+
+
+@cache
+def conv_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
+    """transformers' model of the folder."""
+    return open_reference(thinned_conv_folder(name) if is_thinned else conv_folder(name))
+
+
+def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**keys))
+    model = model.float().eval()
+    stir(model)
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            if name.endswith("expert_bias"):
+                value.copy_(0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3)))
+        for name, value in model.named_parameters():
+            if ".conv.conv.weight" in name:
+                value.mul_(0.7)
+    model.save_pretrained(folder)
+
+
+def _thin(full: Path, folder: Path, family: str) -> None:
+    shutil.copytree(full, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    defaults = getattr(transformers, f"{family}Config")().to_dict()
+    kept = {"architectures", "model_type"}
+    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    if family == "Lfm2":
+        kinds = thin.pop("layer_types")
+        thin["full_attn_idxs"] = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+        thin |= {"block_ff_dim": thin.pop("intermediate_size"), "intermediate_size": 7}
+        rope = thin.pop("rope_parameters", None)
+        thin |= {} if rope is None else {"rope_theta": rope["rope_theta"]}
+    if family != "Lfm3":
+        thin["tie_embedding"] = thin.pop("tie_word_embeddings", True)
+    path.write_text(json.dumps(thin))

@@ -1,0 +1,197 @@
+"""Small random checkpoints of hybrids with Mamba2, written by transformers with the hub's tensor names, what it
+computes with them, and config.json as the hub's files have it.
+
+No weight is what a mistake would leave it at: norms are not 1, epsilons not small, decays neither 0 nor 1. Knows
+nothing of the runtime under test.
+"""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from run_folder import made_once
+from transformers import PreTrainedModel
+
+VOCAB_SIZE = 96
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
+_NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    # Prompts of transformers bound dt by it, its decode does not, and nor do we.
+    "time_step_min": 1e-12,
+}
+_GRANITE = {
+    **_MAMBA,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "shared_intermediate_size": 20,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_FALCON = {**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16, "num_hidden_layers": 2}
+
+MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "nemotron_latent": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "moe_latent_size": 20,
+            "norm_topk_prob": False,
+            "use_bias": True,
+        },
+    ),
+    "granite": ("GraniteMoeHybrid", {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "granite_dense": (
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE,
+            "mamba_n_groups": 1,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "time_step_limit": [0.05, 0.4],
+        },
+    ),
+    "falcon": (
+        "FalconH1",
+        {
+            **_FALCON,
+            "key_multiplier": 0.6,
+            "embedding_multiplier": 2.1,
+            "lm_head_multiplier": 0.8,
+            "mlp_multipliers": [0.9, 0.7],
+            "attention_out_multiplier": 0.9,
+            "attention_in_multiplier": 1.2,
+            "ssm_multipliers": [0.8, 0.7, 1.1, 0.9, 1.2],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+        },
+    ),
+    "falcon_norm": ("FalconH1", {**_FALCON, "mamba_rms_norm": True, "mamba_conv_bias": False}),
+    "falcon_norm_last": (
+        "FalconH1",
+        {**_FALCON, "mamba_n_groups": 1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+}
+
+
+@cache
+def mamba_folder(name: str) -> Path:
+    """The checkpoint of a case, with every key in its config.json; written once a run."""
+    return made_once(f"mamba {name}", lambda folder: mamba_reference(name).save_pretrained(folder))
+
+
+@cache
+def thinned_mamba_folder(name: str) -> Path:
+    """The same without the keys that have the class's default, and with the hub's older keys."""
+    return made_once(f"thinned mamba {name}", lambda folder: _thin(mamba_folder(name), folder, name))
+
+
+@cache
+def mamba_reference(name: str) -> PreTrainedModel:
+    """transformers' model of a case."""
+    family, given = MAMBA_CASES[name]
+    base = {key: value for key, value in _BASE.items() if key != "num_hidden_layers" or family != "NemotronH"}
+    config = getattr(transformers, f"{family}Config")(**{**base, **given})
+    # The usual epsilons are too small for a wrong one to be seen.
+    setattr(config, "layer_norm_epsilon" if family == "NemotronH" else "rms_norm_eps", 0.03)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    stir_mamba(model)
+    return model
+
+
+def open_mamba(folder: Path) -> PreTrainedModel:
+    """transformers' model of a folder."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._experts_implementation = "eager"
+    model_class = getattr(transformers, config.architectures[0])
+    options = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+    model: PreTrainedModel = model_class.from_pretrained(folder, **options).eval()
+    return model
+
+
+@torch.no_grad()
+def stir_mamba(model: PreTrainedModel) -> None:
+    """Numbers that differ from those of a new model in every parameter; clear decisions of routers."""
+    generator = torch.Generator().manual_seed(7)
+    buffers = [(name, value) for name, value in model.named_buffers() if "correction_bias" in name]
+    for name, value in sorted([*model.named_parameters(), *buffers]):
+        noise = torch.randn(value.shape, generator=generator)
+        if name.endswith("A_log"):
+            value.copy_(noise * 0.8 - 1.0)
+        elif name.endswith("dt_bias"):
+            value.copy_(noise - 1.0)
+        elif value.ndim == 3 and "conv" in name:
+            value.copy_(noise * 0.6)
+        elif value.ndim >= 2:
+            is_score = any(word in name for word in ("gate.weight", "router"))
+            value.copy_(noise * (1.0 if "embed" in name else (2.0 if is_score else 1.4) * value.shape[-1] ** -0.5))
+        else:
+            value.add_(0.3 * noise)
+
+
+def _thin(full: Path, folder: Path, name: str) -> None:
+    shutil.copytree(full, folder)
+    family, given = MAMBA_CASES[name]
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    defaults = getattr(transformers, f"{family}Config")().to_dict()
+    kept = {"architectures", "model_type"}
+    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    thin.pop("rope_parameters", None)
+    if family == "NemotronH":
+        letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+        pattern = "".join(letters[kind] for kind in thin.pop("layers_block_type"))
+        thin |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+    if family == "GraniteMoeHybrid":
+        words = {"linear_attention": "mamba", "full_attention": "attention"}
+        thin["layer_types"] = [words[kind] for kind in thin["layer_types"]]
+        thin["position_embedding_type"] = given.get("position_embedding_type", "nope")
+    if family != "NemotronH":
+        thin["rope_theta"] = 10000.0
+    (folder / "config.json").write_text(json.dumps(thin))
