@@ -42,8 +42,9 @@ class ExpertsConfig:
 
     `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
     are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
-    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
-    `sum_eps` is added to a sum of sigmoids.
+    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, with
+    `renormalises` divided by their sum, or `min_sum` if that is more, times `scaling`. `sum_eps` is added to a sum of
+    sigmoids.
     "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
     the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
     best and their own magnitude.

@@ -17,9 +17,9 @@ from delta_checkpoints import DELTA_CASES, delta_config
 from expert_checkpoints import CASES as EXPERTS
 from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
 from expert_checkpoints import expert_folder, expert_reference
-from mamba_checkpoints import MAMBA_CASES, mamba_config
 from expert_models import load
 from family_checkpoints import BASE, CASES, WITH_IMAGES, config_class, family_folder, family_reference
+from mamba_checkpoints import MAMBA_CASES, mamba_config
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import MissingWeightsError

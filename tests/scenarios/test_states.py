@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from state_models import answers, state_folder
 from state_rows import SETTINGS, answers_of, state_rows
 
@@ -15,13 +14,12 @@ from kv_cache.layer_states import LayerStates
 from kv_cache.state_engine import StateEngine
 from kv_cache.state_ops import StateOps
 from spmd_worker import LLM
-from spmd_worker.base.errors import AdapterError, ConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.engine import CHECK_VARIABLE
 
 KIND = "lfm2"
-every_kind = pytest.mark.parametrize(
-    "kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in ("lfm2_moe", "lfm3"))]
-)
+OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon")
+every_kind = pytest.mark.parametrize("kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in OTHERS)])
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 17 tokens": {"max_num_batched_tokens": 17},
