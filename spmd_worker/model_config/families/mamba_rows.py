@@ -306,12 +306,9 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
         ),
         required={"mamba_hidden_act": "silu"},
         defaults={
-            "hidden_size": 4096,
             "intermediate_size": 21504,
-            "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "max_position_embeddings": 4096,
-            "vocab_size": 131072,
             "eos_token_id": 2,
             "mlp_hidden_act": "relu2",
             "layers_block_type": ["mamba", "moe", "attention", "mlp"],
