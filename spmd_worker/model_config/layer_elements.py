@@ -7,7 +7,6 @@ from typing import Final
 
 from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
 
-
 _NUM_NORMS_BESIDE: Final = 3
 """Norms of a dense feed-forward beside experts: two outputs and one input."""
 

@@ -15,7 +15,7 @@ import transformers
 from family_checkpoints import stir
 from reference_models import open_reference
 from run_folder import made_once
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @cache
 def recent_folder(name: str) -> Path:
     """The checkpoint of a case, with every key in its config.json; written once a run."""
-    return made_once(f"recent {name}", lambda folder: _write(folder, *CASES[name]))
+    return made_once(f"recent {name}", lambda folder: _write(folder, name))
 
 
 @cache
@@ -130,8 +130,15 @@ def recent_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
     return open_reference(thinned_recent_folder(name) if is_thinned else recent_folder(name))
 
 
-def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}TextConfig")(**keys))
+def recent_config(name: str) -> PreTrainedConfig:
+    """transformers' config of a case."""
+    family, keys = CASES[name]
+    config: PreTrainedConfig = getattr(transformers, f"{family}TextConfig")(**keys)
+    return config
+
+
+def _write(folder: Path, name: str) -> None:
+    model = getattr(transformers, f"{CASES[name][0]}ForCausalLM")(recent_config(name))
     model = model.float().eval()
     stir(model)
     with torch.no_grad():
