@@ -260,7 +260,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _RECURRENT: ("MambaForCausalLM",),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
-        *("Ovis2ForConditionalGeneration"),
+        "Ovis2ForConditionalGeneration",
         *("DeepseekVLHybridForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),
         *("HunYuanVLForConditionalGeneration", "FastVlmForConditionalGeneration"),
         *("Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration"),
