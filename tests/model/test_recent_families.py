@@ -23,6 +23,7 @@ from state_segments import CHUNKS
 from thread_groups import on_ranks
 from torch import Tensor
 
+from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
@@ -105,6 +106,22 @@ def test_steps_and_other_rows_change_no_bit(name: str, dtype: str):
         assert all(map(torch.equal, found, logits)), chunk
     for row, alone in enumerate(ROWS):
         assert torch.equal(run_rows([model], [alone])[0][0], logits[row])
+
+
+@quick("llama4", "gemma4_small")
+def test_engine_answers_as_transformers(name: str):
+    """Prompts in several steps, and again with cached prefixes."""
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(recent_folder(name), dtype="float32", device="cpu", max_num_batched_tokens=32, max_model_len=128) as llm:
+        for _ in range(2):
+            for row, output in zip(ROWS, llm.generate([{"prompt_token_ids": row} for row in ROWS], sampling)):
+                ids = list(output.outputs[0].token_ids)
+                with torch.no_grad():
+                    logits = recent_reference(name)(torch.tensor([[*row, *ids]]), use_cache=False).logits[0]
+                assert logits.argmax(-1)[len(row) - 1 : -1].tolist() == ids
+        if name == "gemma4_small":
+            with pytest.raises(ValueError, match="whose layers read inputs of each token id: give token ids"):
+                llm.generate([{"prompt_embeds": torch.zeros(3, 64)}], sampling)
 
 
 def stages_of(config: ModelConfig) -> tuple[Stage, Stage]:
