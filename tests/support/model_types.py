@@ -98,6 +98,12 @@ MODEL_TYPES: Final = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "OlmoHybridForCausalLM": "olmo_hybrid",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "Mistral4ForCausalLM": "mistral4",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
 }
 
 ENCODER_TYPES: Final = {
