@@ -104,6 +104,10 @@ MODEL_TYPES: Final = {
     "Mistral4ForCausalLM": "mistral4",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",
     "KimiK25ForConditionalGeneration": "kimi_k25",
+    "NemotronHForCausalLM": "nemotron_h",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "FalconH1ForCausalLM": "falcon_h1",
+    "BambaForCausalLM": "bamba",
 }
 
 ENCODER_TYPES: Final = {
