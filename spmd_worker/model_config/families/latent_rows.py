@@ -52,7 +52,7 @@ def _with_latents(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tupl
 
 
 def _scale(reader: ConfigReader, latent: LatentConfig) -> float:
-    """Of scores: YaRN's growth (https://arxiv.org/abs/2309.00071) is here, not in the angles."""
+    """The scale of scores: YaRN's growth (https://arxiv.org/abs/2309.00071) is here, not in the angles."""
     (rope,) = _ropes(reader, reader.count("max_position_embeddings", 2048), latent.rope_size)
     scale = float(latent.query_size**-0.5)
     if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
