@@ -54,13 +54,13 @@ class StateSizing:
 
 
 NO_STATES: Final = StateSizing(0, 0)
-"""Of a model without states."""
+"""Sizing of a model without states."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSizing:
-    """Block numbers of one rank, and slots if the model has states. `reason`: a line for each memory, and indented under
-    it the shares and the limit.
+    """Block numbers of one rank, and slots if the model has states. `reason`: a line for each memory, and indented
+    under it the shares and the limit.
     """
 
     num_device_blocks: int

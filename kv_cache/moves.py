@@ -90,5 +90,8 @@ def _copy_at_once(pairs: Pairs, tensor: Tensor) -> None:
     sources = indices([source for source, _ in pairs], tensor.device)
     destinations = indices([destination for _, destination in pairs], tensor.device)
     num_bytes = len(pairs) * tensor.nbytes // tensor.shape[1]
-    for part in [tensor] if num_bytes <= _TEMPORARY_BYTES else tensor.split(1):
-        part.index_copy_(1, destinations, part.index_select(1, sources))
+    if num_bytes <= _TEMPORARY_BYTES:
+        tensor.index_copy_(1, destinations, tensor.index_select(1, sources))
+        return
+    for layer in tensor:
+        layer.index_copy_(0, destinations, layer.index_select(0, sources))

@@ -22,8 +22,8 @@ _UNLIMITED: Final = 2**31
 @dataclass(frozen=True, slots=True)
 class StateNeed:
     """Wanted numbers of a run: those set by hand, None for as many as fit and help; then at most `most_seqs` sequences,
-    and no snapshots unless `has_snapshots`. `num_blocks` is `cache.num_blocks`: with it, numbers set by hand are used as
-    they are, as it is itself.
+    and no snapshots unless `has_snapshots`. `num_blocks` is `cache.num_blocks`: with it, numbers set by hand are used
+    as they are, as it is itself.
     """
 
     num_seqs: int | None

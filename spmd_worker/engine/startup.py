@@ -52,7 +52,7 @@ from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.worker.device import check_gpus_not_shared, device_type
-from spmd_worker.worker.memory.estimate import block_copy_tokens, slot_copy_tokens, snapshot_interval
+from spmd_worker.worker.memory.estimate import block_copy_tokens, model_snapshot_interval, slot_copy_tokens
 from spmd_worker.worker.memory.plan import check_cache_setting, num_tier_blocks
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
@@ -199,8 +199,8 @@ def _load(
     engine_channel: ControlChannel,
     watchdog: Watchdog,
 ) -> tuple[int, CacheSizes, OutsideBlocks | None]:
-    """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's maximum number
-    of sequences and sizes, and its view of a connector.
+    """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's maximum
+    number of sequences and sizes, and its view of a connector.
     """
     config = resolved.config
     together = partial(_together, engine_channel, watchdog)
@@ -213,8 +213,9 @@ def _load(
     has_states = resolved.model_config.has_states
     of_states = together("sizing the states", executor.determine_num_state_slots) if has_states else (0, 0, 0)
     # Each number fits on every rank, together with the other minimums.
-    *blocks, num_seqs, num_snapshots, num_host_slots = channel.minimum((*counts, num_tier, *of_states))
-    sizes = CacheSizes(*blocks, num_seqs + num_snapshots, num_host_slots)
+    least = channel.minimum((*counts, num_tier, *of_states))
+    num_blocks, num_host_blocks, num_tier, num_seqs, num_snapshots, num_host_slots = least
+    sizes = CacheSizes(num_blocks, num_host_blocks, num_tier, num_seqs + num_snapshots, num_host_slots)
     if has_states:
         slots = (sizes.num_state_slots, sizes.num_host_state_slots)
         together("sizing the states", partial(executor.collective_rpc, "initialize_states", args=slots))
@@ -294,7 +295,7 @@ def _new_replica(
         resolved.num_steps_ahead,
         keeps_histories,
         0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
-        snapshot_interval(model_config, dtype),
+        model_snapshot_interval(model_config, dtype),
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
     return new_scheduler(limits, sizes, *given, *adapters, outside)

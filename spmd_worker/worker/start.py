@@ -73,8 +73,8 @@ def compile_ahead(loaded: LoadedModel, spec: CacheSpec) -> str:
 
 
 def measure(loaded: LoadedModel, spec: CacheSpec) -> CacheSizing:
-    """This rank's numbers of blocks and state slots, measured unless they are set or the model is an encoder; every rank
-    calls this. The activations of CUDA graphs, at most those of the largest step, are added to the measured ones.
+    """This rank's numbers of blocks and state slots, measured unless they are set or the model is an encoder; every
+    rank calls this. The activations of CUDA graphs, at most those of the largest step, are added to the measured ones.
     """
     opened = loaded.opened
     measurement = MemoryMeasurement(0, 0, 0, 0)

@@ -1,10 +1,11 @@
 """WorkerBase: the interface between an executor and the worker of one rank, whatever its device.
 
-Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, for a model with recurrent
-states `determine_num_state_slots` and `initialize_states`, `initialize_cache`, optionally `initialize_host_tier` or `initialize_connector`, `compile_or_warm_up_model`; then for each step
-`execute_model` and, if that returned None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step`
-instead. Between two steps `prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow
-vLLM's. Imports no torch at run time, so that a worker process can set its environment before torch reads it.
+Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, for a model with
+recurrent states `determine_num_state_slots` and `initialize_states`, `initialize_cache`, optionally
+`initialize_host_tier` or `initialize_connector`, `compile_or_warm_up_model`; then for each step `execute_model` and, if
+that returned None, `sample_tokens`; with async scheduling, `launch_step` and later `read_step` instead. Between two
+steps `prepare_event` and, after the next step, `end_event`. `shutdown` is last. Names follow vLLM's. Imports no torch
+at run time, so that a worker process can set its environment before torch reads it.
 
 A worker event NAME consists of up to three methods of the worker, of its extension, or of one of its `event_handlers`:
 

@@ -1,4 +1,4 @@
-"""StateEngine: states and tails of a slot move together, bit for bit, in the promised order; a wrong pair moves none."""
+"""StateEngine: a slot's states and tails move together, bit for bit, in the promised order; a wrong pair moves none."""
 
 import pytest
 import torch

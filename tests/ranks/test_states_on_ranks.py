@@ -79,6 +79,15 @@ def test_states_on_two_ranks_match_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize(("name", "layouts"), [("lfm2", ["data"]), ("lfm2_moe", [*LAYOUTS]), ("lfm3", [*LAYOUTS])])
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("lfm2", ["data"]),
+        ("lfm2_moe", [*LAYOUTS]),
+        ("lfm3", [*LAYOUTS]),
+        ("qwen3_5", [*LAYOUTS]),
+        ("nemotron", [*LAYOUTS]),
+    ],
+)
 def test_other_states_on_two_ranks_match_one_rank(name: str, layouts: list[str], tmp_path: Path) -> None:
     check([name], tmp_path, layouts)

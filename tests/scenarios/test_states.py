@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
+from safetensors.torch import load_file
 from state_models import answers, state_folder
 from state_rows import SETTINGS, answers_of, state_rows
 
@@ -15,13 +15,12 @@ from kv_cache.layer_states import LayerStates
 from kv_cache.state_engine import StateEngine
 from kv_cache.state_ops import StateOps
 from spmd_worker import LLM
-from spmd_worker.base.errors import AdapterError, ConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.engine import CHECK_VARIABLE
 
 KIND = "lfm2"
-every_kind = pytest.mark.parametrize(
-    "kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in ("lfm2_moe", "lfm3"))]
-)
+OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon")
+every_kind = pytest.mark.parametrize("kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in OTHERS)])
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 17 tokens": {"max_num_batched_tokens": 17},
@@ -147,6 +146,35 @@ def test_states_sleep_and_wake_up(level: int) -> None:
             llm.collective_rpc("reload_weights")
         assert not any(each.any() for each in worker.running.caches.engine.states.tensors)
         assert answers_of(llm.generate(rows, params, use_tqdm=False)) == alone(KIND)
+
+
+def test_rows_of_embeddings_have_the_bits_of_ids() -> None:
+    rows, params = state_rows()
+    folder = state_folder(KIND)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    given = [{"prompt_embeds": table[row["prompt_token_ids"]]} if index % 2 else row for index, row in enumerate(rows)]
+    with LLM(folder, **{**SETTINGS, "max_num_batched_tokens": 50}) as llm:
+        for _ in range(2):
+            assert answers_of(llm.generate(given, params, use_tqdm=False)) == alone(KIND)
+        assert llm.llm_engine.counters.num_snapshot_hits > 4
+
+
+@pytest.mark.stress
+def test_states_in_a_process_of_their_own() -> None:
+    settings = {"distributed_executor_backend": "mp", **PREEMPTIONS["swap"]}
+    assert answers(KIND, 4, **settings)[0] == alone(KIND, 4)
+
+
+@every_kind
+def test_pooled_rows_ignore_the_batch(kind: str) -> None:
+    """Their prompts are cut, and begin from snapshots the second time."""
+    rows, _ = state_rows()
+    with LLM(state_folder(kind), runner="pooling", **{**SETTINGS, "max_num_batched_tokens": 50}) as llm:
+        together = [[output.outputs.data for output in llm.encode(rows, use_tqdm=False)] for _ in range(2)]
+        assert llm.llm_engine.counters.num_snapshot_hits > 0
+    with LLM(state_folder(kind), runner="pooling", **{**SETTINGS, "enable_prefix_caching": False}) as llm:
+        apart = [llm.encode([row], use_tqdm=False)[0].outputs.data for row in rows]
+    assert together == [apart, apart]
 
 
 def test_new_weights_find_no_old_states() -> None:

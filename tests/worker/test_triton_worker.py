@@ -8,6 +8,7 @@ import torch
 from expert_checkpoints import expert_folder
 from pooling_models import pooling_folder
 from ranks import REPOSITORY
+from state_models import state_folder
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
@@ -150,7 +151,7 @@ def test_failed_allocation_disables_peer_sums_everywhere(
 
 
 def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
-    """Not where the host waits or is asked not to: sums through NCCL, models that pool."""
+    """Not where the host waits or is asked not to: sums through NCCL, models that pool or have recurrent states."""
     demo, alone = REPOSITORY / "scripts" / "demo" / "model", single_group()
     through_nccl = GroupHandle(ranks=(0, 1), rank=0, group=object())
     over_memory = replace(through_nccl, fast=PeerSums.__new__(PeerSums))
@@ -161,6 +162,7 @@ def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
         (demo, over_memory, False, True),
         (expert_folder("qwen3_moe"), alone, False, True),
         (pooling_folder("mean"), alone, False, False),
+        (state_folder("lfm2"), alone, False, False),
     ):
         model, executor = ModelOptions(path=str(folder), dtype="float32"), ExecutorConfig(enforce_eager=is_eager)
         config = RunConfig(model=model, executor=executor, device="cpu")

@@ -333,8 +333,9 @@ class CheckpointNames:
 
 
 def _as_row(piece: WeightSlice) -> WeightSlice:
-    """The slice of a tensor [n] that the checkpoint has as [1, n]."""
-    return replace(piece, checkpoint_shape=(1, *piece.checkpoint_shape), source=((0, 1), *piece.source))
+    """The slice of a tensor [n] that the checkpoint has as [1, n], a parameter in transformers."""
+    shape, source = (1, *piece.checkpoint_shape), ((0, 1), *piece.source)
+    return replace(piece, checkpoint_shape=shape, source=source, is_buffer=False)
 
 
 def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:

@@ -128,7 +128,9 @@ class TritonDevice(DeviceBackend):
         self, model: DecoderForCausalLM, tensor: GroupHandle, adapters: LoadedAdapters | None = None
     ) -> StepGraphs | None:
         if self.resolved.model_config.has_states and not self.resolved.config.executor.enforce_eager:
-            logger.info("steps of models with recurrent states are not recorded as CUDA graphs", extra=SAME_ON_EVERY_RANK)
+            logger.info(
+                "steps of models with recurrent states are not recorded as CUDA graphs", extra=SAME_ON_EVERY_RANK
+            )
         new_graph = self.graph_maker() if self.can_record(tensor) else None
         if new_graph is None:
             return None

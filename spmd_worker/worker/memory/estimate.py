@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
-from kv_cache.state_sizing import slot_tokens
-from kv_cache.state_slots import STATE_GRID
+from kv_cache.state_slots import snapshot_interval
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
@@ -351,11 +350,10 @@ def slot_copy_tokens(model_config: ModelConfig, dtype: str, device: str) -> floa
     return _copy_tokens(model_config, _complete_spec(model_config, dtype, 1).slot_bytes, device)
 
 
-def snapshot_interval(model_config: ModelConfig, dtype: str) -> int:
-    """Tokens from one snapshot of recurrent states in a prompt to the next, so that they cost at most what the keys and
-    values between them do; 0: none between, in a model without states or without keys and values.
-    """
-    return -(-slot_tokens(_complete_spec(model_config, dtype, 1)) // STATE_GRID) * STATE_GRID
+def model_snapshot_interval(model_config: ModelConfig, dtype: str) -> int:
+    """`snapshot_interval` of a model; 0, only at the end of a prompt, without states or without keys and values."""
+    spec = _complete_spec(model_config, dtype, 1)
+    return snapshot_interval(spec.slot_bytes, spec.block_bytes) if spec.slot_bytes and spec.block_bytes else 0
 
 
 def _complete_spec(model_config: ModelConfig, dtype: str, block_size: int) -> CacheSpec:

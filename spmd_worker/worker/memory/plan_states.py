@@ -6,7 +6,7 @@ from kv_cache.cache_sizing import NO_STATES, StateSizing, format_bytes
 
 
 def fewest_states(states: Sequence[StateSizing]) -> StateSizing:
-    """Slots of every rank: the minimum of each number, with the bytes and the text of the rank with the largest states."""
+    """Slots of every rank: the minimum of each number, with bytes and text of the rank with the largest states."""
     if not states or not max(each.num_seqs for each in states):
         return NO_STATES
     largest = max(states, key=lambda each: each.slot_bytes)

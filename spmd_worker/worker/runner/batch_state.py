@@ -205,7 +205,7 @@ class BatchState:
         adapters = adapter_slots(sequences, self._slot_of)
         of_adapters = _NONE if adapters is None else adapters.repeat(counts)
         of_states = (firsts, state_slots(sequences)) if self._has_states else (_NONE, _NONE)
-        longs, (*ints, firsts_there, states_there, starts_there, adapters_there) = self._send(
+        longs, (*ints, states_there, starts_there, adapters_there) = self._send(
             (*of_step, *of_layout), (token_slots, ends, blocks, *of_states, starts, of_adapters)
         )
         *longs, slots, rope_regimes, sample_rows = longs
@@ -225,7 +225,7 @@ class BatchState:
             adapter_slots=None if adapters is None else adapters_there,
             state_slots=states_there if self._has_states else None,
         )
-        return layout, _Sent(*longs, *ints, firsts_there)
+        return layout, _Sent(*longs, *ints)
 
     def _grow_tables(self, num_sequences: int, width: int) -> None:
         """Enlarge the tables for `num_sequences` of `width` blocks; their contents are kept."""

@@ -166,8 +166,8 @@ class ModelRunner:
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
             rows = self._rows.of(scheduled)
-            options = {"is_encoder": is_encoder, "slot_of": self._slot_of, "has_states": self._has_states}
-            batch = build_batch(scheduled, self._block_size, self._device, rows, **options)
+            kinds = {"is_encoder": is_encoder, "has_states": self._has_states}
+            batch = build_batch(scheduled, self._block_size, self._device, rows, slot_of=self._slot_of, **kinds)
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)

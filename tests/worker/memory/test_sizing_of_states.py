@@ -1,5 +1,4 @@
-"""A model with recurrent states: numbers of sequences, snapshots and blocks follow the memory, before anything is made.
-"""
+"""Sizing of recurrent states: numbers of sequences, snapshots and blocks follow the memory."""
 
 from typing import Any
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,26 +42,37 @@ def assert_same(kept: Batch, anew: Batch) -> None:
     assert own.lengths is not None
     assert (own.starts.tolist(), own.lengths.tolist()) == ([*own.query_starts], [*own.context_lengths])
     assert own.starts.dtype == own.lengths.dtype == torch.int32
+    assert (own.segments is None) == (other.segments is None)
+    if own.segments is not None and other.segments is not None:
+        for name in ("slots", "starts", "firsts"):
+            ours, theirs = getattr(own.segments, name), getattr(other.segments, name)
+            assert ours.dtype == theirs.dtype == torch.int32, name
+            assert torch.equal(ours, theirs), name
 
 
 class Compared:
     """Looks at the steps of histories: each is laid out with what was kept, and anew."""
 
     def __init__(self) -> None:
-        self.num_steps = self.num_further = 0
+        self.num_steps = self.num_further = self.num_with_states = 0
         self.begin()
 
     def begin(self) -> None:
-        """Another history."""
-        self._state, self._layout = BatchState(BLOCK_SIZE, CPU), None
+        """Another history, of a model with states or without."""
+        self._states = {has_states: BatchState(BLOCK_SIZE, CPU, has_states=has_states) for has_states in (False, True)}
+        self._layout = None
 
     def __call__(self, plan: StepPlan, scheduled: tuple[ScheduledSequence, ...]) -> None:
-        self._state.forget(plan.finished_sequences, plan.finished_request_ids)
+        for each in self._states.values():
+            each.forget(plan.finished_sequences, plan.finished_request_ids)
         if not scheduled:
             return
-        assert_same(self._state.build(scheduled), build_batch(scheduled, BLOCK_SIZE, CPU))
+        has_states = scheduled[0].sequence.state_slot >= 0
+        state = self._states[has_states]
+        assert_same(state.build(scheduled), build_batch(scheduled, BLOCK_SIZE, CPU, has_states=has_states))
         self.num_steps += 1
-        layout = self._state._layout
+        self.num_with_states += has_states
+        layout = state._layout
         assert layout is not None
         self.num_further += self._layout is not None and layout.query_starts is self._layout.query_starts
         self._layout = layout
@@ -78,6 +90,7 @@ def test_kept_batches_equal_rebuilt_for_any_schedule():
     compared = compare(24)
     # Negative control: both ways were met.
     assert compared.num_further > 100
+    assert compared.num_with_states > 100
     assert compared.num_steps - compared.num_further > 300
 
 
@@ -115,6 +128,17 @@ def one_list_for_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mirror, "_append", in_place)
 
 
+def without_new_firsts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that continue keep their first positions."""
+    continued = BatchState._continue
+
+    def stale(self: BatchState, layout: Any, *, has_ids: bool) -> object:
+        layout, sent = continued(self, layout, has_ids=has_ids)
+        return layout, sent._replace(firsts=torch.zeros_like(sent.firsts))
+
+    monkeypatch.setattr(BatchState, "_continue", stale)
+
+
 def slots_of_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences of a step in one slot."""
     take_slots = BatchState._take_slots
@@ -127,7 +151,7 @@ def slots_of_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [without_new_blocks, always_further, one_list_for_every_table, slots_of_who_computes]
+    "broken", [without_new_blocks, always_further, one_list_for_every_table, slots_of_who_computes, without_new_firsts]
 )
 def test_comparison_detects_wrong_batch_state(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]
