@@ -50,8 +50,8 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for name, (_, architecture, keys) in DELTA_CASES.items():
         if with_experts == ("num_experts" in keys.get("text_config", keys)):
             yield architecture, delta_config(name)
-    for name, (family, keys) in MAMBA_CASES.items():
-        if with_experts == (family == "NemotronH" or keys.get("num_local_experts", 0) > 0):
+    for name, (family, _) in MAMBA_CASES.items():
+        if with_experts == (family in ("NemotronH", "GraniteMoeHybrid")):
             yield f"{family}ForCausalLM", mamba_config(name)
     if with_experts:
         for family, keys in EXPERTS.values():
