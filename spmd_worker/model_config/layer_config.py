@@ -42,8 +42,9 @@ class ExpertsConfig:
 
     `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
     are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
-    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, divided by their sum, `min_sum` or more, with `renormalises`, times `scaling`.
-    `sum_eps` is added to a sum of sigmoids.
+    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, with
+    `renormalises` divided by their sum, or `min_sum` if that is more, times `scaling`. `sum_eps` is added to a sum of
+    sigmoids.
     "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
     the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
     best and their own magnitude.
@@ -182,8 +183,9 @@ class MambaConfig:
     """Mamba2 (https://arxiv.org/abs/2405.21060): a state [`head_size`, `state_size`] for each head, neighbours of which
     share inputs B and C in `num_groups` groups, behind a convolution of `kernel_size` taps.
 
-    `norm` of the gated output is "grouped", a group by itself after the gate; "grouped_first", before the gate; or
-    "none", the gate alone. `multipliers` scale z, x, B, C and dt, outputs of the projection; `in_multiplier` its input
+    `has_bias` and `has_output_bias` are of the first and of the last projection. `norm` of the gated output is
+    "grouped", a group by itself after the gate; "grouped_first", before the gate; or "none", the gate alone.
+    `multipliers` scale z, x, B, C and dt, outputs of the projection; `in_multiplier` its input
     and `out_multiplier` the output of the layer. dt is bounded by `dt_limits`.
     """
 
@@ -195,6 +197,7 @@ class MambaConfig:
     kernel_size: int = 4
     has_conv_bias: bool = True
     has_bias: bool = False
+    has_output_bias: bool = False
     norm: str = "grouped"
     multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     in_multiplier: float = 1.0

@@ -102,7 +102,7 @@ def _mamba_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> in
     full = layer.mamba
     assert full is not None, layer
     own = full.share(share.num_ranks)
-    biases = (own.num_projected + hidden_size) * own.has_bias
+    biases = own.num_projected * own.has_bias + hidden_size * own.has_output_bias
     taps = own.num_channels * (own.kernel_size + own.has_conv_bias)
     norm = full.num_columns // full.num_groups * own.num_groups * (own.norm != "none")
     return biases + taps + norm + own.num_float32_elements

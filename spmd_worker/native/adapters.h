@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kAdapterRows = kLanes == 16 ? 8 : 4;
 constexpr int kChains = kLanes == 16 ? 2 : 1;
-constexpr int kMaxRank = 512, kMaxParts = 4;
+constexpr int kMaxRank = 512, kMaxParts = 6;
 
 // Panels whose sums, `rows` vectors or more each, fit into the registers.
 constexpr int panels_at_once(int rows) {

@@ -145,6 +145,15 @@ def test_host_slot_is_reused_after_step_that_reads_it():
     slots.check_integrity([other, back])
 
 
+def test_state_arrives_in_slot_of_snapshot_of_same_step():
+    """The snapshot is evicted before it is made: its copy is dropped."""
+    slots, slot = with_snapshots(num_slots=2)
+    host_slot = slots.swap_out(slot)
+    slots.take_state_ops()
+    assert slots.snapshot(slots.take(), A)
+    assert (slots.swap_in(host_slot), slots.take_state_ops()) == (1, StateOps(swap_in=((0, 1),)))
+
+
 def test_slot_that_is_to_receive_is_not_swapped_out():
     slots, parent = with_snapshots()
     fork = slots.fork(parent)

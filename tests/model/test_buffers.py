@@ -13,11 +13,13 @@ import pytest
 import torch
 import transformers
 from conv_checkpoints import CASES as CONVOLUTIONS
+from delta_checkpoints import DELTA_CASES, delta_config
 from expert_checkpoints import CASES as EXPERTS
 from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
 from expert_checkpoints import expert_folder, expert_reference
 from expert_models import load
 from family_checkpoints import BASE, CASES, WITH_IMAGES, config_class, family_folder, family_reference
+from mamba_checkpoints import MAMBA_CASES, mamba_config
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import MissingWeightsError
@@ -43,6 +45,12 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for family, keys in CONVOLUTIONS.values():
         if with_experts == ("num_experts" in keys):
             yield f"{family}ForCausalLM", getattr(transformers, f"{family}Config")(**keys)
+    for name, (_, architecture, keys) in DELTA_CASES.items():
+        if with_experts == ("num_experts" in keys.get("text_config", keys)):
+            yield architecture, delta_config(name)
+    for name, (family, keys) in MAMBA_CASES.items():
+        if with_experts == (family == "NemotronH" or keys.get("num_local_experts", 0) > 0):
+            yield f"{family}ForCausalLM", mamba_config(name)
     if with_experts:
         for family, keys in EXPERTS.values():
             text, suffix = {**BASE, **keys}, "ForCausalLM"
@@ -78,6 +86,8 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
         found |= {architecture} if ours.weights.buffer_names else set()
     assert seen == {name for name, family in FAMILIES.items() if (family.experts is not None) == with_experts}
     with_bias = {"MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "Dots1ForCausalLM"}
+    with_bias |= {"Lfm2MoeForCausalLM"}
+    with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
     assert found == (with_bias if with_experts else {"ApertusForCausalLM"}), "negative control: they have some"
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
+from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
@@ -135,6 +136,42 @@ def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
         found, found_states = run_rows([model], [alone])
         assert torch.equal(found[0], logits[row])
         assert all(map(torch.equal, found_states[0], states[row]))
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "cached": {"enable_prefix_caching": True},
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+    "recomputed": {"num_blocks": 37, "preemption_mode": "recompute", "block_size": 4},
+    "swapped": {"num_blocks": 37, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
+}
+
+
+def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
+    return [
+        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
+        for each in llm.generate(rows, GREEDY, use_tqdm=False)
+    ]
+
+
+@pytest.mark.parametrize("name", ["lfm3", *(pytest.param(each, marks=pytest.mark.stress) for each in FEW[:2])])
+def test_row_has_equal_bits_in_any_schedule(name: str):
+    """By the engine: rows together, from cached prompts with their states, in chunks, and after preemption."""
+    rows = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 22, 40, 52, 130)]
+    rows.append(rows[-1][:128] + rows[0])
+    given = {"num_blocks": 200, "max_model_len": 144, "enable_prefix_caching": False}
+    with LLM(conv_folder(name), **given) as llm:
+        cold = [outputs(llm, [row])[0] for row in rows]
+        assert outputs(llm, rows) == cold, "alone and together"
+    assert cold[1][0] == reference_greedy(_stateless(conv_reference(name)), rows[1], GREEDY.max_tokens)
+    for way, settings in SCHEDULES.items():
+        with LLM(conv_folder(name), **{**given, **settings}) as llm:
+            assert outputs(llm, rows) == cold, way
+            counters = llm.llm_engine.counters
+            assert (counters.num_preemptions > 0) == (way in ("recomputed", "swapped")), way
+            if way == "cached":
+                assert [outputs(llm, [row])[0] for row in rows] == cold
+                assert counters.num_cached_prompt_tokens >= 2 * 128
 
 
 def test_comparison_detects_steps_that_forget(monkeypatch: pytest.MonkeyPatch):

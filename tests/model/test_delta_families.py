@@ -6,6 +6,7 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from family_mutants import entries
 from hybrid_runs import HybridRun, run_rows
 from model_configs import with_layers, with_norms, with_ropes
 from our_model import is_noticed, load_model
+from peft import PeftModel
+from peft_adapters import peft_logits, write_adapter
 from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file, save_file
 from state_segments import CHUNKS
@@ -26,7 +29,11 @@ from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig
 
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
@@ -118,14 +125,6 @@ def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
         found, found_states = run_rows([model], [alone])
         assert torch.equal(found[0], logits[row])
         assert are_same(found_states, [states[row]])
-
-
-@quick("olmo_hybrid", among=FEW)
-def test_steps_of_plain_torch_do_not_change_states(name: str):
-    model = new_model(delta_folder(name))
-    _, states = run_rows([model], ROWS)
-    for chunk in (7, 65):
-        assert are_same(run_rows([model], ROWS, chunk)[1], states)
 
 
 @pytest.mark.control("A row's answer depends on the row alone")
@@ -247,9 +246,52 @@ def test_int8_projections_stay_near_transformers():
     assert are_same(found_states, states)
 
 
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3_5", ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj")),
+        ("qwen3_next", ("in_proj_qkvz", "in_proj_ba")),
+        pytest.param("olmo_hybrid", ("q_proj", "g_proj", "b_proj", "o_proj"), marks=pytest.mark.matrix),
+    ],
+)
+def test_adapters_of_delta_nets_are_those_of_peft(name: str, targets: tuple[str, ...], tmp_path: Path):
+    write_adapter(deepcopy(delta_reference(name)), tmp_path, (("target_modules", targets),))
+    model, source = load_model(delta_folder(name)), read_adapter(tmp_path)
+    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
+    loaded.commit(loaded.prepare(source))
+    reference = PeftModel.from_pretrained(deepcopy(delta_reference(name)), tmp_path).eval()
+    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
+    assert max(map(relative_error, logits, [peft_logits(reference, row) for row in ROWS])) < TOLERANCE
+    # Control: it matters.
+    assert worst_error(name, logits) > 100 * TOLERANCE
+
+
+@torch.no_grad()
+def their_greedy_ids(name: str, prompt: list[int], count: int) -> list[int]:
+    """Without a cache: one definition for all tokens."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(delta_reference(name)(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@quick("qwen3_5", among=FEW)
+def test_engine_gives_ids_of_transformers(name: str):
+    """Small steps, fewer slots than rows, the same prompts again from snapshots."""
+    rows, greedy = [*ROWS, [*ROWS[0], *ROWS[1]]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    right = [their_greedy_ids(name, row, 6) for row in rows]
+    with LLM(delta_folder(name), num_blocks=40, max_num_batched_tokens=17, max_num_seqs=2) as llm:
+        for _ in range(2):
+            outputs = llm.generate(rows, greedy, use_tqdm=False)
+            assert [list(each.outputs[0].token_ids) for each in outputs] == right
+
+
 # ---- each entry of a row, and mistakes that no entry makes ---------------------------------------------------------
 
-UNSEEN = ("models", "defaults", "layers", "ropes", "rope.rounding", "names.aliases", "names.ignored_prefixes")
+UNSEEN = (
+    *("models", "defaults", "layers", "ropes", "rope.rounding"),
+    *("names.aliases", "names.ignored_prefixes", "names.joined_rows", "names.mixer_aliases"),
+)
 """Entries without an effect on these logits: the rounding is of bfloat16; the others have tests of their own."""
 SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -277,7 +319,8 @@ def readings(architecture: str) -> list[Any]:
     """Of files that leave out some keys; None for one that is rejected."""
     names = {"architectures": [architecture]}
     files = [names if FAMILIES[architecture].text is None else {**names, "text_config": {}}]
-    files += [bare(architecture, **keys) for keys in ({}, {"mlp_bias": True, "attention_bias": True})]
+    sparse = {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    files += [bare(architecture, **keys) for keys in ({}, {"mlp_bias": True, "attention_bias": True}, sparse)]
     found: list[Any] = []
     for config in files:
         try:

@@ -8,6 +8,8 @@ import torch
 from model_configs import spelled
 
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.delta_net import GatedNorm
+from spmd_worker.model.layers.mamba import MambaNorm
 from spmd_worker.model.layers.norm import FullNorm, HeadNorms, RMSNorm
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weights.dummy import mean_and_std
@@ -33,7 +35,8 @@ def norms_of(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[st
     model, norms, others = build_model(context, model_config), {}, set()
     for piece in model.weights.slices:
         module = model.get_submodule(piece.parameter_name.rpartition(".")[0])
-        if isinstance(module, RMSNorm | FullNorm | HeadNorms) and not piece.checkpoint_name.endswith("bias"):
+        is_norm = isinstance(module, RMSNorm | FullNorm | HeadNorms | GatedNorm | MambaNorm)
+        if is_norm and not piece.checkpoint_name.endswith("bias"):
             norms[piece.checkpoint_name] = piece.checkpoint_shape
         else:
             others.add(piece.checkpoint_name)

@@ -89,6 +89,7 @@ def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     [
         pytest.param("qwen3_moe", marks=pytest.mark.matrix),
         *(pytest.param(each, marks=pytest.mark.stress) for each in ("mixtral", "glm4_moe", "granite_moe")),
+        *(pytest.param(each, marks=pytest.mark.stress) for each in ("step3p7", "ernie_moe", "phimoe", "hy_v3")),
     ],
 )
 def test_stacked_experts_of_transformers_are_read_from_files(name: str, tmp_path: Path):

@@ -25,6 +25,7 @@ from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
@@ -102,13 +103,13 @@ def test_logits_and_ids_equal_transformers(name: str):
     configs = [read_model_files(each).model_config for each in (mamba_folder(name), thinned_mamba_folder(name))]
     assert configs[0] == configs[1]
     thinned = their_logits(open_mamba(thinned_mamba_folder(name)))
-    assert all(map(torch.equal, thinned, expected(name))), "the oracle's own"
+    assert worst_error(name, thinned) < 1e-5, "the oracle's own"
     assert greedy_ids([model], ROWS[1], 4) == their_greedy(name, ROWS[1], 4)
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@quick("granite")
+@quick("bamba")
 def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
     model = load_model(mamba_folder(name), dtype=dtype)
@@ -127,6 +128,47 @@ def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
         assert all(map(torch.equal, found_states[0], states[row]))
 
 
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "cached": {"enable_prefix_caching": True},
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+    "recomputed": {"num_blocks": 37, "preemption_mode": "recompute", "block_size": 4},
+    "swapped": {"num_blocks": 37, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
+}
+
+
+def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
+    return [
+        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
+        for each in llm.generate(rows, GREEDY, use_tqdm=False)
+    ]
+
+
+@pytest.mark.guarantee("A row's answer depends on the row alone")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.matrix if each == "falcon" else pytest.mark.stress) for each in FEW],
+)
+def test_row_has_equal_bits_in_any_schedule(name: str):
+    """By the engine: rows together, from cached prompts with their states, in chunks, and after preemption."""
+    rows = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 22, 40, 52, 130)]
+    rows.append(rows[-1][:128] + rows[0])
+    given = {"num_blocks": 200, "max_model_len": 144, "enable_prefix_caching": False}
+    with LLM(mamba_folder(name), **given) as llm:
+        cold = [outputs(llm, [row])[0] for row in rows]
+        assert outputs(llm, rows) == cold, "alone and together"
+    assert list(cold[1][0]) == their_greedy(name, rows[1], GREEDY.max_tokens)
+    for way, settings in SCHEDULES.items():
+        with LLM(mamba_folder(name), **{**given, **settings}) as llm:
+            assert outputs(llm, rows) == cold, way
+            counters = llm.llm_engine.counters
+            assert (counters.num_preemptions > 0) == (way in ("recomputed", "swapped")), way
+            if way == "cached":
+                assert [outputs(llm, [row])[0] for row in rows] == cold
+                assert counters.num_cached_prompt_tokens >= 2 * 128
+
+
+@pytest.mark.control("A row's answer depends on the row alone")
 def test_comparison_detects_scans_that_forget(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a recurrence that begins anew in each step."""
     scan_mamba = ReferenceRecurrentKernels.scan_mamba
@@ -152,7 +194,7 @@ def test_shards_equal_transformers_and_stages_one_rank(name: str):
         model = new_model(folder, group)
         return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 33)[0]]
 
-    for size in (2,) if name == "nemotron" else (2, 4):
+    for size in (2,) if name in ("nemotron", "granite_dense") else (2, 4):
         whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
         assert worst_error(name, whole) < TOLERANCE, size
     end = read_model_files(folder).model_config.num_layers
@@ -226,6 +268,7 @@ def test_int8_projections_stay_near_transformers():
     assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both))
 
 
+@pytest.mark.matrix
 def test_adapters_of_mamba_are_those_of_peft(tmp_path: Path):
     folder, targets = mamba_folder("bamba"), ("in_proj", "q_proj", "up_proj")
     write_adapter(open_mamba(folder), tmp_path, (("target_modules", targets),))
@@ -256,6 +299,26 @@ def mutants(row: Family) -> list[tuple[str, Family]]:
     return found
 
 
+BARE = (
+    {},
+    {"attention_bias": True, "mlp_bias": True, "norm_topk_prob": True, "hidden_act": "gelu"},
+    {"num_experts": 16, "n_routed_experts": 32, "rms_norm_eps": 0.5, "layer_norm_epsilon": 0.25},
+)
+"""Files that leave out nearly all, with keys that the classes do not know."""
+
+
+def readings(architecture: str) -> list[Any]:
+    """Of the bare files; the reason for one that is rejected."""
+    found: list[Any] = []
+    for keys in BARE:
+        sizes = {"hidden_size": 128, "num_attention_heads": 16, "num_hidden_layers": 4, "vocab_size": 300}
+        try:
+            found.append(model_config_of({"architectures": [architecture], **sizes, **keys}, Path("config.json")))
+        except ModelConfigError as error:
+            found.append(str(error))
+    return found
+
+
 def our_logits(folder: Path) -> list[Tensor]:
     return run_rows([new_model(folder)], ROWS[:2])[0]
 
@@ -267,9 +330,11 @@ def our_logits(folder: Path) -> list[Tensor]:
 )
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in MAMBA_CASES.items() if f"{family}ForCausalLM" == architecture]
-    silent = []
+    silent, right = [], readings(architecture)
     for what, mutant in mutants(FAMILIES[architecture]):
         monkeypatch.setitem(FAMILIES, architecture, mutant)
+        if readings(architecture) != right:
+            continue
         rights = [
             (mamba_folder(name), lambda logits, name=name: max(map(relative_error, logits, expected(name))) < TOLERANCE)
             for name in cases
@@ -374,7 +439,14 @@ MISTAKES: dict[str, tuple[str, Callable[[str], list[Tensor]]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+FIRST_MISTAKES = ("norm over all groups", "no D", "dt without bounds", "no ssm_multipliers", "rope of the whole head")
+
+
+@pytest.mark.control("Models compute what transformers computes")
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(each, marks=[] if each in FIRST_MISTAKES else pytest.mark.matrix) for each in MISTAKES],
+)
 def test_comparison_detects_known_mistakes(mistake: str):
     name, logits_of = MISTAKES[mistake]
     assert max(map(relative_error, logits_of(name), expected(name))) > 10 * TOLERANCE

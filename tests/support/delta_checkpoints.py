@@ -81,7 +81,7 @@ def delta_folder(name: str) -> Path:
 @cache
 def delta_reference(name: str) -> PreTrainedModel:
     """transformers' model with the weights of the folder."""
-    model = _new_reference(name)
+    model: PreTrainedModel = getattr(transformers, DELTA_CASES[name][1])(delta_config(name)).float().eval()
     stir_hybrid(model)
     return model
 
@@ -93,16 +93,16 @@ def delta_logits(name: str, prompt: list[int]) -> Tensor:
     return logits
 
 
-def _new_reference(name: str) -> PreTrainedModel:
-    config_class, model_class, given = DELTA_CASES[name]
+def delta_config(name: str) -> Any:
+    """transformers' configuration of a case."""
+    config_class, _, given = DELTA_CASES[name]
     given = {**given, "vision_config": _SMALL_VISION} if "text_config" in given else given
     config = getattr(transformers, config_class)(**given)
     for each in (config, config.get_text_config()):
         each._attn_implementation = each._experts_implementation = "eager"
     if given.get("rope_parameters", 0) is None:
         config.rope_parameters = None
-    model: PreTrainedModel = getattr(transformers, model_class)(config).float().eval()
-    return model
+    return config
 
 
 @torch.no_grad()

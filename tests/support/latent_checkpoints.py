@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from expert_checkpoints import open_experts, stir
 from family_checkpoints import BASE

@@ -111,7 +111,10 @@ MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_out_multiplier": 0.6,
         },
     ),
-    "falcon_norm": ("FalconH1", {**_FALCON, "mamba_rms_norm": True, "mamba_conv_bias": False}),
+    "falcon_norm": (
+        "FalconH1",
+        {**_FALCON, "mamba_rms_norm": True, "mamba_conv_bias": False, "projectors_bias": True},
+    ),
     "falcon_norm_last": (
         "FalconH1",
         {**_FALCON, "mamba_n_groups": 1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
@@ -135,15 +138,21 @@ def thinned_mamba_folder(name: str) -> Path:
 @cache
 def mamba_reference(name: str) -> PreTrainedModel:
     """transformers' model of a case."""
+    model_class = getattr(transformers, f"{MAMBA_CASES[name][0]}ForCausalLM")
+    model: PreTrainedModel = model_class(mamba_config(name)).float().eval()
+    stir_mamba(model)
+    return model
+
+
+def mamba_config(name: str) -> Any:
+    """transformers' configuration of a case."""
     family, given = MAMBA_CASES[name]
     base = {key: value for key, value in _BASE.items() if key != "num_hidden_layers" or family != "NemotronH"}
     config = getattr(transformers, f"{family}Config")(**{**base, **given})
     # The usual epsilons are too small for a wrong one to be seen.
     setattr(config, "layer_norm_epsilon" if family == "NemotronH" else "rms_norm_eps", 0.03)
     config._attn_implementation = config._experts_implementation = "eager"
-    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    stir_mamba(model)
-    return model
+    return config
 
 
 def open_mamba(folder: Path) -> PreTrainedModel:

@@ -49,7 +49,7 @@ def _few_experts(architecture: str) -> dict[str, Any]:
     if experts is None:
         return {}
     shared = {experts.shared_key: 1 if experts.counts_shared else 40} if experts.shared_key else {}
-    return {experts.count_keys[0]: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **shared}
+    return {experts.count_keys[0]: 4, experts.chosen_key: 2, "moe_intermediate_size": 24, **shared}
 
 
 def with_layers(model_config: ModelConfig, **changes: Any) -> ModelConfig:

@@ -98,6 +98,10 @@ MODEL_TYPES: Final = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "OlmoHybridForCausalLM": "olmo_hybrid",
+    "NemotronHForCausalLM": "nemotron_h",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "FalconH1ForCausalLM": "falcon_h1",
+    "BambaForCausalLM": "bamba",
 }
 
 ENCODER_TYPES: Final = {

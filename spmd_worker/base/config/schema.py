@@ -425,7 +425,7 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = vllm_option(
         None,
-        "sequences in a step, others queue (samples of one row, too); null: 256, at most its tokens and the states that fit",
+        "sequences in a step, others queue (samples of one row, too); null: 256, or its tokens or states if fewer",
         least=1,
         is_common=True,
     )

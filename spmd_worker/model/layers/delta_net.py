@@ -90,12 +90,12 @@ class DeltaNet(nn.Module):
         self._kernels = context.kernels.recurrent_kernels()
         num_steps = delta.key_size if delta.is_per_channel else 1
         of_keys, of_values = (delta.num_key_heads, keys), (delta.num_value_heads, values)
-        mixed = [("q", *of_keys, delta.key_size), ("k", *of_keys, delta.key_size), ("v", *of_values, delta.value_size)]
-        gates = [("z", *of_values, delta.value_size), ("b", *of_values, 1), ("a", *of_values, num_steps)]
-        parts = [_part(f"in_proj_{name}", *sizes) for name, *sizes in (*mixed, *gates)]
+        mixed = {"q": (of_keys, delta.key_size), "k": (of_keys, delta.key_size), "v": (of_values, delta.value_size)}
+        gates = {"z": (of_values, delta.value_size), "b": (of_values, 1), "a": (of_values, num_steps)}
+        parts = [_part(f"in_proj_{name}", *sizes) for name, sizes in {**mixed, **gates}.items()]
         self.in_proj = ColumnParallelLinear(context, hidden_size, tuple(parts), has_bias=False)
         self._sizes = [self.config.num_channels, *(part.stop - part.start for part in parts[len(mixed) :])]
-        conv = tuple(_part(f"{name}_conv1d", *sizes) for name, *sizes in mixed)
+        conv = tuple(_part(f"{name}_conv1d", *sizes) for name, sizes in mixed.items())
         self.conv = DeltaConv(context, conv, delta.kernel_size)
         self.gates = DeltaGates(context, delta.num_value_heads, values, num_steps)
         self.norm = GatedNorm(context, delta)
@@ -129,5 +129,7 @@ class DeltaNet(nn.Module):
         return output
 
 
-def _part(name: str, num_heads: int, heads: tuple[int, int], size: int) -> OutputPart:
-    return OutputPart(name, num_heads * size, heads[0] * size, heads[1] * size)
+def _part(name: str, heads: tuple[int, tuple[int, int]], size: int) -> OutputPart:
+    """Outputs of all heads, each of `size` of them, and of this rank's (start, stop)."""
+    num_heads, (start, stop) = heads
+    return OutputPart(name, num_heads * size, start * size, stop * size)

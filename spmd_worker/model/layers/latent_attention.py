@@ -62,21 +62,27 @@ class LatentProjection(PackedLayer):
     def _parts(self) -> tuple[Tensor, Tensor]:
         """W_uk as [H, C, N] and W_uv as [H, V, C], packed if the layer is."""
         if not self.is_packed:
-            keys, values = self._by_head(self.weight).split((self._latent.nope_size, self._latent.value_size), dim=1)
+            keys, values = self._by_head(self.weight).split_with_sizes(self._head_sizes, dim=1)
             return keys.transpose(1, 2), values
-        keys, values = self.weight.split((self._latent.nope_size * self._latent.rank, self._value_elements), dim=1)
-        return keys.unflatten(1, self._key_shape), values.unflatten(1, self._value_shape)
+        keys, values = self.weight.split_with_sizes(
+            (self._latent.nope_size * self._latent.rank, self._value_elements), dim=1
+        )
+        return keys.view(-1, *self._key_shape), values.view(-1, *self._value_shape)
+
+    @property
+    def _head_sizes(self) -> tuple[int, int]:
+        return self._latent.nope_size, self._latent.value_size
 
     @property
     def _value_elements(self) -> int:
         return self._latent.value_size * self._latent.rank
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (-1, self._head_rows))
+        return rows.view(-1, self._head_rows, *rows.shape[1:])
 
     def _packed_heads(self, rows: Tensor) -> Tensor:
         """Complete heads [n * (N + V), C] -> [n, (N + V) * C]."""
-        keys, values = self._by_head(rows).split((self._latent.nope_size, self._latent.value_size), dim=1)
+        keys, values = self._by_head(rows).split_with_sizes(self._head_sizes, dim=1)
         packed = self._kernels.pack_heads(keys.transpose(1, 2).contiguous()), self._kernels.pack_heads(values)
         self._key_shape, self._value_shape = (tuple(each.shape[1:]) for each in packed)
         return torch.cat([each.flatten(1) for each in packed], dim=1)
@@ -172,7 +178,7 @@ class LatentAttention(nn.Module):
     def _query(self, projected: Tensor, angles: Angles | None) -> Tensor:
         """[T, H * (N + R)] -> [T, H, C + R], absorbed."""
         sizes = (self._latent.nope_size, self._latent.rope_size)
-        plain, rotated = projected.view(len(projected), self.num_heads, -1).split(sizes, dim=-1)
+        plain, rotated = projected.view(len(projected), self.num_heads, -1).split_with_sizes(sizes, dim=-1)
         if angles is not None:
             rotated = angles.rotate(self._kernels, rotated)
             if angles.query_factors is not None:

@@ -176,7 +176,7 @@ class Mamba(nn.Module):
         self.conv1d = MambaConvolution(context, share)
         self.gates = MambaGates(context, share)
         self.norm = None if config.norm == "none" else MambaNorm(context, share)
-        self.out_proj = RowParallelLinear(context, share.inner, num_columns, hidden_size, config.has_bias)
+        self.out_proj = RowParallelLinear(context, share.inner, num_columns, hidden_size, config.has_output_bias)
 
     def forward(
         self,

@@ -10,8 +10,8 @@ from torch import nn
 
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.delta_net import DeltaNet
-from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.latent_attention import LatentAttention
+from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.short_conv import ShortConv
 
 MIXERS: Final[dict[str, tuple[tuple[str, type[nn.Module]], ...]]] = {

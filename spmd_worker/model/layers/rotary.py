@@ -69,9 +69,9 @@ class RotaryEmbedding:
         self._exponents = _exponents(self._rotary_size).double().to(device)
         self._amplitude = attention_factor(rope)
         self._amplitudes: Tensor | None = None
-        """Of short and of long rows, if they differ."""
+        """That of short and that of long rows, if they differ."""
         if rope.short_mscale and rope.long_mscale:
-            self._amplitudes = torch.tensor((rope.short_mscale, rope.long_mscale), device=device)
+            self._amplitudes = torch.tensor((rope.short_mscale, rope.long_mscale)).to(device)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether full heads rotate in halves, rounded at each step, as in fused kernels; float32 never rounds."""

@@ -140,29 +140,37 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A view of the tensor `stored`: rows of its slice `index`, or, if that is None, these rows of all slices, or,
-    without `rows`, its transpose.
+    """A view of the tensor `stored`: rows of its slice `index`, or, if that is None, these rows of all slices, or of
+    the tensor itself without `has_slices`, or, without `rows`, its transpose.
     """
 
     stored: str
     index: int | None = None
     rows: tuple[int, int] = (0, 0)
+    has_slices: bool = True
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         if self._is_transposed:
             return (*stored[:-2], stored[-1], stored[-2])
+        if not self.has_slices:
+            return (self.rows[1] - self.rows[0], *stored[1:])
         num_slices = stored[:1] if self.index is None else ()
         return (*num_slices, self.rows[1] - self.rows[0], *stored[2:])
 
     def of(self, stored: Any) -> Any:
         if self._is_transposed:
             return stored.transpose(-1, -2)
+        if not self.has_slices:
+            return stored[slice(*self.rows)]
         return stored[slice(None) if self.index is None else self.index, slice(*self.rows)]
 
     def stored_region(self, region: Rectangle) -> Rectangle:
         """A region of the view as a region of `stored`."""
         if self._is_transposed:
             return (*region[:-2], region[-1], region[-2])
+        if not self.has_slices:
+            (start, stop), *others = region
+            return ((self.rows[0] + start, self.rows[0] + stop), *others)
         slices, ((start, stop), *others) = region[:1], region[1:] if self.index is None else region
         slices = slices if self.index is None else ((self.index, self.index + 1),)
         return (*slices, (self.rows[0] + start, self.rows[0] + stop), *others)

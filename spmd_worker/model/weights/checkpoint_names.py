@@ -166,10 +166,13 @@ class CheckpointNames:
 
     def parts(self, given_name: str, shape: Sequence[int]) -> dict[str, TensorView | None]:
         """Names, by the table, of the checkpoint tensors in the tensor that a file or a trainer calls `given_name`:
-        views of it, or None for the tensor itself. Raises CheckpointError for stacked experts of a wrong shape.
+        views of it, or None for the tensor itself. Raises CheckpointError for stacks and joined tensors of a wrong
+        shape.
         """
         name = self._table_name(given_name)
         found = self._layer_of(name)
+        if found is not None and found[1] in self._names.joined_rows:
+            return self._joined_rows(*found, TensorView(given_name, has_slices=False), shape)
         experts = None if found is None else self._model_config.layers[found[0]].experts
         if found is None or experts is None:
             return {name: None}
@@ -181,9 +184,20 @@ class CheckpointNames:
 
     def _table_name(self, given_name: str) -> str:
         """The table's name of a tensor, which may be given by an alias or without the prefix."""
-        name = self._names.canonical(given_name)
+        name = self._by_mixer(self._names.canonical(given_name))
         full_name = name if name.startswith(self._unprefixed) else self._optional_prefix + name
         return full_name if self._is_known(full_name) and not self._is_known(name) else name
+
+    def _by_mixer(self, name: str) -> str:
+        """The table's name of a tensor that transformers calls otherwise in layers with one mixer."""
+        found = self._layer_of(name) if self._names.mixer_aliases else None
+        if found is None:
+            return name
+        aliases = self._names.mixer_aliases.get(self._model_config.layers[found[0]].mixer, {})
+        for beginning, ours in aliases.items():
+            if found[1].startswith(beginning):
+                return self._layer_prefix(found[0]) + ours + found[1].removeprefix(beginning)
+        return name
 
     def _is_known(self, name: str) -> bool:
         """Whether the tensor is of a module of the model, perhaps a part of a quantised weight, or derived."""
@@ -226,6 +240,20 @@ class CheckpointNames:
             )
         rows = shape[1] // len(names) if names else 0
         return {prefix + name: replace(given, rows=(part * rows, (part + 1) * rows)) for part, name in enumerate(names)}
+
+    def _joined_rows(
+        self, index: int, inside: str, given: TensorView, shape: Sequence[int]
+    ) -> dict[str, TensorView | None]:
+        """Tensors that are one in memory, by rows (`Names.joined_rows`)."""
+        parts, sizes = self._names.joined_rows[inside], _part_sizes(self._model_config.layers[index])
+        stops = list(accumulate(sizes.get(part.rpartition(".")[0], 0) for part in parts))
+        prefix = self._layer_prefix(index)
+        if not shape or shape[0] != stops[-1] or not stops[0]:
+            raise CheckpointError(f"{prefix}{inside}: has the shape {list(shape)}, but this layer has {stops[-1]} rows")
+        return {
+            prefix + part: replace(given, rows=(start, stop))
+            for part, start, stop in zip(parts, [0, *stops], stops, strict=False)
+        }
 
     def _is_transposed_stack(self, inside: str, experts: ExpertsConfig, shape: Sequence[int]) -> bool:
         """Whether it is a stack of experts that is transposed compared to the table (`StackedTensor`)."""
@@ -305,8 +333,9 @@ class CheckpointNames:
 
 
 def _as_row(piece: WeightSlice) -> WeightSlice:
-    """The slice of a tensor [n] that the checkpoint has as [1, n]."""
-    return replace(piece, checkpoint_shape=(1, *piece.checkpoint_shape), source=((0, 1), *piece.source))
+    """The slice of a tensor [n] that the checkpoint has as [1, n], a parameter in transformers."""
+    shape, source = (1, *piece.checkpoint_shape), ((0, 1), *piece.source)
+    return replace(piece, checkpoint_shape=shape, source=source, is_buffer=False)
 
 
 def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:

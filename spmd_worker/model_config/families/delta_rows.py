@@ -98,7 +98,7 @@ def _has_rope(reader: ConfigReader) -> bool:
     given = reader.get("rope_parameters")
     if given is not None and not isinstance(given, Mapping):
         raise reader.error("rope_parameters", "must be an object")
-    return bool(given) and given.get("rope_theta") is not None
+    return given is not None and given.get("rope_theta") is not None
 
 
 _IN_PROJ: Final = {part: f"linear_attn.in_proj_{part}" for part in "qkvzba"}
@@ -138,7 +138,7 @@ _QWEN_EXPERTS: Final[dict[str, Any]] = {
 _QWEN3_5_MOE: Final = replace(
     _QWEN3_5,
     models="Qwen3.5, Qwen3.6 with experts, of text alone",
-    experts=ExpertsFamily(count_keys=("num_experts",), default_count=256, renormalises=True, **_QWEN_EXPERTS),
+    experts=ExpertsFamily(default_count=256, renormalises=True, **_QWEN_EXPERTS),
     # No layer is dense.
     file_keys={"intermediate_size": "moe_intermediate_size"},
     defaults={
@@ -181,7 +181,6 @@ DELTA_ROWS: Final[dict[str, Family]] = {
             ignored_prefixes=("mtp.",),
         ),
         experts=ExpertsFamily(
-            count_keys=("num_experts",),
             default_count=512,
             every_key="decoder_sparse_step",
             dense_layers_key="mlp_only_layers",
@@ -214,6 +213,13 @@ DELTA_ROWS: Final[dict[str, Family]] = {
                 _IN_PROJ["z"]: "linear_attn.g_proj",
                 "linear_attn.norm": "linear_attn.o_norm",
                 "linear_attn.out_proj": "linear_attn.o_proj",
+            },
+            joined_rows={"linear_attn.conv1d.weight": tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")},
+            mixer_aliases={
+                "delta": {
+                    "input_layernorm.": "attention_layer_norm.",
+                    "post_attention_layernorm.": "feedforward_layer_norm.",
+                }
             },
         ),
         attention=Attention(qk_norm="flat"),

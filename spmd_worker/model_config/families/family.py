@@ -32,21 +32,22 @@ class Names:
     """Checkpoint names. Those of a layer follow `layers` and its index.
 
     `norms` are in the order of `NORM_POSITIONS`, "" for no norm. `parts` renames modules of a layer, by our name.
-    `fused` tensors are several of ours, concatenated by rows; those in `by_kv_head` hold one key-value head after the
-    other, each with all of its parts. `are_transposed`: matrices of a layer are [inputs, outputs]. Some files leave out
-    `optional_prefix`. Tensors that end in one of `ignored` are derived here; those that begin with one of
-    `ignored_prefixes` are for other input than text. `aliases` map beginnings of names in newer releases of
-    transformers, in memory and in files, to the ones here; `layer_aliases` do so after a layer's index,
-    `ending_aliases` for the endings in older files.
+    `fused` tensors are several of ours, concatenated by rows; those in `by_kv_head` hold one key-value head (or key
+    head of a gated delta net) after the other, each with all of its parts. `are_transposed`: matrices of a layer are
+    [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here;
+    those that begin with one of `ignored_prefixes` are for other input than text. `aliases` map beginnings of names in
+    newer releases of transformers, in memory and in files, to the ones here; `layer_aliases` do so after a layer's
+    index, `ending_aliases` for the endings in older files.
 
     Names of experts have {} for the number in `parts`, which may hold full names too. `stacked` are the tensors of
     experts that are not separate; transformers stacks separate ones in memory (`CheckpointNames`). A module of a layer
     with {} in its name in `parts` has each of our rows in a tensor of its own, by number. Tensors in `as_rows`, by our
-    name in a layer, are [1, n] and not [n]. `joined` are stacks that are one tensor in memory, by its name in a layer,
-    outputs one behind the other. `ignores_later_layers`: files
-    may have layers after the model's last, for speculative decoding. `embedding_norm` and `token_types` are of
-    encoders; so are `head_dense` and `head_norm`, which precede `classifier`, the scores of a model that classifies.
-    `project_in` and `project_out` are between embeddings, or logits, and layers of another size.
+    name in a layer, are parameters [1, n], not buffers [n]. `joined` are stacks that are one tensor in memory, by its
+    name in a layer, outputs one behind the other; `joined_rows` are other tensors that are one in memory.
+    `mixer_aliases` are `layer_aliases` of layers with one mixer. `ignores_later_layers`: files may have layers after
+    the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders; so are `head_dense`
+    and `head_norm`, which precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
+    are between embeddings, or logits, and layers of another size.
     """
 
     embedding: str = "model.embed_tokens"
@@ -65,6 +66,8 @@ class Names:
     by_kv_head: tuple[str, ...] = ()
     as_rows: tuple[str, ...] = ()
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined_rows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mixer_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     layer_aliases: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedTensor, ...] = ()
     ignores_later_layers: bool = False

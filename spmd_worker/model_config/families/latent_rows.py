@@ -82,7 +82,7 @@ _SPARSE: Final[dict[str, Any]] = {
 }
 # https://arxiv.org/abs/2412.19437
 _V3_EXPERTS: Final = ExpertsFamily(**_SPARSE, score="sigmoid", has_choice_bias=True, has_groups=True)
-_V2_EXPERTS: Final = ExpertsFamily(**_SPARSE, renormalises=False)
+_V2_EXPERTS: Final = ExpertsFamily(**_SPARSE)
 _V3_CHOICE: Final[dict[str, Any]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 _NEIGHBOURS: Final[dict[str, Any]] = {"rope_interleave": True}
 _HEADS: Final[dict[str, Any]] = {
@@ -97,16 +97,16 @@ def _latent_family(**parts: Any) -> Family:
     return Family(
         attention=Attention(num_kv_heads=1),
         rope=Rope(),
-        feed_forward=FeedForward(bias=False),
         file_keys={"head_dim": "qk_rope_head_dim"},
         layers=_with_latents,
-        **{"ropes": _ropes, **parts},
+        **{"feed_forward": FeedForward(bias=False), "ropes": _ropes, **parts},
     )
 
 
 _V2: Final = _latent_family(
     models="DeepSeek-V2, V2-Lite, Coder-V2",
     names=_NAMES,
+    feed_forward=FeedForward(),
     ropes=_rounded_once,
     experts=_V2_EXPERTS,
     required={

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.model_config.config_reader import ConfigReader, checked_number
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
 from spmd_worker.model_config.families.family import (
     Attention,
@@ -40,7 +40,13 @@ _NEMOTRON_KINDS: Final = {**_KINDS, "mlp": "mlp", "moe": "moe"}
 _NEMOTRON_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
-def _mamba(reader: ConfigReader, layers: Layers, norm: str = "grouped", **others: Any) -> MambaConfig:
+def _mamba(
+    reader: ConfigReader,
+    layers: Layers,
+    norm: str = "grouped",
+    output_bias_key: str = "mamba_proj_bias",
+    **others: Any,
+) -> MambaConfig:
     """Sizes by the keys of all families but Nemotron. Raises ModelConfigError."""
     num_heads, inner_key = reader.count("mamba_n_heads"), "mamba_d_ssm"
     if reader.get(inner_key) is not None:
@@ -62,9 +68,10 @@ def _mamba(reader: ConfigReader, layers: Layers, norm: str = "grouped", **others
             num_groups=reader.count("mamba_n_groups"),
             state_size=reader.count("mamba_d_state"),
             norm_eps=layers[0].norm.eps,
-            kernel_size=reader.count("mamba_d_conv"),
+            kernel_size=_num_taps(reader, "mamba_d_conv"),
             has_conv_bias=reader.flag("mamba_conv_bias", True),
             has_bias=reader.flag("mamba_proj_bias", False),
+            has_output_bias=reader.flag(output_bias_key, False),
             norm=norm,
             dt_limits=_dt_limits(reader),
             **others,
@@ -75,9 +82,11 @@ def _mamba(reader: ConfigReader, layers: Layers, norm: str = "grouped", **others
 def _checked(reader: ConfigReader, groups_key: str, mamba: MambaConfig) -> MambaConfig:
     if mamba.num_heads % mamba.num_groups:
         raise reader.error(groups_key, f"does not divide the {mamba.num_heads} Mamba heads")
-    if mamba.kernel_size < 2:
-        raise reader.error("mamba_d_conv", "must be 2 or more")
     return mamba
+
+
+def _num_taps(reader: ConfigReader, key: str) -> int:
+    return checked_integer(reader.get(key), reader.where(key), 2, MAX_INT)
 
 
 def _dt_limits(reader: ConfigReader) -> tuple[float, float]:
@@ -156,6 +165,7 @@ def _falcon_layers(reader: ConfigReader, layers: Layers) -> Layers:
         reader,
         layers,
         norm,
+        "projectors_bias",
         multipliers=_numbers(reader, "ssm_multipliers", 5),
         in_multiplier=reader.number("ssm_in_multiplier", 1.0),
         out_multiplier=reader.number("ssm_out_multiplier", 1.0),
@@ -197,9 +207,10 @@ def _nemotron_layers(reader: ConfigReader, layers: Layers) -> Layers:
             num_groups=reader.count("n_groups"),
             state_size=reader.count("ssm_state_size"),
             norm_eps=layers[0].norm.eps,
-            kernel_size=reader.count("conv_kernel"),
+            kernel_size=_num_taps(reader, "conv_kernel"),
             has_conv_bias=reader.flag("use_conv_bias", True),
             has_bias=reader.flag("use_bias", False),
+            has_output_bias=reader.flag("use_bias", False),
             dt_limits=_dt_limits(reader),
         ),
     )
@@ -295,12 +306,9 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
         ),
         required={"mamba_hidden_act": "silu"},
         defaults={
-            "hidden_size": 4096,
             "intermediate_size": 21504,
-            "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "max_position_embeddings": 4096,
-            "vocab_size": 131072,
             "eos_token_id": 2,
             "mlp_hidden_act": "relu2",
             "layers_block_type": ["mamba", "moe", "attention", "mlp"],
@@ -364,6 +372,7 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
         head=Head(multiplier_key="lm_head_multiplier"),
         defaults={
             **_MAMBA_DEFAULTS,
+            "intermediate_size": 14336,
             "mamba_d_ssm": 1024,
             "num_key_value_heads": 8,
             "max_position_embeddings": 8192,
@@ -378,6 +387,7 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
         rope=Rope(may_be_partial=True),
         defaults={
             **_MAMBA_DEFAULTS,
+            "intermediate_size": 14336,
             "num_key_value_heads": 8,
             "max_position_embeddings": 262144,
             "rms_norm_eps": 1e-5,

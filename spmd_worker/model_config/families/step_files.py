@@ -70,7 +70,7 @@ def _check_heads(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _with_ropes(found: dict[str, Any], kinds: list[Any], path: Path) -> Mapping[str, Any]:
-    """With `rope_parameters` of each kind of layer, from those of the first layer of the kind."""
+    """The same with `rope_parameters` of each kind of layer, from those of the first layer of the kind."""
     thetas, partials = found.pop("rope_theta", None), found.pop("partial_rotary_factors", None)
     scaling, given = found.pop("rope_scaling", None) or {}, found.get("rope_parameters")
     present = [kind for kind in _KINDS if kind in kinds]

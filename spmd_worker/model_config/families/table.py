@@ -264,6 +264,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("GraniteDoclingForConditionalGeneration", "Granite4VisionForConditionalGeneration"),
         *("Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
         *("PerceptionLMForConditionalGeneration", "QianfanOCRForConditionalGeneration"),
+        *("Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration"),
     ),
     _SPEECH: (
         *("Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration", "GlmAsrForConditionalGeneration"),

@@ -100,8 +100,8 @@ class ExpertStack:
     `ids` int32 [N]; `gate_up` [N, 2 I, H], gates before ups, or in turns if `limit` is above 0 (`ExpertsConfig.limit`);
     `down` [N, H, I]; biases [N, 2 I] and [N, H], None if this rank adds none. `activation` is of the gates without a
     limit; `bound`: see `gates.bounded_gates`, 0 for none. With `stored` both weights are bytes of numbers in that
-        format, which have `gate_up_scales` and `down_scales`, [N, ...] of `StoredFormat.scales_shape`. Experts that are not
-    `is_gated` have ups alone, [N, I, H].
+    format, which have `gate_up_scales` and `down_scales`, [N, ...] of `StoredFormat.scales_shape`. Experts that are
+    not `is_gated` have ups alone, [N, I, H].
     """
 
     ids: Tensor

@@ -250,11 +250,16 @@ class Mirror:
             group = self._groups.get(key.request_id)
             if group is not None:
                 group.sequences.pop(key.sample_index, None)
-                self._sequences.pop(key, None)
+                self._leave(key)
         for request_id in plan.finished_request_ids:
             group = self._groups.pop(request_id, None)
             for sequence in [] if group is None else group.sequences.values():
-                del self._sequences[sequence.key]
+                self._leave(sequence.key)
+
+    def _leave(self, key: SequenceKey) -> None:
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None and sequence.state_slot >= 0:
+            self._give_slot(sequence.state_slot, None)
 
     def _replace(self, update: SequenceGroupMetadata, sequences: list[MirroredSequence]) -> None:
         """Replace the request and the listed sequences by the data sent; others are kept."""

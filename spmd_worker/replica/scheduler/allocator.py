@@ -67,16 +67,12 @@ class Allocator:
         return found if self.states is None else found[: self.states.num_usable(hashes, len(found))]
 
     def must_wait(self, sequence: Sequence, prefix: Sized[BlockId]) -> bool:
-        """Whether a running sequence will soon make a snapshot that a waiting one could begin from: it waits for one
-        only, so one that is never made does not hold up several in turn.
+        """Whether a running sequence will soon make a snapshot that a waiting one could begin from. No other that could
+        make a later one joins meanwhile: it would wait for the same, behind it.
         """
         if self.states is None or sequence.status is SequenceStatus.SWAPPED:
             return False
-        name = self.states.expected_name(self._prefix_hashes(sequence), len(prefix))
-        if name is None or sequence.awaited_snapshot not in (None, name):
-            return False
-        sequence.awaited_snapshot = name
-        return True
+        return self.states.is_expected(self._prefix_hashes(sequence), len(prefix))
 
     def prefix_hashes(self, sequence: Sequence, weight_version: int | None) -> list[BlockHash]:
         """Names of the leading blocks of a new sequence that may be found, on the device or outside; with the weights

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sized
 
 from kv_cache.block import BlockHash
-from kv_cache.state_slots import StateSlots
+from kv_cache.state_slots import StateSlots, check_state_block_size
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.sequence.sequence import Sequence
 
@@ -29,8 +29,7 @@ Hashes = Callable[[Sequence, int], list[BlockHash]]
 class SequenceStates:
     """Gives sequences their slots and makes their snapshots, for `Allocator`, which decides when.
 
-    Without `ends_chunks` a prompt is computed in one piece, or nothing is cached: then only answers have snapshots, or
-    nothing has.
+    Without `ends_chunks` prompts have no snapshots: each is computed in one piece, or nothing is cached.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class SequenceStates:
     ) -> None:
         self.slots = slots
         self._counters, self._block_size, self._ends_chunks = counters, block_size, ends_chunks
-        # One divides the other (`check_state_block_size`).
+        check_state_block_size(block_size, slots.grid)
         self._unit = max(slots.grid, block_size)
         self._interval = -(-snapshot_interval // self._unit) * self._unit
         # Names of snapshots that running sequences will make, each with the sequence that makes it first.
@@ -54,12 +53,9 @@ class SequenceStates:
         """Number of the first `num_blocks` blocks, at most, after which a sequence can go on: a snapshot is there."""
         return self._last_at(hashes, num_blocks, self.slots.has_snapshot)
 
-    def expected_name(self, hashes: Sized[BlockHash], num_found: int) -> BlockHash | None:
-        """The snapshot that a running sequence will make, after more of these blocks than the `num_found`."""
-        if not self._expected:
-            return None
-        num_blocks = self._last_at(hashes, len(hashes), self._expected.__contains__)
-        return hashes[num_blocks - 1] if num_blocks > num_found else None
+    def is_expected(self, hashes: Sized[BlockHash], num_found: int) -> bool:
+        """Whether a running sequence will make a snapshot after more of these blocks than the `num_found`."""
+        return bool(self._expected) and self._last_at(hashes, len(hashes), self._expected.__contains__) > num_found
 
     def start(
         self, sequence: Sequence, hashes: Sized[BlockHash], num_blocks: int, num_matched: int, num_shared: int
@@ -71,10 +67,10 @@ class SequenceStates:
         assert not sequence.request.num_given_tokens, f"{sequence.key}: given keys and values have no state"
         sequence.state_slot = self.slots.take_from(hashes[num_blocks - 1]) if num_blocks else self.slots.take()
         self._counters.num_snapshot_hits += num_blocks > 0
-        sequence.awaited_snapshot = None
         if self._ends_chunks:
             sequence.snapshot_stops = self._choose_stops(sequence, hashes, num_blocks, max(num_matched, num_shared))
-            self._announce(sequence)
+            for _, name in sequence.snapshot_stops:
+                self._expected.setdefault(name, sequence)
 
     def fork(self, parent: Sequence, fork: Sequence) -> None:
         """Give a fork a copy of its parent's state, made in the next step, before the parent goes on."""
@@ -83,8 +79,9 @@ class SequenceStates:
 
     def release(self, sequence: Sequence) -> None:
         """Free what a sequence that ended or is to be recomputed owns."""
-        self._withdraw(sequence)
-        sequence.snapshot_stops, sequence.answer_snapshot, sequence.last_snapshot_position = (), None, 0
+        while sequence.snapshot_stops:
+            self._drop_stop(sequence)
+        sequence.answer_snapshot, sequence.last_snapshot_position = None, 0
         if sequence.state_slot is not None:
             self.slots.release(sequence.state_slot)
             sequence.state_slot = None
@@ -104,7 +101,6 @@ class SequenceStates:
 
     def swap_out(self, sequence: Sequence) -> None:
         assert sequence.state_slot is not None, sequence.key
-        self._withdraw(sequence)
         sequence.host_state_slot = self.slots.swap_out(sequence.state_slot)
         sequence.state_slot = None
 
@@ -113,7 +109,6 @@ class SequenceStates:
         assert sequence.host_state_slot is not None, sequence.key
         sequence.state_slot = self.slots.swap_in(sequence.host_state_slot)
         sequence.host_state_slot, sequence.is_known = None, False
-        self._announce(sequence)
 
     def clear_names(self, sequences: Iterable[Sequence]) -> None:
         """Forget all snapshots, and those to come of `sequences`."""
@@ -121,7 +116,6 @@ class SequenceStates:
         self._expected.clear()
         for sequence in sequences:
             sequence.snapshot_stops, sequence.prompt_snapshots, sequence.answer_snapshot = (), (), None
-            sequence.awaited_snapshot = None
 
     def end_of_chunk(self, sequence: Sequence, num_tokens: int) -> int:
         """Number of the next `num_tokens` tokens to compute before the next snapshot."""
@@ -183,15 +177,6 @@ class SequenceStates:
         first = num_blocks * size
         positions = sorted(dict.fromkeys(each for each in wanted if each > first))
         return tuple([(position, hashes[position // size - 1]) for position in positions])
-
-    def _announce(self, sequence: Sequence) -> None:
-        for _, name in sequence.snapshot_stops:
-            self._expected.setdefault(name, sequence)
-
-    def _withdraw(self, sequence: Sequence) -> None:
-        for _, name in sequence.snapshot_stops:
-            if self._expected.get(name) is sequence:
-                del self._expected[name]
 
     def _drop_stop(self, sequence: Sequence) -> None:
         (_, name), *rest = sequence.snapshot_stops

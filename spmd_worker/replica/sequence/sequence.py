@@ -67,8 +67,7 @@ class Sequence:
 
     In a model with recurrent states `state_slot` holds the state after its computed tokens while it runs, and
     `host_state_slot` while it is swapped out. `snapshot_stops` are the positions, with names, at which its state is
-    still to be kept; `prompt_snapshots` and `answer_snapshot` name those that were. `awaited_snapshot`: it waited for
-    this one, which a running sequence was to make.
+    still to be kept; `prompt_snapshots` and `answer_snapshot` name those that were.
     """
 
     request: Request
@@ -102,7 +101,6 @@ class Sequence:
     prompt_snapshots: tuple[BlockHash, ...] = ()
     answer_snapshot: BlockHash | None = None
     last_snapshot_position: int = 0
-    awaited_snapshot: BlockHash | None = None
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
     must_compile: bool = field(init=False)

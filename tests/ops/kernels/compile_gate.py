@@ -36,6 +36,8 @@ from spmd_worker.ops.kernels.triton import (
     experts,
     fp8,
     fp8_kernels,
+    head_kernels,
+    head_products,
     int8,
     int8_kernels,
     matmul,
@@ -228,6 +230,15 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     yield attend_variant("attend llama-8b many sinks", *MODELS["llama-8b"], element)
     capped = attend_variant("attend 256 many cap", *HEAD_SIZES["256"], element)
     yield replace(capped, stack_bytes=8)
+    for name, shape in LATENTS.items():
+        for way in ("few", "few joined", "many"):
+            variant = attend_variant(f"attend {name} {way}", *shape, element)
+            yield replace(variant, stack_bytes=24 if "mistral-4" in name else 0)
+    types = _typed(row_kernels.write_rows, element)
+    constants = {"KV_HEADS": 1, "D": 576, "DP": 1024, "BLOCK": 16, "VALUES": False}
+    options, strides = row_kernels.LAUNCH | {"num_warps": 1}, ("stride_key", "stride_value", "stride_page")
+    yield Variant("write_rows latent", row_kernels.write_rows, types, constants, options, strides)
+    yield from head_variants(element)
     types = _typed(attention_kernels.make_items, element) | dict.fromkeys(("lengths", "items", "counts"), "*i32")
     constants = {"FEW": 4, "MANY": 32, "SEGMENT": attention_kernels.SEGMENT, "BATCH": 256, "EACH": 64}
     yield Variant("make_items", attention_kernels.make_items, types, constants, {"num_warps": 1})
@@ -247,16 +258,37 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
         yield Variant(f"write_rows {model}", row_kernels.write_rows, types, constants, options, strides)
 
 
+def head_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Products of heads with their own weights, whose columns are contiguous, or their rows."""
+    kernel = head_kernels.linear_of_heads
+    sizes = dict.fromkeys(("T", "N", "K", "x_token", "x_head", "out_token", "out_head"), "i32")
+    sizes |= dict.fromkeys(("weight_head", "weight_row", "weight_column"), "i32")
+    for tile in (head_products.FEW, head_products.MANY):
+        types = dict.fromkeys(("x", "weight", "out"), f"*{element}") | sizes
+        aligned = ("N", "K", "x_token", "x_head", "weight_head", "weight_row", "out_token", "out_head")
+        name = f"linear_of_heads {tile.rows}"
+        # 16 rows are too few for wgmma.
+        yield Variant(name, kernel, types, tile.constants(), tile.options(), aligned, tile.rows >= 64)
+
+
+LATENTS = {"latent deepseek-v3": (128, 8, 576), "latent glm": (20, 2, 576), "latent mistral-4": (32, 2, 320)}
+"""Query heads, groups of them, size of a key."""
+
+
 def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str, capability: int = 90) -> Variant:
     """`attend` as it is launched on a chip; the way is in the name."""
     itemsize = 4 if element == "fp32" else 2
     choose = attention.many_tile if "many" in name else attention.few_tile
     tile = choose(_COMPUTE[capability], size, heads // kv_heads, itemsize)
     capped, sinks = "cap" in name, "sinks" in name
-    constants = attention.attend_constants(tile, heads, kv_heads, size, size, 16, is_capped=capped, has_sinks=sinks)
+    is_latent = "latent" in name
+    value_size = size - 64 if is_latent else size
+    constants = attention.attend_constants(
+        tile, heads, kv_heads, size, value_size, 16, is_capped=capped, has_sinks=sinks, is_latent=is_latent
+    )
     constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.
-    staged = itemsize * attention_kernels.TILE * (size + size // tile.parts)
+    staged = itemsize * attention_kernels.TILE * (size + (0 if is_latent else size // tile.parts))
     most = attention.shared_bytes(tile, size, itemsize)
     kernel, types = attention_kernels.attend, _typed(attention_kernels.attend, element) | {"values": f"*{element}"}
     return Variant(name, kernel, types, constants, tile.options(), _STRIDES, element != "fp32", staged, most)
@@ -791,6 +823,9 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
         "join_partials llama-8b",
         "rotate_and_write llama-8b",
         "write_rows llama-8b",
+        "attend latent deepseek-v3 few",
+        "write_rows latent",
+        "linear_of_heads 16",
         *(each.name for each in draw_variants()),
         *(each.name for each in choice_variants()),
         *(each.name for each in penalty_variants()),

@@ -140,6 +140,17 @@ def other_activations_are_applied_between_the_gemms() -> None:
     assert torch.equal(outputs(layer, x, ids), dense(layer, x, ids))
 
 
+def experts_without_gates_are_the_reference() -> None:
+    """Between two projections of the layer, too."""
+    for latent_size in (0, 32):
+        config = replace(CONFIG, is_gated=False, latent_size=latent_size, shared_size=24)
+        layer, x, ids = new_layer(config, activation="relu2"), tokens(11, torch.float32), routing(11)
+        inputs = x if layer.fc1_latent_proj is None else layer.fc1_latent_proj(x)
+        assert torch.equal(outputs(layer, inputs, ids), dense(layer, inputs, ids))
+        reference = new_layer(config, activation="relu2", is_reference=True)
+        assert torch.allclose(layer(x), reference(x), rtol=1e-5, atol=1e-6), latent_size
+
+
 def bounded_gates_have_the_bits_of_the_dense_gemm() -> None:
     for activation in ("silu", "gelu_tanh"):
         # Rows of whole vectors, so that torch's silu on a CPU has no scalar tail.
@@ -342,6 +353,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
     a_layer_is_the_reference_layer,
     routers_choose_what_the_reference_chooses,
     other_activations_are_applied_between_the_gemms,
+    experts_without_gates_are_the_reference,
     bounded_gates_have_the_bits_of_the_dense_gemm,
     clamped_gates_are_near_the_reference,
     ranks_with_experts_apart_sum_to_one_rank,

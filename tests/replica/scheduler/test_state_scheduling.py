@@ -110,8 +110,8 @@ def test_rows_wait_for_snapshot_and_others_pass():
     assert run.step() == [Row(0, 0, 0, 16, 0), Row(2, 0, 0, 3, 1)]
 
 
-def test_row_waits_for_one_snapshot_only():
-    """The row that was to make it is aborted: the second makes its own, and the third waits for that no more."""
+def test_rows_do_not_wait_for_aborted_row():
+    """The next one makes the snapshot, and those behind it wait for that."""
     run = stateful()
     for _ in range(3):
         run.admit(0, tokens(1, 19), max_tokens=1)
@@ -279,3 +279,11 @@ def test_integrity_detects_slot_that_is_kept(monkeypatch: pytest.MonkeyPatch):
     run.admit(5, n=2, max_tokens=1)
     with pytest.raises(AssertionError, match="slot 1 counts 1 owners, 0 sequences own it"):
         run.finish()
+
+
+def test_tokens_left_by_cut_chunk_have_blocks():
+    """A chunk that ends early leaves its tokens to rows that each begin a block, which were not counted."""
+    run = stateful(num_blocks=13, max_num_batched_tokens=12, max_model_len=48, interval=8, grid=4, snapshot_slots=0)
+    for num_prompt_tokens, max_tokens in ((40, 8), (1, 8), (2, 7), (5, 6), (4, 7)):
+        run.admit(num_prompt_tokens, max_tokens=max_tokens)
+    run.finish()

@@ -26,6 +26,8 @@ class VisibleStates:
         self._numbers: dict[tuple[int, int, int, int, int], int] = {}
         self._contents: list[tuple[int, int, int, int, int]] = []
         self._epoch = 0
+        # By sequence: the state that its last step has left, if that was right, and the position after it.
+        self._right: dict[SequenceKey, tuple[int, int]] = {}
 
     def forget(self) -> None:
         """What is computed from now on is told apart from what was."""
@@ -42,10 +44,13 @@ class VisibleStates:
         for row in rows:
             first, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
             state = self._device[row.state_slot] if first else ZEROS
-            self._check(state, row, first, is_new=row.key in joined)
+            is_new = row.key in joined
+            if is_new or self._right.get(row.key) != (state, first):
+                self._check(state, row, first, is_new=is_new)
             for position, token_id in enumerate(row.token_ids(first, end), first):
                 state = self._number((state, position, token_id, row.request.adapter, self._epoch))
             self._device[row.state_slot] = state
+            self._right[row.key] = state, end
 
     def _check(self, state: int, row: MirroredSequence, first: int, *, is_new: bool) -> None:
         where = f"state in slot {row.state_slot} of request {row.request.request_id}, sample {row.sample_index}"

@@ -69,6 +69,12 @@ def test_weights_bytes_equal_parameters_with_expert_parallelism(architecture: st
                 assert weights_bytes(model_config, layout, rank, dtype, "cuda") == expected, (owners, rank, dtype)
 
 
+STEP = {
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "num_sliding_attention_heads": 16,
+    "mlp_layer_types": ["dense", "sparse", "dense"],
+}
 VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
 
 
@@ -208,6 +214,10 @@ def test_num_parameters_excludes_vocabulary_padding(architecture: str, keys: dic
 @pytest.mark.parametrize(
     ("architecture", "keys"),
     [
+        # Biases of the shared expert and of a tied head; heads that differ, each with a gate.
+        ("Ernie4_5_MoeForCausalLM", {"use_bias": True}),
+        ("HYV3ForCausalLM", {"mlp_bias": True}),
+        ("Step3p7ForConditionalGeneration", STEP),
         ("CohereForCausalLM", {"use_qk_norm": True}),
         ("StableLmForCausalLM", {"qk_layernorm": True}),
         ("PhiForCausalLM", {"qk_layernorm": True, "head_dim": 8}),
@@ -231,7 +241,7 @@ def test_optional_norms_and_projections_are_counted(architecture: str, keys: dic
 def test_the_share_of_a_rank_in_numbers():
     model_config = new_shape()
     shares = [[share for _, share in rank_layers(model_config, RankLayout(4), rank)] for rank in range(4)]
-    assert shares == [[LayerShare(2, 1, columns)] * 3 for columns in (23, 23, 22, 22)]
+    assert shares == [[LayerShare(2, 1, columns, num_ranks=4)] * 3 for columns in (23, 23, 22, 22)]
     assert rank_vocabulary_rows(model_config, RankLayout(4)) == 64
 
 

@@ -21,7 +21,7 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters
 from spmd_worker.ops.kernels.cpu.panels import check_dtype, contiguous_rows, dtype_name
 
-_MAX_RANK, _MAX_PARTS = 512, 4  # as in native/adapters.h
+_MAX_RANK, _MAX_PARTS = 512, 6  # as in native/adapters.h
 _BLOCK_ROWS: Final = 8
 """Rows of one item of work, at most."""
 

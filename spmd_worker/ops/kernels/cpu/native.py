@@ -129,7 +129,10 @@ class CpuKernels(PackedKernels):
         """[heads, outputs / 16, inputs / 2, 16, 2] if the compiled GEMMs take it."""
         rows = weight.detach().flatten(0, 1)
         fits = self._packs(weight[0], is_gated=False)
-        return panels_of(rows).unflatten(0, (len(weight), -1)).contiguous() if fits else super().pack_heads(weight)
+        if not fits:
+            return super().pack_heads(weight)
+        panels = panels_of(rows)
+        return panels.view(len(weight), -1, *panels.shape[1:]).contiguous()
 
     def unpack_heads(self, packed: Tensor) -> Tensor:
         if not _are_heads(packed):

@@ -1,6 +1,6 @@
 """The gated delta rule over a step's sequences on a GPU, and the gated norm behind it. One program computes some
-columns of the state of one head of one sequence, token after token; a prompt and a decoding sequence are computed by the
-same kernel, so a number's bits do not depend on where its prompt is cut.
+columns of the state of one head of one sequence, token after token; a prompt and a decoding sequence are computed by
+the same kernel, so a number's bits do not depend on where its prompt is cut.
 
 DK, DV: sizes of keys and values; HK, HV: key and value heads; BK: DK up to a power of two; BV: columns of a tile.
 """
