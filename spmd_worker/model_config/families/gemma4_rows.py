@@ -34,17 +34,19 @@ _INPUTS, _SHARED = "hidden_size_per_layer_input", "num_kv_shared_layers"
 
 def _layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
     """Full layers have heads of their own size and number."""
-    size, num_kv_heads, are_keys = _full_heads(reader, layers[0])
     input_size = checked_integer(reader.get(_INPUTS, 0), reader.where(_INPUTS), 0, 1 << 16)
+    full = _full_layer(reader, layers[0])
     found = tuple(
         replace(
             layer,
+            head_size=layer.head_size if layer.window else full.head_size,
+            num_kv_heads=layer.num_kv_heads if layer.window else full.num_kv_heads,
+            values_are_keys=not layer.window and full.values_are_keys,
             scale=1.0,
             norms_values=True,
             has_scalar=True,
             input_size=input_size,
             experts=_beside(layer.experts),
-            **({} if layer.window else {"head_size": size, "num_kv_heads": num_kv_heads, "values_are_keys": are_keys}),
         )
         for layer in layers
     )
@@ -66,14 +68,14 @@ def _beside(experts: ExpertsConfig | None) -> ExpertsConfig | None:
     return None if experts is None else replace(experts, are_beside_dense=True)
 
 
-def _full_heads(reader: ConfigReader, layer: LayerConfig) -> tuple[int, int, bool]:
-    """Head size and key-value heads of full layers, and whether their values are their keys."""
+def _full_layer(reader: ConfigReader, layer: LayerConfig) -> LayerConfig:
+    """A layer with the heads of full ones."""
     are_keys, num_kv_heads = reader.flag("attention_k_eq_v", False), layer.num_kv_heads
     if are_keys:
         num_kv_heads = reader.count("num_global_key_value_heads", num_kv_heads)
     if layer.num_heads % num_kv_heads:
         raise reader.error("num_attention_heads", f"is not a multiple of num_global_key_value_heads={num_kv_heads}")
-    return _full_size(reader), num_kv_heads, are_keys
+    return replace(layer, head_size=_full_size(reader), num_kv_heads=num_kv_heads, values_are_keys=are_keys)
 
 
 def _full_size(reader: ConfigReader) -> int:
@@ -137,10 +139,15 @@ def _by_layer(reader: ConfigReader, kinds: Any) -> dict[str, Any]:
     return {known[key]: checked_integer(value, f"{where} {key}", 1, 1 << 16) for key, value in entry.items()}
 
 
-_LAYER_INPUTS: Final = (
-    *("model.embed_tokens_per_layer", "model.per_layer_model_projection"),
-    "model.per_layer_projection_norm",
-)
+def _layer_inputs(prefix: str) -> tuple[str, str, str]:
+    """Names of the table, the projection and the norm of inputs of layers."""
+    return (
+        f"{prefix}.embed_tokens_per_layer",
+        f"{prefix}.per_layer_model_projection",
+        f"{prefix}.per_layer_projection_norm",
+    )
+
+
 _NAMES: Final = Names(
     norms=(
         *("input_layernorm", "post_attention_layernorm"),
@@ -161,7 +168,7 @@ _NAMES: Final = Names(
         StackedTensor("experts.down_proj", ("down_proj",)),
     ),
     aliases={"model.language_model.": "model."},
-    layer_inputs=_LAYER_INPUTS,
+    layer_inputs=_layer_inputs("model"),
 )
 _DEFAULTS: Final[dict[str, Any]] = {
     "vocab_size": 262144,
@@ -213,7 +220,7 @@ GEMMA4_ROWS: Final[dict[str, Family]] = {
         names=replace(
             next_to(_NAMES, "vision_tower", "embed_vision", "audio_tower", "embed_audio"),
             aliases={},
-            layer_inputs=tuple(each.replace("model.", "model.language_model.") for each in _LAYER_INPUTS),
+            layer_inputs=_layer_inputs("model.language_model"),
         ),
         text=TextPart(ties_by_default=True),
     ),

@@ -137,9 +137,8 @@ def heads_of_every_size_are_right() -> None:
     assert [attention.head_parts(size) for size in (16, 20, 80, 96, 112, 192, 224, 256, 576)] == [
         *((16, 0), (32, 0), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0), (256, 0), (512, 64)),
     ]
-    wide = (
-        [(64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (512, 0), (576, 512)] if "wide" in sys.argv else []
-    )
+    wide = [(64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (512, 0), (576, 512)]
+    wide = wide if "wide" in sys.argv else []
     for size, value_size in ((20, 0), (48, 32), (112, 0), *wide):
         step = Step([37], (2, 1, size), torch.float16, value_size)
         for chunk in ((0, 36, 37), (0, 20, 37)):
