@@ -106,7 +106,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
-    with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"}
+    with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
     assert found == (with_bias if with_experts else {"ApertusForCausalLM"}), "negative control: they have some"
 
 
