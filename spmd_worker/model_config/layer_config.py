@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 LATENT_NORM_EPS: Final = 1e-6
-"""Of the norms of latents, whatever the file has for others."""
+"""Epsilon of the norms of latents, whatever the file has for others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ HELD_BY_ALL = tuple(
 )
 HELD_BY_ALL += (
     *("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias", "block_sparse_moe.gate.weight", "router.layer.weight"),
-    *("e_score_correction_bias", "shared_expert_gate.weight", "experts.down_proj_bias"),
+    *("e_score_correction_bias", "shared_expert_gate.weight", "experts.down_proj_bias", "mixer.gate.weight"),
+    *("mlp.router.gate.weight", "mlp.gate.wg.weight", "feed_forward.router.weight", "block_sparse_moe.router.weight"),
+    *("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "layer_scalar"),
 )
 
 
