@@ -301,7 +301,7 @@ def with_rope(name: str, index: int, **fields: Any) -> ModelConfig:
 
 
 def _other_keys(layer: LayerConfig) -> LayerConfig:
-    """Of the first layer of its kind."""
+    """The layer with keys of the first layer of its kind."""
     return layer if layer.kv_layer is None else replace(layer, kv_layer=int(layer.window == 0))
 
 
