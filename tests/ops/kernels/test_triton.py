@@ -40,6 +40,7 @@ ENGINES = {
     "triton_experts_engine.py": 18,
     "triton_stored_engine.py": 19,
     "triton_adapters_engine.py": 17,
+    "triton_states_engine.py": 8,
 }
 """Scripts, and how many comparisons of an engine they make."""
 LONGEST_S = 500.0
