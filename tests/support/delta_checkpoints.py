@@ -184,7 +184,7 @@ def _without_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[
 
 
 def _newer_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """With the sections of positions in an image, which are equal for text."""
+    """The config with the sections of positions in an image, which are equal for text."""
     sections = {"mrope_section": [1, 2, 1], "mrope_interleaved": True}
     rope = config.get("rope_parameters")
     newer = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "DeepseekV2",
         {**LATENT, **_EXPERTS, **_GROUPS, "q_lora_rank": 32, "topk_method": "group_limited_greedy"}
-        | {"first_k_dense_replace": 1, "attention_bias": True},
+        | {"first_k_dense_replace": 1, "attention_bias": True, "mlp_bias": True},
     ),
     "deepseek_v3": (
         "DeepseekV3",

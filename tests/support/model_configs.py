@@ -49,6 +49,7 @@ def _few_experts(architecture: str) -> dict[str, Any]:
     if experts is None:
         return {}
     shared = {experts.shared_key: 1 if experts.counts_shared else 40} if experts.shared_key else {}
+    shared |= {"n_group": 1, "topk_group": 1} if experts.has_groups else {}
     return {experts.count_keys[0]: 4, experts.chosen_key: 2, "moe_intermediate_size": 24, **shared}
 
 

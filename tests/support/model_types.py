@@ -98,10 +98,20 @@ MODEL_TYPES: Final = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "OlmoHybridForCausalLM": "olmo_hybrid",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "Mistral4ForCausalLM": "mistral4",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
     "NemotronHForCausalLM": "nemotron_h",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "BambaForCausalLM": "bamba",
+    "Llama4ForCausalLM": "llama4_text",
+    "Llama4ForConditionalGeneration": "llama4",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForConditionalGeneration": "gemma4",
 }
 
 ENCODER_TYPES: Final = {

@@ -159,7 +159,7 @@ class _Run:
 
     def _new_cache(self, num_blocks: int) -> LayerCaches:
         attention = self.model.model.layers[0].self_attn
-        backend, num_ranks = attention._backend, attention._group.size
+        backend, num_ranks = attention._backend, attention.o_proj._group.size
         shapes = [
             backend.block_shape(
                 max(layer.num_kv_heads // num_ranks, 1), BLOCK_SIZE, layer.head_size, has_values=layer.latent is None

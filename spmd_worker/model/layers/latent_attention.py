@@ -62,27 +62,21 @@ class LatentProjection(PackedLayer):
     def _parts(self) -> tuple[Tensor, Tensor]:
         """W_uk as [H, C, N] and W_uv as [H, V, C], packed if the layer is."""
         if not self.is_packed:
-            keys, values = self._by_head(self.weight).split_with_sizes(self._head_sizes, dim=1)
+            keys, values = self._by_head(self.weight).split_with_sizes(self._sizes, dim=1)
             return keys.transpose(1, 2), values
-        keys, values = self.weight.split_with_sizes(
-            (self._latent.nope_size * self._latent.rank, self._value_elements), dim=1
-        )
-        return keys.view(-1, *self._key_shape), values.view(-1, *self._value_shape)
+        keys, values = self.weight.split_with_sizes([size * self._latent.rank for size in self._sizes], dim=1)
+        return keys.view(len(keys), *self._key_shape), values.view(len(values), *self._value_shape)
 
     @property
-    def _head_sizes(self) -> tuple[int, int]:
-        return self._latent.nope_size, self._latent.value_size
-
-    @property
-    def _value_elements(self) -> int:
-        return self._latent.value_size * self._latent.rank
+    def _sizes(self) -> list[int]:
+        return [self._latent.nope_size, self._latent.value_size]
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        return rows.view(-1, self._head_rows, *rows.shape[1:])
+        return rows.view(-1, self._head_rows, rows.shape[1])
 
     def _packed_heads(self, rows: Tensor) -> Tensor:
         """Complete heads [n * (N + V), C] -> [n, (N + V) * C]."""
-        keys, values = self._by_head(rows).split_with_sizes(self._head_sizes, dim=1)
+        keys, values = self._by_head(rows).split_with_sizes(self._sizes, dim=1)
         packed = self._kernels.pack_heads(keys.transpose(1, 2).contiguous()), self._kernels.pack_heads(values)
         self._key_shape, self._value_shape = (tuple(each.shape[1:]) for each in packed)
         return torch.cat([each.flatten(1) for each in packed], dim=1)
@@ -127,9 +121,8 @@ class LatentAttention(nn.Module):
         self._latent, self._scale, self._rope = latent, layer.scale, layer.rope
         self._kernels, self._backend = context.kernels, context.attention
         parts = [OutputPart("kv_a_proj_with_mqa", latent.key_size, 0, latent.key_size)]
-        query = OutputPart("", layer.num_heads * latent.query_size, *(each * latent.query_size for each in heads))
-        query_name, num_inputs = ("q_b_proj", latent.query_rank) if latent.query_rank else ("q_proj", hidden_size)
-        query = OutputPart(query_name, query.total, query.start, query.stop)
+        name, num_inputs = ("q_b_proj", latent.query_rank) if latent.query_rank else ("q_proj", hidden_size)
+        query = OutputPart(name, *(each * latent.query_size for each in (layer.num_heads, *heads)))
         self.q_a_layernorm: RMSNorm | None = None
         if latent.query_rank:
             parts.insert(0, OutputPart("q_a_proj", latent.query_rank, 0, latent.query_rank))
@@ -158,7 +151,9 @@ class LatentAttention(nn.Module):
         del states, is_fused
         angles, latent = None if self._rope is None else ropes[self._rope], self._latent
         projected = self.latent_proj(x, adapters)
-        query_latents, latents, key_part = projected.split((latent.query_rank, latent.rank, latent.rope_size), dim=1)
+        query_latents, latents, key_part = projected.split_with_sizes(
+            [latent.query_rank, latent.rank, latent.rope_size], dim=1
+        )
         key_part = key_part.unsqueeze(1)
         if angles is not None:
             key_part = angles.rotate(self._kernels, key_part)
@@ -177,7 +172,7 @@ class LatentAttention(nn.Module):
 
     def _query(self, projected: Tensor, angles: Angles | None) -> Tensor:
         """[T, H * (N + R)] -> [T, H, C + R], absorbed."""
-        sizes = (self._latent.nope_size, self._latent.rope_size)
+        sizes = [self._latent.nope_size, self._latent.rope_size]
         plain, rotated = projected.view(len(projected), self.num_heads, -1).split_with_sizes(sizes, dim=-1)
         if angles is not None:
             rotated = angles.rotate(self._kernels, rotated)

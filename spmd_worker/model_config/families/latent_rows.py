@@ -52,7 +52,7 @@ def _with_latents(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tupl
 
 
 def _scale(reader: ConfigReader, latent: LatentConfig) -> float:
-    """Of scores: YaRN's growth (https://arxiv.org/abs/2309.00071) is here, not in the angles."""
+    """The scale of scores: YaRN's growth (https://arxiv.org/abs/2309.00071) is here, not in the angles."""
     (rope,) = _ropes(reader, reader.count("max_position_embeddings", 2048), latent.rope_size)
     scale = float(latent.query_size**-0.5)
     if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
@@ -82,7 +82,7 @@ _SPARSE: Final[dict[str, Any]] = {
 }
 # https://arxiv.org/abs/2412.19437
 _V3_EXPERTS: Final = ExpertsFamily(**_SPARSE, score="sigmoid", has_choice_bias=True, has_groups=True)
-_V2_EXPERTS: Final = ExpertsFamily(**_SPARSE)
+_V2_EXPERTS: Final = ExpertsFamily(**_SPARSE, shared_bias="mlp_bias")
 _V3_CHOICE: Final[dict[str, Any]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 _NEIGHBOURS: Final[dict[str, Any]] = {"rope_interleave": True}
 _HEADS: Final[dict[str, Any]] = {
@@ -114,7 +114,6 @@ _V2: Final = _latent_family(
         "scoring_func": "softmax",
         "norm_topk_prob": False,
         "moe_layer_freq": 1,
-        "mlp_bias": False,
     },
     defaults={
         **_HEADS,

@@ -189,9 +189,10 @@ def _nemotron_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The list of layers is their number too; `hybrid_override_pattern` is the older word for it, a letter each."""
     del path
     pattern, listed = config.get("hybrid_override_pattern"), config.get("layers_block_type", config.get("layer_types"))
-    if listed is None and isinstance(pattern, str):
-        listed = [_NEMOTRON_LETTERS.get(letter, letter) for letter in pattern]
-    if not isinstance(listed, list) or not listed:
+    if listed is None:
+        letters = pattern if isinstance(pattern, str) else "ME*-"
+        listed = [_NEMOTRON_LETTERS.get(letter, letter) for letter in letters]
+    if not isinstance(listed, list):
         return config
     return {**config, "layers_block_type": listed, "num_hidden_layers": len(listed)}
 
@@ -311,8 +312,6 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
             "max_position_embeddings": 4096,
             "eos_token_id": 2,
             "mlp_hidden_act": "relu2",
-            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
-            "num_hidden_layers": 4,
             "ssm_state_size": 128,
             "mamba_num_heads": 128,
             "mamba_head_dim": 64,

@@ -18,7 +18,7 @@ from spmd_worker.model_config.families.family import (
     TextPart,
     next_to,
 )
-from spmd_worker.model_config.families.latent_rows import DEEPSEEK_V3_NAMES, MISTRAL4_NAMES
+from spmd_worker.model_config.families.latent_rows import DEEPSEEK_V3_NAMES, LATENT_ROWS, MISTRAL4_NAMES
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
 _LANGUAGE_MODEL: Final = {
@@ -101,20 +101,15 @@ GLM_NAMES: Final = Names(
 """Names of GLM-4-0414, and of the text of GLM that accepts images."""
 
 
-_KIMI: Final = Family(
+_KIMI: Final = replace(
+    LATENT_ROWS["DeepseekV3ForCausalLM"],
     models="Kimi K2.5, K2.6, the text",
     names=inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector.", "model.mm_projector."),
-    text=TextPart(
-        ties_by_default=True,
-        families={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
-    ),
+    text=TextPart(ties_by_default=True),
 )
 
 
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
-    "Kimi_K25ForConditionalGeneration": _KIMI,
-    # The name in the hub's files.
-    "KimiK25ForConditionalGeneration": _KIMI,
     "Mistral3ForConditionalGeneration": Family(
         models="Mistral Small 3.1, 3.2 and 4, Ministral 3, the text",
         # Only Mistral Small 4 has experts.
@@ -262,4 +257,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
             "eos_token_id": 128001,
         },
     ),
+    "Kimi_K25ForConditionalGeneration": _KIMI,
+    # The name in the hub's files.
+    "KimiK25ForConditionalGeneration": _KIMI,
 }

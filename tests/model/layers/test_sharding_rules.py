@@ -61,7 +61,7 @@ HELD_BY_ALL = tuple(
 )
 HELD_BY_ALL += (
     *("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias", "block_sparse_moe.gate.weight", "router.layer.weight"),
-    *("e_score_correction_bias", "shared_expert_gate.weight", "experts.down_proj_bias"),
+    *("e_score_correction_bias", "shared_expert_gate.weight", "experts.down_proj_bias", "mixer.gate.weight"),
 )
 
 
