@@ -16,14 +16,20 @@ import torch
 from family_mutants import entries
 from hybrid_runs import greedy_ids, run_rows
 from our_model import is_noticed, load_model
+from peft import PeftModel
+from peft_adapters import peft_logits, write_adapter
 from recent_checkpoints import CASES, recent_folder, recent_reference, thinned_recent_folder
-from reference_models import random_prompt, relative_error
+from reference_models import open_reference, random_prompt, relative_error
 from safetensors.torch import load_file, save_file
 from state_segments import CHUNKS
 from thread_groups import on_ranks
 from torch import Tensor
 
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
@@ -39,6 +45,7 @@ from spmd_worker.worker.memory.estimate import weights_bytes
 
 TOLERANCE = 1e-4
 ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 70)]
+INPUT_PROJECTIONS = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
 FEW = ("llama4", "gemma4", "gemma4_small")
 """One case of each shape."""
 
@@ -107,6 +114,22 @@ def test_steps_and_other_rows_change_no_bit(name: str, dtype: str):
         assert torch.equal(run_rows([model], [alone])[0][0], logits[row])
 
 
+@quick("llama4", "gemma4_small")
+def test_engine_answers_as_transformers(name: str):
+    """Prompts in several steps, and again with cached prefixes."""
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(recent_folder(name), dtype="float32", device="cpu", max_num_batched_tokens=32, max_model_len=128) as llm:
+        for _ in range(2):
+            for row, output in zip(ROWS, llm.generate([{"prompt_token_ids": row} for row in ROWS], sampling)):
+                ids = list(output.outputs[0].token_ids)
+                with torch.no_grad():
+                    logits = recent_reference(name)(torch.tensor([[*row, *ids]]), use_cache=False).logits[0]
+                assert logits.argmax(-1)[len(row) - 1 : -1].tolist() == ids
+        if name == "gemma4_small":
+            with pytest.raises(ValueError, match="whose layers read inputs of each token id: give token ids"):
+                llm.generate([{"prompt_embeds": torch.zeros(3, 64)}], sampling)
+
+
 def stages_of(config: ModelConfig) -> tuple[Stage, Stage]:
     half = config.num_layers // 2
     return Stage(0, half, is_first=True, is_last=False), Stage(half, config.num_layers, is_first=False, is_last=True)
@@ -162,6 +185,28 @@ def test_planned_bytes_equal_parameters(name: str):
             assert planned == sum(each.nbytes for each in parameters), (size, rank)
 
 
+@quick("gemma4_small", among=FEW)
+def test_adapters_of_linear_layers_are_those_of_peft(name: str, tmp_path: Path):
+    folder, targets = recent_folder(name), [*("q_proj", "k_proj", "gate_proj", "down_proj"), *INPUT_PROJECTIONS]
+    targets = targets if name == "gemma4_small" else targets[:4]
+    write_adapter(open_reference(folder), tmp_path, (("target_modules", targets),))
+    model, source = load_model(folder), read_adapter(tmp_path)
+    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
+    loaded.commit(loaded.prepare(source))
+    reference = PeftModel.from_pretrained(open_reference(folder), tmp_path).eval()
+    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
+    assert max(map(relative_error, logits, [peft_logits(reference, row) for row in ROWS])) < TOLERANCE
+    # Control: it matters.
+    assert worst_error(name, logits) > 100 * TOLERANCE
+
+
+def test_int8_projections_stay_near_transformers():
+    model = load_model(recent_folder("gemma4_small"), quantization="int8")
+    logits, _ = run_rows([model], ROWS)
+    assert 1e-3 < worst_error("gemma4_small", logits) < 0.3
+    assert all(map(torch.equal, run_rows([model], ROWS, 16)[0], logits))
+
+
 TEXT_PARTS = {
     "llama4": ("Llama4ForConditionalGeneration", "", "language_model.", "vision_model."),
     "gemma4": ("Gemma4ForConditionalGeneration", "model.", "model.language_model.", "model.vision_tower."),
@@ -185,7 +230,7 @@ def test_text_of_a_file_with_images_has_the_same_logits(name: str, tmp_path: Pat
     tensors = {other_prefix + each.removeprefix(prefix): tensor for each, tensor in tensors.items()}
     if images:
         tensors[f"{images}patch.weight"] = torch.ones(2, 2)
-    if architecture.startswith("Gemma"):
+    if name == "gemma4_small":
         # The hub's files have them in layers that do not read them.
         for other in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
             tensors[f"{other_prefix}layers.5.self_attn.{other}"] = torch.ones(2)
