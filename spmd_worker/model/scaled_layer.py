@@ -40,8 +40,9 @@ class Layer(DecoderLayer):
         self.dense: FeedForward | None = None
         if layer.experts is not None:
             self.dense = FeedForward(context, layer, hidden_size)
-            for name in ("dense_output_norm", "experts_input_norm", "experts_output_norm"):
-                self.add_module(name, new_norm(context, hidden_size, layer.norm))
+            self.dense_output_norm, self.experts_input_norm, self.experts_output_norm = (
+                new_norm(context, hidden_size, layer.norm) for _ in range(3)
+            )
         if layer.input_size:
             self._kernels = context.kernels
             self.per_layer_input_gate = replicated_linear(

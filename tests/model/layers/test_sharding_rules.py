@@ -65,6 +65,7 @@ HELD_BY_ALL += (
     *("mlp.router.gate.weight", "mlp.gate.wg.weight", "feed_forward.router.weight", "block_sparse_moe.router.weight"),
     *("q_a_proj.weight", "q_a_proj.bias", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias", "mlp.expert_bias"),
     *("layer_scalar", "per_layer_input_gate.weight", "per_layer_projection.weight"),
+    "per_layer_model_projection.weight",
 )
 
 
