@@ -5,6 +5,7 @@ and with inputs of its own, if it has any, behind that (Gemma 4).
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from spmd_worker.model.decoder import DecoderLayer
@@ -13,7 +14,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import replicated_linear
-from spmd_worker.model.layers.norm import Norm, new_norm
+from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import LayerConfig
 
@@ -39,9 +40,9 @@ class Layer(DecoderLayer):
         self.dense: FeedForward | None = None
         if layer.experts is not None:
             self.dense = FeedForward(context, layer, hidden_size)
-            self.dense_output_norm = new_norm(context, hidden_size, layer.norm)
-            self.experts_input_norm = new_norm(context, hidden_size, layer.norm)
-            self.experts_output_norm = new_norm(context, hidden_size, layer.norm)
+            self.dense_output_norm, self.experts_input_norm, self.experts_output_norm = (
+                new_norm(context, hidden_size, layer.norm) for _ in range(3)
+            )
         if layer.input_size:
             self._kernels = context.kernels
             self.per_layer_input_gate = replicated_linear(
@@ -76,7 +77,7 @@ class Layer(DecoderLayer):
         residual.add_(both if self.mlp_output_norm is None else self.mlp_output_norm(both))
         return None
 
-    def _normed(self, norm: Norm, part: Tensor) -> Tensor:
+    def _normed(self, norm: torch.nn.Module, part: Tensor) -> Tensor:
         """The norm of the sum of all ranks' parts."""
         normed: Tensor = norm(self._group.all_reduce(part))
         return normed

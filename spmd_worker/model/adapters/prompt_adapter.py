@@ -119,6 +119,10 @@ def keys_values_for(
         raise AdapterError(
             f"{adapter.subject}: layers of this model read keys and values of others: PREFIX_TUNING is not supported"
         )
+    if any(layer.latent is not None for layer in model_config.layers):
+        raise AdapterError(
+            f"{adapter.subject}: this model keeps latents in place of keys and values: PREFIX_TUNING is not supported"
+        )
     sizes = list(dict.fromkeys((layer.num_kv_heads, layer.head_size) for layer in model_config.layers))
     width = sum(2 * layer.num_kv_heads * layer.head_size for layer in model_config.layers)
     if len(sizes) > 1 or model_config.image_layers or adapter.tensor.shape[1] != width:

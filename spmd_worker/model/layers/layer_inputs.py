@@ -29,7 +29,7 @@ class LayerInputs(nn.Module):
         self.norm = new_norm(context, self._size, model_config.norm)
 
     def forward(self, token_ids: Tensor, embedded: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        of_ids = (self.table(token_ids) * self._table_scale).view(len(token_ids), -1, self._size)
+        of_ids: Tensor = (self.table(token_ids) * self._table_scale).view(len(token_ids), -1, self._size)
         projected = (self.projection(embedded, adapters) * self._projection_scale).view_as(of_ids)
-        both: Tensor = (self.norm(projected) + of_ids) * 2.0**-0.5
-        return both
+        inputs: Tensor = (self.norm(projected) + of_ids) * 2.0**-0.5
+        return inputs

@@ -276,7 +276,8 @@ def routers_choose_what_the_reference_chooses() -> None:
     grouped = replace(grouped, has_choice_bias=True)
     plain = replace(CONFIG, num_experts=12, num_chosen=4, renormalises=False)
     least = replace(CONFIG, has_choice_bias=True, min_sum=0.7)
-    for config in (CONFIG, CLAMPED, grouped, plain, least, MIXED, replace(grouped, num_groups=1, num_chosen_groups=1)):
+    forms = (replace(grouped, num_groups=1, num_chosen_groups=1), replace(grouped, groups_by_best=True))
+    for config in (CONFIG, CLAMPED, grouped, plain, least, MIXED, *forms):
         for dtype in floats():
             layer, x = new_layer(config, dtype), tokens(37, dtype)
             ids, weights, expected, values = routed(layer, x, config)
