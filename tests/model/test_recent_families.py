@@ -259,7 +259,7 @@ def mutants(row: Family) -> list[tuple[str, Family]]:
 
 
 def readings(architecture: str) -> list[Any]:
-    """Of the bare files; None for one that is rejected."""
+    """Model configs of the bare files; None for one that is rejected."""
     found: list[Any] = []
     for keys in BARE:
         try:
@@ -301,7 +301,7 @@ def with_rope(name: str, index: int, **fields: Any) -> ModelConfig:
 
 
 def _other_keys(layer: LayerConfig) -> LayerConfig:
-    """Of the first layer of its kind."""
+    """The layer with keys of the first layer of its kind."""
     return layer if layer.kv_layer is None else replace(layer, kv_layer=int(layer.window == 0))
 
 
@@ -315,7 +315,7 @@ def _plain_norms(layer: LayerConfig) -> LayerConfig:
 
 
 def _without_scales(name: str, parameter: str) -> list[Tensor]:
-    """With ones, or of tables zeros, in place of these weights."""
+    """Logits with ones, or of tables zeros, in place of these weights."""
     model = new_model(recent_folder(name))
     for each, value in model.named_parameters():
         if each.endswith(parameter):
