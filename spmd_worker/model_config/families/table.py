@@ -26,6 +26,7 @@ from spmd_worker.model_config.families.family import (
     Wiring,
     next_to,
 )
+from spmd_worker.model_config.families.kimi_rows import KIMI_ROWS
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
@@ -228,6 +229,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **SPARSE_ROWS,
     **CONV_ROWS,
     **DELTA_ROWS,
+    **KIMI_ROWS,
     **MAMBA_ROWS,
 }
 
