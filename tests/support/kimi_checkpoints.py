@@ -1,5 +1,5 @@
-"""Small random checkpoints of Kimi Linear, written by transformers, with the hub's tensor names and thinned as its files
-are.
+"""Small random checkpoints of Kimi Linear, written by transformers, with the hub's tensor names, and thinned as the
+hub's files are.
 
 As `delta_checkpoints`: no weight is what a mistake would leave it at. Sizes fit the compiled kernels. Knows nothing of
 the runtime under test.
@@ -30,10 +30,20 @@ _BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    **{"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48},
-    **{"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 4},
-    **{"num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 24, "num_shared_experts": 2},
-    **{"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 1.3},
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "linear_num_heads": 4,
+    "linear_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
@@ -41,8 +51,13 @@ KIMI_CASES: dict[str, dict[str, Any]] = {
     "kimi_linear": _BASE,
     "kimi_linear_query_latents": {
         **_BASE,
-        **{"q_lora_rank": 32, "attention_bias": True, "moe_renormalize": False, "num_expert_group": 1, "topk_group": 1},
-        **{"linear_conv_kernel_dim": 3, "num_shared_experts": 1},
+        "q_lora_rank": 32,
+        "attention_bias": True,
+        "moe_renormalize": False,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "linear_conv_kernel_dim": 3,
+        "num_shared_experts": 1,
         "mlp_layer_types": ["dense", "dense", "sparse"],
     },
 }

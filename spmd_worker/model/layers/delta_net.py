@@ -146,7 +146,9 @@ class DeltaNet(nn.Module):
         if self.z_proj is not None and self.a_proj is not None:
             gate, a = self.z_proj(gate.contiguous(), adapters), self.a_proj(a.contiguous(), adapters)
         mixed = self._kernels.short_conv(mixed, self.conv.weight[:, 0], None, states.tail, segments, has_silu=True)
-        scanned = self._kernels.scan_delta(mixed, a, b, gates.rates(), gates.dt_bias, states.state, segments, self.config)
+        scanned = self._kernels.scan_delta(
+            mixed, a, b, gates.rates(), gates.dt_bias, states.state, segments, self.config
+        )
         output: Tensor = self.out_proj(self.norm(scanned.flatten(1), gate), adapters)
         return output
 

@@ -32,7 +32,7 @@ def _layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[Laye
 
 def _delta(reader: ConfigReader, eps: float) -> DeltaConfig:
     """Sizes, from the section of the hub's files or the keys of transformers'."""
-    section = reader.object(_SECTION)
+    section = _section(reader)
 
     def size(key: str, other_key: str, default: int) -> int:
         return reader.count(other_key, default) if section.get(key) is None else section.count(key)
@@ -55,7 +55,7 @@ def _layer_types(reader: ConfigReader, num_layers: int) -> list[str]:
     """Kind of each layer: listed, or numbered from 1 in the section; without both every fourth after the first is a
     full one.
     """
-    listed, section = reader.get("layer_types"), reader.object(_SECTION)
+    listed, section = reader.get("layer_types"), _section(reader)
     if listed is not None:
         if not isinstance(listed, list) or len(listed) != num_layers or any(each not in _KINDS for each in listed):
             raise reader.error("layer_types", f"must list {num_layers} of {', '.join(_KINDS)}")
@@ -69,6 +69,11 @@ def _layer_types(reader: ConfigReader, num_layers: int) -> list[str]:
             "kda_layers", f"and full_attn_layers must list each of the layers 1 to {num_layers} once, counted from 1"
         )
     return [_KINDS[layer in full] for layer in range(1, num_layers + 1)]
+
+
+def _section(reader: ConfigReader) -> ConfigReader:
+    """The section's keys have names of their own."""
+    return replace(reader.object(_SECTION), file_keys={})
 
 
 def _numbers(section: ConfigReader, key: str) -> list[int] | None:
@@ -88,8 +93,14 @@ def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[Ro
 _NET: Final = {
     **{f"in_proj_{part}": f"{part}_proj" for part in "qkvb"},
     **{f"{part}_conv1d": f"{part}_conv1d" for part in "qkv"},
-    **{"z_latent": "g_a_proj", "z_proj": "g_b_proj", "a_latent": "f_a_proj", "a_proj": "f_b_proj"},
-    **{"norm": "o_norm", "out_proj": "o_proj", "A_log": "A_log", "dt_bias": "dt_bias"},
+    "z_latent": "g_a_proj",
+    "z_proj": "g_b_proj",
+    "a_latent": "f_a_proj",
+    "a_proj": "f_b_proj",
+    "norm": "o_norm",
+    "out_proj": "o_proj",
+    "A_log": "A_log",
+    "dt_bias": "dt_bias",
 }
 _DENSE: Final = (*GATE_UP, "mlp.down_proj")
 _SPARSE: Final = "block_sparse_moe"
@@ -97,7 +108,10 @@ _NAMES: Final = Names(
     parts={
         **{f"linear_attn.{ours}": f"self_attn.{theirs}" for ours, theirs in _NET.items()},
         "mlp.gate": f"{_SPARSE}.gate",
-        **{each.replace("mlp", "mlp.shared_expert"): each.replace("mlp", f"{_SPARSE}.shared_experts") for each in _DENSE},
+        **{
+            each.replace("mlp", "mlp.shared_expert"): each.replace("mlp", f"{_SPARSE}.shared_experts")
+            for each in _DENSE
+        },
         **{
             each.replace("mlp", "mlp.experts.{}"): f"{_SPARSE}.experts.{{}}.{theirs}"
             for each, theirs in zip(_DENSE, ("w1", "w3", "w2"), strict=True)
