@@ -19,6 +19,7 @@ from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
 from expert_checkpoints import expert_folder, expert_reference
 from expert_models import load
 from family_checkpoints import BASE, CASES, WITH_IMAGES, config_class, family_folder, family_reference
+from kimi_checkpoints import kimi_reference
 from latent_checkpoints import CASES as LATENTS
 from latent_checkpoints import WITH_IMAGES as LATENTS_WITH_IMAGES
 from mamba_checkpoints import MAMBA_CASES, mamba_config
@@ -50,6 +51,8 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for name, (_, architecture, keys) in DELTA_CASES.items():
         if with_experts == ("num_experts" in keys.get("text_config", keys)):
             yield architecture, delta_config(name)
+    if with_experts:
+        yield "KimiLinearForCausalLM", kimi_reference("kimi_linear").config
     for name, (family, _) in MAMBA_CASES.items():
         if with_experts == (family in ("NemotronH", "GraniteMoeHybrid")):
             yield f"{family}ForCausalLM", mamba_config(name)
