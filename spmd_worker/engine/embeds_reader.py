@@ -31,13 +31,14 @@ _SAVE: Final = f'save it as safetensors: safetensors.torch.save({{"{KEY}": tenso
 @dataclass(frozen=True, slots=True)
 class EmbedsReader:
     """Reader for a model of `dtype`, whose embeddings are `width` numbers, and prompts of at most `max_rows`. Files are
-    read under `root`, the folder of a job's input; None: no files are read.
+    read under `root`, the folder of a job's input; None: no files are read. A model that `needs_ids` takes no rows.
     """
 
     width: int
     dtype: str
     max_rows: int
     root: Path | None = None
+    needs_ids: bool = False
 
     def of_array(self, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> PromptRows:
         """Rows from little-endian numbers of `dtype`: float32, bfloat16 or float16, rounded to the model's. `shape` is
@@ -60,6 +61,11 @@ class EmbedsReader:
         """[tokens, width] of an array. Raises RequestError for an array that is not rows of this model's embeddings."""
         if dtype not in _STORED:
             raise RequestError("invalid_embeddings", f"{KEY} is {dtype}: give {', '.join(_DTYPES.values())}")
+        if self.needs_ids:
+            raise RequestError(
+                "invalid_embeddings",
+                f"{KEY} is not supported by this model, whose layers read inputs of each token id: give token ids",
+            )
         sizes = tuple(shape[1:] if len(shape) == 3 and shape[0] == 1 else shape)
         if len(sizes) != 2 or sizes[1] != self.width:
             raise RequestError(

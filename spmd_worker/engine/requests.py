@@ -57,6 +57,7 @@ class Requests:
                 resolved.dtype,
                 resolved.max_model_len,
                 _folder_of_input(resolved.config.job.input),
+                needs_ids=model_config.num_layer_inputs > 0,
             ),
         )
         self._hold_rows = hold_rows

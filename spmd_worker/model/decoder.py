@@ -31,6 +31,7 @@ from spmd_worker.model.layers.embedding import (
 )
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_norm
@@ -106,7 +107,12 @@ class DecoderLayer(nn.Module):
         options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
         if adapters is not None:
             options["adapters"] = adapters
-        return self._added(self.mlp(x, is_fused=is_fused, **options), self.mlp_output_norm, residual), residual
+        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
+
+    def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
+        """The feed-forward of `x`: a part that is still to be added to the stream, or None."""
+        assert self.mlp is not None, "a layer without a feed-forward has nothing to do here"
+        return self._added(self.mlp(x, **options), self.mlp_output_norm, residual)
 
     def _mixed(self, *arguments: Any, **options: Any) -> Tensor:
         """The sum of the mixers' outputs, in their order."""
@@ -220,7 +226,14 @@ class DecoderStack(nn.Module):
             self.project_in = replicated_linear(context, "project_in", size, hidden_size)
         if size and stage.is_last:
             self.project_out = replicated_linear(context, "project_out", hidden_size, size)
+        self.layer_inputs: LayerInputs | None = None
+        if model_config.num_layer_inputs and stage.is_first:
+            self.layer_inputs = LayerInputs(context, model_config)
         self._stage = stage
+        self._cache_of = [
+            index if layer.kv_layer is None else layer.kv_layer - stage.start
+            for index, layer in enumerate(model_config.layers[stage.start : stage.stop])
+        ]
         self._rotaries = tuple(
             RotaryEmbedding(rope, model_config.max_position_embeddings, context.device) for rope in model_config.ropes
         )
@@ -263,6 +276,7 @@ class DecoderStack(nn.Module):
         ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
         residual = self._embed(token_ids, positions, token_types, adapters, given) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first needs the residual stream"
+        inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, residual, adapters)
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         joined = self.joined_layers if is_fused else None
         # A last layer that leaves tokens out runs by itself.
@@ -277,7 +291,10 @@ class DecoderStack(nn.Module):
             options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused}
             if states:
                 options["states"] = states[index]
-            part, residual = layer(part, residual, ropes, cache[index], metadata, leaves_out, **options)
+            if inputs is not None:
+                options["inputs"] = inputs[:, index]
+            layer_cache = cache[self._cache_of[index]]
+            part, residual = layer(part, residual, ropes, layer_cache, metadata, leaves_out, **options)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
         hidden = _normed(self.norm, part, residual)

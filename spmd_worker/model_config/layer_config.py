@@ -40,19 +40,23 @@ class ExpertsConfig:
     """Experts of a sparse layer, with `intermediate_size` columns each, and the choice of a token's `num_chosen`
     (https://arxiv.org/abs/2101.03961).
 
-    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid" or "sparsemixer". The top scores
-    are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of
-    a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores, with
-    `renormalises` divided by their sum, or `min_sum` if that is more, times `scaling`. `sum_eps` is added to a sum of
-    sigmoids.
-    "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
-    the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
-    best and their own magnitude.
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid", "sigmoid_chosen" or
+    "sparsemixer". "sigmoid_chosen" chooses by what the sigmoid is of, and weighs an expert's input, not its output. The
+    top scores are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by
+    the sum of a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores,
+    with `renormalises` divided by their sum, or `min_sum` if that is more, times `scaling`. `sum_eps` is added to a
+    sum of sigmoids. "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax
+    of its own, over the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of
+    the larger of the best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
     `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
     that are not `is_gated` have no gate: the activation is between two GEMMs. With `latent_size` above 0 routed
     experts, but not the shared one, work in a space of this size, between two projections of the layer.
+
+    `are_beside_dense` (Gemma 4): the layer has a dense feed-forward too. The router reads the stream, in a norm of its
+    own with a weight, by the root of the hidden size; experts read it in another norm; each of the two outputs is
+    normed before they are added, and weights are multiplied by a number of each expert.
     """
 
     num_experts: int
@@ -77,6 +81,12 @@ class ExpertsConfig:
     sum_eps: float = 1e-20
     jitter: float = 0.0
     bound: float = 0.0
+    are_beside_dense: bool = False
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether weights are of an expert's input, not of its output."""
+        return self.score == "sigmoid_chosen"
 
     @property
     def added_to_sum(self) -> float:
@@ -85,8 +95,8 @@ class ExpertsConfig:
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
-        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias)
-        return (self.num_experts + self.has_shared_gate) * hidden_size + biases
+        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
+        return (self.num_experts + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
@@ -285,9 +295,10 @@ class LayerConfig:
     feed-forward and its output by `mlp_multipliers`. A layer of latent attention has one key-value head; `head_size` is
     then the size of its keys, and of queries that are compared with them.
 
-    `window` is the range of attention, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None if positions
-    are not rotated. `scale` multiplies attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score /
-    cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "each_head" (each by itself, with
+    `window` is the range of attention, tokens, 0 for all; with `chunk` above 0 a token sees those of its own chunk of
+    so many positions. `rope` is the index in `ModelConfig.ropes`, None if positions are not rotated. `scale` multiplies
+    attention scores, which `score_cap`, if above 0, then bounds: cap * tanh(score / cap). `qk_norm` is "none", "head"
+    (each head by itself), "head_after_rope", "bare_after_rope" (without weights), "each_head" (each by itself, with
     weights of its own and no biases) or "flat" (all heads as one row). `norms` are the used ones of the four positions.
     `activation` is one of `kernels.api.Kernels.activate`, or "xielu", which has four numbers of its own; without
     `is_gated` it is between two GEMMs, without a gate. `residual_multiplier` scales the outputs of attention and
@@ -299,6 +310,12 @@ class LayerConfig:
     in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
     min(act(gate), bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the
     sigmoid of a number that is projected from the layer's input; "" for no gate.
+
+    `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
+    they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer. A layer with a
+    `kv_layer` has no keys and values of its own and reads those of the layer of this index, which is before it. With
+    `input_size` above 0 each token has as many numbers for this layer alone, which add to the stream behind the
+    feed-forward.
     """
 
     num_heads: int
@@ -312,6 +329,7 @@ class LayerConfig:
     has_mlp_bias: bool = False
     qk_norm: str = "none"
     window: int = 0
+    chunk: int = 0
     rope: int | None = 0
     score_cap: float = 0.0
     norms: tuple[bool, bool, bool, bool] = (True, False, True, False)
@@ -334,6 +352,21 @@ class LayerConfig:
     key_multiplier: float = 1.0
     attention_multipliers: tuple[float, float] = (1.0, 1.0)
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    norms_values: bool = False
+    values_are_keys: bool = False
+    has_scalar: bool = False
+    kv_layer: int | None = None
+    input_size: int = 0
+
+    @property
+    def num_key_projections(self) -> int:
+        """Projections to keys and to values."""
+        return 0 if self.kv_layer is not None else 2 - self.values_are_keys
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether the layer has a dense feed-forward, alone or beside experts."""
+        return self.has_feed_forward and (self.experts is None or self.experts.are_beside_dense)
 
     @property
     def has_states(self) -> bool:
@@ -358,7 +391,8 @@ class LayerConfig:
             self.mixer == "attention"
             and self.qk_norm == "none"
             and self.rope is not None
-            and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate)
+            and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate or self.norms_values)
+            and self.kv_layer is None
             and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
         )
 

@@ -7,13 +7,18 @@ from typing import Final
 
 from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
 
+_NUM_NORMS_BESIDE: Final = 3
+"""Norms of a dense feed-forward beside experts: two outputs and one input."""
+
 
 def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Elements of a layer's parameters on a rank with this share of it."""
     linears = sum(each.num_inputs * sum(each.num_outputs) for each in mixer_linears(layer, hidden_size, share))
     others = sum(of_kind(layer, hidden_size, share) for of_kind in _MIXER_OTHERS[layer.mixer])
-    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
-    return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms
+    num_norms = sum(layer.norms) + _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
+    norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
+    inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
+    return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar
 
 
 def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
@@ -41,7 +46,8 @@ def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) 
     query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
     gates = (LinearSizes(hidden_size, (share.num_heads,)),) if layer.output_gate == "head" else ()
     projected = query * (1 + (layer.output_gate == "number"))
-    return (LinearSizes(hidden_size, (projected, key_value, key_value)), LinearSizes(query, (hidden_size,)), *gates)
+    outputs = (projected, *(key_value,) * layer.num_key_projections)
+    return (LinearSizes(hidden_size, outputs), LinearSizes(query, (hidden_size,)), *gates)
 
 
 def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
@@ -49,9 +55,9 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
     size = layer.head_size
     others = share.num_heads * layer.has_sinks + hidden_size * layer.has_output_bias
     num_queries = share.num_heads * (1 + (layer.output_gate == "number"))
-    others += (num_queries + 2 * share.num_kv_heads) * size * layer.has_qkv_bias
+    others += (num_queries + layer.num_key_projections * share.num_kv_heads) * size * layer.has_qkv_bias
     if layer.qk_norm in ("head", "head_after_rope"):
-        others += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
+        others += (1 + (layer.kv_layer is None)) * size * (layer.norm.has_weight + layer.norm.has_bias)
     elif layer.qk_norm == "each_head":
         others += (share.num_heads + share.num_kv_heads) * size
     elif layer.qk_norm == "flat":
@@ -130,13 +136,15 @@ def _delta_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> in
 def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     if not layer.has_feed_forward:
         return 0
-    xielu = 4 * (layer.activation == "xielu")
+    total = 4 * (layer.activation == "xielu")
     if layer.experts is not None:
         assert share.experts is not None, share
-        return layer.experts.elements(hidden_size, share.experts) + xielu
+        total += layer.experts.elements(hidden_size, share.experts)
+    if not layer.has_dense:
+        return total
     num_gates = 1 + layer.is_gated
     biases = (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
-    return (num_gates + 1) * hidden_size * share.num_columns + biases + xielu
+    return (num_gates + 1) * hidden_size * share.num_columns + biases + total
 
 
 _MIXER_LINEARS: Final = {

@@ -80,6 +80,9 @@ class ModelConfig:
     the head's inputs, are `own_embedding_size` wide and projected to and from the hidden size; 0 if they have the
     hidden size. Without `has_last_norm` the last layer's output is not normed.
 
+    With `num_layer_inputs` above 0, a second table of as many rows, and a projection of the embedding, give each token
+    the numbers of `LayerConfig.input_size` for every layer.
+
     `image_layers` are layers of the checkpoint, by number, that text skips: none of `layers` is one of them. The table
     of embeddings has `num_image_embeddings` rows after those of the vocabulary, which text never uses.
 
@@ -116,6 +119,7 @@ class ModelConfig:
     has_last_norm: bool = True
     image_layers: tuple[int, ...] = ()
     num_image_embeddings: int = 0
+    num_layer_inputs: int = 0
 
     @property
     def names(self) -> Names:
@@ -200,7 +204,18 @@ class ModelConfig:
         num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
         tables = (self.vocab_size * num_tables + self.num_image_embeddings) * self.embedding_size
         tables += (self.num_positions + self.num_token_types) * self.hidden_size
+        tables += self.num_layer_inputs * self.layer_inputs_size + self.num_layer_input_parameters
         return tables + 2 * self.num_projection_parameters + self.vocab_size * self.has_head_bias
+
+    @property
+    def layer_inputs_size(self) -> int:
+        """Numbers of a token for all layers together (`LayerConfig.input_size`)."""
+        return sum(layer.input_size for layer in self.layers)
+
+    @property
+    def num_layer_input_parameters(self) -> int:
+        """Parameters of the projection to these, and of their norm; not of their table."""
+        return self.layer_inputs_size * self.hidden_size + self.layers[0].input_size
 
     @property
     def num_projection_parameters(self) -> int:
@@ -356,6 +371,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         own_embedding_size=_own_embedding_size(reader, family, hidden_size),
         image_layers=_image_layers(reader, family),
         num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
+        num_layer_inputs=_num_layer_inputs(reader, layers, vocab_size),
     )
 
 
@@ -388,6 +404,16 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
     pooling_type = reader.choice(rule.pooling_key, ("cls", "mean")) if rule.pooling_key else "cls"
     norm = model_config.norm if rule.has_norm else None
     return EncoderPooling(HeadConfig(activation, _flag(reader, rule.bias), norm), pooling_type, has_types)
+
+
+def _num_layer_inputs(reader: ConfigReader, layers: Sequence[LayerConfig], vocab_size: int) -> int:
+    key = "vocab_size_per_layer_input"
+    if not layers[0].input_size:
+        return 0
+    num_rows = reader.count(key)
+    if num_rows < vocab_size:
+        raise reader.error(key, f"must be vocab_size={vocab_size} or more: each token needs a row")
+    return num_rows
 
 
 def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:

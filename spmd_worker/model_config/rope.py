@@ -13,6 +13,8 @@ from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+NOT_ROTATED: Final = "none"
+"""`RopeParameters.rope_type` of queries that grow and are not rotated."""
 
 STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 """Scalings whose `max_position_embeddings` may be the unscaled length: `factor` then multiplies it."""
@@ -28,9 +30,9 @@ class RopeParameters:
     divides frequencies by `short_factors` or `long_factors`, one for each pair of dimensions, and with `short_mscale`
     and `long_mscale` above 0 cosines and sines are multiplied by these, not by the factor. `is_interleaved`: pairs are
     neighbours, not the elements at equal offsets of two halves. With `query_growth` above 0, queries are multiplied by
-    (1 + `query_growth` * log(1 + floor(position / original length))). `is_backward`: angles are negative. `rounding`
-    lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and additions), "angles"
-    (cosines and sines, and the result), or "result", the result alone; the others are float32.
+    (1 + `query_growth` * log(1 + floor((position + `growth_offset`) / original length))). `is_backward`: angles are
+    negative. `rounding` lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and
+    additions), "angles" (cosines and sines, and the result), or "result", the result alone; the others are float32.
     """
 
     size: int
@@ -51,6 +53,7 @@ class RopeParameters:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_growth: float = 0.0
+    growth_offset: int = 0
     rounding: str = "each step"
     is_backward: bool = False
     short_mscale: float = 0.0
@@ -59,6 +62,8 @@ class RopeParameters:
     @property
     def rotary_size(self) -> int:
         """Number of rotated elements of a head, some by no angle if it is `proportional`."""
+        if self.rope_type == NOT_ROTATED:
+            return 0
         return self.size if self.rope_type == "proportional" else int(self.size * self.partial_factor)
 
     def regime(self, num_prompt_tokens: int, most_tokens: int, max_positions: int) -> int:

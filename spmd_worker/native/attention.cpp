@@ -71,7 +71,7 @@ struct Attention {
   int num_heads;
   float scale;  // of scores, to base 2
   float cap;    // of scores, to base 2; 0: none
-  int64_t window;
+  int64_t window;  // below 0: its magnitude is the size of chunks
   int64_t ahead;  // number of later keys that a row sees; 0: attention is causal
   bool has_amx;
   const float* sinks = nullptr;  // one logit per query head, of a key without a value; null: no sinks
@@ -83,7 +83,10 @@ struct Attention {
     return context_lengths[item.sequence] - num_tokens(item.sequence) + row / group_size();
   }
 
-  int64_t first_visible(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
+  int64_t first_visible(int64_t position) const {
+    if (window < 0) return position / -window * -window;
+    return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+  }
 
   int64_t last_visible(int sequence, int64_t position) const {
     return ahead > 0 ? std::min(position + ahead, context_lengths[sequence] - 1) : position;

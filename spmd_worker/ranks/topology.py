@@ -200,6 +200,12 @@ def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
             f"parallel.pipeline_parallel_size={size} is more than the model's {model_config.num_layers} layers: each "
             f"stage has one at least; lower it to {model_config.num_layers} or less"
         )
+    reads_others = model_config.num_layer_inputs or any(layer.kv_layer is not None for layer in model_config.layers)
+    if size > 1 and reads_others:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size={size} is not supported for this model: its layers read keys of other "
+            f"layers, or inputs of each token id, which one stage alone has; set it to 1"
+        )
     if not layers:
         return
     option = f"parallel.pipeline_layers=[{','.join(map(str, layers))}]"
@@ -245,8 +251,9 @@ def _split_columns(layer: LayerConfig, layout: ExpertLayout | None) -> tuple[int
     if layer.experts is None:
         return (layer.intermediate_size,)
     routed = () if layout is not None else (layer.experts.intermediate_size,)
+    dense = (layer.intermediate_size,) if layer.has_dense else ()
     is_shared_split = layer.experts.shared_size > 0 and not (layout is not None and layout.is_exact)
-    return (*routed, layer.experts.shared_size) if is_shared_split else routed
+    return (*routed, *dense, layer.experts.shared_size) if is_shared_split else (*routed, *dense)
 
 
 def layer_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> LayerShare:

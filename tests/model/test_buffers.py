@@ -23,6 +23,8 @@ from kimi_checkpoints import kimi_reference
 from latent_checkpoints import CASES as LATENTS
 from latent_checkpoints import WITH_IMAGES as LATENTS_WITH_IMAGES
 from mamba_checkpoints import MAMBA_CASES, mamba_config
+from recent_checkpoints import CASES as RECENT
+from recent_checkpoints import recent_config
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import MissingWeightsError
@@ -57,6 +59,11 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
         if with_experts == (family in ("NemotronH", "GraniteMoeHybrid")):
             yield f"{family}ForCausalLM", mamba_config(name)
     if with_experts:
+        for name, (family, _) in RECENT.items():
+            text = recent_config(name)
+            yield f"{family}ForCausalLM", text
+            whole = getattr(transformers, f"{family}Config")(text_config=text.to_dict())
+            yield f"{family}ForConditionalGeneration", whole
         for family, keys in EXPERTS.values():
             text, suffix = {**BASE, **keys}, "ForCausalLM"
             if family in EXPERTS_WITH_IMAGES:
@@ -102,6 +109,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
+    with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
     assert found == (with_bias if with_experts else {"ApertusForCausalLM"}), "negative control: they have some"
 
 

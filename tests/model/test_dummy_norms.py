@@ -20,6 +20,7 @@ from spmd_worker.ranks.communicator import single_group
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300_000,
+    "vocab_size_per_layer_input": 300_000,
     "hidden_size": 512,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -58,4 +59,5 @@ def test_dummy_norm_weights_are_recognised_in_all_families():
         for name, shape in norms.items():
             assert mean_and_std(name, shape) == (1.0, 0.1), (architecture, name)
         for name in others:
-            assert mean_and_std(name, (8, 8))[0] == 0.0, (architecture, name)
+            is_factor = name.endswith((".layer_scalar", ".scale", ".per_expert_scale"))
+            assert mean_and_std(name, (8, 8))[0] == float(is_factor), (architecture, name)

@@ -230,7 +230,7 @@ BAD = [
         {"rope_scaling": {"type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2], "short_mscale": 1.1}},
         "rope longrope long_mscale=None must be a number",
     ),
-    ("Llama4", {}, "its layers have experts of a form that does not run"),
+    ("BailingMoe", {}, "its layers have experts of a form that does not run"),
 ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import AdapterError, ModelConfigError, SpmdError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.prompt_adapter import keys_values_for
 from spmd_worker.model.adapters.source import adapter_from_tensors
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers import latent_attention
@@ -38,7 +40,7 @@ from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ranks.communicator import GroupHandle
-from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.ranks.topology import RankLayout, Stage
 from spmd_worker.worker.memory.estimate import cache_spec, weights_bytes
 
 TOLERANCE = 1e-4
@@ -251,6 +253,15 @@ def test_adapters_of_the_projection_from_latents_are_rejected():
     adapted = prompt_logits(model, PROMPTS[1:2], loaded=loaded, digests=[others.digest])[0]
     assert relative_error(adapted, plain) > 0.01
     assert torch.equal(prompt_logits(model, PROMPTS[1:2], 5, loaded=loaded, digests=[others.digest])[0], adapted)
+
+
+def test_keys_of_virtual_tokens_are_rejected():
+    config = read_model_files(latent_folder("deepseek_v3")).model_config
+    adapter = SimpleNamespace(subject="adapter", tensor=torch.zeros(4, 3 * 2 * config.head_size))
+    stage: Any = Stage(0, 3, is_first=True, is_last=True)
+    given: Any = adapter
+    with pytest.raises(AdapterError, match=r"keeps latents .* PREFIX_TUNING is not supported"):
+        keys_values_for(given, config, torch.float32, stage, (0, 1))
 
 
 def test_fp8_blocks_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,9 +4,11 @@ Each run checks queues, tables, pools and slots against each other after every s
 """
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from state_models import answers, state_folder
 from state_rows import SETTINGS, answers_of, state_rows
@@ -15,8 +17,11 @@ from kv_cache.layer_states import LayerStates
 from kv_cache.state_engine import StateEngine
 from kv_cache.state_ops import StateOps
 from spmd_worker import LLM
-from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.engine.engine import CHECK_VARIABLE
+from spmd_worker.model.adapters.prompt_adapter import keys_values_for
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.ranks.topology import complete_model
 
 KIND = "lfm2"
 OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon")
@@ -216,3 +221,9 @@ def test_settings_that_states_do_not_fit_are_refused(settings: dict[str, Any], w
         return
     with pytest.raises(ConfigError, match=words):
         LLM(state_folder(KIND), **{**SETTINGS, **settings})
+
+
+def test_prefix_tuning_is_refused_with_states() -> None:
+    model_config, adapter = read_model_files(state_folder(KIND)).model_config, SimpleNamespace(subject="adapter a")
+    with pytest.raises(AdapterError, match="adapter a: keys and values of virtual tokens have no recurrent state"):
+        keys_values_for(adapter, model_config, torch.float32, complete_model(model_config), (0, 1))

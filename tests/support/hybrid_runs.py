@@ -176,7 +176,7 @@ def greedy_ids(models: Sequence[DecoderForCausalLM], prompt: Sequence[int], coun
 def _cache(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -> Tensor | None:
     """Blocks of a layer; None if it keeps no keys and values."""
     attention = getattr(layer, "self_attn", None)
-    if attention is None:
+    if attention is None or layer.config.kv_layer is not None:
         return None
     has_values = not isinstance(attention, LatentAttention)
     sizes = attention.num_kv_heads, BLOCK_SIZE, attention.head_size

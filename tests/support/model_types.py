@@ -109,6 +109,10 @@ MODEL_TYPES: Final = {
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "BambaForCausalLM": "bamba",
+    "Llama4ForCausalLM": "llama4_text",
+    "Llama4ForConditionalGeneration": "llama4",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForConditionalGeneration": "gemma4",
 }
 
 ENCODER_TYPES: Final = {

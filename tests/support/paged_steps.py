@@ -79,7 +79,10 @@ def formula(one: Sequence) -> Tensor:
     positions = torch.arange(one.length)
     distances = positions - positions.unsqueeze(1)
     is_visible = distances <= (one.length if one.sizes.sees_later else 0)
-    if one.sizes.window:
+    if one.sizes.window < 0:
+        quotients = positions // -one.sizes.window
+        is_visible &= quotients.unsqueeze(1) == quotients
+    elif one.sizes.window:
         is_visible &= distances.abs() < one.sizes.window
     scores = scores.masked_fill(~is_visible, -math.inf)
     if one.sizes.sinks is not None:

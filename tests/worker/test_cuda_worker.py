@@ -226,7 +226,9 @@ def test_sleep_reports_only_allocated_host_memory():
     memory.move_out([(0, 1)])
     assert memory.num_bytes == 3 * 2 * 4
     for held[0], expected in ((0, 100), (memory.num_bytes, 124)):
-        cache = WorkerCaches(SimpleNamespace(num_device_blocks=4, num_host_blocks=9, allocate=lambda: None), 25, cuda)
+        cache = WorkerCaches(
+            SimpleNamespace(num_device_blocks=4, num_host_blocks=9, allocate=lambda: None, states=None), 25, cuda
+        )
         cache.engine.num_host_bytes, cache.engine.release = held[0], lambda: None
         sleeper = WorkerSleep(model, SimpleNamespace(is_allocated=True, num_bytes=7), cache, cuda, 1)
         assert sleeper.commit_sleep(GoingToSleep(1, None)) == {"weights": 0, "kv_cache": expected}
@@ -237,7 +239,7 @@ def test_sleep_reports_only_allocated_host_memory():
 def test_host_memory_is_lazy_only_on_gpu(monkeypatch: pytest.MonkeyPatch):
     for device, taken in ((GPU, 0), (torch.device("cpu"), 5)):
         monkeypatch.setattr(caches, "HostTierEngine", lambda engine, num_slots: SimpleNamespace(num_host_bytes=6))
-        engine = SimpleNamespace(num_host_blocks=3, num_device_blocks=4, num_host_bytes=10)
+        engine = SimpleNamespace(num_host_blocks=3, num_device_blocks=4, num_host_bytes=10, states=None)
         memory = WorkerCaches(engine, 100, device)
         memory.add_tier(2)
         assert (memory.num_device_bytes, memory.num_host_bytes) == (4 * 100, taken * 100)

@@ -80,12 +80,12 @@ def test_fp8_needs_a_gpu_that_multiplies_it(
         chosen(monkeypatch, quantization="fp8")
 
 
-@pytest.mark.parametrize(("head_size", "is_taken"), [(8, False), (16, True), (96, True), (256, True), (288, False)])
+@pytest.mark.parametrize(("head_size", "is_taken"), [(8, False), (16, True), (96, True), (512, True), (544, False)])
 def test_heads_that_no_gate_has_seen_are_refused(monkeypatch: pytest.MonkeyPatch, head_size: int, is_taken: bool):
     if is_taken:
         chosen(monkeypatch, head_size=head_size)
         return
-    with pytest.raises(ConfigError, match=rf"sizes .*16 to 256 .*, not {head_size} "):
+    with pytest.raises(ConfigError, match=rf"sizes .*16 to 512 .*, not {head_size} "):
         chosen(monkeypatch, head_size=head_size)
 
 

@@ -92,6 +92,11 @@ def read_prompt_adapter(path: str | Path) -> PromptAdapter:
 def rows_for(adapter: PromptAdapter, model_config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """Rows of embeddings [virtual tokens, width of the model's embedding]. Raises AdapterError."""
     width = model_config.embedding_size
+    if model_config.num_layer_inputs:
+        raise AdapterError(
+            f"{adapter.subject}: layers of this model read inputs of each token id, and virtual tokens have no id: "
+            f"prompt tuning is not supported"
+        )
     if adapter.tensor.shape[1] != width:
         raise AdapterError(f"{adapter.subject}: rows of {adapter.tensor.shape[1]} numbers, the model's have {width}")
     return _in_dtype(adapter, dtype)
@@ -109,6 +114,14 @@ def keys_values_for(
         raise AdapterError(
             f"{adapter.subject}: keys and values of virtual tokens have no recurrent state, and this model has layers "
             f"with one: PREFIX_TUNING is not supported"
+        )
+    if any(layer.kv_layer is not None for layer in model_config.layers):
+        raise AdapterError(
+            f"{adapter.subject}: layers of this model read keys and values of others: PREFIX_TUNING is not supported"
+        )
+    if any(layer.latent is not None for layer in model_config.layers):
+        raise AdapterError(
+            f"{adapter.subject}: this model keeps latents in place of keys and values: PREFIX_TUNING is not supported"
         )
     sizes = list(dict.fromkeys((layer.num_kv_heads, layer.head_size) for layer in model_config.layers))
     width = sum(2 * layer.num_kv_heads * layer.head_size for layer in model_config.layers)

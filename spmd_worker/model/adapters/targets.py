@@ -31,6 +31,7 @@ _LINEARS: Final = (
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
     *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
+    *("per_layer_input_gate", "per_layer_projection"),
 )
 """Linear layers of a decoder layer, by our names."""
 _LATENT_PROJECTION: Final = "self_attn.kv_b_proj"
@@ -77,7 +78,7 @@ class AdapterTargets:
         }
         fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
         endings = [fused.get(ours, self._table.parts.get(ours, ours)) for ours in _LINEARS]
-        tops = tuple(each for each in (self._table.project_in, self._table.project_out) if each)
+        tops = (self._table.project_in, self._table.project_out, self._table.layer_inputs[1])
         self._shapes = {
             name.removesuffix(".weight"): shape
             for name, shape in model.weights.shapes.items()

@@ -16,7 +16,7 @@ from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, Ro
 from spmd_worker.model.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
-from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.gates import sigmoid
@@ -38,6 +38,11 @@ class Sinks(CheckpointLayer):
         yield shard(name, (self._num_heads,), f"{prefix}.scores", 0, *self._heads)
 
 
+def _bare(norm: NormConfig) -> NormConfig:
+    """The norm without weights, rounded once."""
+    return NormConfig(eps=norm.eps, rounds_once=True, has_weight=False)
+
+
 class Attention(nn.Module):
     """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head,
     output projection.
@@ -49,7 +54,7 @@ class Attention(nn.Module):
         heads = shard_range(layer.num_heads, group.size, group.rank)
         kv_heads = kv_head_range(layer.num_kv_heads, group.size, group.rank)
         self.num_heads, self.num_kv_heads, self.head_size = heads[1] - heads[0], kv_heads[1] - kv_heads[0], size
-        self.window, self.scale, self._score_cap = layer.window, layer.scale, layer.score_cap
+        self.window, self.scale, self._score_cap = layer.window or -layer.chunk, layer.scale, layer.score_cap
         self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
         self._qkv_clip, self._is_plain = layer.qkv_clip, layer.is_plain_attention
         self._key_multiplier, (self._in_multiplier, self._out_multiplier) = (
@@ -60,9 +65,11 @@ class Attention(nn.Module):
         assert layer.output_gate in ("", "head", "number"), layer.output_gate
         self._has_gates = layer.output_gate == "number"
         assert not self._has_gates or layer.qk_norm != "flat", "a flat norm is of queries alone"
+        self._reads_other = layer.kv_layer is not None
+        of_keys = ("k_proj", "v_proj")[: layer.num_key_projections]
         shares = [
             ("q_proj", layer.num_heads, heads, size * (1 + self._has_gates)),
-            *((name, layer.num_kv_heads, kv_heads, size) for name in ("k_proj", "v_proj")),
+            *((name, layer.num_kv_heads, kv_heads, size) for name in of_keys),
         ]
         parts = tuple(
             OutputPart(name, total * each, start * each, stop * each) for name, total, (start, stop), each in shares
@@ -77,16 +84,22 @@ class Attention(nn.Module):
                 context, hidden_size, (OutputPart("g_proj", layer.num_heads, *heads),), has_bias=False
             )
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
+        assert not self._reads_other or layer.qk_norm in ("none", "head"), layer.qk_norm
+        has_values_norm = layer.norms_values and not self._reads_other
+        self.v_norm = new_norm(context, size, _bare(layer.norm)) if has_values_norm else None
         self.q_norm: Norm | HeadNorms | None = None
         self.k_norm: Norm | HeadNorms | None = None
         if layer.qk_norm == "each_head":
             norm = replace(layer.norm, has_bias=False)
             self.q_norm = HeadNorms(context, layer.num_heads, heads, size, norm)
             self.k_norm = HeadNorms(context, layer.num_kv_heads, kv_heads, size, norm)
+        elif layer.qk_norm == "bare_after_rope":
+            self.q_norm = self.k_norm = new_norm(context, size, _bare(layer.norm))
         elif layer.qk_norm != "none":
             is_flat = layer.qk_norm == "flat"
             self.q_norm = new_norm(context, size * (layer.num_heads if is_flat else 1), layer.norm)
-            self.k_norm = new_norm(context, size * (layer.num_kv_heads if is_flat else 1), layer.norm)
+            if not self._reads_other:
+                self.k_norm = new_norm(context, size * (layer.num_kv_heads if is_flat else 1), layer.norm)
 
     def forward(
         self,
@@ -100,7 +113,9 @@ class Attention(nn.Module):
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
     ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
+        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, unless it is
+        another layer's, then reads.
+        """
         del states
         projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
         attended = None
@@ -111,8 +126,11 @@ class Attention(nn.Module):
                 projected, (angles.cos, angles.sin), layer_cache, metadata, self.num_heads, self.scale, self.window
             )
         if attended is None:
-            query, key, value = self._query_key_value(projected, angles)
-            self._backend.write(key, value, layer_cache, metadata)
+            if self._reads_other:
+                query = self._query(projected, angles)
+            else:
+                query, key, value = self._query_key_value(projected, angles)
+                self._backend.write(key, value, layer_cache, metadata)
             if wanted is not None:
                 if not len(wanted.rows):
                     return x[:0]
@@ -139,7 +157,8 @@ class Attention(nn.Module):
         """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]. With gates a head of `projected` has
         its query, then its gate.
         """
-        query, key, value = projected.split_with_sizes(self._sizes, dim=-1)
+        query, key, *values = projected.split_with_sizes(self._sizes, dim=-1)
+        value = values[0] if values else key
         key = key if self._key_multiplier == 1.0 else key * self._key_multiplier
         if self._qk_norm == "flat":
             query, key = self._norm_all_heads(query, key)
@@ -147,14 +166,25 @@ class Attention(nn.Module):
             query, key, value = (part.clamp(-self._qkv_clip, self._qkv_clip) for part in (query, key, value))
         query = query.view(len(projected), self.num_heads, -1)[..., : self.head_size]
         key, value = (part.view(len(projected), -1, self.head_size) for part in (key, value))
+        value = value if self.v_norm is None else self.v_norm(value)
         if self._qk_norm in ("head", "each_head") and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
             query, key = angles.rotate(self._kernels, query), angles.rotate(self._kernels, key)
-            query = query if angles.query_factors is None else query * angles.query_factors
-        if self._qk_norm == "head_after_rope" and self.q_norm is not None and self.k_norm is not None:
+            query = query if angles.query_factors is None else (query * angles.query_factors).to(query.dtype)
+        if (
+            self._qk_norm in ("head_after_rope", "bare_after_rope")
+            and self.q_norm is not None
+            and self.k_norm is not None
+        ):
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, value
+
+    def _query(self, projected: Tensor, angles: Angles | None) -> Tensor:
+        """[T, Hq * D] -> [T, Hq, D], in a layer without keys."""
+        query = projected.view(len(projected), self.num_heads, -1)
+        query = query if self.q_norm is None else self.q_norm(query)
+        return query if angles is None else angles.rotate(self._kernels, query)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, Hq * D] and keys [T, Hkv * D], normed over the heads of all ranks with the bits of one rank."""

@@ -45,21 +45,35 @@ _GATE_SLOPE: Final = 1.702
 
 
 class Router(PackedLayer):
-    """Selects experts and their weights, in float32. A shared expert's gate is the last row of `weight`."""
+    """Selects experts and their weights, in float32. A shared expert's gate is the last row of `weight`. With experts
+    beside a dense feed-forward its input is normed, by a weight, `scale`, and experts have numbers that multiply their
+    weights.
+    """
 
     is_float32 = True
 
-    def __init__(self, context: LayerContext, experts: ExpertsConfig, hidden_size: int) -> None:
+    def __init__(self, context: LayerContext, experts: ExpertsConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
+        self._eps = eps
         self._experts, self._hidden_size, self._kernels = experts, hidden_size, context.kernels
         self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
         context = replace(context, dtype=torch.float32)
         self.weight = context.parameter(experts.num_experts + experts.has_shared_gate, hidden_size)
         self.bias = context.parameter(experts.num_experts) if experts.has_router_bias else None
         self.choice_bias = context.parameter(experts.num_experts) if experts.has_choice_bias else None
+        self.scale = self.per_expert_scale = None
+        if experts.are_beside_dense:
+            self.scale, self.per_expert_scale = context.parameter(hidden_size), context.parameter(experts.num_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """[T, hidden] -> experts int64 [T, k] ascending, weights float32 [T, k], shared weight [T, 1] or None."""
+        if self.scale is None or self.per_expert_scale is None:
+            return self._chosen(x)
+        x = self._kernels.full_norm(x.float(), self.scale, None, self._eps, offset=0.0, is_centred=False)
+        ids, weights, shared_gate = self._chosen(x * self._hidden_size**-0.5)
+        return ids, weights * self.per_expert_scale[ids], shared_gate
+
+    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         kernels = self._expert_kernels
         if kernels is not None:
             return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
@@ -75,6 +89,9 @@ class Router(PackedLayer):
         yield replicated(f"{prefix}.weight", (num_experts, size), f"{prefix}.weight")
         if self.bias is not None:
             yield replicated(f"{prefix}.bias", (num_experts,), f"{prefix}.bias")
+        if self.scale is not None:
+            yield replicated(f"{prefix}.scale", (size,), f"{prefix}.scale")
+            yield replicated(f"{prefix}.per_expert_scale", (num_experts,), f"{prefix}.per_expert_scale")
         if self.choice_bias is not None:
             name = f"{prefix}.e_score_correction_bias"
             yield replicated(name, (num_experts,), f"{prefix}.choice_bias", is_buffer=True)
@@ -89,11 +106,11 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
 
     Of equal scores the lower index is selected. The weights of a row with a NaN score are NaN.
     """
-    assert experts.score in ("softmax", "sigmoid", "softmax_chosen", "sparsemixer"), experts.score
+    assert experts.score in ("softmax", "sigmoid", "softmax_chosen", "sigmoid_chosen", "sparsemixer"), experts.score
     if experts.score == "sparsemixer":
         return _mix_sparsely(logits, experts.jitter)
     scores = logits
-    if experts.score != "softmax_chosen":
+    if experts.score in ("softmax", "sigmoid"):
         scores = sigmoid(logits) if experts.score == "sigmoid" else logits.softmax(-1)
     choice = scores if choice_bias is None else scores + choice_bias
     if experts.num_groups > 1:
@@ -102,6 +119,8 @@ def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsC
     weights = scores.gather(1, ids)
     if experts.score == "softmax_chosen":
         weights = weights.softmax(-1)
+    elif experts.score == "sigmoid_chosen":
+        weights = sigmoid(weights)
     if experts.renormalises:
         total = reduce(torch.add, weights.unbind(1)).unsqueeze(1)
         total = total + experts.added_to_sum
@@ -254,7 +273,7 @@ class SparseFeedForward(nn.Module):
         of_expert = context if layout is None else unsharded
         if self._expert_kernels is not None:
             of_expert = replace(of_expert, device=torch.device("meta"))
-        self.gate = Router(context, experts, hidden_size)
+        self.gate = Router(context, experts, hidden_size, layer.norm.eps)
         expert_size = experts.latent_size or hidden_size
         self.experts = nn.ModuleDict({str(index): Expert(of_expert, layer, experts, expert_size) for index in own})
         remote = [index for index in range(experts.num_experts) if index not in own]
@@ -289,20 +308,28 @@ class SparseFeedForward(nn.Module):
         *,
         is_fused: bool = True,
         slots: Tensor | None = None,
+        router_input: Tensor | None = None,
     ) -> Tensor:
-        """`slots`: see `AttentionMetadata.slots`. Adapters add to the shared expert alone. If not `is_fused`, experts
-        are called one by one, without padding; clamped gates then have torch's exponential instead of that of
-        `Kernels.expert_kernels`.
+        """`slots`: see `AttentionMetadata.slots`. The router reads `router_input`, or the same as experts. Adapters add
+        to the shared expert alone. If not `is_fused`, experts are called one by one, without padding; clamped gates
+        then have torch's exponential instead of that of `Kernels.expert_kernels`.
         """
-        ids, weights, shared_gate = self.gate(x)
+        ids, weights, shared_gate = self.gate(x if router_input is None else router_input)
         inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)
+        chosen, padding = ids, slots
+        if self._config.weighs_inputs:
+            # Each chosen expert of a token has an input of its own.
+            num_chosen = ids.shape[1]
+            inputs = inputs.repeat_interleave(num_chosen, 0) * weights.view(-1, 1).to(x.dtype)
+            chosen, weights = ids.view(-1, 1), torch.ones_like(weights)
+            padding = None if slots is None else slots.repeat_interleave(num_chosen)
         kernels = self._expert_kernels if is_fused else None
         if kernels is None:
-            results = self._results(inputs, ids, is_fused)
+            results = self._results(inputs, chosen, is_fused)
         else:
             assert self._stacked is not None, "made with the kernels"
             stack, is_exact = self._stacked.get(), self._is_exact
-            results = kernels.outputs(inputs, ids, stack, slots, self._totals, others_are_zero=is_exact)
+            results = kernels.outputs(inputs, chosen, stack, padding, self._totals, others_are_zero=is_exact)
         shared: Tensor | None = None
         if self.shared_expert is not None:
             shared = self.shared_expert(x, adapters, is_fused=is_fused)

@@ -32,9 +32,9 @@ from spmd_worker.ops.kernels.api import Kernels
 @dataclass(frozen=True, slots=True)
 class Angles:
     """Cosines and sines [T, R / 2] of a step's tokens, for the first R elements of a head: element i is paired with i +
-    R / 2, or neighbours are paired if `is_interleaved`. `is_plain`: all of a head, in halves, and nothing else; else
-    rotated queries are multiplied by `query_factors` [T, 1, 1], if there are any. With float32 angles the rotation is
-    computed in float32 and rounded once.
+    R / 2, or neighbours are paired if `is_interleaved`. R may be 0. `is_plain`: all of a head, in halves, and nothing
+    else; else rotated queries are multiplied by `query_factors` [T, 1, 1], if there are any. With float32 angles the
+    rotation is computed in float32 and rounded once.
     """
 
     cos: Tensor
@@ -45,6 +45,8 @@ class Angles:
 
     def rotate(self, kernels: Kernels, x: Tensor) -> Tensor:
         """[T, heads, D] -> [T, heads, D]."""
+        if not self.cos.shape[1]:
+            return x
         if self.cos.dtype != x.dtype:
             return self.rotate(kernels, x.to(self.cos.dtype)).to(x.dtype)
         size = 2 * self.cos.shape[1]
@@ -92,11 +94,15 @@ class RotaryEmbedding:
         return Angles(cos, sin, self._rope.is_interleaved, self.is_plain(dtype), self._query_factors(positions, dtype))
 
     def _query_factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """[T, 1, 1]. Through float64: the last bit of a logarithm may depend on the element's index in the tensor."""
-        if not self._rope.query_growth:
+        """[T, 1, 1], rounded as angles are. Through float64: the last bit of a logarithm may depend on the element's
+        index in the tensor.
+        """
+        rope = self._rope
+        if not rope.query_growth:
             return None
-        lengths = 1 + torch.floor(positions.double() / self._rope.original_max_position_embeddings)
-        return (1 + self._rope.query_growth * lengths.log()).to(dtype).view(-1, 1, 1)
+        lengths = 1 + torch.floor((positions + rope.growth_offset).double() / rope.original_max_position_embeddings)
+        factors = (1 + rope.query_growth * lengths.log()).view(-1, 1, 1)
+        return factors.to(torch.float32 if rope.rounding == "result" else dtype)
 
     def _frequencies_at(self, positions: Tensor, regimes: Tensor) -> Tensor:
         """[R / 2], or [T, R / 2] if tokens differ."""

@@ -27,6 +27,7 @@ _IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_p
 without gates have a stack of their own.
 """
 _EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMORY.values() for part in parts)
+_LAYER_INPUTS: Final = tuple(f"model.layer_inputs.{each}" for each in ("table", "projection", "norm"))
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
 
@@ -50,6 +51,7 @@ class CheckpointNames:
             "model.norm": names.norm,
             "model.project_in": names.project_in,
             "model.project_out": names.project_out,
+            **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
             "pooler.dense": names.head_dense,
@@ -299,13 +301,22 @@ class CheckpointNames:
         return is_for_images or name.startswith(self._names.ignored_prefixes)
 
     def is_derived(self, name: str) -> bool:
-        """Whether the tensor is not needed: frequencies, masks, a tied head, later layers, other input than text."""
+        """Whether the tensor is not needed: frequencies, masks, a tied head, later layers, other input than text, keys
+        of layers that read those of others.
+        """
         if name.rpartition(".")[0] in self._head_modules:
             return False
         is_ignored = name.endswith(self._names.ignored) or self._is_beside_text(name)
         has_no_head = self._is_tied or not self._has_head
         is_head = name == self._head or (not self._has_head and name == f"{self._names.head}.bias")
-        return is_ignored or (has_no_head and is_head) or self._is_of_later_layer(name)
+        return is_ignored or (has_no_head and is_head) or self._is_of_later_layer(name) or self._is_of_keys(name)
+
+    def _is_of_keys(self, name: str) -> bool:
+        """Whether it is of keys and values in a layer that reads those of another: files may have them still."""
+        found = self._layer_of(name)
+        if found is None or self._model_config.layers[found[0]].kv_layer is None:
+            return False
+        return found[1].startswith(("self_attn.k_", "self_attn.v_"))
 
     def tensors(self, stage_slices: Callable[[Stage], Sequence[WeightSlice]]) -> dict[str, ModelTensor]:
         """All tensors of the checkpoint by name, of every stage, from the slices of a rank of any stage."""

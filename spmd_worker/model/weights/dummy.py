@@ -22,7 +22,10 @@ from spmd_worker.model.weights.staging import HOST, HostStaging
 # Changing any of the first three changes the weights.
 _BLOCK_ELEMENTS = 1 << 16
 _EMBEDDING_STD = 0.02
-_NORM = re.compile(r"(norm|(^|\.)ln_\w+)(\.norms\.\d+)?\.weight$", re.IGNORECASE)
+_NORM = re.compile(
+    r"(norm(_\d|_f)?|(^|\.)ln_\w+)(\.norms\.\d+)?\.weight$|\.layer_scalar$|\.(router|per_expert)\.?_?scale$",
+    re.IGNORECASE,
+)
 # Short rows share a block, so gaps below its size cost nothing; larger gaps are skipped.
 _MAX_GAP_ELEMENTS = _BLOCK_ELEMENTS
 

@@ -47,7 +47,8 @@ class Names:
     `mixer_aliases` are `layer_aliases` of layers with one mixer. `ignores_later_layers`: files may have layers after
     the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders; so are `head_dense`
     and `head_norm`, which precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
-    are between embeddings, or logits, and layers of another size.
+    are between embeddings, or logits, and layers of another size. `layer_inputs` are the table, the projection and the
+    norm of numbers for each layer (`LayerConfig.input_size`).
     """
 
     embedding: str = "model.embed_tokens"
@@ -79,6 +80,7 @@ class Names:
     ending_aliases: Mapping[str, str] = field(default_factory=dict)
     project_in: str = ""
     project_out: str = ""
+    layer_inputs: tuple[str, str, str] = ("", "", "")
 
     def canonical(self, name: str) -> str:
         """The name here, of which `name` may be an alias."""

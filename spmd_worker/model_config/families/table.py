@@ -26,9 +26,11 @@ from spmd_worker.model_config.families.family import (
     Wiring,
     next_to,
 )
+from spmd_worker.model_config.families.gemma4_rows import GEMMA4_ROWS
 from spmd_worker.model_config.families.kimi_rows import KIMI_ROWS
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
+from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
@@ -231,6 +233,8 @@ FAMILIES: Final[dict[str, Family]] = {
     **DELTA_ROWS,
     **KIMI_ROWS,
     **MAMBA_ROWS,
+    **LLAMA4_ROWS,
+    **GEMMA4_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
@@ -252,13 +256,13 @@ _RELATIVE: Final = "its attention encodes relative positions as learned biases"
 _HAS_ENCODER: Final = "it is an encoder-decoder model"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
-    _EXPERTS: ("Llama4ForCausalLM", "BailingMoeForCausalLM"),
+    _EXPERTS: ("BailingMoeForCausalLM",),
     _INDEXER: ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"),
     _TWO_LATENTS: ("LongcatFlashForCausalLM", "YoutuForCausalLM"),
     _RECURRENT: ("MambaForCausalLM",),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
-        *("Gemma4ForConditionalGeneration", "Llama4ForConditionalGeneration", "Ovis2ForConditionalGeneration"),
+        "Ovis2ForConditionalGeneration",
         *("DeepseekVLHybridForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),
         *("HunYuanVLForConditionalGeneration", "FastVlmForConditionalGeneration"),
         *("Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration"),

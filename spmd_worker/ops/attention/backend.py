@@ -70,7 +70,8 @@ class AttentionBackend(Protocol):
         """Attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D]: causal, unless
         `metadata.sees_later`.
 
-        `window` 0 sees all keys; otherwise the last `window` keys, the query's own included. If `score_cap` is above 0,
+        `window` 0 sees all keys; above 0, the last `window` keys, the query's own included; below 0, the keys of the
+        query's chunk: those at positions with the same quotient by -window. If `score_cap` is above 0,
         scores are cap * tanh(score * scale / cap). `sinks`, float32 [Hq], are one more score per head, of a key without
         a value (https://arxiv.org/abs/2309.17453).
 

@@ -119,7 +119,6 @@ class CpuBackend(AttentionBackend):
         assert 0 <= value_size <= size, (value_size, size)
         assert value_size % _HEAD_SIZE_STEP == 0, value_size
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-        assert window >= 0, window
         if sinks is not None:
             sinks = sinks.contiguous()
             check_tensor(sinks, torch.float32, (num_heads,))
@@ -153,7 +152,6 @@ class CpuBackend(AttentionBackend):
         cache = self._cache_arguments(layer_cache, size)
         num_kv_heads, num_tokens = cache[2], checked.num_tokens
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-        assert window >= 0, window
         check_tensor(projected, self._dtype, (num_tokens, (num_heads + 2 * num_kv_heads) * size))
         for each in angles:
             check_tensor(each, self._dtype, (num_tokens, size // 2))

@@ -66,7 +66,10 @@ class SdpaBackend(AttentionBackend):
 
 def _first_visible_key(num_keys: int, num_queries: int, window: int) -> int:
     """Position of the earliest key that the first query sees."""
-    return max(0, num_keys - num_queries - window + 1) if window else 0
+    first_query = num_keys - num_queries
+    if window < 0:
+        return first_query // -window * -window
+    return max(0, first_query - window + 1) if window else 0
 
 
 def _gather(layer_cache: Tensor, table: Tensor, first_key: int, num_keys: int) -> tuple[Tensor, Tensor, int]:
@@ -182,4 +185,6 @@ def _mask(
     query_positions = torch.arange(first_query + rows.start, first_query + rows.stop, device=device).unsqueeze(1)
     key_positions = torch.arange(first_key, num_keys, device=device).unsqueeze(0)
     mask = key_positions <= query_positions + num_later
+    if window < 0:
+        return mask & (key_positions >= query_positions // -window * -window)
     return mask & (key_positions > query_positions - window) if window else mask

@@ -18,7 +18,7 @@ from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.triton import attention, rows
 
 _NO_SLOT: Final = -1
-HEAD_SIZES = range(16, 257)
+HEAD_SIZES = range(16, 513)
 """Smaller heads fit no matrix instruction; larger ones are not compiled by tests/ops/kernels/compile_gate.py."""
 LATENT_SIZES = range(16, 577)
 """Sizes of keys whose values are their first numbers."""

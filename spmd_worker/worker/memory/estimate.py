@@ -75,6 +75,10 @@ def weights_bytes(
     tables = num_tables * num_rows * model_config.embedding_size + num_others * hidden
     image_rows = vocabulary_rows(model_config.num_embeddings, layout.tensor_parallel_size) - num_rows
     tables += stage.is_first * image_rows * model_config.embedding_size
+    if model_config.num_layer_inputs:
+        # Layers of every stage would need them: there is one stage.
+        input_rows = vocabulary_rows(model_config.num_layer_inputs, layout.tensor_parallel_size)
+        tables += input_rows * model_config.layer_inputs_size + model_config.num_layer_input_parameters
     # Every rank of a group has the complete projection, on the stage of its table.
     tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters
     num_norms = stage.is_last * model_config.has_last_norm + stage.is_first * model_config.has_embedding_norm
@@ -101,19 +105,23 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     """
     stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
     for layer, share in rank_layers(model_config, layout, rank):
-        columns = share.num_columns if share.experts is None else share.experts.num_shared_columns
+        columns = share.num_columns if layer.has_dense else 0
+        columns = columns if share.experts is None else columns + share.experts.num_shared_columns
         linears = mixer_linears(layer, hidden, share)
         modules = [(each.num_inputs, outputs) for each in linears for outputs in each.num_outputs]
         if columns and layer.has_feed_forward:
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
         if layer.experts is not None and layer.experts.latent_size:
             modules += [(hidden, layer.experts.latent_size), (layer.experts.latent_size, hidden)]
+        if layer.input_size:
+            modules += [(hidden, layer.input_size), (layer.input_size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += (
         (stage.is_first + stage.is_last)
         * (hidden + model_config.own_embedding_size)
         * (model_config.own_embedding_size > 0)
     )
+    total += (hidden + model_config.layer_inputs_size) * (model_config.layer_inputs_size > 0)
     padded_rank = -(-limits.max_lora_rank // _RANK_STEP) * _RANK_STEP
     return total * padded_rank * limits.max_cpu_loras * DTYPE_BYTES[dtype]
 
@@ -145,13 +153,18 @@ def quantised_shapes(
     for layer, share in rank_layers(model_config, layout, rank):
         for each in mixer_linears(layer, hidden, share):
             shapes[sum(each.num_outputs), each.num_inputs, False] += 1
-        if not layer.has_feed_forward:
+        if layer.input_size:
+            shapes[layer.input_size, hidden, False] += 1
+            shapes[hidden, layer.input_size, False] += 1
+        if not layer.has_dense:
             continue
         first = share.num_columns * (1 + layer.is_gated)
         shapes[first, hidden, layer.is_gated and layer.activation == "silu" and not layer.bound] += 1
         shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
         shapes[rank_vocabulary_rows(model_config, layout), model_config.embedding_size, False] += 1
+    if model_config.layer_inputs_size:
+        shapes[model_config.layer_inputs_size, hidden, False] += 1
     if model_config.own_embedding_size and stage.is_first:
         shapes[hidden, model_config.own_embedding_size, False] += 1
     if model_config.own_embedding_size and stage.is_last:
@@ -215,6 +228,8 @@ def activation_bytes(
     per_token = num_streams * model_config.hidden_size + max(
         attention, num_columns, _sparse_elements(model_config, layout)
     )
+    # Projected, looked up, normed and added; a layer's own are copied.
+    per_token += 5 * model_config.layer_inputs_size
     if model_config.is_encoder:
         return num_tokens * per_token * DTYPE_BYTES[dtype]
     num_shard_rows = rank_vocabulary_rows(model_config, layout)
@@ -259,7 +274,7 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     """Elements per token of queries, keys and values and of their copies in one layer."""
     size, heads = layer.head_size, share.num_heads + 2 * share.num_kv_heads
     has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
-    has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0
+    has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0 or layer.norms_values
     elements = (5 if has_copies else 3) * heads * size
     if layer.qk_norm == "flat":
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
@@ -282,7 +297,7 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     """Elements per token of the largest sparse layer, if all tokens are routed to one expert."""
     size = 1 if layout.experts is not None else layout.tensor_parallel_size
     counts = [
-        (experts.num_chosen + 8) * model_config.hidden_size
+        (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * experts.are_beside_dense) * model_config.hidden_size
         + (12 if experts.limit > 0 or experts.bound > 0 else 10) * (experts.intermediate_size // size + 1)
         + _column_copies(layer) * experts.shared_size
         + 12 * experts.num_experts
@@ -328,7 +343,7 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare) -> Stat
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
-    if layer.mixer in ("conv", "delta", "mamba", "none"):
+    if layer.mixer in ("conv", "delta", "mamba", "none") or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
         return BlockLayer(1, layer.latent.key_size, 0)

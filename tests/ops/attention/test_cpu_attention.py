@@ -22,7 +22,7 @@ from spmd_worker.ops.kernels.cpu.native import CpuKernels
 WHOLE = 10_000
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 GROUPS = [(2, 1), (1, 2), (3, 3), (2, 4), (1, 7), (2, 8), (1, 20)]
-HEAD_SIZES = [16, 32, 48, 64, 80, 96, 112, 128, 256]
+HEAD_SIZES = [16, 32, 48, 64, 80, 96, 112, 128, 256, 512]
 ODD_PLACES = [1, 7, 50, 64, 100]
 
 each_dtype = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
@@ -45,14 +45,16 @@ def test_every_head_size_agrees_with_the_formula(instruction_set, dtype, head_si
     assert is_close(run(backend_for(instruction_set, sizes), one, WHOLE), formula(one), dtype)
 
 
-WINDOWS = [0, 1, 50, 64, 150]
+WINDOWS = [0, 1, 50, 64, 150, -50, -64]
+"""Below 0: chunks."""
 FEW_GROUPS = [(1, 2), (1, 7), (1, 20)]
 
 
 def each_group_and_window():
     """All groups without a window and with one, all windows with three of the groups; the rest in the stress tier."""
+    few = {(group, window) for group in FEW_GROUPS for window in WINDOWS if window != -64}
     return [
-        pytest.param(*group, window, marks=[] if window in (0, 50) or group in FEW_GROUPS else pytest.mark.stress)
+        pytest.param(*group, window, marks=[] if window in (0, 50) or (group, window) in few else pytest.mark.stress)
         for group in GROUPS
         for window in WINDOWS
     ]
@@ -72,7 +74,7 @@ def test_every_group_and_window_agrees_with_the_formula(instruction_set, dtype, 
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("window", [0, 50, pytest.param(-50, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     "score_cap", [3.0, pytest.param(0.5, marks=pytest.mark.matrix), pytest.param(50.0, marks=pytest.mark.matrix)]
 )
@@ -111,7 +113,7 @@ def test_plain_torch_takes_sinks_too(window):
         assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
 
 
-@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("window", [0, 50, -50])
 def test_plain_torch_bounds_scores_too(window):
     one = sequence(90, Sizes(group_size=3, window=window, score_cap=3.0))
     for chunk in (WHOLE, 7):
@@ -381,7 +383,7 @@ def test_metadata_out_of_bounds_is_rejected(field, value, words):
 def test_what_is_not_supported_is_said_in_words():
     assert "float16" in str(cpu_backend_or_reason(torch.float16, (64,), 16))
     assert "not 72" in str(cpu_backend_or_reason(FLOAT32, (72,), 16))
-    assert "not 512" in str(cpu_backend_or_reason(FLOAT32, (512,), 16))
+    assert "not 592" in str(cpu_backend_or_reason(FLOAT32, (592,), 16))
     assert "not 24" in str(cpu_backend_or_reason(FLOAT32, (64,), 24))
     assert "not 1" in str(cpu_backend_or_reason(FLOAT32, (64,), 1))
     assert isinstance(cpu_backend_or_reason(BFLOAT16, (80,), 2), CpuBackend)

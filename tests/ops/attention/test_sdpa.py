@@ -22,7 +22,7 @@ def attended(num_queries: int, num_keys: int, window: int, *, in_full: bool, see
 
 @pytest.mark.parametrize("size", [1, 7, 32, 70])
 @pytest.mark.parametrize("in_full", [False, True])
-@pytest.mark.parametrize(("window", "sees_later"), [(0, False), (50, False), (50, True)])
+@pytest.mark.parametrize(("window", "sees_later"), [(0, False), (50, False), (50, True), (-64, False)])
 def test_query_slices_see_the_keys_of_the_chunk(
     monkeypatch: pytest.MonkeyPatch, size: int, in_full: bool, window: int, sees_later: bool
 ):

@@ -216,7 +216,7 @@ def norm_variant(width: int, element: str = "bf16") -> Variant:
     return Variant(f"add_rms_norm {width}", row_kernels.add_rms_norm, types, constants, rows.row_options(width), ("H",))
 
 
-HEAD_SIZES = {"96": (8, 8, 96), "192": (8, 2, 192), "256": (8, 4, 256), "64 of one": (64, 1, 128)}
+HEAD_SIZES = {"96": (8, 8, 96), "192": (8, 2, 192), "256": (8, 4, 256), "512": (16, 2, 512), "64 of one": (64, 1, 128)}
 """Further shapes of attention: query heads, key-value heads, head size."""
 _COMPUTE = {80: (8, 0), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 _STRIDES = ("stride_query", "stride_page")

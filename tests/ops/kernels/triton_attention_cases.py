@@ -114,6 +114,9 @@ class Step:
         distance = torch.arange(end)[None] - torch.arange(first, end)[:, None]
         far = window or 2**30
         seen = (distance > -far) & (distance < (1 if is_causal else far))
+        if window < 0:
+            quotients = torch.arange(end) // -window
+            seen = (distance <= 0) & (quotients[first:, None] == quotients)
         scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
         scores = score_cap * (scores / score_cap).tanh() if score_cap else scores
         scores = scores.masked_fill(~seen, -math.inf)
@@ -134,7 +137,8 @@ def heads_of_every_size_are_right() -> None:
     assert [attention.head_parts(size) for size in (16, 20, 80, 96, 112, 192, 224, 256, 576)] == [
         *((16, 0), (32, 0), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0), (256, 0), (512, 64)),
     ]
-    wide = [(64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (576, 512)] if "wide" in sys.argv else []
+    wide = [(64, 0), (96, 0), (128, 0), (192, 0), (192, 128), (256, 0), (512, 0), (576, 512)]
+    wide = wide if "wide" in sys.argv else []
     for size, value_size in ((20, 0), (48, 32), (112, 0), *wide):
         step = Step([37], (2, 1, size), torch.float16, value_size)
         for chunk in ((0, 36, 37), (0, 20, 37)):
@@ -143,11 +147,18 @@ def heads_of_every_size_are_right() -> None:
 
 def a_window_is_right_and_what_is_before_it_is_never_read() -> None:
     step = Step([70], (3, 1, 16), torch.float32)
-    for chunk, window in (((0, 69, 70), 5), ((0, 69, 70), 40), ((0, 60, 70), 40)):
+    for chunk, window in (((0, 69, 70), 5), ((0, 69, 70), 40), ((0, 60, 70), 40), ((0, 20, 70), -24)):
         assert_near(step.attend([chunk], window)[0], step.reference(chunk, window), torch.float32)
     expected = step.attend([(0, 69, 70)], 5)[0]
     step.cache[step.tables[0, :8]] = math.nan  # positions 0 to 63
     assert torch.equal(step.attend([(0, 69, 70)], 5)[0], expected)
+    # A chunk ends; alone and with others a token has the same bits.
+    step = Step([70], (3, 1, 16), torch.float32)
+    both, alone = step.attend([(0, 60, 70)], -64)[0], step.attend([(0, 63, 64)], -64)[0]
+    assert torch.equal(both[3], alone[0])
+    assert torch.equal(step.attend([(0, 64, 65)], -64)[0][0], both[4])
+    step.cache[step.tables[0, :8]] = math.nan
+    assert torch.equal(step.attend([(0, 64, 70)], -64)[0], both[4:])
 
 
 def capped_scores_and_sinks_are_right() -> None:
@@ -248,7 +259,7 @@ def items_in_words(
             num_tokens = min(per_tile, stop - token)
             position = length - stop + token
             seen = min(position + num_tokens + later, length)
-            first = max(0, position - far + 1) // segment
+            first = (position // -window * -window if window < 0 else max(0, position - far + 1)) // segment
             own.append([index, token, num_tokens, position, seen, first, -(-seen // segment), -1])
         if not own:
             continue
@@ -270,7 +281,7 @@ def items_are_all_the_work_there_is() -> None:
         counts = [chance.choice([1, 1, 1, 2, 17, 70]) for _ in range(chance.randrange(3, 6))]
         starts = [0, *itertools.accumulate(counts)]
         lengths = [count + chance.choice([0, 3, 40, 700]) for count in counts]
-        for group, window, later in ((1, 0, 0), (3, 0, 0), (4, 50, 0), (SMALL.rows, 33, 0), (2, 50, 49)):
+        for group, window, later in ((1, 0, 0), (3, 0, 0), (4, 50, 0), (SMALL.rows, 33, 0), (3, -90, 0), (2, 50, 49)):
             arguments = (starts, lengths, (group, 1), window, later)
             expected = items_in_words(starts, lengths, group, window, later, splits=number % 4 > 0)
             assert made_items(*arguments, splits=number % 4 > 0) == expected

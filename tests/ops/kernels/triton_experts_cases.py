@@ -128,7 +128,8 @@ def a_token_alone_has_its_bits_in_a_batch() -> None:
 
 def a_layer_is_the_reference_layer() -> None:
     shared = replace(CONFIG, shared_size=24, has_shared_gate=True, score="sigmoid", scaling=1.7)
-    for config in (CONFIG, CLAMPED, shared):
+    weighs_inputs = replace(shared, has_shared_gate=False, score="sigmoid_chosen", renormalises=False, scaling=1.0)
+    for config in (CONFIG, CLAMPED, shared, weighs_inputs, replace(CONFIG, are_beside_dense=True)):
         x = tokens(19, torch.float32)
         ours, reference = new_layer(config), new_layer(config, is_reference=True)
         assert torch.allclose(ours(x), reference(x), rtol=1e-5, atol=1e-6), config
@@ -275,7 +276,8 @@ def routers_choose_what_the_reference_chooses() -> None:
     grouped = replace(grouped, has_choice_bias=True)
     plain = replace(CONFIG, num_experts=12, num_chosen=4, renormalises=False)
     least = replace(CONFIG, has_choice_bias=True, min_sum=0.7)
-    for config in (CONFIG, CLAMPED, grouped, plain, least, MIXED, replace(grouped, num_groups=1, num_chosen_groups=1)):
+    forms = (replace(grouped, num_groups=1, num_chosen_groups=1), replace(grouped, groups_by_best=True))
+    for config in (CONFIG, CLAMPED, grouped, plain, least, MIXED, *forms):
         for dtype in floats():
             layer, x = new_layer(config, dtype), tokens(37, dtype)
             ids, weights, expected, values = routed(layer, x, config)

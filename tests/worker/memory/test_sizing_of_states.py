@@ -1,5 +1,6 @@
 """Sizing of recurrent states: numbers of sequences, snapshots and blocks follow the memory."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from state_rows import SETTINGS
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM
-from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, PlanConfig, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.worker import start
@@ -92,6 +93,14 @@ def test_plan_of_gpus_has_numbers_of_states() -> None:
     resolved = run()
     plan = make_plan(resolve_run(resolved.config, "cuda"))
     assert "states of 256, 512 snapshots" in describe_plan(plan)
+
+
+def test_plan_says_what_does_not_fit() -> None:
+    resolved = run(max_num_seqs=2048)
+    plan = PlanConfig(enabled=True, memory_gib=0.25)
+    text = describe_plan(make_plan(replace(resolved, config=replace(resolved.config, plan=plan))))
+    assert "max_num_seqs=2048 needs recurrent states of 2.0 MiB, 1.0 KiB a sequence, but " in text
+    assert "\nrejected   " in text
 
 
 def test_blocks_must_end_where_states_are_kept() -> None:

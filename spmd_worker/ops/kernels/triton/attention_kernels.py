@@ -162,6 +162,13 @@ def _segment(
 
 
 @triton.jit
+def _first_seen(position, window):
+    """The first key that a token sees, see `attend`; below 0 for the first of all."""
+    chunk = tl.maximum(-window, 1)
+    return tl.where(window < 0, position // chunk * chunk, position - window + 1)
+
+
+@triton.jit
 def _item(
     work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks, stride_query,
     stride_page, stride_table, window, later, scale, cap,
@@ -188,9 +195,10 @@ def _item(
     if K1:
         q1 = _load(rows, is_row, K0, K1, D)
     position = first_position + r // G
-    before, last = position - window, tl.minimum(position + later, seen - 1)
-    lowest = tl.maximum(first_position - window + 1, 0)
-    all_from, all_until = first_position + num_tokens - window, tl.minimum(first_position + later + 1, seen)
+    before, last = _first_seen(position, window) - 1, tl.minimum(position + later, seen - 1)
+    lowest = tl.maximum(_first_seen(first_position, window), 0)
+    all_from = _first_seen(first_position + num_tokens - 1, window)
+    all_until = tl.minimum(first_position + later + 1, seen)
     head_keys, head_values = keys, values + column
     if not LATENT:
         head_keys, head_values = keys + kv_head * (BLOCK * D), values + kv_head * (BLOCK * DV) + column
@@ -242,7 +250,8 @@ def attend(
     registers. ONE: no item has more than one segment. The values' columns are computed in PARTS, each
     by itself with the scores again: wide heads' sums need more registers than there are.
 
-    A token sees `later` keys after its own, and of the earlier ones those less than `window` away (2**30 for all);
+    A token sees `later` keys after its own, and of the earlier ones those less than `window` away (2**30 for all) or,
+    of a `window` below 0, those of its own chunk of -window keys;
     `sinks` float32 [Hq]. `scale` is log2(e) * the attention scale, or if CAPPED the attention scale / the cap; `cap` is
     log2(e) * the cap.
     """
@@ -300,7 +309,7 @@ def _shares(queries, length, window, FEW: tl.constexpr, MANY: tl.constexpr, SEGM
     """Sequences with these numbers of queries and keys: segments if the only query may be split, else 0; 1 if one
     item has all queries and one segment, else 0; tiles of MANY queries of the others.
     """
-    first = tl.maximum(length - queries - window + 1, 0) // SEGMENT
+    first = tl.maximum(_first_seen(length - queries, window), 0) // SEGMENT
     segments = (length + SEGMENT - 1) // SEGMENT - first
     split = tl.where((queries == 1) & (segments > 1), segments, 0)
     is_one = (queries > 0) & (queries <= FEW) & (segments == 1)
@@ -354,7 +363,7 @@ def make_items(
         num_tokens = tl.minimum(stop - token, MANY)
         position = length - stop + token
         seen = tl.minimum(position + num_tokens + later, length)
-        begin = tl.maximum(position - window + 1, 0) // SEGMENT + tl.where(is_split, number, 0)
+        begin = tl.maximum(_first_seen(position, window), 0) // SEGMENT + tl.where(is_split, number, 0)
         end = tl.where(is_split, begin + 1, (seen + SEGMENT - 1) // SEGMENT)
         row, inside = items + (first + number) * 8, number < num_own
         tl.store(row, tl.zeros([EACH], tl.int32) + own, mask=inside)

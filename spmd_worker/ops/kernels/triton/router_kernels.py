@@ -140,6 +140,8 @@ def choose(
         power = tl.exp(scores - tl.max(tl.where(is_chosen, scores, float("-inf")), 0))
         power = tl.where(is_chosen, power, 0.0)
         values = power / tl.sum(power, 0)
+    if SCORE == "sigmoid_chosen":
+        values = tl.where(is_chosen, _sigmoid(scores), 0.0)
     if RENORMALISES:
         values = values / tl.maximum(tl.sum(values, 0) + added, min_sum)
     is_nan = tl.max(tl.where(inside & (scores != scores), 1, 0), 0) == 1

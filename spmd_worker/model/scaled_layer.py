@@ -1,0 +1,83 @@
+"""Layer whose stream is multiplied by a number behind it; with experts, if it has any, beside a dense feed-forward,
+and with inputs of its own, if it has any, behind that (Gemma 4).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model.decoder import DecoderLayer
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.experts import SparseFeedForward
+from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.linear import replicated_linear
+from spmd_worker.model.layers.norm import new_norm
+from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
+from spmd_worker.model_config.layer_config import LayerConfig
+
+
+class LayerScalar(CheckpointLayer):
+    """One number, [1], a buffer in transformers. Replicated."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self.value = context.parameter(1)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        yield replicated(f"{prefix}.value", (1,), f"{prefix}.value", is_buffer=True)
+
+
+class Layer(DecoderLayer):
+    """`DecoderLayer`, times `layer_scalar`. `mlp` is the sparse feed-forward if there is one, `dense` the other."""
+
+    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
+        assert not defers, "outputs are normed before they are added"
+        super().__init__(context, layer, hidden_size, defers=defers)
+        self.layer_scalar = LayerScalar(context)
+        self.dense: FeedForward | None = None
+        if layer.experts is not None:
+            self.dense = FeedForward(context, layer, hidden_size)
+            self.dense_output_norm, self.experts_input_norm, self.experts_output_norm = (
+                new_norm(context, hidden_size, layer.norm) for _ in range(3)
+            )
+        if layer.input_size:
+            self._kernels = context.kernels
+            self.per_layer_input_gate = replicated_linear(
+                context, "per_layer_input_gate", hidden_size, layer.input_size
+            )
+            self.per_layer_projection = replicated_linear(
+                context, "per_layer_projection", layer.input_size, hidden_size
+            )
+            self.post_per_layer_input_norm = new_norm(context, hidden_size, layer.norm)
+
+    def forward(self, *arguments: Any, inputs: Tensor | None = None, **options: Any) -> tuple[Tensor | None, Tensor]:
+        """`inputs` [T, P] of this layer."""
+        part, residual = super().forward(*arguments, **options)
+        assert part is None, "the number multiplies the complete stream"
+        assert (inputs is not None) == (self.config.input_size > 0), self.config
+        if inputs is not None:
+            adapters = options.get("adapters")
+            gates = self._kernels.activate(self.per_layer_input_gate(residual, adapters), self.config.activation)
+            projected = self.per_layer_projection(gates * inputs, adapters)
+            residual.add_(self.post_per_layer_input_norm(projected))
+        return None, residual.mul_(self.layer_scalar.value)
+
+    def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
+        if self.dense is None:
+            return super()._fed_forward(x, residual, **options)
+        assert isinstance(self.mlp, SparseFeedForward)
+        of_dense = {key: value for key, value in options.items() if key != "slots"}
+        # Normed at once: parts have one buffer in symmetric memory.
+        dense = self._normed(self.dense_output_norm, self.dense(x, **of_dense))
+        routed = self.mlp(self.experts_input_norm(residual), router_input=residual, **options)
+        both = dense + self._normed(self.experts_output_norm, routed)
+        residual.add_(both if self.mlp_output_norm is None else self.mlp_output_norm(both))
+        return None
+
+    def _normed(self, norm: torch.nn.Module, part: Tensor) -> Tensor:
+        """The norm of the sum of all ranks' parts."""
+        normed: Tensor = norm(self._group.all_reduce(part))
+        return normed

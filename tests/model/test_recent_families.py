@@ -1,0 +1,418 @@
+"""Llama 4 and Gemma 4 against transformers: logits, steps, shards, stages, tensors, entries of rows, known mistakes.
+
+Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_mutants import entries
+from hybrid_runs import greedy_ids, run_rows
+from our_model import is_noticed, load_model
+from peft import PeftModel
+from peft_adapters import peft_logits, write_adapter
+from recent_checkpoints import CASES, recent_folder, recent_reference, thinned_recent_folder
+from reference_models import open_reference, random_prompt, relative_error
+from safetensors.torch import load_file, save_file
+from state_segments import CHUNKS
+from thread_groups import on_ranks
+from torch import Tensor
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.source import read_adapter
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
+from spmd_worker.worker.memory.estimate import weights_bytes
+
+TOLERANCE = 1e-4
+ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 70)]
+INPUT_PROJECTIONS = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
+FEW = ("llama4", "gemma4", "gemma4_small")
+"""One case of each shape."""
+
+
+def quick(*names: str, among: Iterable[str] = CASES) -> pytest.MarkDecorator:
+    """Cases; all but these are in the tier of layouts."""
+    marks = {name: [] if name in names else pytest.mark.matrix for name in among}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+@cache
+def expected(name: str) -> list[Tensor]:
+    return their_logits(recent_reference(name))
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> list[Tensor]:
+    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in ROWS]
+
+
+def worst_error(name: str, logits: list[Tensor]) -> float:
+    return max(map(relative_error, logits, expected(name)))
+
+
+def new_model(
+    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
+) -> DecoderForCausalLM:
+    """A model with kernels of plain torch, not packed."""
+    context = LayerContext(
+        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
+    )
+    model = build_model(context, config or read_model_files(folder).model_config, stage)
+    with model.weights.open(folder) as checkpoint:
+        model.weights.fill(checkpoint)
+    return model
+
+
+@pytest.mark.guarantee("Models compute what transformers computes")
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_ids_equal_transformers(name: str):
+    model = load_model(recent_folder(name))
+    assert worst_error(name, run_rows([model], ROWS)[0]) < TOLERANCE
+    configs = [read_model_files(each).model_config for each in (recent_folder(name), thinned_recent_folder(name))]
+    assert configs[0] == configs[1]
+    thinned = their_logits(recent_reference(name, is_thinned=True))
+    assert all(map(torch.equal, thinned, expected(name))), "the oracle's own"
+    ids = greedy_ids([model], ROWS[2], 3)
+    assert ids[0] == int(expected(name)[2][-1].argmax())
+    with torch.no_grad():
+        after = recent_reference(name)(torch.tensor([[*ROWS[2], *ids[:2]]]), use_cache=False).logits[0, -2:]
+    assert after.argmax(-1).tolist() == ids[1:]
+
+
+@pytest.mark.guarantee("A row's answer depends on the row alone")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@quick(*FEW)
+def test_steps_and_other_rows_change_no_bit(name: str, dtype: str):
+    """Prompts cut anywhere, rows together and alone; blocks hold NaN before."""
+    model = load_model(recent_folder(name), dtype=dtype)
+    logits, _ = run_rows([model], ROWS)
+    assert not any(bool(each.isnan().any()) for each in logits)
+    for chunk in CHUNKS:
+        found, _ = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
+        assert all(map(torch.equal, found, logits)), chunk
+    for row, alone in enumerate(ROWS):
+        assert torch.equal(run_rows([model], [alone])[0][0], logits[row])
+
+
+@quick("llama4", "gemma4_small")
+def test_engine_answers_as_transformers(name: str):
+    """Prompts in several steps, and again with cached prefixes."""
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(recent_folder(name), dtype="float32", device="cpu", max_num_batched_tokens=32, max_model_len=128) as llm:
+        for _ in range(2):
+            for row, output in zip(ROWS, llm.generate([{"prompt_token_ids": row} for row in ROWS], sampling)):
+                ids = list(output.outputs[0].token_ids)
+                with torch.no_grad():
+                    logits = recent_reference(name)(torch.tensor([[*row, *ids]]), use_cache=False).logits[0]
+                assert logits.argmax(-1)[len(row) - 1 : -1].tolist() == ids
+        if name == "gemma4_small":
+            with pytest.raises(ValueError, match="whose layers read inputs of each token id: give token ids"):
+                llm.generate([{"prompt_embeds": torch.zeros(3, 64)}], sampling)
+
+
+def stages_of(config: ModelConfig) -> tuple[Stage, Stage]:
+    half = config.num_layers // 2
+    return Stage(0, half, is_first=True, is_last=False), Stage(half, config.num_layers, is_first=False, is_last=True)
+
+
+@quick(*FEW)
+def test_shards_equal_transformers_and_stages_one_rank(name: str):
+    folder = recent_folder(name)
+
+    def run(group: GroupHandle) -> list[Tensor]:
+        model = new_model(folder, group)
+        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 33)[0]]
+
+    whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
+    assert worst_error(name, whole) < TOLERANCE
+    config = read_model_files(folder).model_config
+    if config.num_layer_inputs:
+        with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported for this model"):
+            check_divides(RankLayout(1, 2), config)
+        return
+    staged, _ = run_rows([new_model(folder, stage=stage) for stage in stages_of(config)], ROWS, 33)
+    assert all(map(torch.equal, staged, run_rows([new_model(folder)], ROWS, 33)[0]))
+
+
+@quick(*FEW)
+def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
+    """By the names of files and of transformers' memory."""
+    folder = recent_folder(name)
+    model, tensors = new_model(folder), load_file(folder / "model.safetensors")
+    tensors = {each: tensor for each, tensor in tensors.items() if not model.weights.names.is_derived(each)}
+    with model.as_checkpoint() as view:
+        shown = dict(view.named_parameters()) | dict(view.named_buffers())
+        assert set(shown) == set(tensors)
+        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
+    for given in (tensors, recent_reference(name).state_dict()):
+        other = new_model(folder)
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        assert other.load_weights(list(given.items())) == set(tensors)
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+
+@pytest.mark.guarantee("The plan's bytes are those of the run")
+@pytest.mark.parametrize("name", CASES)
+def test_planned_bytes_equal_parameters(name: str):
+    config = read_model_files(recent_folder(name)).model_config
+    for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
+        for rank in range(size):
+            group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
+            options = (ReferenceKernels(), SdpaBackend(), getattr(torch, dtype), torch.device("meta"))
+            parameters = build_model(LayerContext(group, *options), config).parameters()
+            planned = weights_bytes(config, RankLayout(size), rank, dtype, "cuda")
+            assert planned == sum(each.nbytes for each in parameters), (size, rank)
+
+
+@quick("gemma4_small", among=FEW)
+def test_adapters_of_linear_layers_are_those_of_peft(name: str, tmp_path: Path):
+    folder, targets = recent_folder(name), [*("q_proj", "k_proj", "gate_proj", "down_proj"), *INPUT_PROJECTIONS]
+    targets = targets if name == "gemma4_small" else targets[:4]
+    write_adapter(open_reference(folder), tmp_path, (("target_modules", targets),))
+    model, source = load_model(folder), read_adapter(tmp_path)
+    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
+    loaded.commit(loaded.prepare(source))
+    reference = PeftModel.from_pretrained(open_reference(folder), tmp_path).eval()
+    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
+    assert max(map(relative_error, logits, [peft_logits(reference, row) for row in ROWS])) < TOLERANCE
+    # Control: it matters.
+    assert worst_error(name, logits) > 100 * TOLERANCE
+
+
+def test_int8_projections_stay_near_transformers():
+    model = load_model(recent_folder("gemma4_small"), quantization="int8")
+    logits, _ = run_rows([model], ROWS)
+    assert 1e-3 < worst_error("gemma4_small", logits) < 0.3
+    assert all(map(torch.equal, run_rows([model], ROWS, 16)[0], logits))
+
+
+TEXT_PARTS = {
+    "llama4": ("Llama4ForConditionalGeneration", "", "language_model.", "vision_model."),
+    "gemma4": ("Gemma4ForConditionalGeneration", "model.", "model.language_model.", "model.vision_tower."),
+    "gemma4_small": ("Gemma4ForConditionalGeneration", "model.", "model.language_model.", "model.vision_tower."),
+    "gemma4_small of text alone": ("Gemma4ForCausalLM", "model.", "model.language_model.", ""),
+}
+"""Architecture, the beginning of names that another replaces, and that of names for images."""
+
+
+@pytest.mark.parametrize("name", TEXT_PARTS)
+def test_text_of_a_file_with_images_has_the_same_logits(name: str, tmp_path: Path):
+    architecture, prefix, other_prefix, images = TEXT_PARTS[name]
+    name = name.split()[0]
+    folder = tmp_path / "with_images"
+    shutil.copytree(recent_folder(name), folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in config.items() if key not in ("architectures", "transformers_version")}
+    given = {"architectures": [architecture], "text_config": text} if images else config
+    (folder / "config.json").write_text(json.dumps(given))
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {other_prefix + each.removeprefix(prefix): tensor for each, tensor in tensors.items()}
+    if images:
+        tensors[f"{images}patch.weight"] = torch.ones(2, 2)
+    if name == "gemma4_small":
+        # The hub's files have them in layers that do not read them.
+        for other in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+            tensors[f"{other_prefix}layers.5.self_attn.{other}"] = torch.ones(2)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert worst_error(name, run_rows([new_model(folder)], ROWS)[0]) < TOLERANCE
+
+
+# ---- each entry of a row, and mistakes that no entry makes ---------------------------------------------------------
+
+UNSEEN = ("models", "defaults", "newer", "layers", "ropes", "names.aliases")
+"""Entries with tests of their own, or, as ropes of plain rows, without an effect where `layers` needs them."""
+BARE = ({}, {"num_experts": 4, "num_local_experts": 8, "mlp_bias": True, "norm_topk_prob": True, "hidden_size": 1024})
+"""Files that leave out nearly all, with keys that the classes do not know."""
+
+
+def mutants(row: Family) -> list[tuple[str, Family]]:
+    """The row with one entry as Llama's row has it, and with one renamed part fewer."""
+    found = entries(row, Family(), *UNSEEN, "names.parts", "file_keys")
+    for key in row.names.parts:
+        parts = {other: name for other, name in row.names.parts.items() if other != key}
+        found.append((f"names.parts {key}", replace(row, names=replace(row.names, parts=parts))))
+    for key in row.file_keys:
+        kept = {other: name for other, name in row.file_keys.items() if other != key}
+        found.append((f"file_keys {key}", replace(row, file_keys=kept)))
+    return found
+
+
+def readings(architecture: str) -> list[Any]:
+    """Of the bare files; None for one that is rejected."""
+    found: list[Any] = []
+    for keys in BARE:
+        try:
+            found.append(model_config_of({"architectures": [architecture], **keys}, Path("config.json")))
+        except ModelConfigError:
+            found.append(None)
+    return found
+
+
+def our_logits(folder: Path) -> list[Tensor]:
+    return run_rows([new_model(folder)], ROWS)[0]
+
+
+@pytest.mark.parametrize("architecture", ["Llama4ForCausalLM", "Gemma4ForCausalLM"])
+def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
+    cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]
+    folders = {name: (recent_folder(name), thinned_recent_folder(name)) for name in cases}
+    silent, right = [], readings(architecture)
+    assert None not in right
+    for what, mutant in mutants(FAMILIES[architecture]):
+        monkeypatch.setitem(FAMILIES, architecture, mutant)
+        if readings(architecture) != right:
+            continue
+        rights = [(folders[name], lambda logits, name=name: worst_error(name, logits) < TOLERANCE) for name in cases]
+        if not any(is_noticed(each, our_logits, is_right) for each, is_right in rights):
+            silent.append(what)
+    assert not silent, silent
+
+
+def with_layers(name: str, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
+    config = read_model_files(recent_folder(name)).model_config
+    return replace(config, layers=tuple(change(each) for each in config.layers))
+
+
+def with_rope(name: str, index: int, **fields: Any) -> ModelConfig:
+    config = read_model_files(recent_folder(name)).model_config
+    ropes = [replace(each, **fields) if each is config.ropes[index] else each for each in config.ropes]
+    return replace(config, ropes=tuple(ropes))
+
+
+def _other_keys(layer: LayerConfig) -> LayerConfig:
+    """Of the first layer of its kind."""
+    return layer if layer.kv_layer is None else replace(layer, kv_layer=int(layer.window == 0))
+
+
+def _weighs_outputs(layer: LayerConfig) -> LayerConfig:
+    experts = layer.experts
+    return layer if experts is None else replace(layer, experts=replace(experts, score="sigmoid"))
+
+
+def _plain_norms(layer: LayerConfig) -> LayerConfig:
+    return replace(layer, norm=replace(layer.norm, offset=1.0))
+
+
+def _without_scales(name: str, parameter: str) -> list[Tensor]:
+    """With ones, or of tables zeros, in place of these weights."""
+    model = new_model(recent_folder(name))
+    for each, value in model.named_parameters():
+        if each.endswith(parameter):
+            value.data.fill_(0.0 if "inputs" in parameter else 1.0)
+    return run_rows([model], ROWS)[0]
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        "layer_scalar.value",
+        "per_expert_scale",
+        "gate.scale",
+        "experts_input_norm.weight",
+        "inputs.table.weight",
+        "inputs.projection.weight",
+        "post_per_layer_input_norm.weight",
+    ],
+)
+def test_comparison_detects_weights_left_out(parameter: str):
+    name = "gemma4_small" if "input" in parameter and "experts" not in parameter else "gemma4"
+    assert worst_error(name, _without_scales(name, parameter)) > 30 * TOLERANCE
+
+
+MISTAKES: dict[str, tuple[str, Callable[[str], ModelConfig]]] = {
+    "no chunks": ("llama4", lambda name: with_layers(name, lambda each: replace(each, chunk=0))),
+    "chunks as windows": (
+        "llama4",
+        lambda name: with_layers(name, lambda each: replace(each, chunk=0, window=each.chunk)),
+    ),
+    "chunks in all layers": ("llama4", lambda name: with_layers(name, lambda each: replace(each, chunk=32))),
+    "queries do not grow": ("llama4", lambda name: with_rope(name, 1, query_growth=0.0)),
+    "queries grow a token later": ("llama4", lambda name: with_rope(name, 1, growth_offset=0)),
+    "halves are rotated": ("llama4", lambda name: with_rope(name, 0, is_interleaved=False)),
+    "no norm of heads": ("llama4", lambda name: with_layers(name, lambda each: replace(each, qk_norm="none"))),
+    "weights are of outputs": ("llama4_other", lambda name: with_layers(name, _weighs_outputs)),
+    "first layer's keys": ("gemma4_small", lambda name: with_layers(name, _other_keys)),
+    "scores by the head size": ("gemma4", lambda name: with_layers(name, lambda each: replace(each, scale=0.25))),
+    "values are not normed": ("gemma4", lambda name: with_layers(name, lambda each: replace(each, norms_values=False))),
+    "proportional as partial": ("gemma4", lambda name: with_rope(name, 0, rope_type="default")),
+    "norms add one": ("gemma4", lambda name: with_layers(name, _plain_norms)),
+    "no window": ("gemma4", lambda name: with_layers(name, lambda each: replace(each, window=0))),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_comparison_detects_known_mistakes(mistake: str):
+    name, config_of = MISTAKES[mistake]
+    logits = run_rows([new_model(recent_folder(name), config=config_of(name))], ROWS)[0]
+    assert worst_error(name, logits) > 30 * TOLERANCE
+
+
+# ---- config.json ---------------------------------------------------------------------------------------------------
+
+BROKEN: list[tuple[str, dict[str, Any], str]] = [
+    ("llama4", {"layer_types": ["chunked_attention"] * 3}, r"layer_types=\[.*must list 4 of chunked_attention"),
+    ("llama4", {"attention_chunk_size": None}, "attention_chunk_size=None must be a whole number"),
+    ("llama4", {"attn_temperature_tuning": "yes"}, "attn_temperature_tuning='yes' must be true or false"),
+    ("llama4", {"floor_scale": 0}, "floor_scale=0 must be a whole number"),
+    ("llama4", {"moe_layers": 3}, "moe_layers=3 must be a list of layers"),
+    ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers must list 4 of 0 and 1"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+    ("gemma4", {"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config=.* of every full_attention layer"),
+    ("gemma4", {"per_layer_config": None, "global_head_dim": 17}, "global_head_dim=17 must be even"),
+    ("gemma4", {"per_layer_config": None, "num_global_key_value_heads": 3}, "not a multiple of num_global_key_value"),
+    ("gemma4", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters=.*must have an object for each"),
+    ("gemma4_dense", {"per_layer_config": None, "layer_types": ["full_attention"]}, "layer_types must list 6 of"),
+    ("gemma4_small", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 leaves layers of a kind"),
+    ("gemma4_small", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 must be a whole number"),
+    ("gemma4_small", {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9 must be vocab_size=96 or more"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), BROKEN)
+def test_broken_config_error_names_key_and_rule(name: str, keys: dict[str, Any], message: str, tmp_path: Path):
+    config = json.loads((recent_folder(name) / "config.json").read_text())
+    with pytest.raises(ModelConfigError, match=message):
+        model_config_of({**config, **keys}, tmp_path / "config.json")
+
+
+def test_bare_llama4_file_has_the_defaults_of_transformers():
+    from transformers import Llama4TextConfig
+
+    theirs = Llama4TextConfig()
+    ours = model_config_of({"architectures": ["Llama4ForCausalLM"]}, Path("config.json"))
+    assert (ours.hidden_size, ours.vocab_size, ours.num_layers) == (theirs.hidden_size, theirs.vocab_size, 48)
+    assert [each.chunk for each in ours.layers] == [8192 * (kind[0] == "c") for kind in theirs.layer_types]
+    first, second = ours.layers[0], ours.ropes[1]
+    assert (first.num_heads, first.num_kv_heads, first.head_size) == (40, 8, 128)
+    assert first.experts is not None
+    sizes = (first.experts.num_experts, first.experts.num_chosen, first.experts.intermediate_size)
+    assert sizes == (theirs.num_local_experts, theirs.num_experts_per_tok, theirs.intermediate_size)
+    assert first.experts.shared_size == theirs.intermediate_size
+    assert (second.query_growth, second.original_max_position_embeddings) == (theirs.attn_scale, theirs.floor_scale)
+    assert (ours.norm.eps, ours.ropes[0].rope_theta) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    # Older files have a number.
+    same = {"architectures": ["Llama4ForCausalLM"], "attn_temperature_tuning": 4}
+    assert model_config_of(same, Path("config.json")) == ours
+    assert ours.max_position_embeddings == theirs.max_position_embeddings

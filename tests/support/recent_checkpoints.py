@@ -1,0 +1,188 @@
+"""Small random checkpoints of Llama 4 and Gemma 4, written by transformers, and thinned as files of the hub are.
+
+As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from family_checkpoints import stir
+from reference_models import open_reference
+from run_folder import made_once
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 0.03,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA4 = {
+    **_BASE,
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 32,
+    "floor_scale": 4,
+    "attn_scale": 0.3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_GEMMA4 = {
+    **_BASE,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 37,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    },
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4": ("Llama4", _LLAMA4),
+    "llama4_other": (
+        "Llama4",
+        {
+            **_LLAMA4,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "moe_layers": [0, 1, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention", "chunked_attention"],
+            "rope_parameters": _LLAMA3,
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "gemma4_dense": (
+        "Gemma4",
+        {**_GEMMA4, "num_hidden_layers": 6, "layer_types": None, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma4_small": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 100,
+        },
+    ),
+}
+
+
+@cache
+def recent_folder(name: str) -> Path:
+    """The checkpoint of a case, with every key in its config.json; written once a run."""
+    return made_once(f"recent {name}", lambda folder: _write(folder, name))
+
+
+@cache
+def thinned_recent_folder(name: str) -> Path:
+    """The same without the keys that have the class's default or follow from others."""
+    return made_once(f"thinned recent {name}", lambda folder: _thin(recent_folder(name), folder, CASES[name][0]))
+
+
+@cache
+def recent_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
+    """transformers' model of the folder."""
+    return open_reference(thinned_recent_folder(name) if is_thinned else recent_folder(name))
+
+
+def recent_config(name: str) -> PreTrainedConfig:
+    """transformers' config of a case."""
+    family, keys = CASES[name]
+    config: PreTrainedConfig = getattr(transformers, f"{family}TextConfig")(**keys)
+    return config
+
+
+def _write(folder: Path, name: str) -> None:
+    model = getattr(transformers, f"{CASES[name][0]}ForCausalLM")(recent_config(name))
+    model = model.float().eval()
+    stir(model)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            # One score larger than the others needs no other expert.
+            if name.endswith("router.weight"):
+                value.mul_(0.5)
+        for number, (name, value) in enumerate(model.named_buffers()):
+            if name.endswith("layer_scalar"):
+                value.fill_(0.6 + 0.3 * (number % 3))
+    model.save_pretrained(folder)
+
+
+def _thin(full: Path, folder: Path, family: str) -> None:
+    shutil.copytree(full, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    defaults = getattr(transformers, f"{family}TextConfig")().to_dict()
+    kept = {"architectures", "model_type"}
+    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    _THINNERS[family](thin)
+    path.write_text(json.dumps(thin))
+
+
+def _thin_llama4(config: dict[str, Any]) -> None:
+    """Older files have the rope's base apart."""
+    if config.get("interleave_moe_layer_step") == 2 and config["moe_layers"] == [1, 3]:
+        for key in ("layer_types", "moe_layers"):
+            del config[key]
+        config["no_rope_layers"] = []
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+
+
+def _thin_gemma4(config: dict[str, Any]) -> None:
+    """Files of the hub have the sizes of full layers once, for all."""
+    config.pop("per_layer_config")
+    config["global_head_dim"] = 32
+    if config.get("attention_k_eq_v"):
+        config["num_global_key_value_heads"] = 1
+    if config["num_hidden_layers"] == 6 and "num_kv_shared_layers" not in config:
+        del config["layer_types"]
+
+
+_THINNERS: dict[str, Callable[[dict[str, Any]], None]] = {"Llama4": _thin_llama4, "Gemma4": _thin_gemma4}
