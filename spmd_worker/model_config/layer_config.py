@@ -144,7 +144,8 @@ class DeltaConfig:
 
     `beta_scale` 2 allows negative eigenvalues. `norm_eps` is of the gated norm, whose gate passes through
     `gate_activation`, "silu" or "sigmoid". `is_per_channel`: each channel of a key decays by itself (Kimi's KDA,
-    https://arxiv.org/abs/2510.26692).
+    https://arxiv.org/abs/2510.26692). Gates of outputs and steps are projected from `gate_rank` numbers each; 0: from
+    the hidden state.
     """
 
     num_key_heads: int
@@ -156,6 +157,7 @@ class DeltaConfig:
     beta_scale: float = 1.0
     gate_activation: str = "silu"
     is_per_channel: bool = False
+    gate_rank: int = 0
 
     @property
     def num_channels(self) -> int:
@@ -174,8 +176,9 @@ class DeltaConfig:
 
     @property
     def num_projected(self) -> int:
-        """Outputs of the first projection: queries, keys, values, gates of outputs, beta, steps."""
-        return self.num_channels + self.num_columns + self.num_value_heads + self.num_steps
+        """Outputs of projections: queries, keys, values, gates of outputs, beta, steps, and numbers between two."""
+        gates = self.num_columns + self.num_value_heads + self.num_steps
+        return self.num_channels + gates + 2 * self.gate_rank
 
     @property
     def num_float32_elements(self) -> int:

@@ -118,8 +118,11 @@ def _delta_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> t
     assert layer.delta is not None, layer
     own = layer.delta.share(share.num_ranks)
     keys = own.num_key_heads * own.key_size
-    outputs = (keys, keys, own.num_columns, own.num_columns, own.num_value_heads, own.num_steps)
-    return LinearSizes(hidden_size, outputs), LinearSizes(own.num_columns, (hidden_size,))
+    gates, rank = (own.num_columns, own.num_steps), own.gate_rank
+    first_gates = (rank or own.num_columns, own.num_value_heads, rank or own.num_steps)
+    outputs = (keys, keys, own.num_columns, *first_gates)
+    expanded = tuple([LinearSizes(rank, (size,)) for size in gates if rank])
+    return LinearSizes(hidden_size, outputs), *expanded, LinearSizes(own.num_columns, (hidden_size,))
 
 
 def _delta_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:

@@ -19,6 +19,7 @@ from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
 from expert_checkpoints import expert_folder, expert_reference
 from expert_models import load
 from family_checkpoints import BASE, CASES, WITH_IMAGES, config_class, family_folder, family_reference
+from kimi_checkpoints import kimi_reference
 from latent_checkpoints import CASES as LATENTS
 from latent_checkpoints import WITH_IMAGES as LATENTS_WITH_IMAGES
 from mamba_checkpoints import MAMBA_CASES, mamba_config
@@ -52,6 +53,8 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for name, (_, architecture, keys) in DELTA_CASES.items():
         if with_experts == ("num_experts" in keys.get("text_config", keys)):
             yield architecture, delta_config(name)
+    if with_experts:
+        yield "KimiLinearForCausalLM", kimi_reference("kimi_linear").config
     for name, (family, _) in MAMBA_CASES.items():
         if with_experts == (family in ("NemotronH", "GraniteMoeHybrid")):
             yield f"{family}ForCausalLM", mamba_config(name)
@@ -104,7 +107,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     assert seen == {name for name, family in known.items() if (family.experts is not None) == with_experts}
     with_bias = {"MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "Dots1ForCausalLM"}
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
-    with_bias |= {"Kimi_K25ForConditionalGeneration"}
+    with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
     with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
     assert found == (with_bias if with_experts else {"ApertusForCausalLM"}), "negative control: they have some"

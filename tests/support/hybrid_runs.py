@@ -16,6 +16,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.delta_net import DeltaNet
+from spmd_worker.model.layers.latent_attention import LatentAttention
 from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.short_conv import ShortConv
 from spmd_worker.ops.kernels.recurrent import StateSegments
@@ -177,5 +178,7 @@ def _cache(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -> Tens
     attention = getattr(layer, "self_attn", None)
     if attention is None or layer.config.kv_layer is not None:
         return None
-    shape = attention._backend.block_shape(attention.num_kv_heads, BLOCK_SIZE, attention.head_size)
+    has_values = not isinstance(attention, LatentAttention)
+    sizes = attention.num_kv_heads, BLOCK_SIZE, attention.head_size
+    shape = attention._backend.block_shape(*sizes, has_values=has_values)
     return torch.full((num_blocks, *shape), torch.nan, dtype=model.model.dtype)

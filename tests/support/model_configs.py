@@ -40,6 +40,8 @@ def _mixed_layers(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         return {"full_attn_idxs": [*range(1, num_layers, 2)]}
     if architecture == "Lfm2MoeForCausalLM":
         return {"layer_types": [("conv", "full_attention")[layer % 2] for layer in range(num_layers)]}
+    if architecture == "KimiLinearForCausalLM":
+        return {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)]}
     return {}
 
 
@@ -50,7 +52,8 @@ def _few_experts(architecture: str) -> dict[str, Any]:
         return {}
     shared = {experts.shared_key: 1 if experts.counts_shared else 40} if experts.shared_key else {}
     shared |= {"n_group": 1, "topk_group": 1} if experts.has_groups else {}
-    return {experts.count_keys[0]: 4, experts.chosen_key: 2, "moe_intermediate_size": 24, **shared}
+    given = {experts.count_keys[0]: 4, experts.chosen_key: 2, "moe_intermediate_size": 24, **shared}
+    return {FAMILIES[architecture].file_keys.get(key, key): value for key, value in given.items()}
 
 
 def with_layers(model_config: ModelConfig, **changes: Any) -> ModelConfig:

@@ -98,6 +98,7 @@ MODEL_TYPES: Final = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "OlmoHybridForCausalLM": "olmo_hybrid",
+    "KimiLinearForCausalLM": "kimi_linear",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",

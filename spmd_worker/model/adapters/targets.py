@@ -26,7 +26,7 @@ _LINEARS: Final = (
     *("conv.in_proj", "conv.out_proj"),
     *("mamba.in_z", "mamba.out_proj"),
     *(f"linear_attn.in_proj_{part}" for part in "qkvzba"),
-    "linear_attn.out_proj",
+    *(f"linear_attn.{each}" for each in ("z_latent", "z_proj", "a_latent", "a_proj", "out_proj")),
     *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa"),
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),

@@ -41,23 +41,34 @@ class DeltaConv(CheckpointLayer):
 
 
 class DeltaGates(CheckpointLayer):
-    """Numbers by which the state of each value head decays, float32: `a_log` [Hv]; `dt_bias` [Hv], or [Hv dk] if each
-    channel decays by itself.
+    """Numbers by which the state of each value head decays, float32: `a_log` [Hv] and `dt_bias` [Hv], or, if each
+    channel decays by itself, [1, 1, Hv, 1] and [Hv dk], as files have them.
     """
 
     is_float32 = True
 
-    def __init__(self, context: LayerContext, num_heads: int, heads: tuple[int, int], num_steps: int) -> None:
+    def __init__(self, context: LayerContext, delta: DeltaConfig, heads: tuple[int, int]) -> None:
         super().__init__()
-        self._num_heads, self._heads, self._num_steps = num_heads, heads, num_steps
+        self._num_heads, self._heads, self._num_steps = delta.num_value_heads, heads, _num_steps(delta)
+        self._around = ((1, 1), (1,)) if delta.is_per_channel else ((), ())
         context, count = replace(context, dtype=torch.float32), heads[1] - heads[0]
-        self.a_log, self.dt_bias = context.parameter(count), context.parameter(count * num_steps)
+        self.a_log = context.parameter(*self._rate_shape(count))
+        self.dt_bias = context.parameter(count * self._num_steps)
+
+    def _rate_shape(self, count: int) -> tuple[int, ...]:
+        before, behind = self._around
+        return (*before, count, *behind)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        parent = prefix.rpartition(".")[0]
-        for name, ours, each in (("A_log", "a_log", 1), ("dt_bias", "dt_bias", self._num_steps)):
-            start, stop = (head * each for head in self._heads)
-            yield shard(f"{parent}.{name}", (self._num_heads * each,), f"{prefix}.{ours}", 0, start, stop)
+        parent, (start, stop), each = prefix.rpartition(".")[0], self._heads, self._num_steps
+        shape, axis = self._rate_shape(self._num_heads), len(self._around[0])
+        yield shard(f"{parent}.A_log", shape, f"{prefix}.a_log", axis, start, stop)
+        steps = (self._num_heads * each,)
+        yield shard(f"{parent}.dt_bias", steps, f"{prefix}.dt_bias", 0, start * each, stop * each)
+
+    def rates(self) -> Tensor:
+        """[Hv]."""
+        return self.a_log.view(-1)
 
 
 class GatedNorm(CheckpointLayer):
@@ -88,16 +99,25 @@ class DeltaNet(nn.Module):
         values = shard_range(delta.num_value_heads, group.size, group.rank)
         self.config = delta.share(group.size)
         self._kernels = context.kernels.recurrent_kernels()
-        num_steps = delta.key_size if delta.is_per_channel else 1
         of_keys, of_values = (delta.num_key_heads, keys), (delta.num_value_heads, values)
         mixed = {"q": (of_keys, delta.key_size), "k": (of_keys, delta.key_size), "v": (of_values, delta.value_size)}
-        gates = {"z": (of_values, delta.value_size), "b": (of_values, 1), "a": (of_values, num_steps)}
+        gates = {"z": (of_values, delta.value_size), "b": (of_values, 1), "a": (of_values, _num_steps(delta))}
         parts = [_part(f"in_proj_{name}", *sizes) for name, sizes in {**mixed, **gates}.items()]
+        self.z_proj: ColumnParallelLinear | None = None
+        self.a_proj: ColumnParallelLinear | None = None
+        rank = delta.gate_rank
+        if rank:
+            self.z_proj, self.a_proj = (
+                ColumnParallelLinear(context, rank, (_part(f"{name}_proj", *gates[name]),), has_bias=False)
+                for name in "za"
+            )
+            latents = {f"in_proj_{name}": OutputPart(f"{name}_latent", rank, 0, rank) for name in "za"}
+            parts = [latents.get(part.name, part) for part in parts]
         self.in_proj = ColumnParallelLinear(context, hidden_size, tuple(parts), has_bias=False)
         self._sizes = [self.config.num_channels, *(part.stop - part.start for part in parts[len(mixed) :])]
         conv = tuple(_part(f"{name}_conv1d", *sizes) for name, sizes in mixed.items())
         self.conv = DeltaConv(context, conv, delta.kernel_size)
-        self.gates = DeltaGates(context, delta.num_value_heads, values, num_steps)
+        self.gates = DeltaGates(context, delta, values)
         self.norm = GatedNorm(context, delta)
         inputs = (values[0] * delta.value_size, values[1] * delta.value_size)
         num_inputs = delta.num_value_heads * delta.value_size
@@ -123,10 +143,19 @@ class DeltaNet(nn.Module):
         segments, gates = metadata.segments, self.gates
         assert segments is not None, "the step has states"
         mixed, gate, b, a = self.in_proj(x, adapters).split_with_sizes(self._sizes, dim=-1)
+        if self.z_proj is not None and self.a_proj is not None:
+            gate, a = self.z_proj(gate.contiguous(), adapters), self.a_proj(a.contiguous(), adapters)
         mixed = self._kernels.short_conv(mixed, self.conv.weight[:, 0], None, states.tail, segments, has_silu=True)
-        scanned = self._kernels.scan_delta(mixed, a, b, gates.a_log, gates.dt_bias, states.state, segments, self.config)
+        scanned = self._kernels.scan_delta(
+            mixed, a, b, gates.rates(), gates.dt_bias, states.state, segments, self.config
+        )
         output: Tensor = self.out_proj(self.norm(scanned.flatten(1), gate), adapters)
         return output
+
+
+def _num_steps(delta: DeltaConfig) -> int:
+    """Numbers of a value head by which its state decays."""
+    return delta.key_size if delta.is_per_channel else 1
 
 
 def _part(name: str, heads: tuple[int, tuple[int, int]], size: int) -> OutputPart:

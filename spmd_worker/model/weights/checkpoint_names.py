@@ -247,7 +247,8 @@ class CheckpointNames:
         self, index: int, inside: str, given: TensorView, shape: Sequence[int]
     ) -> dict[str, TensorView | None]:
         """Tensors that are one in memory, by rows (`Names.joined_rows`)."""
-        parts, sizes = self._names.joined_rows[inside], _part_sizes(self._model_config.layers[index])
+        parts, ours = self._names.joined_rows[inside], _part_sizes(self._model_config.layers[index])
+        sizes = {self._parts.get(part, part): size for part, size in ours.items()}
         stops = list(accumulate(sizes.get(part.rpartition(".")[0], 0) for part in parts))
         prefix = self._layer_prefix(index)
         if not shape or shape[0] != stops[-1] or not stops[0]:

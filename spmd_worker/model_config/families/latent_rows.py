@@ -33,15 +33,20 @@ def _rounded_once(reader: ConfigReader, max_positions: int, head_size: int) -> t
     return tuple([replace(rope, rounding="result") for rope in _ropes(reader, max_positions, head_size)])
 
 
-def _with_latents(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+def read_latent(reader: ConfigReader) -> LatentConfig:
+    """Sizes of latent attention, by the keys that all such families have."""
     has_query_rank = reader.get("q_lora_rank") is not None
-    latent = LatentConfig(
+    return LatentConfig(
         rank=reader.count("kv_lora_rank"),
         nope_size=reader.count("qk_nope_head_dim"),
         rope_size=reader.count("qk_rope_head_dim"),
         value_size=reader.count("v_head_dim"),
         query_rank=reader.count("q_lora_rank") if has_query_rank else 0,
     )
+
+
+def _with_latents(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    latent = read_latent(reader)
     scale = _scale(reader, latent)
     return tuple(
         [

@@ -27,6 +27,7 @@ from spmd_worker.model_config.families.family import (
     next_to,
 )
 from spmd_worker.model_config.families.gemma4_rows import GEMMA4_ROWS
+from spmd_worker.model_config.families.kimi_rows import KIMI_ROWS
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
@@ -230,6 +231,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **SPARSE_ROWS,
     **CONV_ROWS,
     **DELTA_ROWS,
+    **KIMI_ROWS,
     **MAMBA_ROWS,
     **LLAMA4_ROWS,
     **GEMMA4_ROWS,
