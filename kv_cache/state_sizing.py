@@ -108,15 +108,19 @@ def _describe(spec: CacheSpec, num_seqs: int, num_snapshots: int) -> str:
     """`12.3 GiB: 256 of 49.1 MiB (24 layers of 32 heads of 128 x 128 float32, 3 x 8,192 inputs), 64 snapshots 3.1 GiB;
     a state costs as much as 1,572 tokens`.
     """
-    kinds = Counter(layer for layer in spec.states if layer is not None)
-    layers = ", ".join(f"{count} layers of {_describe_layer(layer)}" for layer, count in kinds.items())
-    total, each = format_bytes(num_seqs * spec.slot_bytes), format_bytes(spec.slot_bytes)
-    parts = [f"{total}: {num_seqs} of {each} ({layers or 'no layer of this stage'})"]
+    parts = [f"{format_bytes(num_seqs * spec.slot_bytes)}: {num_seqs} of {describe_slot(spec)}"]
     if num_snapshots:
         parts.append(f", {num_snapshots} snapshots {format_bytes(num_snapshots * spec.slot_bytes)}")
     if tokens := slot_tokens(spec):
         parts.append(f"; a state costs as much as {tokens:,} tokens")
     return "".join(parts)
+
+
+def describe_slot(spec: CacheSpec) -> str:
+    """`49.1 MiB (24 layers of 32 heads of 128 x 128 float32, 3 x 8,192 inputs)`."""
+    kinds = Counter(layer for layer in spec.states if layer is not None)
+    layers = ", ".join(f"{count} layers of {_describe_layer(layer)}" for layer, count in kinds.items())
+    return f"{format_bytes(spec.slot_bytes)} ({layers or 'no layer of this stage'})"
 
 
 def _describe_layer(layer: StateLayer) -> str:
