@@ -11,6 +11,7 @@ from typing import Final
 
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, StateSizing, format_bytes, num_swap_blocks
+from kv_cache.state_sizing import describe_slot
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.layer_config import LayerShare
