@@ -24,7 +24,7 @@ from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.topology import complete_model
 
 KIND = "lfm2"
-OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon")
+OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon", "kimi_linear")
 every_kind = pytest.mark.parametrize("kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in OTHERS)])
 
 WAYS: dict[str, dict[str, Any]] = {
