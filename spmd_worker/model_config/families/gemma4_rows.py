@@ -110,12 +110,14 @@ def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return found if reader.get("per_layer_config") is None else {**found, **_by_layer(reader, found["layer_types"])}
 
 
-def _layer_types(reader: ConfigReader) -> Any:
+def _layer_types(reader: ConfigReader) -> list[Any]:
     """Every sixth is full if the file lists none; the last always is."""
     count, kinds = reader.count("num_hidden_layers"), reader.get("layer_types")
     if kinds is None:
         kinds = [_FULL if (layer + 1) % _FULL_EVERY == 0 else "sliding_attention" for layer in range(count)]
-    return [*kinds[:-1], _FULL] if isinstance(kinds, list) and kinds else kinds
+    if not isinstance(kinds, list):
+        raise reader.error("layer_types", f"must be a list of num_hidden_layers={count} kinds of layers")
+    return [*kinds[:-1], _FULL] if kinds else kinds
 
 
 def _by_layer(reader: ConfigReader, kinds: Any) -> dict[str, Any]:
