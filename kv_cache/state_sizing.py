@@ -53,9 +53,8 @@ def size_states(spec: CacheSpec, need: StateNeed, left_bytes: int, *, swap_space
     num_fitting = free_bytes // spec.slot_bytes if spec.slot_bytes else _UNLIMITED
     num_seqs = _num_seqs(spec, need, left_bytes, num_fitting)
     num_snapshots = _num_snapshots(spec, need, left_bytes, num_seqs, num_fitting - num_seqs)
-    num_host_slots = 0
-    if spec.slot_bytes:
-        num_host_slots = min(max(swap_space_bytes, 0) // _HOST_SHARE // spec.slot_bytes, num_seqs)
+    num_host_fitting = max(swap_space_bytes, 0) // _HOST_SHARE // spec.slot_bytes if spec.slot_bytes else _UNLIMITED
+    num_host_slots = min(num_host_fitting, num_seqs) if swap_space_bytes > 0 else 0
     note = _describe(spec, num_seqs, num_snapshots)
     return StateSizing(num_seqs, num_snapshots, num_host_slots, spec.slot_bytes, note)
 

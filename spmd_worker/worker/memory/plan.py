@@ -168,11 +168,14 @@ def is_size_known(resolved: ResolvedRun) -> bool:
 def _size_states(
     resolved: ResolvedRun, spec: CacheSpec, measurement: MemoryMeasurement, swap_space_bytes: int
 ) -> StateSizing:
-    """Raises ConfigError for numbers that do not fit. Swap space in the same memory is subtracted completely, because
-    the part of it that is used depends on these numbers.
+    """Raises ConfigError for numbers that do not fit. Of swap space in the same memory as much is subtracted as the
+    highest number of sequences could use, because the part that is used depends on the numbers found here.
     """
     left_bytes = measurement.left_bytes(resolved.config.cache.gpu_memory_utilization)
-    left_bytes -= swap_space_bytes if resolved.device_type == "cpu" else 0
+    if resolved.device_type == "cpu":
+        most_blocks = resolve_cache_need(resolved).num_blocks(spec.block_size)
+        most_bytes = most_blocks * spec.block_bytes + resolved.max_num_seqs * spec.slot_bytes
+        left_bytes -= min(swap_space_bytes, most_bytes)
     try:
         return size_states(spec, _state_need(resolved), left_bytes, swap_space_bytes=swap_space_bytes)
     except ValueError as error:

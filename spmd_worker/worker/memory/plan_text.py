@@ -208,11 +208,7 @@ def _argmax_bytes(resolved: ResolvedRun, rank: int) -> int:
 def _sizing(resolved: ResolvedRun, rank: int, share: RankShare, total_bytes: int) -> CacheSizing:
     outside = _OUTSIDE_BYTES[resolved.device_type]
     measurement = MemoryMeasurement(total_bytes, share.weights_bytes, share.activation_bytes, outside, "estimated")
-    try:
-        return size_rank(resolved, rank, measurement)
-    except ConfigError as error:
-        # Recurrent states that do not fit: the plan says so, and has no blocks.
-        return CacheSizing(0, 0, f"rejected\n  {error}")
+    return size_rank(resolved, rank, measurement)
 
 
 def _where(plan: MemoryPlan) -> str:
@@ -431,7 +427,10 @@ def _describe_slot(plan: MemoryPlan) -> list[str]:
 
 def _on_gpu(plan: MemoryPlan, total_bytes: int) -> str:
     """Capacity of ranks that have so much memory each."""
-    sizings = [_sizing(plan.resolved, rank, share, total_bytes) for rank, share in enumerate(plan.shares)]
+    try:
+        sizings = [_sizing(plan.resolved, rank, share, total_bytes) for rank, share in enumerate(plan.shares)]
+    except ConfigError:
+        return f"{0:>9,} blocks: the recurrent states do not fit"
     num_blocks = min(each.num_device_blocks for each in sizings)
     states = fewest_states([each.states for each in sizings])
     slots = f", states of {states.num_seqs:,}, {states.num_snapshots:,} snapshots" if states.num_seqs else ""

@@ -8,13 +8,15 @@ from state_models import state_folder
 from state_rows import SETTINGS
 
 from kv_cache.cache_sizing import MemoryMeasurement
+from kv_cache.state_sizing import StateNeed, size_states
 from spmd_worker import LLM
 from spmd_worker.base.config.schema import CacheConfig, ModelOptions, PlanConfig, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.worker import start
+from spmd_worker.worker.memory import plan_text
 from spmd_worker.worker.memory.device import PreparedStep
-from spmd_worker.worker.memory.plan import cache_spec_of
+from spmd_worker.worker.memory.plan import cache_spec_of, size_rank
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 MIB = 2**20
@@ -99,8 +101,33 @@ def test_plan_says_what_does_not_fit() -> None:
     resolved = run(max_num_seqs=2048)
     plan = PlanConfig(enabled=True, memory_gib=0.25)
     text = describe_plan(make_plan(replace(resolved, config=replace(resolved.config, plan=plan))))
-    assert "max_num_seqs=2048 needs recurrent states of 2.0 MiB, 1.0 KiB a sequence, but " in text
-    assert "\nrejected   " in text
+    assert "\nrejected   scheduler.max_num_seqs=2048 needs recurrent states of 2.0 MiB, 1.0 KiB a sequence" in text
+    assert "\nblocks     none fit: " in text
+
+
+def test_plan_of_gpus_says_where_states_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_text, "_GPU_GIB", (1, 24))
+    text = describe_plan(make_plan(resolve_run(run(num_blocks=64).config, "cuda")))
+    assert "  1 GiB          0 blocks: the recurrent states do not fit" not in text
+    text = describe_plan(make_plan(resolve_run(run(max_num_seqs=2048).config, "cuda")))
+    assert "  1 GiB          0 blocks: the recurrent states do not fit" in text
+    assert " 24 GiB     32,768 blocks: 2,048 sequences, states of 2,048, 4,096 snapshots" in text
+
+
+def test_unused_swap_space_leaves_room_for_states() -> None:
+    """4 GiB are set aside by default, and no more is used than the sequences' blocks and states."""
+    resolved = run(num_blocks=100)
+    sizing = size_rank(resolved, 0, MemoryMeasurement(2**30, 0, 0, 0, "estimated"))
+    assert (sizing.states.num_seqs, sizing.states.num_host_slots) == (256, 256)
+
+
+def test_stage_without_states_keeps_others_swap_space() -> None:
+    need = StateNeed(6, 6, None, has_snapshots=True, max_model_len=256)
+    spec = cache_spec_of(run(), 0)
+    stateless = replace(spec, states=(None,) * spec.num_layers)
+    counts = [size_states(each, need, 2**30, swap_space_bytes=2**20).num_host_slots for each in (spec, stateless)]
+    assert counts == [6, 6]
+    assert not size_states(stateless, need, 2**30).num_host_slots
 
 
 def test_blocks_must_end_where_states_are_kept() -> None:
