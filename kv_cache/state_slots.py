@@ -55,6 +55,11 @@ class StateSlots:
     def num_snapshots(self) -> int:
         return self._pool.num_cached_blocks
 
+    @property
+    def num_empty_slots(self) -> int:
+        """Free slots without a snapshot."""
+        return self._pool.num_free_blocks - self._pool.num_cached_blocks
+
     def take(self) -> SlotId:
         """A slot for a sequence that starts from zeros."""
         (slot,) = self._pool.take(1)

@@ -11,7 +11,8 @@ has, or starts again: from zeros, or from a copy of a snapshot.
 * the last one inside what the sequence that waits next shares.
 
 A decoding sequence keeps the state at the last multiple that its answer has reached, for the next turn of a
-conversation; a later one replaces it.
+conversation; a later one replaces it. It takes no slot from a prompt's snapshot: those are shared by other sequences,
+and after the next turn's prompt only the answer is computed again.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,6 +49,8 @@ class SequenceStates:
         self._interval = -(-snapshot_interval // self._unit) * self._unit
         # Names of snapshots that running sequences will make, each with the sequence that makes it first.
         self._expected: dict[BlockHash, Sequence] = {}
+        # Names of snapshots of answers, the oldest first; some are gone.
+        self._answers: dict[BlockHash, None] = {}
 
     def num_usable(self, hashes: Sized[BlockHash], num_blocks: int) -> int:
         """Number of the first `num_blocks` blocks, at most, after which a sequence can go on: a snapshot is there."""
@@ -114,6 +117,7 @@ class SequenceStates:
         """Forget all snapshots, and those to come of `sequences`."""
         self.slots.clear_names()
         self._expected.clear()
+        self._answers.clear()
         for sequence in sequences:
             sequence.snapshot_stops, sequence.prompt_snapshots, sequence.answer_snapshot = (), (), None
 
@@ -155,15 +159,29 @@ class SequenceStates:
         assert sequence.state_slot is not None, sequence.key
         is_answer = position > sequence.num_prompt_tokens
         if is_answer and sequence.answer_snapshot is not None:
+            self._answers.pop(sequence.answer_snapshot, None)
             self.slots.forget(sequence.answer_snapshot)
-        if not self.slots.snapshot(sequence.state_slot, name):
+            sequence.answer_snapshot = None
+        has_slot = not is_answer or self._has_slot_for_answer()
+        if not has_slot or not self.slots.snapshot(sequence.state_slot, name):
             self._counters.num_snapshots_skipped += 1
             return
         self._counters.num_snapshots += 1
         if is_answer:
             sequence.answer_snapshot = name
+            self._answers[name] = None
         else:
             sequence.prompt_snapshots += (name,)
+
+    def _has_slot_for_answer(self) -> bool:
+        """Whether a slot is free that no snapshot of a prompt is in; the oldest of an answer makes room."""
+        if len(self._answers) > 2 * self.slots.num_slots:
+            self._answers = {name: None for name in self._answers if self.slots.has_snapshot(name)}
+        while not self.slots.num_empty_slots and self._answers:
+            oldest = next(iter(self._answers))
+            del self._answers[oldest]
+            self.slots.forget(oldest)
+        return self.slots.num_empty_slots > 0
 
     def _choose_stops(
         self, sequence: Sequence, hashes: Sized[BlockHash], num_blocks: int, num_shared: int

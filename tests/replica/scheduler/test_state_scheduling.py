@@ -184,6 +184,27 @@ def test_answer_keeps_its_last_state_for_next_turn():
     assert run.step() == [Row(1, 0, 32, 4, 1)]
 
 
+def test_answers_take_no_slots_of_prompts():
+    run = stateful(max_num_seqs=1, snapshot_slots=1)
+    for _ in range(2):
+        run.admit(0, tokens(1, 19), max_tokens=40)
+        run.finish()
+    counters = run.scheduler.counters
+    assert (counters.num_snapshots, counters.num_snapshot_hits) == (1, 1)
+    assert counters.num_snapshots_skipped > 2
+    run.scheduler.check_integrity()
+
+
+def test_oldest_answer_makes_room_for_another():
+    run = stateful(max_num_seqs=1, snapshot_slots=2)
+    for first in (1, 1, 101):
+        run.admit(0, tokens(first, 19), max_tokens=40)
+        run.finish()
+    assert run.slots.num_snapshots == 2
+    run.admit(0, (*tokens(101, 19), *run.tokens(2)[0], 77, 78), max_tokens=1)
+    assert run.step()[0].first > 19
+
+
 def test_snapshot_without_room_is_skipped_and_counted():
     run = stateful(max_num_seqs=1, snapshot_slots=0)
     run.admit(0, tokens(1, 19), max_tokens=1)
