@@ -312,7 +312,10 @@ def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
             {"rope_scaling": {"type": "longrope", "factor": 2, "original_max_position_embeddings": 1}},
             ["original_max_position_embeddings=1 must be 2 or more"],
         ),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor=1 must be above low_freq_factor=1"]),
+        (
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}},
+            ["high_freq_factor=0.5 must be low_freq_factor=1 or more"],
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 1e-320}}, ["linear factor=1e-320 must be a number from 1e-12"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling='yarn' must be an object"]),
         ({"hidden_act": "a\nb"}, [r"hidden_act='a\nb' is not supported"]),
