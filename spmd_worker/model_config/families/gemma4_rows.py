@@ -86,7 +86,7 @@ def _full_size(reader: ConfigReader) -> int:
 
 
 def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
-    """Of full and of sliding layers."""
+    """Ropes of full and of sliding layers."""
     by_kind = reader.object("rope_parameters").config
     sizes = {_FULL: _full_size(reader), "sliding_attention": head_size}
     if not all(isinstance(by_kind.get(kind), Mapping) for kind in sizes):
