@@ -208,10 +208,10 @@ def rope_of(
 def _check_numbers(numbers: Mapping[str, Any], rope_type: str, reader: ConfigReader) -> None:
     """Check values that depend on each other, so that nothing is divided by zero."""
     key = "original_max_position_embeddings"
-    if rope_type == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+    if rope_type == "llama3" and numbers["high_freq_factor"] < numbers["low_freq_factor"]:
         raise ModelConfigError(
-            f"{reader.path}: rope llama3 high_freq_factor={numbers['high_freq_factor']:g} must be above "
-            f"low_freq_factor={numbers['low_freq_factor']:g}"
+            f"{reader.path}: rope llama3 high_freq_factor={numbers['high_freq_factor']:g} must be "
+            f"low_freq_factor={numbers['low_freq_factor']:g} or more"
         )
     if rope_type == "longrope" and numbers[key] < 2:
         raise ModelConfigError(f"{reader.path}: {key}={numbers[key]} must be 2 or more with rope_type longrope")

@@ -480,6 +480,23 @@ def test_omitted_keys_have_the_defaults_of_transformers(architecture: str, keys:
         assert experts.renormalises == getattr(theirs, "norm_topk_prob", True)
 
 
+def test_olmo_hybrid_rotates_if_its_file_has_base():
+    """Files of the hub have null, a null base or a null type for none; older ones have the base apart."""
+    architecture = "OlmoHybridForCausalLM"
+
+    def bases(**keys: Any) -> list[float]:
+        ropes = model_config_of(bare(architecture, **keys), Path("config.json")).ropes
+        assert all(each.rounding == "result" for each in ropes)
+        return [each.rope_theta for each in ropes]
+
+    for none in (None, {}, {"rope_type": None}, {"rope_theta": None, "rope_type": "default"}):
+        assert bases(rope_parameters=none) == []
+    for given in ({"rope_parameters": {"rope_theta": 500.0}}, {"rope_theta": 500.0, "rope_parameters": None}):
+        assert bases(**given) == [500.0]
+    assert bases(rope_parameters={"rope_type": "default"}) == [10000.0]
+    assert model_config_of(bare(architecture), Path("config.json")).norm.rounds_once
+
+
 BROKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "kind": ("Qwen3_5ForCausalLM", {"layer_types": ["conv"] * 4}, "must list 4 of linear_attention, full_attention"),
     "count": ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"]}, "must list 4 of linear_attention"),

@@ -105,6 +105,16 @@ def test_chunks_differ_with_products_of_all_rows(monkeypatch: pytest.MonkeyPatch
     assert relative_error(parts[0][2], whole[2]) < TOLERANCE
 
 
+def test_latents_of_unusual_size_run_in_plain_torch(tmp_path: Path):
+    """Complete keys fit the compiled attention, their values do not."""
+    config = json.loads((latent_folder("deepseek_v3") / "config.json").read_text())
+    config |= {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(tmp_path, load_format="dummy", num_blocks=8) as llm:
+        (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+
+
 def test_bfloat16_is_near_float32():
     """In the mean: now and then a token goes to another expert."""
     found = prompt_logits(load_model(latent_folder("deepseek_v3"), dtype="bfloat16"), PROMPTS)

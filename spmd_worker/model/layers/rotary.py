@@ -154,12 +154,16 @@ def _exponents(head_size: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended. None are between equal factors
+    (Llama 4 Scout).
+    """
     original = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
+    stretched = torch.where(wavelengths > original / rope.low_freq_factor, plain / rope.factor, plain)
+    if rope.high_freq_factor == rope.low_freq_factor:
+        return stretched
     blend = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * plain / rope.factor + blend * plain
-    stretched = torch.where(wavelengths > original / rope.low_freq_factor, plain / rope.factor, plain)
     is_between = (wavelengths <= original / rope.low_freq_factor) & (wavelengths >= original / rope.high_freq_factor)
     return torch.where(is_between, blended, stretched)
 

@@ -91,14 +91,16 @@ def _olmo_ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tup
     """None without a base: then positions are known to the states alone."""
     if not _has_rope(reader):
         return ()
-    return (read_rope(reader, max_positions, head_size, may_be_partial=False),)
+    rope = read_rope(reader, max_positions, head_size, may_be_partial=False)
+    return (replace(rope, rounding="result"),)
 
 
 def _has_rope(reader: ConfigReader) -> bool:
-    given = reader.get("rope_parameters")
-    if given is not None and not isinstance(given, Mapping):
-        raise reader.error("rope_parameters", "must be an object")
-    return given is not None and given.get("rope_theta") is not None
+    """Whether the file has a base or, without one, a type; a base that is null is none."""
+    given = reader.object("rope_parameters").config
+    if "rope_theta" in given:
+        return given["rope_theta"] is not None
+    return reader.get("rope_theta") is not None or given.get("rope_type") is not None
 
 
 _IN_PROJ: Final = {part: f"linear_attn.in_proj_{part}" for part in "qkvzba"}
@@ -223,6 +225,7 @@ DELTA_ROWS: Final[dict[str, Family]] = {
             },
         ),
         attention=Attention(qk_norm="flat"),
+        norms=Norms(rounds_once=True),
         feed_forward=FeedForward(bias=False),
         layers=_olmo_layers,
         ropes=_olmo_ropes,

@@ -104,7 +104,7 @@ def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     found = {**config, "layer_types": _layer_types(reader)}
     if not reader.flag("enable_moe_block", False):
         found = {key: value for key, value in found.items() if key not in ("num_experts", "top_k_experts")}
-        found["mlp_layer_types"] = ["dense"] * len(found["layer_types"])
+        found["mlp_layer_types"] = ["dense"] * reader.count("num_hidden_layers")
         # Of no layer.
         found |= {"num_experts": 1, "top_k_experts": 1, "moe_intermediate_size": 1}
     return found if reader.get("per_layer_config") is None else {**found, **_by_layer(reader, found["layer_types"])}
@@ -123,7 +123,7 @@ def _layer_types(reader: ConfigReader) -> list[Any]:
 def _by_layer(reader: ConfigReader, kinds: Any) -> dict[str, Any]:
     """`global_head_dim` and `num_global_key_value_heads` of `per_layer_config`, by a layer's number."""
     given = reader.object("per_layer_config")
-    full = [str(layer) for layer, kind in enumerate(kinds) if kind == _FULL]
+    full = [str(layer) for layer, kind in enumerate(kinds if isinstance(kinds, list) else ()) if kind == _FULL]
     known = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     entries = [given.object(key).config for key in given.config]
     numbers = sorted(given.config, key=str)

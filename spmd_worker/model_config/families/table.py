@@ -240,7 +240,8 @@ FAMILIES: Final[dict[str, Family]] = {
 _EXPERTS: Final = "its layers have experts of a form that does not run"
 _INDEXER: Final = "its attention chooses the keys that a token sees by an indexer"
 _TWO_LATENTS: Final = "its layers have latent attention in a form that does not run"
-_RECURRENT: Final = "some of its layers have a recurrent state, not a paged cache"
+_RECURRENT: Final = "some of its layers have a recurrent state of a kind that does not run"
+_STREAMS: Final = "its layers have several residual streams"
 _ALIBI: Final = "its attention encodes positions as biases (alibi)"
 _IMAGES: Final = "it accepts images; for text alone use the checkpoint of its language model"
 _SPEECH: Final = "it accepts speech; for text alone use the checkpoint of its language model"
@@ -257,9 +258,20 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
-    _INDEXER: ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"),
+    _INDEXER: (
+        *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"),
+        *("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+    ),
+    _STREAMS: (
+        *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
+    ),
     _TWO_LATENTS: ("LongcatFlashForCausalLM", "YoutuForCausalLM"),
-    _RECURRENT: ("MambaForCausalLM",),
+    _RECURRENT: (
+        *("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
+        *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),
+        "MiniMaxForCausalLM",
+    ),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
         "Ovis2ForConditionalGeneration",

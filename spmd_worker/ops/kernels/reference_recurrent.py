@@ -49,10 +49,15 @@ def unit(x: Tensor, scale: float = 1.0) -> Tensor:
     return x * (scale / torch.sqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON))
 
 
+def by_head(x: Tensor, count: int) -> Tensor:
+    """[T, count * n] -> [T, count, n], also of no tokens."""
+    return x.reshape(len(x), count, x.shape[1] // count)
+
+
 def delta_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor, config: DeltaConfig) -> Tensor:
     """Factors of a state, float32 [T, Hv, dk or 1, 1]."""
     rate = torch.exp(a_log).unsqueeze(-1)
-    steps = softplus(a.float() + dt_bias).view(len(a), config.num_value_heads, -1)
+    steps = by_head(softplus(a.float() + dt_bias), config.num_value_heads)
     return torch.exp(-rate * steps).unsqueeze(-1)
 
 
@@ -98,7 +103,7 @@ class ReferenceRecurrentKernels:
         heads = (config.num_key_heads, config.num_key_heads, config.num_value_heads)
         sizes = [count * size for count, size in zip(heads, (widths[0], *widths), strict=True)]
         query, key, value = (
-            part.view(num_tokens, count, -1)
+            by_head(part, count)
             for part, count in zip(mixed.float().split_with_sizes(sizes, dim=-1), heads, strict=True)
         )
         num_shared = config.num_value_heads // config.num_key_heads
@@ -132,10 +137,7 @@ class ReferenceRecurrentKernels:
         inner, shared = num_heads * size, num_groups * config.state_size
         x, b, c = mixed.float().split_with_sizes((inner, shared, shared), dim=-1)
         x = x.reshape(len(mixed), num_heads, size)
-        b, c = (
-            each.reshape(len(mixed), num_groups, -1).repeat_interleave(num_heads // num_groups, dim=1)
-            for each in (b, c)
-        )
+        b, c = (by_head(each, num_groups).repeat_interleave(num_heads // num_groups, dim=1) for each in (b, c))
         steps = softplus(dt.float() + dt_bias).clamp(*config.dt_limits)
         decays, added = torch.exp(steps * -torch.exp(a_log)), steps.unsqueeze(-1) * x
         out, direct = torch.zeros_like(x), x * skip.unsqueeze(-1)
@@ -161,7 +163,7 @@ class ReferenceRecurrentKernels:
         assert activation in ("silu", "sigmoid"), activation
         gates = (silu if activation == "silu" else sigmoid)(gate.float())
         rows = x.float() * gates if gates_first else x.float()
-        groups = rows.view(len(x), num_groups, -1)
+        groups = by_head(rows, num_groups)
         groups = groups * torch.rsqrt((groups * groups).mean(-1, keepdim=True) + eps)
         weighted = groups.to(x.dtype) * weight.view(-1, groups.shape[-1])
         return weighted.view(x.shape) if gates_first else (weighted.float().view(x.shape) * gates).to(x.dtype)

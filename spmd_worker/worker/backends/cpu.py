@@ -24,8 +24,10 @@ class CpuDevice(DeviceBackend):
             raise ConfigError("executor.device_backend=cpu computes on CPUs: use device=cpu, or leave it at auto")
         dtype, model_config = getattr(torch, self.resolved.dtype), self.resolved.model_config
         block_size = self.resolved.config.cache.block_size
-        head_sizes = list(dict.fromkeys(layer.head_size for layer in model_config.layers))
-        attention = cpu_backend_or_reason(dtype, head_sizes, block_size)
+        layers = model_config.layers
+        # Values of latent attention are parts of its keys.
+        sizes = [layer.head_size for layer in layers] + [layer.latent.rank for layer in layers if layer.latent]
+        attention = cpu_backend_or_reason(dtype, list(dict.fromkeys(sizes)), block_size)
         has_prefilter = self.resolved.config.executor.argmax_screen
         quantised, (kernels, slow_reason) = None, cpu_kernels(dtype, has_argmax_prefilter=has_prefilter)
         if self.resolved.config.model.quantization is not None:

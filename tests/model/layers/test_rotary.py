@@ -39,6 +39,7 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 4.0},
     LLAMA3,
     {**LLAMA3, "high_freq_factor": 32.0, "factor": 32.0},
+    {**LLAMA3, "high_freq_factor": 1.0, "factor": 16.0},
     YARN,
     {**YARN, "truncate": False},
     {**YARN, "attention_factor": 0.5},

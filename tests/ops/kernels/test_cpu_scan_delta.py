@@ -214,3 +214,17 @@ def test_gated_norm_agrees_with_plain_torch(instruction_set: str, dtype: torch.d
         for row in range(len(x)):
             alone = kernels.gated_norm(x[row : row + 1], gate[row : row + 1], weight, 1e-3, **options)
             assert torch.equal(alone[0], found[row])
+
+
+@each_config
+def test_scan_of_no_tokens_is_empty(config: DeltaConfig):
+    states = torch.full((2, config.num_value_heads, config.key_size, config.value_size), NAN)
+    for kernels in (REFERENCE, kernels_for("native")):
+        inputs = inputs_of(config, 0, torch.float32)
+        found = kernels.scan_delta(*inputs, *gates_of(config), states, segments_of((1, 0, 5)), config)
+        assert found.shape == (0, config.num_value_heads, config.value_size)
+        rows = found.flatten(1)
+        weight = torch.ones(config.value_size)
+        options: dict[str, Any] = {"num_groups": config.num_value_heads, "activation": "silu", "gates_first": False}
+        assert kernels.gated_norm(rows, rows, weight, 1e-6, **options).shape == rows.shape
+    assert states.isnan().all()

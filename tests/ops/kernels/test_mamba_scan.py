@@ -112,3 +112,12 @@ def test_scan_rejects_slots_that_do_not_exist():
     for segments in (segments_of((2, 2, 0)), segments_of((0, 3, 0))):
         with pytest.raises(AssertionError):
             kernels_for().scan_mamba(*inputs, states, segments, SMALL)
+
+
+def test_scan_of_no_tokens_is_empty():
+    states = torch.full((2, SMALL.num_heads, SMALL.head_size, SMALL.state_size), NAN)
+    for kernels in (ReferenceRecurrentKernels(), kernels_for()):
+        inputs = tokens(SMALL, 0, torch.float32)
+        found = kernels.scan_mamba(*inputs, *heads(SMALL), states, segments_of((1, 0, 5)), SMALL)
+        assert found.shape == (0, SMALL.num_heads * SMALL.head_size)
+    assert states.isnan().all()
