@@ -397,7 +397,7 @@ def test_gates_multiply_heads_before_their_projection():
     assert attention.g_proj is not None
     gates = torch.sigmoid(F.linear(x, attention.g_proj.weight))
     expected_heads = (attended.view(3, 4, 16) * gates[..., None]).flatten(1)
-    torch.testing.assert_close(attention._gated(attended, attention.g_proj(x)), expected_heads)
+    torch.testing.assert_close(attention._gated(attended, attention.g_proj(x).unsqueeze(2)), expected_heads)
 
 
 def test_small_scores_are_divided_as_by_transformers():
