@@ -57,9 +57,11 @@ FEW = ("lfm2_biases", "lfm2_moe", "lfm3")
 """One case of each family."""
 
 
-def quick(*names: str, among: Iterable[str] = FEW) -> pytest.MarkDecorator:
-    """Cases; all but these are in the tier of layouts."""
-    marks = {name: [] if name in names else pytest.mark.matrix for name in among}
+def quick(
+    *names: str, among: Iterable[str] = FEW, rest: pytest.MarkDecorator = pytest.mark.stress
+) -> pytest.MarkDecorator:
+    """Cases; all but these are in another tier."""
+    marks = {name: [] if name in names else rest for name in among}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
@@ -91,7 +93,7 @@ def new_model(
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
-@quick(*FEW, among=CASES)
+@quick(*FEW, among=CASES, rest=pytest.mark.matrix)
 def test_logits_and_ids_equal_transformers(name: str):
     model = load_model(conv_folder(name))
     assert worst_error(name, run_rows([model], ROWS)[0]) < TOLERANCE
@@ -118,7 +120,7 @@ def _stateless(model: Any) -> Any:
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.stress)])
 @quick("lfm3")
 def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
@@ -311,7 +313,7 @@ def our_logits(folder: Path) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(each, marks=[] if each == "Lfm3ForCausalLM" else pytest.mark.matrix) for each in CONV_ROWS],
+    [pytest.param(each, marks=[] if each == "Lfm3ForCausalLM" else pytest.mark.stress) for each in CONV_ROWS],
 )
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]

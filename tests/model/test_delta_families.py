@@ -55,9 +55,11 @@ FEW = ("qwen3_5", "qwen3_next", "olmo_hybrid")
 """A case of each kind of names."""
 
 
-def quick(*names: str, among: Iterable[str] = DELTA_CASES) -> pytest.MarkDecorator:
-    """Cases; all but these are in the tier of layouts."""
-    marks = {name: [] if name in names else pytest.mark.matrix for name in among}
+def quick(
+    *names: str, among: Iterable[str] = DELTA_CASES, rest: pytest.MarkDecorator = pytest.mark.stress
+) -> pytest.MarkDecorator:
+    """Cases; all but these are in another tier."""
+    marks = {name: [] if name in names else rest for name in among}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
@@ -94,7 +96,7 @@ def are_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
-@quick(*FEW, "qwen3_5_images", "olmo_hybrid_no_rope")
+@quick(*FEW, "qwen3_5_images", "olmo_hybrid_no_rope", rest=pytest.mark.matrix)
 def test_logits_and_ids_equal_transformers(name: str):
     logits, _ = run_rows([load_model(delta_folder(name))], ROWS)
     assert worst_error(name, logits) < TOLERANCE
@@ -250,10 +252,10 @@ def test_int8_projections_stay_near_transformers():
     ("name", "targets"),
     [
         pytest.param(
-            *("qwen3_5", ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj")), marks=pytest.mark.matrix
+            *("qwen3_5", ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj")), marks=pytest.mark.stress
         ),
         ("qwen3_next", ("in_proj_qkvz", "in_proj_ba")),
-        pytest.param("olmo_hybrid", ("q_proj", "g_proj", "b_proj", "o_proj"), marks=pytest.mark.matrix),
+        pytest.param("olmo_hybrid", ("q_proj", "g_proj", "b_proj", "o_proj"), marks=pytest.mark.stress),
     ],
 )
 def test_adapters_of_delta_nets_are_those_of_peft(name: str, targets: tuple[str, ...], tmp_path: Path):
@@ -339,7 +341,7 @@ def our_logits(folder: Path) -> list[Tensor]:
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(each, marks=[] if "Next" in each or "Olmo" in each else pytest.mark.matrix) for each in DELTA_ROWS],
+    [pytest.param(each, marks=[] if "Next" in each or "Olmo" in each else pytest.mark.stress) for each in DELTA_ROWS],
 )
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (_, model_class, _) in DELTA_CASES.items() if model_class == architecture]

@@ -97,7 +97,7 @@ def test_logits_and_ids_equal_transformers(name: str):
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.stress)])
 def test_steps_do_not_change_bits_or_states(dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
     model = load_model(kimi_folder(NAME), dtype=dtype)
@@ -113,7 +113,7 @@ def test_steps_do_not_change_bits_or_states(dtype: str):
         assert are_same(found_states, [states[row]])
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_bfloat16_is_near_float32():
     """In the mean: now and then a token goes to another expert."""
     right = torch.cat(expected(NAME))

@@ -147,7 +147,7 @@ def test_absorbed_attention_equals_expanded():
     assert relative_error(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("deepseek_v2_lite", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("deepseek_v2_lite", marks=pytest.mark.stress)])
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
     folder = latent_folder(name)
 
@@ -200,7 +200,7 @@ def all_equal(one: DecoderForCausalLM, other: DecoderForCausalLM) -> bool:
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("kimi_k25", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("kimi_k25", marks=pytest.mark.stress)])
 def test_weights_are_viewed_and_updated_by_name(name: str):
     """Packed ones by the compiled kernels, and those of two ranks."""
     folder = latent_folder(name)
@@ -394,7 +394,7 @@ def readings(architecture: str) -> list[Any]:
     return found
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 @pytest.mark.parametrize("architecture", LATENT_ROWS)
 def test_comparison_detects_each_row_entry_set_to_plain(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if architecture == f"{family}ForCausalLM"]

@@ -52,9 +52,11 @@ FEW = ("nemotron", "granite", "falcon", "bamba")
 """One case of each family."""
 
 
-def quick(*names: str, among: Iterable[str] = FEW) -> pytest.MarkDecorator:
-    """Cases; all but these are in the tier of layouts."""
-    marks = {name: [] if name in names else pytest.mark.matrix for name in among}
+def quick(
+    *names: str, among: Iterable[str] = FEW, rest: pytest.MarkDecorator = pytest.mark.stress
+) -> pytest.MarkDecorator:
+    """Cases; all but these are in another tier."""
+    marks = {name: [] if name in names else rest for name in among}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
@@ -95,7 +97,7 @@ def new_model(
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
-@quick(*FEW, among=MAMBA_CASES)
+@quick(*FEW, among=MAMBA_CASES, rest=pytest.mark.matrix)
 def test_logits_and_ids_equal_transformers(name: str):
     model = load_model(mamba_folder(name))
     assert worst_error(name, run_rows([model], ROWS)[0]) < TOLERANCE
@@ -108,7 +110,7 @@ def test_logits_and_ids_equal_transformers(name: str):
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.stress)])
 @quick("bamba")
 def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
@@ -145,10 +147,8 @@ def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=pytest.mark.matrix if each == "falcon" else pytest.mark.stress) for each in FEW],
-)
+@pytest.mark.stress
+@pytest.mark.parametrize("name", FEW)
 def test_row_has_equal_bits_in_any_schedule(name: str):
     """By the engine: rows together, from cached prompts with their states, in chunks, and after preemption."""
     rows = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 22, 40, 52, 130)]
@@ -255,7 +255,7 @@ def test_planned_bytes_equal_parameters(name: str):
             assert planned == sum(each.nbytes for each in parameters), (size, rank)
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_int8_projections_stay_near_transformers():
     model = load_model(mamba_folder("falcon"), quantization="int8")
     mamba = model.model.layers[0].mamba
@@ -268,7 +268,7 @@ def test_int8_projections_stay_near_transformers():
     assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both))
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_adapters_of_mamba_are_those_of_peft(tmp_path: Path):
     folder, targets = mamba_folder("bamba"), ("in_proj", "q_proj", "up_proj")
     write_adapter(open_mamba(folder), tmp_path, (("target_modules", targets),))
@@ -326,7 +326,7 @@ def our_logits(folder: Path) -> list[Tensor]:
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(each, marks=[] if each == "FalconH1ForCausalLM" else pytest.mark.matrix) for each in MAMBA_ROWS],
+    [pytest.param(each, marks=[] if each == "FalconH1ForCausalLM" else pytest.mark.stress) for each in MAMBA_ROWS],
 )
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in MAMBA_CASES.items() if f"{family}ForCausalLM" == architecture]
@@ -445,7 +445,7 @@ FIRST_MISTAKES = ("norm over all groups", "no D", "dt without bounds", "no ssm_m
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize(
     "mistake",
-    [pytest.param(each, marks=[] if each in FIRST_MISTAKES else pytest.mark.matrix) for each in MISTAKES],
+    [pytest.param(each, marks=[] if each in FIRST_MISTAKES else pytest.mark.stress) for each in MISTAKES],
 )
 def test_comparison_detects_known_mistakes(mistake: str):
     name, logits_of = MISTAKES[mistake]

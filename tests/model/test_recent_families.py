@@ -50,9 +50,11 @@ FEW = ("llama4", "gemma4", "gemma4_small")
 """One case of each shape."""
 
 
-def quick(*names: str, among: Iterable[str] = CASES) -> pytest.MarkDecorator:
-    """Cases; all but these are in the tier of layouts."""
-    marks = {name: [] if name in names else pytest.mark.matrix for name in among}
+def quick(
+    *names: str, among: Iterable[str] = CASES, rest: pytest.MarkDecorator = pytest.mark.stress
+) -> pytest.MarkDecorator:
+    """Cases; all but these are in another tier."""
+    marks = {name: [] if name in names else rest for name in among}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
@@ -100,7 +102,7 @@ def test_logits_and_ids_equal_transformers(name: str):
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.stress)])
 @quick(*FEW)
 def test_steps_and_other_rows_change_no_bit(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; blocks hold NaN before."""

@@ -111,7 +111,7 @@ def expected(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.matrix) for name in NAMES]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.stress) for name in NAMES]
 )
 def test_comparison_detects_each_mistake_in_logits(name: str):
     folder, right = folder_of(name), expected(name)
@@ -135,7 +135,7 @@ def their_greedy(name: str, row: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "step3p7" else pytest.mark.matrix) for name in NAMES]
+    "name", [pytest.param(name, marks=[] if name == "step3p7" else pytest.mark.stress) for name in NAMES]
 )
 def test_greedy_ids_are_those_of_transformers(name: str):
     rows = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 16, 40)]
