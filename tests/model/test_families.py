@@ -686,6 +686,9 @@ def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monke
     right = readings(architecture)
     silent = []
     for what, mutant in mutants(FAMILIES[architecture]):
+        if architecture == "Mistral3ForConditionalGeneration" and what in ("names.parts", "names.stacked"):
+            # Of its text with experts, whose logits test_latent_rows compares.
+            continue
         monkeypatch.setitem(FAMILIES, architecture, mutant)
         if readings(architecture) == right and not any(is_case_noticed(name) for name in cases):
             silent.append(what)

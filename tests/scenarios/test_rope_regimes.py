@@ -143,7 +143,7 @@ def tier(rope_type: str, way: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.guarantee("Rows whose rotary angles depend on length, too")
 @pytest.mark.parametrize(
     ("rope_type", "way"),
-    [pytest.param(rope_type, way, marks=tier(rope_type, way)) for rope_type in ROPE_TYPES for way in WAYS],
+    [pytest.param(rope_type, way, marks=tier(rope_type, way)) for rope_type in SCALINGS for way in WAYS],
 )
 def test_rope_row_is_independent_of_key_source(rope_type: str, way: str):
     rows = prompts()

@@ -66,11 +66,14 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`shares` and `sizings` have one entry per rank; `sizings` is empty if only the run can measure the memory."""
+    """`shares` and `sizings` have one entry per rank; `sizings` is empty if only the run can measure the memory, or if
+    that does not hold the recurrent states: then `sizing_error` is the run's error.
+    """
 
     resolved: ResolvedRun
     shares: tuple[RankShare, ...]
     sizings: tuple[CacheSizing, ...]
+    sizing_error: str | None = None
 
     @property
     def num_blocks_of_longest(self) -> int:
@@ -118,7 +121,7 @@ class MemoryPlan:
                 check_cache_blocks(resolved, num_blocks, self.num_swap_blocks)
         except ConfigError as error:
             return str(error)
-        return None
+        return self.sizing_error
 
 
 def make_plan(resolved: ResolvedRun) -> MemoryPlan:
@@ -126,13 +129,16 @@ def make_plan(resolved: ResolvedRun) -> MemoryPlan:
     num_ranks = resolved.layout.world_size
     shares = tuple(_share(resolved, rank) for rank in range(num_ranks))
     sizings: tuple[CacheSizing, ...] = ()
-    given = _given_bytes(resolved)
+    given, sizing_error = _given_bytes(resolved), None
     if resolved.device_type == "cpu" or is_size_known(resolved) or given is not None:
         total = host.available_bytes() if given is None else given
         if given is None or resolved.device_type == "cpu":
             total //= num_ranks
-        sizings = tuple(_sizing(resolved, rank, share, total) for rank, share in enumerate(shares))
-    return MemoryPlan(resolved, shares, sizings)
+        try:
+            sizings = tuple(_sizing(resolved, rank, share, total) for rank, share in enumerate(shares))
+        except ConfigError as error:
+            sizing_error = str(error)
+    return MemoryPlan(resolved, shares, sizings, sizing_error)
 
 
 def _given_bytes(resolved: ResolvedRun) -> int | None:
@@ -164,7 +170,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         *_replicas(plan),
     ]
     lines += ["", *_table(plan), ""]
-    lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
+    lines += _describe_cache(plan) if plan.sizings else _describe_unsized(plan)
     lines += _grammars(plan)
     error_result = plan.error_result
     lines += [f"rejected   {error_result}"] if error_result else []
@@ -404,17 +410,19 @@ def _grammars(plan: MemoryPlan) -> list[str]:
     ]
 
 
-def _describe_gpus(plan: MemoryPlan) -> list[str]:
-    """Capacity of GPUs of common sizes, because the run measures its own."""
-    utilization = plan.resolved.config.cache.gpu_memory_utilization
+def _describe_unsized(plan: MemoryPlan) -> list[str]:
+    """Capacity of GPUs of common sizes, because the run measures its own; on the CPU the sizes alone."""
+    utilization, is_on_cpu = plan.resolved.config.cache.gpu_memory_utilization, plan.resolved.device_type == "cpu"
+    source = "none fit" if is_on_cpu else "measured when the run starts, or set by cache.num_blocks"
     lines = [
-        f"blocks     measured when the run starts, or set by cache.num_blocks: {format_bytes(plan.block_bytes)} each, "
-        f"{plan.num_blocks_of_longest:,} for a sequence of {plan.resolved.max_model_len:,} tokens "
-        f"(model.max_model_len)",
+        f"blocks     {source}: {format_bytes(plan.block_bytes)} each, {plan.num_blocks_of_longest:,} for a sequence of "
+        f"{plan.resolved.max_model_len:,} tokens (model.max_model_len)",
         *_describe_slot(plan),
         f"swap       {_swap_space(plan)}",
-        f"about      with cache.gpu_memory_utilization={utilization:g} a rank has, on a GPU of",
     ]
+    if is_on_cpu:
+        return lines
+    lines += [f"about      with cache.gpu_memory_utilization={utilization:g} a rank has, on a GPU of"]
     return [*lines, *(f"{'':<11}{gib:>3} GiB  {_on_gpu(plan, gib * 2**30)}" for gib in _GPU_GIB)]
 
 

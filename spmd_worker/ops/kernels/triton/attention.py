@@ -309,12 +309,14 @@ def attend_pages(
     if plan.launches.has_many:
         many = plan.many
         kinds.append((plan.items[plan.num_few :], plan.counts[1:], many, num_programs(device, many.programs), False))
+    kind = {"is_capped": score_cap > 0, "has_sinks": sinks is not None, "is_latent": is_latent}
+    kind["is_chunked"] = plan.window < 0
     for items, count, tile, programs, is_one in kinds:
         attention_kernels.attend[(programs,)](
             *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores),
             *(queries.stride(0), keys.stride(0), plan.tables.stride(0)),
             *(plan.window or _ALL_KEYS, plan.later, scale_log2, score_cap * _LOG2_E),
-            **attend_constants(tile, *sizes, is_capped=score_cap > 0, has_sinks=sinks is not None, is_latent=is_latent),
+            **attend_constants(tile, *sizes, **kind),
             ONE=is_one,
             LOOPS=not is_short,
             **tile.options(),
@@ -339,6 +341,7 @@ def attend_constants(
     is_capped: bool = False,
     has_sinks: bool = False,
     is_latent: bool = False,
+    is_chunked: bool = False,
 ) -> dict[str, int]:
     """Constexprs of `attention_kernels.attend` that its items do not choose."""
     assert value_size % tile.parts == 0, (value_size, tile)
@@ -361,6 +364,7 @@ def attend_constants(
         "CAPPED": is_capped,
         "SINKS": has_sinks,
         "LATENT": is_latent,
+        "CHUNKED": is_chunked,
     }
 
 

@@ -163,7 +163,9 @@ def _segment(
 
 @triton.jit
 def _first_seen(position, window):
-    """The first key that a token sees, see `attend`; below 0 for the first of all."""
+    """The first key that a token sees, see `attend`; below 0 for the first of all. `attend` itself is told whether
+    there are chunks, because a choice per token takes registers.
+    """
     chunk = tl.maximum(-window, 1)
     return tl.where(window < 0, position // chunk * chunk, position - window + 1)
 
@@ -175,7 +177,7 @@ def _item(
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LATENT: tl.constexpr,
+    LATENT: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """One item, key-value head and part of the values, see `attend`."""
     heads: tl.constexpr = KV_HEADS * G
@@ -195,9 +197,14 @@ def _item(
     if K1:
         q1 = _load(rows, is_row, K0, K1, D)
     position = first_position + r // G
-    before, last = _first_seen(position, window) - 1, tl.minimum(position + later, seen - 1)
-    lowest = tl.maximum(_first_seen(first_position, window), 0)
-    all_from = _first_seen(first_position + num_tokens - 1, window)
+    last = tl.minimum(position + later, seen - 1)
+    if CHUNKED:
+        before = position // -window * -window - 1
+        lowest = first_position // -window * -window
+        all_from = (first_position + num_tokens - 1) // -window * -window
+    else:
+        before, lowest = position - window, tl.maximum(first_position - window + 1, 0)
+        all_from = first_position + num_tokens - window
     all_until = tl.minimum(first_position + later + 1, seen)
     head_keys, head_values = keys, values + column
     if not LATENT:
@@ -243,7 +250,7 @@ def attend(
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, LOOPS: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, LATENT: tl.constexpr,
+    SINKS: tl.constexpr, LATENT: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """All items of a step, whose number `num_items` int32 [1] is read here, so that one CUDA graph serves every mix of
     lengths. If it LOOPS, any number of programs share the items; else there is a program for each, which takes fewer
@@ -251,7 +258,7 @@ def attend(
     by itself with the scores again: wide heads' sums need more registers than there are.
 
     A token sees `later` keys after its own, and of the earlier ones those less than `window` away (2**30 for all) or,
-    of a `window` below 0, those of its own chunk of -window keys;
+    if CHUNKED, those of its own chunk of -window keys;
     `sinks` float32 [Hq]. `scale` is log2(e) * the attention scale, or if CAPPED the attention scale / the cap; `cap` is
     log2(e) * the cap.
     """
@@ -263,12 +270,14 @@ def attend(
                 each, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
                 stride_query, stride_page, stride_table, window, later, scale, cap,
                 KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
+                CHUNKED,
             )  # fmt: skip
     elif work < count:
         _item(
             work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
             stride_query, stride_page, stride_table, window, later, scale, cap,
             KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
+            CHUNKED,
         )  # fmt: skip
 
 
