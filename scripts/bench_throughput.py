@@ -352,7 +352,7 @@ def num_tokens_read_before(tables: list[list[int]], lengths: Sequence[int], bloc
 
 
 def cached_layers(worker: Any) -> tuple[CachedLayers, ...]:
-    """Of a worker's stage, one for each size of heads."""
+    """Cached layers of a worker's stage, one entry for each size of heads."""
     from spmd_worker.worker.memory.estimate import rank_layers
 
     spec = worker.get_kv_cache_spec()

@@ -344,7 +344,7 @@ class Family:
     layer: str = ""
     layers: Callable[[ConfigReader, tuple[LayerConfig, ...]], tuple[LayerConfig, ...]] | None = None
     ropes: Callable[[ConfigReader, int, int], tuple[RopeParameters, ...]] | None = None
-    """From the file, the number of positions and the head size."""
+    """Its arguments are the file, the number of positions and the head size."""
     newer: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None
 
 
