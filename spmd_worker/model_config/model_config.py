@@ -35,7 +35,6 @@ from spmd_worker.model_config.pooling import (
 )
 from spmd_worker.model_config.quantization import read_quantization
 from spmd_worker.model_config.rope import (
-from spmd_worker.model_config.vision_config import VisionConfig
     STRETCHED_ROPE_TYPES,
     RopeParameters,
     read_local_rope,
@@ -44,6 +43,7 @@ from spmd_worker.model_config.vision_config import VisionConfig
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.model_config.weight_format import Quantization
 
 __all__ = ["DTYPE_BYTES", "ENCODERS", "FAMILIES", "ModelConfig", "ModelFiles", "RopeParameters"]
