@@ -8,9 +8,11 @@ from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, resolve_pooling, truncated_row
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest, VirtualTokens
 from spmd_worker.replica.sequence.request import as_token_ids
@@ -75,7 +77,8 @@ class Encoded:
     (`resolve_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
     `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters. `adapter` is the digest of
     the contents of its `lora_request`, once that is loaded, 0 without one. The first of the ids are placeholders of
-    `rows`. `virtual` are those of its `prompt_adapter`, once that is loaded.
+    `rows`. `virtual` are those of its `prompt_adapter`, once that is loaded. `media_items` say which tokens take the
+    rows of each of its images, `media`.
     """
 
     text: str | None
@@ -93,6 +96,8 @@ class Encoded:
     rows: PromptRows | None = None
     prompt_adapter: PromptAdapterRequest | None = None
     virtual: VirtualTokens | None = None
+    media: tuple[PreparedImage, ...] = ()
+    media_items: tuple[MediaItem, ...] = ()
 
     @property
     def num_virtual_tokens(self) -> int:

@@ -43,6 +43,7 @@ from spmd_worker.model_config.rope import (
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.model_config.weight_format import Quantization
 
 __all__ = ["DTYPE_BYTES", "ENCODERS", "FAMILIES", "ModelConfig", "ModelFiles", "RopeParameters"]
@@ -86,6 +87,8 @@ class ModelConfig:
     `image_layers` are layers of the checkpoint, by number, that text skips: none of `layers` is one of them. The table
     of embeddings has `num_image_embeddings` rows after those of the vocabulary, which text never uses.
 
+    `vision` is how the model takes images, None for a model that runs with text alone.
+
     `is_encoder`: a token sees all of its row, so a row is computed in one step, nothing of it is cached, and its only
     result is a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1 where
     all have. With `has_embedding_norm` there is a norm before the layers.
@@ -120,6 +123,7 @@ class ModelConfig:
     image_layers: tuple[int, ...] = ()
     num_image_embeddings: int = 0
     num_layer_inputs: int = 0
+    vision: VisionConfig | None = None
 
     @property
     def names(self) -> Names:

@@ -14,8 +14,9 @@ WINGS = (
     *(
         f"spmd_worker.{name}"
         for name in (
-            *("base", "model_config", "tokenizer", "native", "ranks", "replica", "resolved", "chat", "ops", "model"),
-            *("compat", "worker", "executor", "engine", "llm_engine", "llm", "frontends", "integrations"),
+            *("base", "model_config", "tokenizer", "native", "ranks", "replica", "media", "resolved", "chat"),
+            *("ops", "model", "compat", "worker", "executor", "engine", "llm_engine", "llm"),
+            *("frontends", "integrations"),
         )
     ),
 )
@@ -27,7 +28,7 @@ COMMANDS = ("launch", FACADE, "spmd_worker.serve", "spmd_worker.tools")
 
 WITHOUT_TORCH = (
     *("kv_cache", "spmd_worker.base", "spmd_worker.model_config", "spmd_worker.tokenizer", "spmd_worker.replica"),
-    *("spmd_worker.resolved", "spmd_worker.chat", "spmd_worker.compat"),
+    *("spmd_worker.resolved", "spmd_worker.chat", "spmd_worker.compat", "spmd_worker.media"),
 )
 """Nothing in them imports torch, or what needs it, anywhere, in functions and for types either."""
 WITH_TORCH = (
@@ -69,6 +70,7 @@ OPTIONAL = {
     "peft": ("spmd_worker.integrations.policy_adapter",),
     "llguidance": ("spmd_worker.replica.grammar.llguidance_input",),
     "triton": ("spmd_worker.ops.kernels.triton",),
+    "PIL": ("spmd_worker.media",),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules and folders that may import them, where they are needed and not before."""

@@ -29,6 +29,17 @@ class TokenRows(NamedTuple):
     rows: Tensor | None
 
 
+class StepMedia(NamedTuple):
+    """Rows of images in the places of some tokens: `places` are the tokens' indices in the step, int64 [E], `rows`
+    [E, hidden_size]; `added` are as many for each of the first layers of a model with deepstack. The same on every rank
+    of the first stage.
+    """
+
+    places: Tensor
+    rows: Tensor
+    added: tuple[Tensor, ...] = ()
+
+
 class VocabularyShard:
     """This rank's token ids [start, stop), in a shard of `size` rows."""
 

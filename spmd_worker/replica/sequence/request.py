@@ -7,6 +7,7 @@ from typing import Any, NewType
 
 from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.replica.sequence.input_rows import KEYS_VALUES, InputRows, check_rows, ids_without
+from spmd_worker.replica.sequence.media_items import MediaItem, check_media
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.record_checks import Integer65, check_fields
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -25,7 +26,8 @@ class Request:
     adapter's content, 0 for none: it is in the hashes of its blocks, and no other number names an adapter on the ranks.
 
     Positions of `rows` carry vectors, whose contents are in the hashes of its blocks; the ids there are placeholders.
-    The first `num_virtual_tokens` positions are a prompt adapter's, not the caller's.
+    The first `num_virtual_tokens` positions are a prompt adapter's, not the caller's. Tokens of `media` take rows of a
+    tower; their ids are those of image tokens, and the names of the images are in the hashes of its blocks.
     """
 
     request_id: RequestId
@@ -37,6 +39,7 @@ class Request:
     adapter: int = 0
     rows: tuple[InputRows, ...] = ()
     num_virtual_tokens: int = 0
+    media: tuple[MediaItem, ...] = ()
 
     def __post_init__(self) -> None:
         """Check arguments: a wrong type would raise when a step's message is encoded, and end every rank."""
@@ -47,6 +50,7 @@ class Request:
         if self.adapter < 0:
             raise ValueError(f"Request.adapter={self.adapter} must be 0, for none, or a digest above 0")
         check_rows(self.rows, len(self.prompt_token_ids))
+        check_media(self.media, len(self.prompt_token_ids))
         if not 0 <= self.num_virtual_tokens <= len(self.prompt_token_ids):
             raise ValueError(f"Request.num_virtual_tokens={self.num_virtual_tokens} of {len(self.prompt_token_ids)}")
         if self.pooling is not None and not self.pooling.is_resolved:

@@ -1,0 +1,12 @@
+"""MediaError: why an image cannot be used."""
+
+
+class MediaError(ValueError):
+    """An image, or a prompt with images, that cannot be used: the message says what to change, `code` is that of an
+    error row. Codes: image_unreadable, image_too_large, image_too_narrow, image_missing, image_outside_root,
+    images_unsupported, too_many_images, image_too_long, reserved_token, placeholder_mismatch.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code

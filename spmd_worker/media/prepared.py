@@ -1,0 +1,63 @@
+"""Prepared images: pixels as a tower takes them, before they are normalised, and what they become in a prompt."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[np.uint8]
+"""[height, width, 3]."""
+NUM_CHANNELS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePixels:
+    """The squares or the one picture that a tower reads of an image, in its order. `grid` is the number of patches of
+    one of them, down and across; `size` is (height, width) of the image before it was prepared.
+    """
+
+    crops: tuple[Pixels, ...]
+    grid: tuple[int, int]
+    size: tuple[int, int]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(height, width) of each crop."""
+        return tuple([(len(each), each.shape[1]) for each in self.crops])
+
+    @property
+    def data(self) -> bytes:
+        """All crops, one behind the other."""
+        return b"".join([each.tobytes() for each in self.crops])
+
+
+def pixels_from(
+    data: bytes | memoryview, shapes: tuple[tuple[int, int], ...], grid: tuple[int, int], size: tuple[int, int]
+) -> ImagePixels:
+    """`ImagePixels` of their `data` and `shapes`."""
+    crops, start = [], 0
+    whole = np.frombuffer(data, dtype=np.uint8)
+    for height, width in shapes:
+        stop = start + height * width * NUM_CHANNELS
+        crops.append(whole[start:stop].reshape(height, width, NUM_CHANNELS))
+        start = stop
+    assert start == len(whole), (shapes, len(whole))
+    return ImagePixels(tuple(crops), grid, size)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image of a prompt. `text` stands in the prompt in place of its placeholder and has `num_rows` image tokens;
+    `token_grid` is the number of their lines and columns in families whose positions follow them, (0, 0) otherwise.
+    `media_id` names the pixels and how they were prepared (`media_id.py`); `source_digest` is the SHA-256 of the bytes
+    given.
+    """
+
+    media_id: bytes
+    pixels: ImagePixels
+    text: str
+    num_rows: int
+    num_patches: int
+    token_grid: tuple[int, int]
+    source_digest: bytes
