@@ -93,9 +93,9 @@ class Engine:
         self.life = Life(executor, lockstep, channels, watchdog, self.times.heartbeat)
         # Only the leader's rows are computed with, and its worker adds them to the embeddings.
         hold_rows = (lambda *rows: executor.hold_rows(*rows)) if channel.rank == 0 else (lambda *rows: None)
-        self.requests = Requests(
-            resolved, self.calls, self.life, scheduler.adapters, scheduler.prompt_adapters, hold_rows
-        )
+        hold_media = (lambda *image: executor.hold_media(*image)) if channel.rank == 0 else (lambda *image: None)
+        adapters = (scheduler.adapters, scheduler.prompt_adapters)
+        self.requests = Requests(resolved, self.calls, self.life, *adapters, hold_rows, hold_media)
         self.limits = self.requests.limits
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(

@@ -17,6 +17,8 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, ReplicaDivergedError, WorkerEventError
 from spmd_worker.executor.adapters import ExecutorAdapters
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_image import SentImage
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
@@ -178,6 +180,10 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
     def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
         """Give the workers the rows of a request that this rank admits (`WorkerBase.hold_rows`)."""
         self.collective_rpc("hold_rows", args=(request_id, content, data))
+
+    def hold_media(self, request_id: int, index: int, image: PreparedImage) -> None:
+        """Give the workers the pixels of image `index` of a request that this rank admits (`WorkerBase.hold_media`)."""
+        self.collective_rpc("hold_media", args=(request_id, index, *SentImage.of(image)))
 
     def prepare_event(self, name: str, payload: Any) -> str:
         """Have every worker prepare a worker event. Returns "" or why the lowest rank that rejects it does so."""

@@ -147,6 +147,22 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not support prompts of embeddings")
 
+    def hold_media(
+        self,
+        request_id: int,
+        index: int,
+        media_id: bytes,
+        shapes: tuple[tuple[int, int], ...],
+        grid: tuple[int, int],
+        size: tuple[int, int],
+        data: bytes,
+    ) -> None:
+        """Take the pixels of image `index` of a request (`ImagePixels`), before the first step that makes its rows;
+        released when a plan lists the request as finished. Workers other than the first of the first stage have no use
+        for them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not support prompts with images")
+
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Cache operations and forward pass; None if `sample_tokens` must finish the step."""
