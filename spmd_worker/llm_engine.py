@@ -334,9 +334,6 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         """Whether weights or cache are asleep."""
         return self.executor.is_sleeping
 
-    def reset_mm_cache(self) -> None:
-        """No effect: text models have no multimodal cache."""
-
     def reset_encoder_cache(self) -> None:
         """No effect: text models have no encoder cache."""
 

@@ -304,6 +304,10 @@ class Engine:
         """Same as `LLM.wake_up`."""
         self.changes.wake_up(tags, self.run_step)
 
+    def reset_mm_cache(self) -> None:
+        """Same as `LLM.reset_mm_cache`."""
+        self.changes.reset_media_rows()
+
     def follow(self) -> None:
         """Run steps until rank 0 calls `close_followers`: the loop of a rank without requests of its own. Call it again
         after Ctrl-C has ended it; it returns at once if that was its last step.

@@ -29,6 +29,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.memory.media_memory import media_row_limits
 
 
 class Requests:
@@ -62,6 +63,7 @@ class Requests:
                 _folder_of_input(resolved.config.job.input),
                 needs_ids=model_config.num_layer_inputs > 0,
             ),
+            media=media_row_limits(resolved),
         )
         self._hold_rows, self._hold_media = hold_rows, hold_media
         self.num_requests = 0

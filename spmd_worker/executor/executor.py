@@ -54,6 +54,8 @@ class EventEngine(Protocol):
 
     def worker_event(self, name: str, payload: Any = None) -> list[Any]: ...
 
+    def reset_mm_cache(self) -> None: ...
+
 
 class Executor(AdapterMethods, PromptAdapterMethods, ABC):
     """Call `start`, `load_model`, `determine_num_available_blocks`, `initialize_from_config`, then steps, last
@@ -268,8 +270,10 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         self._call_or_fail("execute_dummy_batch")
 
     def reset_mm_cache(self) -> None:
-        """No effect: the workers have no multimodal cache."""
-        self.collective_rpc("reset_mm_cache")
+        """`LLM.reset_mm_cache`, if an engine drives this executor: every worker drops rows when a plan says so."""
+        engine = self._engine()
+        if engine is not None:
+            engine.reset_mm_cache()
 
     def take_draft_token_ids(self) -> None:  # nothing to do
         """None: no tokens are drafted."""

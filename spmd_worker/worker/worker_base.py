@@ -51,6 +51,7 @@ class WorkerReport:
     waited for threads (`waited_s`) and how often a thread must have lost its core to another process (`num_lost`);
     `expert_loads`, tokens per expert by layer index, reported by the first of the ranks that share the layers.
     `peak_memory_bytes`: peak host memory of the process. `keeps_histories`: see `SchedulerLimits`.
+    `encode_s`: time in which rows of images were made.
     """
 
     device_type: str = "cpu"
@@ -61,6 +62,7 @@ class WorkerReport:
     expert_loads: dict[int, list[int]] = field(default_factory=dict)
     peak_memory_bytes: int = field(default_factory=host.peak_resident_bytes)
     keeps_histories: bool = False
+    encode_s: float = 0.0
 
 
 class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
@@ -188,7 +190,7 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         return result
 
     def reset_mm_cache(self) -> None:  # optional
-        """No effect: text models have no multimodal cache."""
+        """No effect: the rows of images are dropped by a plan (`LLM.reset_mm_cache`)."""
 
     @property
     def event_handlers(self) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
 from spmd_worker.replica.sequence.request import Request
 
@@ -76,10 +77,8 @@ class _Chunk(NamedTuple):
 class MediaRows:
     """The rows that are kept, least recently used first, and what the step that is being planned makes and drops."""
 
-    def __init__(self, limits: MediaRowLimits) -> None:
-        self.limits = limits
-        self.num_encoded = self.num_reused = 0
-        """Rows made so far, and rows found by the chunk that begins an image."""
+    def __init__(self, limits: MediaRowLimits, counters: SchedulerCounters) -> None:
+        self.limits, self._counters = limits, counters
         self.longest_whole = 0
         """Tokens of the longest image so far that must be computed in one step."""
         self._rows: dict[bytes, int] = {}
@@ -118,7 +117,7 @@ class MediaRows:
             if media_id in self._rows:
                 # Last in the order of use.
                 self._rows[media_id] = self._rows.pop(media_id)
-                self.num_reused += item.num_rows if item.start >= first else 0
+                self._counters.num_rows_reused += item.num_rows if item.start >= first else 0
             else:
                 self._make(_Encode(request, index))
         return end - first
@@ -182,7 +181,7 @@ class MediaRows:
         self._rows[item.media_id] = item.num_rows
         self._encode.append(encode)
         self._num_patches -= item.num_patches
-        self.num_encoded += item.num_rows
+        self._counters.num_rows_encoded += item.num_rows
 
     def _shares(self) -> tuple[EncodeMedia, ...]:
         """Complete images to ranks, the largest first to the rank with the least patches; ties by order."""

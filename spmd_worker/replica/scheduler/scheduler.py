@@ -90,7 +90,7 @@ class Scheduler:
             cache, limits.preemption, self.counters, enable_prefix_caching=is_caching, states=states
         )
         assert not (limits.media.sees_whole_image and state_slots), "chunks end at snapshots, perhaps inside an image"
-        self.media_rows = MediaRows(limits.media)
+        self.media_rows = MediaRows(limits.media, self.counters)
         self._planner = Planner(limits, self.queues, cache, self._allocator, self._split, self.media_rows)
         self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
@@ -358,6 +358,8 @@ class Scheduler:
         self._ended_requests.append(group.request.request_id)
         self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
         self.counters.num_finished += 1
+        self.counters.num_images += len(group.request.media)
+        self.counters.num_image_tokens += sum([item.num_rows for item in group.request.media])
         return group
 
     def _admit(self, request: Request) -> None:
