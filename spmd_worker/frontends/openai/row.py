@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.input_rows import PromptRows
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -115,7 +117,8 @@ class EncodedRow:
     `prompt` is the text that was encoded (a chat after its template), None for token ids. `reader` parses tool calls
     and reasoning in the answers of a chat; None if they are only content. `adapter_id` is the number of the adapter and
     `virtual` are the tokens of the prompt adapter (`ServedModels`), `adapter` and `prompt_adapter` their names in a
-    plain row. The ids are placeholders of `rows` of embeddings, if there are.
+    plain row. The ids are placeholders of `rows` of embeddings, if there are. `media_items` are the tokens of its
+    images, `media`.
     """
 
     index: int
@@ -133,6 +136,8 @@ class EncodedRow:
     rows: PromptRows | None = None
     virtual: VirtualTokens | None = None
     prompt_adapter: str | None = None
+    media: tuple[PreparedImage, ...] = ()
+    media_items: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
