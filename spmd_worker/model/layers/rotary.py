@@ -20,7 +20,7 @@ T: tokens of the step; D: head size; R: rotated elements of a head.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class Angles:
     is_interleaved: bool
     is_plain: bool
     query_factors: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Angles":
+        """The same on a device."""
+        return replace(self, cos=self.cos.to(device), sin=self.sin.to(device))
 
     def rotate(self, kernels: Kernels, x: Tensor) -> Tensor:
         """[T, heads, D] -> [T, heads, D]."""

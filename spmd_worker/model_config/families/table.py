@@ -169,9 +169,10 @@ FAMILIES: Final[dict[str, Family]] = {
         text=TextPart(ties_by_default=True),
     ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
-    "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, models="Qwen2.5-VL, the text"),
+    "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, models="Qwen2.5-VL", vision="qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": Family(
-        models="Qwen3-VL, dense, the text",
+        models="Qwen3-VL, dense",
+        vision="qwen3_vl",
         names=next_to(Names(), "visual"),
         attention=Attention(qk_norm="head", head_size=128),
         rope=Rope(sections=(24, 20, 20), interleaves_sections=True),

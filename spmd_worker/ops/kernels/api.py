@@ -355,6 +355,10 @@ class QuantisedKernels(Kernels, Protocol):
     def head(self) -> Kernels | None:
         """Kernels of the token head, if it keeps the model's dtype; None: it is quantised too."""
 
+    @property
+    def plain(self) -> Kernels:
+        """The same device's kernels without quantised weights."""
+
     def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
         """`repack_` for some inputs of rows [n, in] whose maximum magnitudes are `maxima`, float32 [n]: quantises all
         of them again.
