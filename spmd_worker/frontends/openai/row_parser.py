@@ -75,8 +75,8 @@ def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimi
     custom_id: Any = None
     shape: ErrorShape = "plain"
     try:
-        if len(line) > limits.max_line_bytes:
-            message = f"the line is longer than limits.max_line_bytes={limits.max_line_bytes}"
+        if len(line) > limits.num_line_bytes:
+            message = f"the line is longer than limits.max_line_bytes={limits.num_line_bytes}"
             raise InvalidRequestError(message, "line_too_long")
         fields = parse_json_object(line, max_nesting=limits.max_nesting)
         custom_id, shape = fields.get("custom_id"), "openai" if _is_openai(fields) else "plain"
