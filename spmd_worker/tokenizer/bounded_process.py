@@ -5,7 +5,7 @@ That ends as one request's error, after `cpu_s` or at `memory_bytes`.
 The process is started for the first request and again when it has ended, and ends with its owner, whose end of the pipe
 it reads. It ignores signals for the owner's process group: a signal that ends a job must not become the error of a row.
 
-A message is a line of JSON with the length of a second one, which follows.
+A message is a line with two lengths, then JSON, then bytes: the value of the key `payload`, where there is one.
 """
 
 import contextlib
@@ -22,8 +22,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Final
 
+PAYLOAD: Final = "payload"
 _WALL_S: Final = 120.0
 """Limit for a busy machine, on which seconds of computing take longer, and for a process that was stopped."""
+_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""Address space that numpy reserves for each thread would count as memory."""
 _PIECE_BYTES: Final = 1 << 16
 _FOR_THE_OWNER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Terminals, launchers and batch systems send these to all processes of a group: the owner decides what they mean."""
@@ -50,6 +53,11 @@ class BoundedProcess:
     def pid(self) -> int | None:
         """Id of the running process; None without one."""
         return self._children[0].process.pid if self._children else None
+
+    def close(self) -> None:
+        """End the process; another one is started for a later request."""
+        with self._lock:
+            _end_all(self._children)
 
     def ask(self, request: bytes) -> dict[str, Any]:
         """Send a message of `pack` and wait for the answer. Raises BoundedProcessError."""
@@ -94,7 +102,7 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+            env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
         )
         assert self.process.stdin is not None, "a pipe"
         assert self.process.stdout is not None, "a pipe"
@@ -115,10 +123,12 @@ class _Child:
             self._input.flush()
         self._start = b""
         deadline_s = time.monotonic() + _WALL_S
-        length = b""
-        while not length.endswith(b"\n"):
-            length += self._read(1, deadline_s)
-        return dict(json.loads(self._read(int(length), deadline_s)))
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self._read(1, deadline_s)
+        num_bytes, num_payload = map(int, line.split())
+        content = self._read(num_bytes, deadline_s)
+        return _value(content, self._read(num_payload, deadline_s))
 
     def end(self) -> None:
         """End it at once. A forked process leaves its parent's child alone."""
@@ -212,9 +222,11 @@ def _allow_computing(cpu_s: int) -> None:
 
 
 def pack(value: Mapping[str, Any]) -> bytes:
-    """A message as bytes. Raises TypeError for values that are not plain JSON."""
-    content = json.dumps(value, default=_plain_mapping).encode("ascii")
-    return b"%d\n%s" % (len(content), content)
+    """A message as bytes; `payload` may be bytes. Raises TypeError for other values that are not plain JSON."""
+    payload = value.get(PAYLOAD, b"")
+    plain = {key: each for key, each in value.items() if key != PAYLOAD}
+    content = json.dumps(plain, default=_plain_mapping).encode("ascii")
+    return b"%d %d\n%s%s" % (len(content), len(payload), content, payload)
 
 
 def _plain_mapping(value: Any) -> Any:
@@ -225,6 +237,14 @@ def _plain_mapping(value: Any) -> Any:
 
 def _unpack(stream: BinaryIO) -> dict[str, Any] | None:
     """The next message; None at the end of the stream."""
-    length = stream.readline()
-    content = stream.read(int(length)) if length else b""
-    return dict(json.loads(content)) if content else None
+    line = stream.readline()
+    if not line:
+        return None
+    num_bytes, num_payload = map(int, line.split())
+    content = stream.read(num_bytes)
+    return _value(content, stream.read(num_payload)) if content else None
+
+
+def _value(content: bytes, payload: bytes) -> dict[str, Any]:
+    value = dict(json.loads(content))
+    return {**value, PAYLOAD: payload} if payload else value

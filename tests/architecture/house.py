@@ -14,7 +14,7 @@ WINGS = (
     *(
         f"spmd_worker.{name}"
         for name in (
-            *("base", "model_config", "tokenizer", "media", "native", "ranks", "replica", "resolved", "chat"),
+            *("base", "model_config", "tokenizer", "native", "ranks", "replica", "media", "resolved", "chat"),
             *("ops", "model", "compat", "worker", "executor", "engine", "llm_engine", "llm"),
             *("frontends", "integrations"),
         )

@@ -1,0 +1,256 @@
+"""ImageProcessor: the numbers by which a checkpoint's images are prepared, and how they are read.
+
+A missing key has the value that its class of transformers has. Numbers that the tower fixes are compared with it: a
+square of another size than the tower's would be computed with wrong positions.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media.processor_settings import (
+    MAX_SIDE,
+    ProcessorSettings,
+    TowerSizes,
+    Values,
+    image_values,
+    json_object,
+    tower_sizes,
+)
+from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
+from spmd_worker.model_config.vision_config import VisionConfig
+
+OVERRIDES: Final = "mm_processor_kwargs"
+_MAX_PIXELS: Final = 1 << 28
+_MAX_CROPS: Final = 64
+_BICUBIC: Final = 3
+CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
+HALVES: Final = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessor:
+    """`kind` is that of `VisionConfig`; numbers that a kind does not use are 0.
+
+    A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
+    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, Pixtral with at
+    most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short
+    side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square
+    first if set. LLaVA-OneVision cuts sizes of `pinpoints` into crops and keeps the tokens of `max_crops`; InternVL
+    makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
+    """
+
+    kind: str
+    patch_size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: float = 1 / 255
+    resampling: str = "bicubic"
+    merge_size: int = 1
+    min_pixels: int = 0
+    max_pixels: int = 0
+    longest_edge: int = 0
+    side: int = 0
+    tokens_per_crop: int = 0
+    short_edge: int = 0
+    is_padded: bool = False
+    pinpoints: tuple[tuple[int, int], ...] = ()
+    min_crops: int = 0
+    max_crops: int = 0
+    splits: bool = False
+
+
+def processor_of(values: Mapping[str, Any]) -> ImageProcessor:
+    """The processor whose `asdict` travelled as JSON."""
+    pinpoints = tuple([(int(height), int(width)) for height, width in values["pinpoints"]])
+    mean, std = tuple(values["mean"]), tuple(values["std"])
+    return ImageProcessor(**{**values, "mean": mean, "std": std, "pinpoints": pinpoints})
+
+
+def read_image_processor(
+    folder: Path, vision: VisionConfig, overrides: Mapping[str, Any] | None = None
+) -> ImageProcessor:
+    """`overrides` are vLLM's `mm_processor_kwargs`, in place of the files' values. Raises ModelConfigError."""
+    config = json_object(folder / "config.json")
+    if config is None:
+        raise ModelConfigError(f"{folder / 'config.json'} does not exist: a model folder needs it")
+    values, path = image_values(folder)
+    rule = _RULES[vision.kind]
+    _check_overrides(vision.kind, rule, overrides or {})
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    if "size" in given:
+        values = {key: value for key, value in values.items() if key not in ("min_pixels", "max_pixels")}
+    settings = ProcessorSettings(ConfigReader(values, path), ConfigReader(given, Path(OVERRIDES)))
+    settings.check_steps()
+    model = ConfigReader(config, folder / "config.json")
+    numbers = rule.read(settings, model, tower_sizes(model, vision.kind))
+    mean, std = (settings.levels(key, rule_value) for key, rule_value in zip(("image_mean", "image_std"), rule.levels))
+    scale = settings.of("rescale_factor").number("rescale_factor", 1 / 255)
+    return ImageProcessor(
+        vision.kind, mean=mean, std=std, scale=scale, resampling=settings.resampling(rule.resample), **numbers
+    )
+
+
+def _check_overrides(kind: str, rule: "_Rule", overrides: Mapping[str, Any]) -> None:
+    unknown = [key for key in overrides if key not in rule.overrides]
+    if unknown:
+        known = f"only {', '.join(rule.overrides)}" if rule.overrides else "its sizes are those of the tower"
+        raise ModelConfigError(f"{OVERRIDES}: {unknown[0]} is not supported for {kind}: {known}")
+
+
+def _check_is_towers(settings: ProcessorSettings, name: str, side: int, tower: int) -> None:
+    if side != tower:
+        rule = f"must be the size that the tower has, vision_config's {tower}, not {side}"
+        raise settings.of(name).error(name, rule)
+
+
+# Kinds.
+
+
+def _qwen(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
+    vision = model.object("vision_config")
+    _check_is_towers(settings, "patch_size", patch, tower.patch)
+    _check_is_towers(settings, "merge_size", merge, vision.count("spatial_merge_size", 2))
+    least = _num_pixels(settings, "min_pixels", "shortest_edge", 56 * 56)
+    most = _num_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 1280)
+    if least > most:
+        key = next((key for key in ("min_pixels", "size") if settings.of(key).get(key) is not None), "size")
+        raise settings.of(key).error(key, f"asks for at least {least} pixels of an image and at most {most}")
+    return {"patch_size": patch, "merge_size": merge, "min_pixels": least, "max_pixels": most}
+
+
+def _num_pixels(settings: ProcessorSettings, key: str, edge: str, default: int) -> int:
+    """Edges of Qwen's `size` are numbers of pixels too; older files have `key` instead."""
+    if settings.of(key).get(key) is not None:
+        return settings.integer(key, default, 1, _MAX_PIXELS)
+    return settings.side("size", edge, default, _MAX_PIXELS)
+
+
+def _gemma3(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    side = settings.square("size", 224)
+    _check_is_towers(settings, "size", side, tower.side)
+    tokens = model.count("mm_tokens_per_image", 256)
+    side_tokens = int(tokens**0.5)
+    if side_tokens**2 != tokens or (side // tower.patch) % side_tokens:
+        rule = f"must be a square that divides the {side // tower.patch} x {side // tower.patch} patches of an image"
+        raise model.error("mm_tokens_per_image", rule)
+    return {"patch_size": tower.patch, "side": side, "tokens_per_crop": tokens}
+
+
+def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    has_class = tower.model_type == "clip_vision_model"
+    crops = settings.file.flag("do_center_crop", has_class)
+    short_edge = settings.side("size", "shortest_edge", 224) if crops else 0
+    name = "crop_size" if crops else "size"
+    side = settings.square(name, 224)
+    _check_is_towers(settings, name, side, tower.side)
+    if crops and short_edge < side:
+        raise settings.of("size").error("size", f"must be at least the {side} of crop_size")
+    strategy = model.choice("vision_feature_select_strategy", ("default", "full"), "default")
+    num_rows = (side // tower.patch) ** 2 + has_class - (strategy == "default")
+    padded = settings.file.flag("do_pad", False)
+    return {
+        "patch_size": tower.patch,
+        "side": side,
+        "tokens_per_crop": num_rows,
+        "short_edge": short_edge,
+        "is_padded": padded,
+    }
+
+
+def _onevision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    side = settings.square("size", 384)
+    _check_is_towers(settings, "size", side, tower.side)
+    model.choice("vision_feature_select_strategy", ("full",), "full")
+    ratio = model.get("vision_aspect_ratio", "anyres_max_9")
+    found = re.fullmatch(r"anyres_max_([1-9][0-9]?)", ratio) if isinstance(ratio, str) else None
+    if found is None:
+        raise model.error("vision_aspect_ratio", "must be anyres_max_ and a number from 1 to 99")
+    pinpoints = _pinpoints(settings.file, side)
+    if model.get("image_grid_pinpoints") is not None and _pinpoints(model, side) != pinpoints:
+        raise settings.file.error("image_grid_pinpoints", "must be those of config.json")
+    tokens = (side // tower.patch) ** 2
+    numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": tokens}
+    return {**numbers, "pinpoints": pinpoints, "max_crops": int(found[1])}
+
+
+def _pinpoints(reader: ConfigReader, side: int) -> tuple[tuple[int, int], ...]:
+    key = "image_grid_pinpoints"
+    numbers = range(1, 7)
+    values = reader.get(key, [[384 * lines, 384 * columns] for lines in numbers for columns in numbers])
+    is_pair = [isinstance(each, list) and len(each) == 2 for each in values] if isinstance(values, list) else []
+    if not is_pair or not all(is_pair):
+        raise reader.error(key, "must list pairs of numbers")
+    pairs = [[checked_integer(number, reader.where(key), 1, MAX_SIDE) for number in each] for each in values]
+    if any(number % side for pair in pairs for number in pair):
+        raise reader.error(key, f"must have multiples of {side}, the side of a crop")
+    return tuple([(height, width) for height, width in pairs])
+
+
+def _internvl(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    side = settings.square("size", 384)
+    _check_is_towers(settings, "size", side, tower.side)
+    # InternVLProcessor cuts into tiles even if the image processor's own setting says no.
+    most = settings.integer("max_patches", 12, 1, _MAX_CROPS)
+    least = settings.integer("min_patches", 1, 1, most)
+    ratio = model.number("downsample_ratio", 0.5)
+    side_tokens = int(side // tower.patch * ratio)
+    if (side // tower.patch) * ratio != side_tokens or side_tokens < 1:
+        raise model.error("downsample_ratio", f"must divide the {side // tower.patch} patches of a side")
+    numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": side_tokens**2}
+    return {**numbers, "min_crops": least, "max_crops": most}
+
+
+def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    is_merged = model.get("model_type") == "mistral3" or "spatial_merge_size" in model.config
+    merge = model.count("spatial_merge_size", 2) if is_merged else 1
+    longest = settings.side("size", "longest_edge", 1024)
+    unit = tower.patch * merge
+    if -(-longest // unit) * unit > tower.side:
+        rule = f"asks for more than the {tower.side} pixels a side for which the tower has positions"
+        raise settings.of("size").error("size", rule)
+    return {"patch_size": tower.patch, "merge_size": merge, "longest_edge": longest}
+
+
+def _smolvlm(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    side = settings.side("max_image_size", "longest_edge", 364)
+    _check_is_towers(settings, "max_image_size", side, tower.side)
+    longest = settings.side("size", "longest_edge", 4 * 364)
+    if longest > _MAX_CROPS * side:
+        raise settings.of("size").error("size", f"makes more than {_MAX_CROPS} squares of {side} a side")
+    scale = model.count("scale_factor", 2)
+    if (side // tower.patch) % scale:
+        raise model.error("scale_factor", f"must divide the {side // tower.patch} patches of a side")
+    numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": (side // tower.patch // scale) ** 2}
+    splits = settings.of("do_image_splitting").flag("do_image_splitting", True)
+    return {**numbers, "longest_edge": longest, "splits": splits}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """`read` gives the numbers of a kind; `levels` (mean and std) and `resample` are its class's defaults."""
+
+    read: Callable[[ProcessorSettings, ConfigReader, TowerSizes], Values]
+    levels: tuple[tuple[float, float, float], tuple[float, float, float]] = (CLIP_MEAN, CLIP_STD)
+    resample: int = _BICUBIC
+    overrides: tuple[str, ...] = ()
+
+
+_QWEN: Final = _Rule(_qwen, overrides=("min_pixels", "max_pixels", "size"))
+_PIXTRAL: Final = _Rule(_pixtral, overrides=("size",))
+_RULES: Final = {
+    "qwen3_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
+    "llava": _Rule(_llava),
+    "llava_onevision": _Rule(_onevision),
+    "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),
+    "mistral3": _PIXTRAL,
+    "pixtral": _PIXTRAL,
+    "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),
+}

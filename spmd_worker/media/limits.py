@@ -1,0 +1,34 @@
+"""MediaLimits: bounds on the images of a prompt, before a model sees them."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from spmd_worker.base.errors import ConfigError
+
+KNOWN_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+DEFAULT_FORMATS: Final = KNOWN_FORMATS[:-1]
+"""Other formats are never tried: their decoders are rarely used and have had faults."""
+MAX_SIDE: Final = 16_384
+MAX_ASPECT_RATIO: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """`max_image_pixels` is checked against the header, before pixels are decoded; `max_image_tokens` is for one image.
+    `background` is the colour behind transparent pixels.
+    """
+
+    max_image_bytes: int = 20 << 20
+    max_image_pixels: int = 64_000_000
+    max_images: int = 32
+    max_image_tokens: int = 4096
+    image_formats: tuple[str, ...] = DEFAULT_FORMATS
+    background: tuple[int, int, int] = (255, 255, 255)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.image_formats if name not in KNOWN_FORMATS]
+        if unknown or not self.image_formats:
+            known = ", ".join(KNOWN_FORMATS)
+            raise ConfigError(f"limits.image_formats={list(self.image_formats)} must list some of {known}")
+        if len(self.background) != 3 or not all(0 <= level <= 255 for level in self.background):
+            raise ConfigError(f"model.image_background={list(self.background)} must be three numbers from 0 to 255")

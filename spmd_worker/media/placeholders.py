@@ -1,0 +1,247 @@
+"""Placeholders of images in prompts, and the tokens that take their rows.
+
+A chat template, or a user, writes one marker for each image; it becomes the image's text, which has as many image
+tokens as the image has rows. Expansion is of text, before there are tokens: line ends beside a marker may join with
+those of the image's text (Gemma 3). Prompts of ids are expanded to the ids that their text would have.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.replica.sequence.media_items import MediaItem
+
+Encode: TypeAlias = Callable[[str], Sequence[int]]
+"""Token ids of a text, without special tokens around it."""
+_MAX_JOINED_LINE_ENDS: Final = 64
+"""No vocabulary has a token of more line ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    """Texts of a kind of model: `written` is what a chat template writes for an image, `marker` the part of it that
+    the image's text replaces, `image_token` the token that takes a row. Prompts may not contain `reserved` texts other
+    than as placeholders.
+    """
+
+    kind: str
+    written: str
+    marker: str
+    image_token: str
+    reserved: tuple[str, ...]
+
+    def check_reserved(self, text: str) -> None:
+        """Raise MediaError for a text, of a prompt with images, that would be taken for an image's tokens."""
+        for token in self.reserved:
+            if token in text:
+                rule = "which stands for an image or a part of one in this model: remove it, or write it differently"
+                raise MediaError("reserved_token", f"a text of the prompt contains {token!r}, {rule}")
+
+    def expand_text(self, text: str, images: Sequence[PreparedImage]) -> str:
+        """The text with each marker replaced by its image's text. Raises MediaError."""
+        pieces = text.split(self.marker)
+        if len(pieces) != len(images) + 1:
+            raise self._mismatch(f"{len(pieces) - 1} placeholders {self.marker!r}", images)
+        return pieces[0] + "".join([image.text + piece for image, piece in zip(images, pieces[1:], strict=True)])
+
+    def expand_ids(self, token_ids: Sequence[int], images: Sequence[PreparedImage], encode: Encode) -> list[int]:
+        """The ids with each marker replaced by its image's tokens, or as they are if all images are expanded already:
+        counts must be exact. Raises MediaError.
+        """
+        ids = list(token_ids)
+        if not images:
+            return ids
+        image_id, marker_id = self._id_of(self.image_token, encode), self._id_of(self.marker, encode)
+        line_ends = _line_ends(encode) if images[0].text.startswith("\n") else {}
+        texts = [self._ids_of(image, image_id, encode) for image in images]
+        num_rows = sum(image.num_rows for image in images)
+        num_given = ids.count(image_id)
+        if num_given == num_rows and _has_in_order(ids, [_without(line_ends, each) for each in texts]):
+            return ids
+        num_markers = ids.count(marker_id)
+        if num_markers != len(images) or (marker_id != image_id and num_given):
+            given = f"{num_markers} placeholder ids ({marker_id}) and {num_given} image token ids ({image_id})"
+            raise self._mismatch(given, images)
+        if line_ends:
+            return _expanded_lines(ids, marker_id, [image.text for image in images], line_ends, encode)
+        return _expanded(ids, marker_id, texts)
+
+    def media_items(
+        self, token_ids: Sequence[int], images: Sequence[PreparedImage], image_token_id: int
+    ) -> tuple[MediaItem, ...]:
+        """Images of an expanded prompt: the image tokens are theirs, in order. Raises MediaError."""
+        found = [index for index, token_id in enumerate(token_ids) if token_id == image_token_id]
+        if len(found) != sum(image.num_rows for image in images):
+            raise self._mismatch(f"{len(found)} image tokens", images)
+        items, first = [], 0
+        for image in images:
+            runs = _runs(found[first : first + image.num_rows])
+            items.append(MediaItem(image.media_id, runs, image.num_patches, image.token_grid))
+            first += image.num_rows
+        return tuple(items)
+
+    def _mismatch(self, given: str, images: Sequence[PreparedImage]) -> MediaError:
+        taken = sum(image.num_rows for image in images)
+        rule = f"it has {len(images)} images, which take {taken} image tokens: give one placeholder for each image"
+        return MediaError("placeholder_mismatch", f"the prompt has {given}, but {rule}")
+
+    def _id_of(self, token: str, encode: Encode) -> int:
+        ids = encode(token)
+        if len(ids) != 1:
+            raise MediaError("images_unsupported", f"the tokenizer has no token {token!r}: it splits into {len(ids)}")
+        return ids[0]
+
+    def _ids_of(self, image: PreparedImage, image_id: int, encode: Encode) -> list[int]:
+        ids = list(encode(image.text))
+        if ids.count(image_id) != image.num_rows:
+            message = f"the tokenizer makes {ids.count(image_id)} image tokens of the {image.num_rows} of an image"
+            raise MediaError("images_unsupported", message)
+        return ids
+
+
+def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(start, count) of consecutive numbers."""
+    starts = [index for index, place in enumerate(places) if index == 0 or place != places[index - 1] + 1]
+    return tuple([(places[start], stop - start) for start, stop in zip(starts, [*starts[1:], len(places)])])
+
+
+def _has_in_order(ids: list[int], texts: Sequence[list[int]]) -> bool:
+    """Whether each text is in `ids` where its first token first occurs behind the text before."""
+    position = 0
+    for text in texts:
+        try:
+            position = ids.index(text[0], position)
+        except ValueError:
+            return False
+        if ids[position : position + len(text)] != text:
+            return False
+        position += len(text)
+    return True
+
+
+def _expanded(ids: list[int], marker_id: int, texts: Sequence[list[int]]) -> list[int]:
+    remaining, expanded = iter(texts), []
+    for token_id in ids:
+        if token_id == marker_id:
+            expanded += next(remaining)
+        else:
+            expanded.append(token_id)
+    return expanded
+
+
+# Line ends beside an image.
+
+
+def _line_ends(encode: Encode) -> dict[int, int]:
+    """Ids of tokens that are line ends alone -> how many."""
+    encoded = [(encode("\n" * number), number) for number in range(1, _MAX_JOINED_LINE_ENDS + 1)]
+    return {ids[0]: number for ids, number in encoded if len(ids) == 1}
+
+
+def _without(line_ends: dict[int, int], ids: list[int]) -> list[int]:
+    start, stop = 0, len(ids)
+    while ids[start] in line_ends:
+        start += 1
+    while ids[stop - 1] in line_ends:
+        stop -= 1
+    return ids[start:stop]
+
+
+def _expanded_lines(
+    ids: list[int], marker_id: int, texts: Sequence[str], line_ends: dict[int, int], encode: Encode
+) -> list[int]:
+    """Line ends on both sides of a marker are tokenised with the image's text."""
+    expanded: list[int] = []
+    rest = ids
+    for text in texts:
+        at = rest.index(marker_id)
+        expanded += rest[:at]
+        left = right = 0
+        while expanded and expanded[-1] in line_ends:
+            left += line_ends[expanded.pop()]
+        stop = at + 1
+        while stop < len(rest) and rest[stop] in line_ends:
+            right += line_ends[rest[stop]]
+            stop += 1
+        made = list(encode("\n" * left + text + "\n" * right))
+        # The line ends behind this image may also be those before the next one.
+        num_kept = len(made)
+        while made[num_kept - 1] in line_ends:
+            num_kept -= 1
+        expanded += made[:num_kept]
+        rest = made[num_kept:] + rest[stop:]
+    return expanded + rest
+
+
+# The table.
+
+_QWEN: Final = (
+    *("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|image_pad|>"),
+    ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+)
+_LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
+_PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
+_MAX_GRID: Final = 6
+"""Lines and columns of tiles that have tokens of their own in Idefics3."""
+_TILES: Final = tuple(f"<row_{row + 1}_col_{column + 1}>" for row in range(_MAX_GRID) for column in range(_MAX_GRID))
+
+PLACEHOLDERS: Final = {
+    kind: Placeholders(kind, *texts)
+    for kind, texts in {
+        "qwen3_vl": _QWEN,
+        "qwen2_5_vl": _QWEN,
+        "gemma3": (
+            *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
+            ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        ),
+        "llava": _LLAVA,
+        "llava_onevision": _LLAVA,
+        "internvl": (
+            *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
+            ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+        ),
+        "mistral3": _PIXTRAL,
+        "pixtral": _PIXTRAL,
+        "smolvlm": (
+            *("<image>", "<image>", "<image>"),
+            ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),
+        ),
+    }.items()
+}
+"""Kind of model -> its texts."""
+
+
+# Texts of images: `num_rows` image tokens in each.
+
+
+def run_text(kind: str, num_rows: int) -> str:
+    """Image tokens alone."""
+    return PLACEHOLDERS[kind].image_token * num_rows
+
+
+def gemma_text(num_rows: int) -> str:
+    """Line ends around it, which may join with the prompt's."""
+    return f"\n\n<start_of_image>{run_text('gemma3', num_rows)}<end_of_image>\n\n"
+
+
+def internvl_text(num_rows: int) -> str:
+    """A token before and behind the image tokens."""
+    return f"<img>{run_text('internvl', num_rows)}</img>"
+
+
+def pixtral_text(num_lines: int, num_columns: int) -> str:
+    """A break between lines, an end behind the last."""
+    return "[IMG_BREAK]".join(["[IMG]" * num_columns] * num_lines) + "[IMG_END]"
+
+
+def smolvlm_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
+    """Tiles line by line, with their places, and the complete image; without tiles this alone."""
+    tile = run_text("smolvlm", rows_per_tile)
+    lines = [
+        "".join([f"<fake_token_around_image><row_{line + 1}_col_{each + 1}>{tile}" for each in range(num_columns)])
+        for line in range(num_lines)
+    ]
+    tiles = "".join([f"{line}\n" for line in lines]) + "\n" * bool(lines)
+    return f"{tiles}<fake_token_around_image><global-img>{tile}<fake_token_around_image>"

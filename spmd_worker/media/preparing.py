@@ -1,0 +1,162 @@
+"""Preparing of an image: the crops that its tower takes and the text that stands in the prompt, by kind of model."""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from spmd_worker.media import placeholders, sizes
+from spmd_worker.media.image_processor import ImageProcessor
+from spmd_worker.media.media_id import media_id_of
+from spmd_worker.media.prepared import NUM_CHANNELS, ImagePixels, Pixels, PreparedImage
+from spmd_worker.media.resize import resize
+
+
+class _Parts(NamedTuple):
+    """`token_grid` is (0, 0) where positions do not follow it."""
+
+    crops: list[Pixels]
+    text: str
+    num_rows: int
+    token_grid: tuple[int, int] = (0, 0)
+
+
+def prepare(pixels: Pixels, processor: ImageProcessor, *, is_alone: bool, source_digest: bytes = b"") -> PreparedImage:
+    """The image as the model takes it; `is_alone`: it is the prompt's only one. Raises MediaError."""
+    parts = _KINDS[processor.kind](pixels, processor, is_alone)
+    crops = tuple([np.ascontiguousarray(each) for each in parts.crops])
+    lines, columns = (side // processor.patch_size for side in _size_of(crops[0]))
+    prepared = ImagePixels(crops, (lines, columns), _size_of(pixels))
+    return PreparedImage(
+        media_id=media_id_of(prepared, processor, is_alone=is_alone),
+        pixels=prepared,
+        text=parts.text,
+        num_rows=parts.num_rows,
+        num_patches=lines * columns * len(crops),
+        token_grid=parts.token_grid,
+        source_digest=source_digest,
+    )
+
+
+def _size_of(pixels: Pixels) -> sizes.Size:
+    return len(pixels), pixels.shape[1]
+
+
+def _resized(pixels: Pixels, size: sizes.Size, processor: ImageProcessor) -> Pixels:
+    return resize(pixels, *size, processor.resampling)
+
+
+def _squeezed(pixels: Pixels, processor: ImageProcessor) -> Pixels:
+    return _resized(pixels, (processor.side, processor.side), processor)
+
+
+def _cut(pixels: Pixels, side: int) -> list[Pixels]:
+    """Squares, line by line."""
+    height, width = _size_of(pixels)
+    return [pixels[y : y + side, x : x + side] for y in range(0, height, side) for x in range(0, width, side)]
+
+
+def _padded(pixels: Pixels, size: sizes.Size, colour: tuple[int, ...]) -> Pixels:
+    """In the middle of a picture of one colour, nearer to the top left."""
+    padded = np.empty((*size, NUM_CHANNELS), np.uint8)
+    padded[:] = colour
+    height, width = _size_of(pixels)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    padded[top : top + height, left : left + width] = pixels
+    return padded
+
+
+def _square(pixels: Pixels, processor: ImageProcessor) -> Pixels:
+    """Padded to a square with the mean's colour."""
+    side = max(_size_of(pixels))
+    return _padded(pixels, (side, side), tuple([int(level * 255) for level in processor.mean]))
+
+
+def _qwen(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    unit = processor.patch_size * processor.merge_size
+    height, width = sizes.qwen_size(*_size_of(pixels), unit, processor.min_pixels, processor.max_pixels)
+    lines, columns = height // unit, width // unit
+    text = placeholders.run_text(processor.kind, lines * columns)
+    return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns, (lines, columns))
+
+
+def _gemma3(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    num_rows = processor.tokens_per_crop
+    return _Parts([_squeezed(pixels, processor)], placeholders.gemma_text(num_rows), num_rows)
+
+
+def _llava(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    side = processor.side
+    pixels = _square(pixels, processor) if processor.is_padded else pixels
+    if processor.short_edge:
+        size = sizes.short_edge_size(*_size_of(pixels), processor.short_edge)
+        top, left = (size[0] - side) // 2, (size[1] - side) // 2
+        crop = _resized(pixels, size, processor)[top : top + side, left : left + side]
+    else:
+        crop = _squeezed(pixels, processor)
+    num_rows = processor.tokens_per_crop
+    return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
+
+
+def _onevision(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Alone the image and crops of it, each line of tokens with a newline row; beside others one padded square."""
+    if not is_alone:
+        num_rows = processor.tokens_per_crop + 1
+        crop = _squeezed(_square(pixels, processor), processor)
+        return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
+    height, width = _size_of(pixels)
+    target = sizes.best_pinpoint(height, width, processor.pinpoints)
+    fitted = _resized(pixels, sizes.fitted_size(height, width, target), processor)
+    crops = [_squeezed(pixels, processor), *_cut(_padded(fitted, target, (0, 0, 0)), processor.side)]
+    side = processor.side // processor.patch_size
+    lines, columns = (length // processor.side * side for length in target)
+    lines, columns = sizes.unpadded_grid(height, width, lines, columns, processor.max_crops, side)
+    num_rows = processor.tokens_per_crop + lines * columns + lines
+    return _Parts(crops, placeholders.run_text(processor.kind, num_rows), num_rows)
+
+
+def _internvl(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Tiles, and behind several the complete image."""
+    side = processor.side
+    lines, columns = sizes.tile_grid(*_size_of(pixels), side, processor.min_crops, processor.max_crops)
+    crops = _cut(_resized(pixels, (lines * side, columns * side), processor), side)
+    if len(crops) > 1:
+        crops.append(_squeezed(pixels, processor))
+    num_rows = processor.tokens_per_crop * len(crops)
+    return _Parts(crops, placeholders.internvl_text(num_rows), num_rows)
+
+
+def _pixtral(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    unit = processor.patch_size * processor.merge_size
+    height, width = sizes.pixtral_size(*_size_of(pixels), processor.longest_edge, unit)
+    lines, columns = height // unit, width // unit
+    text = placeholders.pixtral_text(lines, columns)
+    return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns)
+
+
+def _smolvlm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Resized so that squares fill it, the squares if they are several, and the complete image behind them."""
+    side, lines, columns = processor.side, 0, 0
+    crops: list[Pixels] = []
+    pixels = _resized(pixels, sizes.smolvlm_size(*_size_of(pixels), processor.longest_edge), processor)
+    if processor.splits:
+        pixels = _resized(pixels, sizes.squares_size(*_size_of(pixels), side), processor)
+        if max(_size_of(pixels)) > side:
+            lines, columns = (length // side for length in _size_of(pixels))
+            crops = _cut(pixels, side)
+    crops.append(_squeezed(pixels, processor))
+    text = placeholders.smolvlm_text(lines, columns, processor.tokens_per_crop)
+    return _Parts(crops, text, processor.tokens_per_crop * len(crops))
+
+
+_KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
+    "qwen3_vl": _qwen,
+    "qwen2_5_vl": _qwen,
+    "gemma3": _gemma3,
+    "llava": _llava,
+    "llava_onevision": _onevision,
+    "internvl": _internvl,
+    "mistral3": _pixtral,
+    "pixtral": _pixtral,
+    "smolvlm": _smolvlm,
+}

@@ -1,0 +1,123 @@
+"""Sizes to which kinds of models resize and cut images, as transformers' processors compute them.
+
+Rounding is part of each rule: Python's `round` is half to even.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.limits import MAX_ASPECT_RATIO
+
+Size: TypeAlias = tuple[int, int]
+"""(height, width)."""
+_MAX_SMOLVLM_SIDE: Final = 4096
+_SMALLER_RATIO: Final = 1.1
+
+
+def qwen_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> Size:
+    """Multiples of `unit` at about the same ratio, with `min_pixels` to `max_pixels` pixels."""
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        rule = f"a side must be at most {MAX_ASPECT_RATIO} times the other"
+        raise MediaError("image_too_narrow", f"{width} x {height} pixels: {rule}")
+    new_height, new_width = round(height / unit) * unit, round(width / unit) * unit
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        new_height = max(unit, math.floor(height / scale / unit) * unit)
+        new_width = max(unit, math.floor(width / scale / unit) * unit)
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height, new_width = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
+    return new_height, new_width
+
+
+def short_edge_size(height: int, width: int, short_edge: int) -> Size:
+    """The short side becomes `short_edge`; the long one is rounded down."""
+    if width <= height:
+        return int(short_edge * height / width), short_edge
+    return short_edge, int(short_edge * width / height)
+
+
+def best_pinpoint(height: int, width: int, pinpoints: Sequence[Size]) -> Size:
+    """The size that keeps most pixels of an image, and of such the one that wastes least."""
+
+    def merit(size: Size) -> tuple[int, int]:
+        scale = min(size[1] / width, size[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - size[0] * size[1]
+
+    # Of equals the first.
+    return max(pinpoints, key=merit)
+
+
+def fitted_size(height: int, width: int, target: Size) -> Size:
+    """As large as `target` allows, at the same ratio, rounded up."""
+    target_height, target_width = target
+    scale_width, scale_height = target_width / width, target_height / height
+    if scale_width < scale_height:
+        return min(math.ceil(height * scale_width), target_height), target_width
+    return target_height, min(math.ceil(width * scale_height), target_width)
+
+
+def unpadded_grid(height: int, width: int, lines: int, columns: int, max_crops: int, side: int) -> Size:
+    """Lines and columns of LLaVA-OneVision's tokens of crops: without those of padding, and made fewer beyond
+    `max_crops` crops of `side` x `side` tokens.
+    """
+    if width / height > columns / lines:
+        lines -= (lines - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (lines / height), 7))) // 2 * 2
+    ratio = math.sqrt(lines * columns / (max_crops * side**2))
+    return (int(lines // ratio), int(columns // ratio)) if ratio > _SMALLER_RATIO else (lines, columns)
+
+
+def tile_grid(height: int, width: int, side: int, min_tiles: int, max_tiles: int) -> Size:
+    """Lines and columns of InternVL's tiles: the nearest ratio; of equals the larger grid, while the image has more
+    than half its pixels.
+    """
+    numbers = range(1, max_tiles + 1)
+    grids = [(lines, columns) for columns in numbers for lines in numbers if min_tiles <= lines * columns <= max_tiles]
+    best, nearest = (1, 1), math.inf
+    for lines, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        distance = abs(width / height - columns / lines)
+        has_pixels = height * width > 0.5 * side * side * columns * lines
+        if distance < nearest or (distance == nearest and has_pixels):
+            best, nearest = (lines, columns), distance
+    return best
+
+
+def pixtral_size(height: int, width: int, longest_edge: int, unit: int) -> Size:
+    """At most `longest_edge` a side, then up to multiples of `unit`."""
+    ratio = max(height / longest_edge, width / longest_edge)
+    if ratio > 1:
+        height, width = max(math.floor(height / ratio), 1), max(math.floor(width / ratio), 1)
+    return ((height - 1) // unit + 1) * unit, ((width - 1) // unit + 1) * unit
+
+
+def smolvlm_size(height: int, width: int, longest_edge: int) -> Size:
+    """The long side becomes `longest_edge`, the short one even; then at most 4,096 a side."""
+    ratio = width / height
+    if width >= height:
+        height, width = int(longest_edge / ratio), longest_edge
+        height += height % 2
+    else:
+        height, width = longest_edge, int(longest_edge * ratio)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > _MAX_SMOLVLM_SIDE:
+        height, width = int(_MAX_SMOLVLM_SIDE / ratio), _MAX_SMOLVLM_SIDE
+    elif height > width and height > _MAX_SMOLVLM_SIDE:
+        height, width = _MAX_SMOLVLM_SIDE, int(_MAX_SMOLVLM_SIDE * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def squares_size(height: int, width: int, side: int) -> Size:
+    """Multiples of `side`, rounded up, the long side first."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / side) * side
+        return math.ceil(max(int(width / ratio), 1) / side) * side, width
+    height = math.ceil(height / side) * side
+    return height, math.ceil(max(int(height * ratio), 1) / side) * side

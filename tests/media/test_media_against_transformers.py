@@ -1,0 +1,271 @@
+"""Prepared images against transformers' processors for Pillow: pixels bit for bit, ids after expansion.
+
+Pillow 13 takes the vertical pass of a resize first where it is cheaper, which gives other bits than releases before:
+the processors' calls are split into one for each axis. Their processors of text need torchvision even for images
+alone, so the functions that replace a placeholder are called without the object.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from media_models import MODELS, byte_tokenizer, media_processor, noise
+from PIL import Image
+from tokenizers import Tokenizer
+
+from spmd_worker.media import resize
+from spmd_worker.media.image_processor import ImageProcessor
+from spmd_worker.media.patches import normalise, patches, qwen_patches
+from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.media.prepared import Pixels, PreparedImage
+from spmd_worker.media.preparing import prepare
+from spmd_worker.tokenizer.chat_template import ChatTemplate
+
+PROMPTS = {
+    "one": [noise(123, 217)],
+    "tall": [noise(301, 45, 1)],
+    "small": [noise(20, 33, 2)],
+    "two": [noise(97, 61, 3), noise(130, 257, 4)],
+}
+KINDS = tuple(MODELS)
+FEW = ("one", "two")
+
+
+@pytest.fixture
+def _one_axis_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Image.Image.resize
+
+    def resize(image: Image.Image, size: tuple[int, int], resample: int, *_: object, **__: object) -> Image.Image:
+        return whole(whole(image, (size[0], image.height), resample), size, resample)
+
+    monkeypatch.setattr(Image.Image, "resize", resize)
+
+
+def oracle_of(kind: str) -> Any:
+    name, class_name = MODELS[kind].oracle
+    module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+    return getattr(module, class_name)
+
+
+def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
+    """Outputs of transformers for the images of one prompt."""
+    images = [Image.fromarray(each) for each in pictures]
+    settings = dict(MODELS[kind].settings)
+    options: dict[str, Any] = {}
+    if kind == "internvl":
+        # Its processor of text asks for tiles, whatever the file says.
+        options["crop_to_patches"] = True
+    if kind in ("mistral3", "pixtral"):
+        options["patch_size"] = 28 if kind == "mistral3" else 16
+    if kind == "smolvlm":
+        options["return_row_col_info"] = True
+    given = [images] if kind in ("llava_onevision", "smolvlm") else images
+    return dict(oracle_of(kind)(**settings)(images=given, return_tensors="np", **options))
+
+
+def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
+    """All patches of the prompt's images, in the tower's order, without padding."""
+    values = np.asarray(inputs["pixel_values"])
+    if kind.startswith("qwen"):
+        return values
+    if kind in ("mistral3", "pixtral"):
+        planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
+    elif kind == "smolvlm":
+        planes = [plane for plane, mask in zip(values[0], inputs["pixel_attention_mask"][0]) if mask.any()]
+    elif kind == "llava_onevision":
+        planes = [plane for image in values for plane in image]
+    else:
+        planes = list(values)
+    return np.concatenate([patches(plane, patch) for plane in planes])
+
+
+def our_rows(images: list[PreparedImage], processor: ImageProcessor) -> np.ndarray:
+    planes = [
+        normalise(crop, processor.mean, processor.std, processor.scale)
+        for image in images
+        for crop in image.pixels.crops
+    ]
+    if processor.kind.startswith("qwen"):
+        return np.concatenate([qwen_patches(plane, processor.patch_size, processor.merge_size) for plane in planes])
+    return np.concatenate([patches(plane, processor.patch_size) for plane in planes])
+
+
+def prepared(pictures: list[Pixels], processor: ImageProcessor) -> list[PreparedImage]:
+    return [prepare(each, processor, is_alone=len(pictures) == 1) for each in pictures]
+
+
+@pytest.mark.guarantee("Prepared pixels are those of transformers (docs/images.md)")
+@pytest.mark.usefixtures("_one_axis_a_call")
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_have_bits_of_transformers(kind: str, prompt: str, tmp_path: Path):
+    processor = media_processor(tmp_path, kind)
+    images = prepared(PROMPTS[prompt], processor)
+    theirs = oracle_rows(kind, oracle_inputs(kind, PROMPTS[prompt]), processor.patch_size)
+    ours = our_rows(images, processor)
+    assert ours.dtype == theirs.dtype == np.float32
+    assert np.array_equal(ours, theirs)
+    assert sum(image.num_patches for image in images) == len(ours)
+    assert [image.pixels.size for image in images] == [each.shape[:2] for each in PROMPTS[prompt]]
+
+
+@pytest.mark.control("Prepared pixels are those of transformers (docs/images.md)")
+@pytest.mark.usefixtures("_one_axis_a_call")
+def test_pixel_comparison_detects_vertical_pass_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    right = resize.resize
+
+    def vertical_first(pixels: Pixels, height: int, width: int, resampling: str) -> Pixels:
+        return right(right(pixels, height, pixels.shape[1], resampling), height, width, resampling)
+
+    monkeypatch.setattr("spmd_worker.media.preparing.resize", vertical_first)
+    processor = media_processor(tmp_path, "gemma3")
+    theirs = oracle_rows("gemma3", oracle_inputs("gemma3", PROMPTS["one"]), 14)
+    assert not np.array_equal(our_rows(prepared(PROMPTS["one"], processor), processor), theirs)
+
+
+# Text and ids.
+
+
+def processing_module(name: str) -> Any:
+    if name == "pixtral":
+        # It imports a size rule from the module of torchvision's processor; the one of Pillow's has it too.
+        pil = importlib.import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pil)
+    return importlib.import_module(f"transformers.models.{name}.processing_{name}")
+
+
+@pytest.fixture
+def _restored_modules() -> Iterator[None]:
+    name = "transformers.models.pixtral.image_processing_pixtral"
+    before = sys.modules.get(name)
+    yield
+    if before is None:
+        sys.modules.pop(name, None)
+
+
+def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int) -> list[str]:
+    """Texts in place of the placeholders."""
+    if kind == "gemma3":
+        token = SimpleNamespace(boi_token="<start_of_image>", eoi_token="<end_of_image>")
+        return [f"\n\n{token.boi_token}{'<image_soft_token>' * 16}{token.eoi_token}\n\n"] * num_images
+    name, class_name, own = {
+        "qwen3_vl": ("qwen3_vl", "Qwen3VLProcessor", {"image_token": "<|image_pad|>"}),
+        "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor", {"image_token": "<|image_pad|>"}),
+        "llava": (
+            *("llava", "LlavaProcessor"),
+            {
+                "image_token": "<image>",
+                "patch_size": 14,
+                "num_additional_image_tokens": 1,
+                "vision_feature_select_strategy": "default",
+            },
+        ),
+        "llava_onevision": (
+            *("llava_onevision", "LlavaOnevisionProcessor"),
+            {
+                "image_token": "<image>",
+                "num_image_tokens": 36,
+                "vision_feature_select_strategy": "full",
+                "vision_aspect_ratio": "anyres_max_4",
+            },
+        ),
+        "internvl": (
+            *("internvl", "InternVLProcessor"),
+            {
+                "image_token": "<IMG_CONTEXT>",
+                "start_image_token": "<img>",
+                "end_image_token": "</img>",
+                "image_seq_length": 4,
+            },
+        ),
+        "mistral3": ("pixtral", "PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
+        "pixtral": ("pixtral", "PixtralProcessor", {"patch_size": 16, "spatial_merge_size": 1}),
+        "smolvlm": (
+            *("idefics3", "Idefics3Processor"),
+            {
+                "image_token": "<image>",
+                "fake_image_token": "<fake_token_around_image>",
+                "global_image_tag": "<global-img>",
+                "image_seq_len": 16,
+            },
+        ),
+    }[kind]
+    if name == "pixtral":
+        own |= {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    class_ = getattr(processing_module(name), class_name)
+    settings = {key: value for key, value in MODELS[kind].settings.items() if key == "image_grid_pinpoints"}
+    stub = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2, **settings), **own)
+    for method in ("_get_number_of_features", "_get_unpadded_features"):
+        if hasattr(class_, method):
+            setattr(stub, method, getattr(class_, method).__get__(stub))
+    return [class_.replace_image_token(stub, inputs, index) for index in range(num_images)]
+
+
+def prompt_of(kind: str, num_images: int, between: str) -> str:
+    written = PLACEHOLDERS[kind].written
+    return f"Look:{between}{between.join([written] * num_images)}{between}What is it?"
+
+
+def replaced(text: str, marker: str, texts: list[str]) -> str:
+    for each in texts:
+        text = text.replace(marker, each.replace(marker, "\0"), 1)
+    return text.replace("\0", marker)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.mark.guarantee("Ids of prompts with images are those of transformers (docs/images.md)")
+@pytest.mark.usefixtures("_one_axis_a_call", "_restored_modules")
+@pytest.mark.parametrize("prompt", FEW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_after_expansion_are_those_of_transformers(kind: str, prompt: str, tokenizer: Tokenizer, tmp_path: Path):
+    processor, placeholders = media_processor(tmp_path, kind), PLACEHOLDERS[kind]
+    pictures = PROMPTS[prompt]
+    images = prepared(pictures, processor)
+    texts = oracle_texts(kind, oracle_inputs(kind, pictures), len(pictures))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    for between in ("\n", "\n\n", "", " and\n\n\n"):
+        text = prompt_of(kind, len(pictures), between)
+        theirs = encode(replaced(text, placeholders.marker, texts))
+        assert encode(placeholders.expand_text(text, images)) == theirs
+        # Prompts of ids, with a placeholder for each image and expanded already.
+        assert placeholders.expand_ids(encode(text), images, encode) == theirs
+        assert placeholders.expand_ids(theirs, images, encode) == theirs
+        items = placeholders.media_items(theirs, images, tokenizer.token_to_id(placeholders.image_token))
+        assert [item.num_rows for item in items] == [image.num_rows for image in images]
+
+
+@pytest.mark.control("Ids of prompts with images are those of transformers (docs/images.md)")
+def test_id_comparison_detects_line_ends_not_joined(tokenizer: Tokenizer, tmp_path: Path):
+    images = prepared(PROMPTS["one"], media_processor(tmp_path, "gemma3"))
+    before, after = prompt_of("gemma3", 1, "\n").split("<start_of_image>")
+    separate = [tokenizer.encode(each).ids for each in (before, images[0].text, after)]
+    whole = tokenizer.encode(PLACEHOLDERS["gemma3"].expand_text(f"{before}<start_of_image>{after}", images)).ids
+    assert [token for ids in separate for token in ids] != whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chat_placeholders_expand_as_text(kind: str, tmp_path: Path):
+    placeholders = PLACEHOLDERS[kind]
+    source = (
+        "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}"
+        + placeholders.written
+        + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    content = [{"type": "image"}, {"type": "text", "text": " or\n"}, {"type": "image"}]
+    text = ChatTemplate(source, {}).render([{"role": "user", "content": content}], content_format="openai")
+    images = prepared(PROMPTS["two"], media_processor(tmp_path, kind))
+    expanded = placeholders.expand_text(text, images)
+    first, second = (placeholders.written.replace(placeholders.marker, image.text) for image in images)
+    assert expanded == f"{first} or\n{second}"

@@ -1,0 +1,133 @@
+"""Tiny model folders of every kind that takes images: settings alone, without weights, and a tokenizer of bytes.
+
+Numbers are such that pictures of a few hundred pixels reach every branch of the size rules.
+"""
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from spmd_worker.media.image_processor import ImageProcessor, read_image_processor
+from spmd_worker.media.prepared import Pixels
+from spmd_worker.model_config.vision_config import VisionConfig
+
+SPECIAL: Final = (
+    *("<eos>", "<bos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<start_of_image>"),
+    *("<end_of_image>", "<image_soft_token>", "<image>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>"),
+    *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
+    *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
+)
+PINPOINTS: Final = [[84 * lines, 84 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaModel:
+    """Contents of the two files, and the module and class of transformers that prepares images."""
+
+    config: dict[str, Any]
+    settings: dict[str, Any]
+    oracle: tuple[str, str]
+
+
+_CLIP: Final = {"model_type": "clip_vision_model", "image_size": 84, "patch_size": 14}
+_SIGLIP: Final = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
+MODELS: Final = {
+    "qwen3_vl": MediaModel(
+        {"vision_config": {"patch_size": 16}},
+        {
+            "patch_size": 16,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+            "size": {"shortest_edge": 4096, "longest_edge": 65536},
+        },
+        ("qwen2_vl", "Qwen2VLImageProcessorPil"),
+    ),
+    "qwen2_5_vl": MediaModel(
+        {"vision_config": {}}, {"min_pixels": 3136, "max_pixels": 100352}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
+    ),
+    "gemma3": MediaModel(
+        {"vision_config": {**_SIGLIP, "image_size": 112}, "mm_tokens_per_image": 16},
+        {"size": {"height": 112, "width": 112}},
+        ("gemma3", "Gemma3ImageProcessorPil"),
+    ),
+    "llava": MediaModel(
+        {"vision_config": _CLIP},
+        {"size": {"shortest_edge": 84}, "crop_size": {"height": 84, "width": 84}},
+        ("clip", "CLIPImageProcessorPil"),
+    ),
+    "llava_onevision": MediaModel(
+        {"vision_config": _SIGLIP, "vision_aspect_ratio": "anyres_max_4", "image_grid_pinpoints": PINPOINTS},
+        {"size": {"height": 84, "width": 84}, "image_grid_pinpoints": PINPOINTS},
+        ("llava_onevision", "LlavaOnevisionImageProcessorPil"),
+    ),
+    "internvl": MediaModel(
+        {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}},
+        {"size": {"height": 56, "width": 56}, "max_patches": 6, "crop_to_patches": False},
+        ("got_ocr2", "GotOcr2ImageProcessorPil"),
+    ),
+    "mistral3": MediaModel(
+        {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "image_size": 140, "patch_size": 14}},
+        {"size": {"longest_edge": 140}, "patch_size": {"height": 14, "width": 14}},
+        ("pixtral", "PixtralImageProcessorPil"),
+    ),
+    "pixtral": MediaModel(
+        {"model_type": "llava", "vision_config": {"model_type": "pixtral", "image_size": 128, "patch_size": 16}},
+        {"size": {"longest_edge": 128}, "patch_size": {"height": 16, "width": 16}},
+        ("pixtral", "PixtralImageProcessorPil"),
+    ),
+    "smolvlm": MediaModel(
+        {"vision_config": {"image_size": 64, "patch_size": 8}},
+        {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
+        ("idefics3", "Idefics3ImageProcessorPil"),
+    ),
+}
+
+
+def media_folder(folder: Path, kind: str, settings: dict[str, Any] | None = None, **config: Any) -> Path:
+    """A model folder of `kind`; `settings` and `config` change its two files, a value of None removes a key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = MODELS[kind]
+    files = {"config.json": (model.config, config), "preprocessor_config.json": (model.settings, settings or {})}
+    for name, (values, changes) in files.items():
+        kept = {key: value for key, value in {**values, **changes}.items() if value is not None}
+        (folder / name).write_text(json.dumps(kept))
+    return folder
+
+
+def media_processor(folder: Path, kind: str, settings: dict[str, Any] | None = None, **config: Any) -> ImageProcessor:
+    """The image processor of `media_folder`."""
+    return read_image_processor(media_folder(folder / kind, kind, settings, **config), VisionConfig(kind, 1), None)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Bytes, runs of two to four line ends as tokens of their own, as Gemma's has, and all media tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    line_end = "Ċ"
+    vocabulary = {
+        letter: index for index, letter in enumerate([*letters, *(line_end * number for number in (2, 3, 4))])
+    }
+    merges = [(line_end, line_end), (line_end * 2, line_end), (line_end * 2, line_end * 2)]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+def noise(height: int, width: int, seed: int = 0) -> Pixels:
+    """Random pixels."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def saved(image: Image.Image | Pixels, kind: str = "PNG", **options: Any) -> bytes:
+    """An image as a file."""
+    image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
