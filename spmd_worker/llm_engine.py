@@ -186,7 +186,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             check_sampling(params)
         is_truncated = params.truncate_prompt_tokens is not None
         check_text, read_rows = None if is_truncated else self.limits.check_text, row_reading(self.limits)
-        encoded = encode_prompt(prompt, self.need_tokenizer, check_text, read_rows)
+        encoded = encode_prompt(prompt, self.need_tokenizer, check_text, read_rows, self.limits.images)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         # Not in the lock: an adapter that is not loaded takes steps.

@@ -35,7 +35,7 @@ def check_extras(num_prompts: int, priority: Any = None, tokenization: Any = Non
         )
     if mm_processor:
         raise ValueError(
-            f"mm_processor_kwargs={str(mm_processor)[:80]} is rejected: text models have no such inputs; leave it out"
+            f"mm_processor_kwargs={str(mm_processor)[:80]} is rejected: give it to LLM(...), for all prompts"
         )
     if priority is None:
         return

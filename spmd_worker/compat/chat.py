@@ -70,9 +70,18 @@ class ChatOptions:
             _request(self)
 
 
+def prepared_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages in the format of templates, and the images of their image parts, in order. Raises ValueError."""
+    images: list[Any] = []
+    return [_prepared(index, message, images) for index, message in enumerate(messages)], images
+
+
 def render(messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenizer: Tokenizer) -> str:
     """Text of the prompt, to be encoded with `add_special_tokens=False`. Raises ChatTemplateError and ValueError."""
-    prepared = [_prepared(index, message, options) for index, message in enumerate(messages)]
+    if options.keeps_contents:
+        prepared = [_checked_message(index, message) for index, message in enumerate(messages)]
+    else:
+        prepared, _ = prepared_messages(messages)
     if options.continue_final_message:
         _mark_end(prepared)
     variables = {**({"tools": list(options.tools)} if options.tools else {}), **options.variables}
@@ -149,14 +158,18 @@ def load_template(given: Any, tokenizer: Tokenizer | None) -> str | None:
     )
 
 
-def _prepared(index: int, message: Any, options: ChatOptions) -> dict[str, Any]:
+def _prepared(index: int, message: Any, images: list[Any]) -> dict[str, Any]:
+    made = _checked_message(index, message)
+    if made.get("content") is not None:
+        made["content"] = checked_content(f"messages[{index}].content", made["content"], images)
+    return made
+
+
+def _checked_message(index: int, message: Any) -> dict[str, Any]:
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{name} is a {type(message).__name__}: give a dict with role and content")
-    made = with_parsed_arguments(name, message)
-    if made.get("content") is not None and not options.keeps_contents:
-        made["content"] = checked_content(f"{name}.content", made["content"])
-    return made
+    return with_parsed_arguments(name, message)
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.names import hint
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, resolve_keywords
 from spmd_worker.compat.llm_keywords import LLMKeywords
+from spmd_worker.compat.media_keywords import media_values
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
@@ -31,6 +32,7 @@ def run_config(arguments: Mapping[str, Any]) -> RunConfig:
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     model = os.path.expanduser(model) if isinstance(model, str) else model
     own = resolve_keywords({name: value for name, value in arguments.items() if name != "model"}, model)
+    own |= media_values(own)
     # Validated here, because it is compared here.
     max_num_seqs = checked_value("scheduler.max_num_seqs", own.get("max_num_seqs"), int | None)
     if max_num_seqs is not None and own.get("max_num_batched_tokens") is None:

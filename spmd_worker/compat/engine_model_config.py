@@ -33,10 +33,8 @@ class EngineModelConfig:
     trust_remote_code = False
     skip_tokenizer_init = False
     tokenizer_mode = "auto"
-    is_multimodal_model = False
     is_encoder_decoder = False
     is_attention_free = False
-    uses_mrope = False
     max_logprobs = MAX_LOGPROBS
 
     def __init__(self, resolved: ResolvedRun, dtype: Any) -> None:
@@ -49,6 +47,9 @@ class EngineModelConfig:
         self.logprobs_mode = resolved.config.model.logprobs_mode
         self.architecture = resolved.model_config.architecture
         self.architectures = [self.architecture]
+        vision = resolved.model_config.vision if resolved.config.limits.max_images else None
+        self.is_multimodal_model = vision is not None
+        self.uses_mrope = vision is not None and vision.has_three_positions
         self.runner_type = "generate" if resolved.model_config.pooling is None else "pooling"
 
     def __getattr__(self, name: str) -> Any:

@@ -89,6 +89,26 @@ _OF_LLM: Final = (
         "chat_template",
         annotation=str | Path | None,
     ),
+    Keyword(
+        "limit_mm_per_prompt",
+        Effect.SAME,
+        '`{"image": n}` is `max_images`; 0: the part of the model for images is not loaded',
+        annotation=Mapping[str, Any] | None,
+    ),
+    Keyword(
+        "mm_processor_kwargs",
+        Effect.SAME,
+        "`min_pixels` and `max_pixels` are `image_min_pixels` and `image_max_pixels`; size, max_patches and "
+        "do_image_splitting replace values of `preprocessor_config.json` (`image_processor`)",
+        annotation=Mapping[str, Any] | None,
+    ),
+    Keyword(
+        "media_io_kwargs",
+        Effect.SAME,
+        '`{"image": {"rgba_background_color": [r, g, b]}}` is `image_background`',
+        annotation=Mapping[str, Any] | None,
+    ),
+    Keyword("language_model_only", Effect.SAME, "true: `max_images=0`", False, annotation=bool),
 )
 """Keywords without a configuration key."""
 
@@ -149,16 +169,25 @@ _WITHOUT_EFFECT: Final = {
     "prompt adapters are loaded when they are added": "enable_prompt_adapter=false",
     "virtual tokens count in `max_model_len`": "max_prompt_adapter_token=0",
     "prompts of embeddings are always accepted": "enable_prompt_embeds=false",
-    "text models have no multimodal inputs": (
-        "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb=4 mm_processor_cache_type "
-        "mm_hasher_algorithm mm_shm_cache_max_object_size_mb=128 mm_encoder_tp_mode=weights "
-        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
-        "mm_encoder_fp8_scale_save_margin=1.5 mm_tensor_ipc mm_processor_device=auto mm_ipc_gpu_memory_gb "
-        "mm_device_do_normalize media_io_kwargs interleave_mm_strings=false language_model_only=false "
-        "skip_mm_profiling=false video_pruning_rate video_pruning_method disable_mm_preprocessor_cache=false "
-        "disable_chunked_mm_input=false enable_multimodal_encoder_data_parallel=false allowed_local_media_path= "
-        "allowed_media_domains ec_manager_config enable_shm_tensor_arena=false"
+    "an image is encoded by one rank, and ranks encode different images: vLLM's `data`": (
+        "mm_encoder_tp_mode=weights enable_multimodal_encoder_data_parallel=false"
     ),
+    "prepared images are held until their requests end; `media_rows_gib` is the memory of encoded ones": (
+        "mm_processor_cache_gb=4 mm_processor_cache_type mm_shm_cache_max_object_size_mb=128 "
+        "disable_mm_preprocessor_cache=false mm_ipc_gpu_memory_gb mm_tensor_ipc enable_shm_tensor_arena=false"
+    ),
+    "images have the name of their prepared pixels, by blake2b": "mm_hasher_algorithm",
+    "images are encoded by the runtime's own kernels, in the model's dtype": (
+        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
+        "mm_encoder_fp8_scale_save_margin=1.5 mm_processor_device=auto mm_device_do_normalize"
+    ),
+    "placeholders are where the chat template writes them": "interleave_mm_strings=false",
+    "the memory of an image of `max_image_tokens` is part of the plan": "skip_mm_profiling=false",
+    "a prompt is cut anywhere but inside of an image that must be seen whole: answers are the same": (
+        "disable_chunked_mm_input=false"
+    ),
+    "videos are not supported": "video_pruning_rate video_pruning_method",
+    "images are encoded in the ranks of the model": "ec_manager_config",
     "the supported families have no layers of this kind": (
         "mamba_config mamba_cache_dtype=auto mamba_ssm_cache_dtype=auto mamba_block_size mamba_cache_mode=none "
         "enable_mamba_shared_prefix_checkpoint=false mamba_backend mamba_ssu_algorithm "
@@ -206,9 +235,7 @@ _REJECTED: Final = {
     ),
     "adapters have no biases: leave it out, or merge the adapter (PEFT's merge_and_unload)": "enable_lora_bias=false",
     "experts have no adapters: leave it out": "enable_mixed_moe_lora_format=false enable_moe_shared_loras=false",
-    "adapters of text models have no multimodal parts: leave it out": (
-        "default_mm_loras enable_tower_connector_lora=false"
-    ),
+    "adapters change the language model alone: leave it out": ("default_mm_loras enable_tower_connector_lora=false"),
     "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",
     "config.json defines it: edit it and leave this out": "hf_overrides rope_scaling rope_theta hf_config_path",
@@ -238,8 +265,9 @@ _REJECTED: Final = {
     "answers are not watermarked: leave it out": "watermark_config",
     "sleep level 2 drops all weights: leave it out, or sleep at level 1": "sleep_preserve_parameter_names",
     "masks are not returned: leave it out; top_k 0, top_p 1 and min_p 0 keep all tokens": "return_sampling_mask=false",
-    "text models have no embeddings of images: leave it out, or give prompt_embeds": "enable_mm_embeds=false",
-    "text models have no multimodal encoder: leave it out": "mm_encoder_only=false",
+    "rows of images are not accepted: give the images, or prompt_embeds": "enable_mm_embeds=false",
+    "images are encoded in the ranks of the model: leave it out": "mm_encoder_only=false",
+    "images of other computers are not read: download them first": "allowed_media_domains",
     "give connector and connector_options: blocks in files, or from engine to engine": "kv_transfer_config",
     "engines exchange nothing but blocks: leave it out": "kv_events_config ec_transfer_config",
     "a failure of one rank ends all ranks, and a job resumes: leave it out": "enable_fault_tolerance=false",

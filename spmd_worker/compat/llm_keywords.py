@@ -44,24 +44,22 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "renderer_num_workers": Any, "tokenizer_pool_size": Any, "tokenizer_pool_type": Any,
     "tokenizer_pool_extra_config": Any, "specialize_active_lora": Any, "max_lora_cls_labels": Any,
     "enable_prompt_adapter": Any, "max_prompt_adapter_token": Any, "enable_prompt_embeds": Any,
-    "limit_mm_per_prompt": Any, "mm_processor_kwargs": Any, "mm_processor_cache_gb": Any,
-    "mm_processor_cache_type": Any, "mm_hasher_algorithm": Any, "mm_shm_cache_max_object_size_mb": Any,
-    "mm_encoder_tp_mode": Any, "mm_encoder_attn_backend": Any, "mm_encoder_attn_dtype": Any,
-    "mm_encoder_fp8_scale_path": Any, "mm_encoder_fp8_scale_save_path": Any,
-    "mm_encoder_fp8_scale_save_margin": Any, "mm_tensor_ipc": Any, "mm_processor_device": Any,
-    "mm_ipc_gpu_memory_gb": Any, "mm_device_do_normalize": Any, "media_io_kwargs": Any,
-    "interleave_mm_strings": Any, "language_model_only": Any, "skip_mm_profiling": Any, "video_pruning_rate": Any,
-    "video_pruning_method": Any, "disable_mm_preprocessor_cache": Any, "disable_chunked_mm_input": Any,
-    "enable_multimodal_encoder_data_parallel": Any, "allowed_local_media_path": Any, "allowed_media_domains": Any,
-    "ec_manager_config": Any, "enable_shm_tensor_arena": Any, "mamba_config": Any, "mamba_cache_dtype": Any,
-    "mamba_ssm_cache_dtype": Any, "mamba_block_size": Any, "mamba_cache_mode": Any,
-    "enable_mamba_shared_prefix_checkpoint": Any, "mamba_backend": Any, "mamba_ssu_algorithm": Any,
-    "enable_mamba_cache_stochastic_rounding": Any, "mamba_cache_philox_rounds": Any, "replayssm_buffer_len": Any,
-    "use_replayssm": Any, "engram_config": Any, "swa_bounded_replay": Any, "eplb_config": Any, "enable_eplb": Any,
-    "enable_ep_weight_filter": Any, "enable_elastic_ep": Any, "elastic_ep_max_dp_size": Any,
-    "num_redundant_experts": Any, "eplb_window_size": Any, "eplb_step_interval": Any, "eplb_log_balancedness": Any,
-    "structured_outputs_config": Any, "reasoning_parser": Any, "reasoning_parser_plugin": Any,
-    "reasoning_config": Any, "guided_decoding_backend": Any, "guided_decoding_disable_fallback": Any,
+    "mm_encoder_tp_mode": Any, "enable_multimodal_encoder_data_parallel": Any, "mm_processor_cache_gb": Any,
+    "mm_processor_cache_type": Any, "mm_shm_cache_max_object_size_mb": Any, "disable_mm_preprocessor_cache": Any,
+    "mm_ipc_gpu_memory_gb": Any, "mm_tensor_ipc": Any, "enable_shm_tensor_arena": Any, "mm_hasher_algorithm": Any,
+    "mm_encoder_attn_backend": Any, "mm_encoder_attn_dtype": Any, "mm_encoder_fp8_scale_path": Any,
+    "mm_encoder_fp8_scale_save_path": Any, "mm_encoder_fp8_scale_save_margin": Any, "mm_processor_device": Any,
+    "mm_device_do_normalize": Any, "interleave_mm_strings": Any, "skip_mm_profiling": Any,
+    "disable_chunked_mm_input": Any, "video_pruning_rate": Any, "video_pruning_method": Any,
+    "ec_manager_config": Any, "mamba_config": Any, "mamba_cache_dtype": Any, "mamba_ssm_cache_dtype": Any,
+    "mamba_block_size": Any, "mamba_cache_mode": Any, "enable_mamba_shared_prefix_checkpoint": Any,
+    "mamba_backend": Any, "mamba_ssu_algorithm": Any, "enable_mamba_cache_stochastic_rounding": Any,
+    "mamba_cache_philox_rounds": Any, "replayssm_buffer_len": Any, "use_replayssm": Any, "engram_config": Any,
+    "swa_bounded_replay": Any, "eplb_config": Any, "enable_eplb": Any, "enable_ep_weight_filter": Any,
+    "enable_elastic_ep": Any, "elastic_ep_max_dp_size": Any, "num_redundant_experts": Any, "eplb_window_size": Any,
+    "eplb_step_interval": Any, "eplb_log_balancedness": Any, "structured_outputs_config": Any,
+    "reasoning_parser": Any, "reasoning_parser_plugin": Any, "reasoning_config": Any,
+    "guided_decoding_backend": Any, "guided_decoding_disable_fallback": Any,
     "guided_decoding_disable_any_whitespace": Any, "guided_decoding_disable_additional_properties": Any,
     "logits_processor_pattern": Any, "offload_backend": Any, "offload_group_size": Any, "offload_num_in_group": Any,
     "offload_prefetch_step": Any, "offload_params": Any, "cpu_offload_params": Any, "kv_offloading_backend": Any,
@@ -85,9 +83,9 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "data_parallel_hybrid_lb": Any, "data_parallel_external_lb": Any, "data_parallel_multi_port_external_lb": Any,
     "device_ids": Any, "enable_return_routed_experts": Any, "aux_output_config": Any, "watermark_config": Any,
     "sleep_preserve_parameter_names": Any, "return_sampling_mask": Any, "enable_mm_embeds": Any,
-    "mm_encoder_only": Any, "kv_transfer_config": Any, "kv_events_config": Any, "ec_transfer_config": Any,
-    "enable_fault_tolerance": Any, "enable_trace_replay": Any, "model_loader_extra_config": Any,
-    "override_attention_dtype": Any,
+    "mm_encoder_only": Any, "allowed_media_domains": Any, "kv_transfer_config": Any, "kv_events_config": Any,
+    "ec_transfer_config": Any, "enable_fault_tolerance": Any, "enable_trace_replay": Any,
+    "model_loader_extra_config": Any, "override_attention_dtype": Any,
 }, total=False)
 # fmt: on
 
@@ -116,6 +114,10 @@ class LLMKeywords(_Others, total=False):
     adapters: dict[str, str] | None
     prompt_adapters: dict[str, str] | None
     lora_merge: str | None
+    image_min_pixels: int | None
+    image_max_pixels: int | None
+    image_background: str | None
+    image_processor: dict[str, str] | None
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None
     data_parallel_size: int | None
@@ -148,8 +150,19 @@ class LLMKeywords(_Others, total=False):
     enable_chunked_prefill: bool | None
     preemption_mode: str | None
     async_scheduling: bool | None
+    max_images: int | None
+    max_image_bytes: int | None
+    max_image_pixels: int | None
+    max_image_tokens: int | None
+    image_formats: list[str] | None
+    allowed_local_media_path: str | None
+    media_threads: int | None
     device: str | None
     seed: int | None
     generation_config: str | None
     override_generation_config: Mapping[str, Any] | None
     chat_template: str | Path | None
+    limit_mm_per_prompt: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+    media_io_kwargs: Mapping[str, Any] | None
+    language_model_only: bool

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NotRequired, TypedDict
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.compat.image_prompts import TRUNCATED, ImagePrompts, check_images, images_of
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
+from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
@@ -21,13 +24,16 @@ from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsPar
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, `{"prompt_embeds": rows}`, or token ids."""
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, `{"prompt_embeds": rows}`, or token ids. Text and ids in a
+dict may have images, `"multi_modal_data": {"image": image or list}`.
+"""
 
 
 class TextPrompt(TypedDict):
     """vLLM's name of a text prompt, a dict."""
 
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -36,6 +42,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -57,8 +64,10 @@ ReadRows = Callable[[Any], PromptRows]
 """Checks a tensor of `prompt_embeds`. Raises ValueError."""
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds")
-_EMPTY_KEYS: Final = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "token_type_ids")
+_EMPTY_KEYS: Final = ("mm_processor_kwargs", "token_type_ids")
 """Further keys of vLLM's, accepted if empty."""
+_MEDIA_KEYS: Final = ("multi_modal_data", "multi_modal_uuids")
+"""Images, and names of theirs, which are not used: an image has the name of its pixels."""
 _SALT_KEY: Final = "cache_salt"
 
 
@@ -118,12 +127,13 @@ def encode_prompt(
     need_tokenizer: Callable[[], Tokenizer],
     check_text: CheckText | None = None,
     read_rows: ReadRows = _reject_rows,
+    images: ImagePrompts | None = None,
 ) -> Encoded:
     """Encode a prompt, or a TextPair. `need_tokenizer` is called for text only, and raises ConfigError if there is no
-    tokenizer. `check_text` is None for a prompt that will be truncated.
+    tokenizer. `check_text` is None for a prompt that will be truncated, `images` for a model without images.
     """
     if isinstance(prompt, Mapping):
-        return _encode_mapping(prompt, need_tokenizer, check_text, read_rows)
+        return _encode_mapping(prompt, need_tokenizer, check_text, read_rows, images)
     pair = prompt if isinstance(prompt, TextPair) else None
     text = plain_text(prompt)
     if pair is None and text is None:
@@ -157,7 +167,7 @@ def apply_pooling(
     assert config is not None, "checked by resolve_pooling"
     length, pair = params.truncate_prompt_tokens, encoded.pair
     most = max_model_len if length == -1 else length
-    is_text = (encoded.text is not None and not encoded.is_ids) or pair is not None
+    is_text = (encoded.text is not None and not encoded.is_ids and not encoded.media) or pair is not None
     if is_text and ((most is not None and config.encodes_inside) or config.text.changes_texts):
         if encoded.error is None:
             # Again, with the folder's prompt or messages, and at most `most` tokens.
@@ -167,6 +177,8 @@ def apply_pooling(
     else:
         if encoded.rows is not None and length is not None:
             raise ValueError("truncate_prompt_tokens cuts token ids, and this prompt has prompt_embeds: cut its rows")
+        if encoded.media and length is not None:
+            raise ValueError(TRUNCATED)
         num_tokens, encoded.token_ids = len(encoded.token_ids), truncated_row(encoded.token_ids, length, max_model_len)
         num_dropped = num_tokens - len(encoded.token_ids)
         # Ids are truncated from the left, where the caller has counted those of the first text.
@@ -183,19 +195,25 @@ def _encode_mapping(
     need_tokenizer: Callable[[], Tokenizer],
     check_text: CheckText | None,
     read_rows: ReadRows,
+    images: ImagePrompts | None,
 ) -> Encoded:
     if _SALT_KEY in prompt:
         plain = {key: each for key, each in prompt.items() if key != _SALT_KEY}
-        salted = _encode_mapping(plain, need_tokenizer, check_text, read_rows)
+        salted = _encode_mapping(plain, need_tokenizer, check_text, read_rows, images)
         salted.cache_salt = prompt[_SALT_KEY]
         return salted
     given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
-    given = [key for key in given if key != "prompt_embeds" or prompt[key] is not None]
-    unknown = [str(key) for key in given if key not in _PROMPT_KEYS]
+    given = [key for key in given if key not in ("prompt_embeds", *_MEDIA_KEYS) or prompt[key] is not None]
+    unknown = [str(key) for key in given if key not in (*_PROMPT_KEYS, *_MEDIA_KEYS)]
     if unknown:
-        return Encoded(
-            None, (), f"a prompt has no key {', '.join(unknown)}: give {', '.join(_PROMPT_KEYS)} and nothing else"
-        )
+        known = ", ".join((*_PROMPT_KEYS, _MEDIA_KEYS[0]))
+        return Encoded(None, (), f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
+    try:
+        sources = images_of(prompt.get("multi_modal_data"))
+    except MediaError as error:
+        return Encoded(None, (), str(error))
+    if sources:
+        return _encode_with_images(prompt, sources, need_tokenizer, check_text, images)
     if prompt.get("prompt_embeds") is not None:
         if "prompt_token_ids" in prompt:
             return Encoded(None, (), "a prompt has prompt_token_ids or prompt_embeds: leave one out")
@@ -208,6 +226,35 @@ def _encode_mapping(
         return encode_prompt(prompt["prompt"], need_tokenizer, check_text, read_rows)
     keys = "text under prompt, prompt_token_ids or prompt_embeds"
     return Encoded(None, (), f"a prompt needs {keys}; this one has {[*prompt]}")
+
+
+def _encode_with_images(
+    prompt: Mapping[str, Any],
+    sources: Sequence[Any],
+    need_tokenizer: Callable[[], Tokenizer],
+    check_text: CheckText | None,
+    images: ImagePrompts | None,
+) -> Encoded:
+    text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
+    encoded = Encoded(text, (), is_ids="prompt_token_ids" in prompt)
+    try:
+        images = check_images(images, sources, is_truncated=check_text is None)
+        if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
+            raise ValueError("a prompt with images is text under prompt, or prompt_token_ids")
+        tokenizer = need_tokenizer()
+        if encoded.is_ids:
+            token_ids = as_token_ids(prompt["prompt_token_ids"])
+            encoded.media = images.prepare(sources)
+            made = images.of_ids(token_ids, encoded.media, partial(tokenizer.encode, add_special_tokens=False))
+        else:
+            if check_text is not None:
+                check_text(tokenizer, text)
+            encoded.media = images.prepare(sources)
+            made = images.of_text(text or "", encoded.media, tokenizer.encode)
+        encoded.token_ids, encoded.media_items = made
+    except (ConfigError, ValueError, TypeError) as error:
+        encoded.error = str(error)
+    return encoded
 
 
 def _encode_rows(prompt: Mapping[str, Any], read_rows: ReadRows) -> Encoded:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int, shown
+from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.model_config.pooling import PoolingConfig
@@ -55,8 +56,8 @@ def _as_request_id(value: Any) -> RequestId:
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
-    which are rejected without it; `rows` reads prompts of embeddings. With `pooling` all rows are pooled. `media` are
-    the limits of images in prompts.
+    which are rejected without it; `rows` reads prompts of embeddings, `images` images, within the limits of `media`.
+    With `pooling` all rows are pooled.
     """
 
     vocab_size: int
@@ -66,6 +67,7 @@ class RequestLimits:
     pooling: PoolingConfig | None = None
     rows: EmbedsReader | None = None
     media: MediaRowLimits = NO_MEDIA
+    images: ImagePrompts | None = None
 
     def truncate(
         self,

@@ -6,7 +6,8 @@ syntax tree does not distinguish them for certain (macros, renamed variables, br
 with a mark instead of each text, and a format is good if the prompt shows every mark. The idea is that of llama.cpp's
 minja, which probes a template once; here the conversation itself is tried.
 
-Contents are passed unchanged wherever that shows it all: the prompt is then the one that transformers renders.
+Contents are passed unchanged wherever that shows it all: the prompt is then the one that transformers renders. Contents
+with images are always lists.
 """
 
 import json
@@ -15,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
 from typing import Any, Final
+
+from spmd_worker.tokenizer.messages import IMAGE_PART
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str | None]
@@ -126,7 +129,7 @@ def _masked(messages: Sequence[Message], *, keeps_texts: bool = False) -> tuple[
     number = count()
     for message in messages:
         content: Any = message.get("content")
-        if not _is_text(content):
+        if not (_is_text(content) or _has_images(content)):
             masked.append(message)
             continue
         own_marks = marks.setdefault(_speaker(message), set())
@@ -143,7 +146,7 @@ def _masked(messages: Sequence[Message], *, keeps_texts: bool = False) -> tuple[
             return text[:num_first] + mark + text[num_first:][-_MAX_END:]
 
         is_one = isinstance(content, str)
-        parts = marked(content) if is_one else [{**part, "text": marked(part["text"])} for part in content]
+        parts = marked(content) if is_one else [_with_text(part, marked) for part in content]
         masked.append({**message, "content": parts})
     return masked, marks
 
@@ -174,6 +177,17 @@ def _is_text(content: Any) -> bool:
         return True
     is_list = isinstance(content, list) and bool(content)
     return is_list and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content)
+
+
+def _has_images(content: Any) -> bool:
+    """Whether a content is a list of text parts and image parts, and not all of them are text."""
+    images = [part for part in content if part == IMAGE_PART] if isinstance(content, list) else []
+    others = [part for part in content if part != IMAGE_PART] if images else []
+    return bool(images) and (not others or _is_text(others))
+
+
+def _with_text(part: Message, change: Callable[[str], str]) -> Message:
+    return part if part == IMAGE_PART else {**part, "text": change(part["text"])}
 
 
 def _speaker(message: Message) -> str:

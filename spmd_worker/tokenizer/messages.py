@@ -1,4 +1,4 @@
-"""Messages in the format of chat templates: contents as text or text parts, arguments of tool calls as objects."""
+"""Messages in the format of chat templates: contents as text or parts, arguments of tool calls as objects."""
 
 import json
 from collections.abc import Mapping
@@ -7,6 +7,14 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import shown
 
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
+_IMAGE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "image": ("image", "url", "path"),
+    **dict.fromkeys(("image_url", "input_image"), ("image_url",)),
+    "image_pil": ("image_pil",),
+}
+"""Type of an image part -> the keys that may hold the image: OpenAI's, Qwen's, transformers' and vLLM's notations."""
+IMAGE_PART: Final[Mapping[str, Any]] = {"type": "image"}
+"""An image part in the format of templates."""
 
 
 class InvalidRequestError(ValueError):
@@ -25,15 +33,16 @@ def optional_flag(given: Mapping[str, Any], key: str, *, default: bool = False, 
     return default if value is None else value
 
 
-def checked_content(name: str, value: Any) -> str | list[dict[str, Any]]:
-    """Text unchanged, and a list of text parts in the format of templates: objects of type `text`; an empty list
-    becomes the empty text. Raises InvalidRequestError, naming the part, for anything but text: images, audio.
+def checked_content(name: str, value: Any, images: list[Any]) -> str | list[dict[str, Any]]:
+    """Text unchanged, and a list of parts in the format of templates: objects of type `text` or `image`; an empty list
+    becomes the empty text. `images` gets the image of each image part, None for a part without one. Raises
+    InvalidRequestError, naming the part, for anything else: audio, videos.
     """
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple):
-        raise InvalidRequestError(f"{name}={shown(value)} must be a string or a list of text parts")
-    return [_part(f"{name}[{index}]", part) for index, part in enumerate(value)] or ""
+        raise InvalidRequestError(f"{name}={shown(value)} must be a string or a list of parts, text and images")
+    return [_part(f"{name}[{index}]", part, images) for index, part in enumerate(value)] or ""
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,12 +67,33 @@ def _parsed_call(name: str, call: Any) -> Any:
     return {**call, "function": {**function, "arguments": parsed}}
 
 
-def _part(name: str, value: Any) -> dict[str, Any]:
+def _part(name: str, value: Any, images: list[Any]) -> dict[str, Any]:
     if isinstance(value, str):
         return {"type": "text", "text": value}
     kind = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(kind, str) and kind in _IMAGE_KEYS:
+        images.append(_image(name, value, kind))
+        return dict(IMAGE_PART)
     if kind not in _TEXT_TYPES:
-        raise InvalidRequestError(f"{name} has type {shown(kind)}: only text parts are supported", "unsupported_value")
+        raise InvalidRequestError(
+            f"{name} has type {shown(kind)}: only text and images are supported", "unsupported_value"
+        )
     if not isinstance(value.get("text"), str):
         raise InvalidRequestError(f"{name}.text={shown(value.get('text'))} must be a string")
     return {**value, "type": "text"}
+
+
+def _image(name: str, part: Mapping[str, Any], kind: str) -> Any:
+    """The image of a part: a URL, a path, or what a caller in the same process has; None for `{"type": "image"}`."""
+    keys = [key for key in _IMAGE_KEYS[kind] if part.get(key) is not None]
+    if not keys and kind == "image":
+        return None
+    if len(keys) != 1:
+        raise InvalidRequestError(f"{name} needs {' or '.join(_IMAGE_KEYS[kind])}, and nothing else, for its image")
+    found = part[keys[0]]
+    if keys[0] == "image_url" and isinstance(found, Mapping):
+        # Its `detail` is for OpenAI's models: the size of an image is that of the model's own rule.
+        found = found.get("url")
+    if found is None or isinstance(found, bool | int | float | list | tuple | Mapping):
+        raise InvalidRequestError(f"{name}.{keys[0]}={shown(found)} must be a data URL or a path")
+    return found

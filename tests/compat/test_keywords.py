@@ -197,6 +197,21 @@ def test_true_and_one_are_different_keyword_values():
         ({"generation_config": "vllm"}, "sampling", "temperature", 1.0),
         ({"override_generation_config": {"max_new_tokens": 5}}, "sampling", "max_tokens", 5),
         ({"override_generation_config": {"do_sample": False}}, "sampling", "temperature", 0.0),
+        ({"limit_mm_per_prompt": {"image": 2, "video": 1}}, "limits", "max_images", 2),
+        ({"limit_mm_per_prompt": {"image": {"count": 3, "width": 9}}}, "limits", "max_images", 3),
+        ({"language_model_only": True}, "limits", "max_images", 0),
+        ({"max_images": 4, "limit_mm_per_prompt": {"image": 4}}, "limits", "max_images", 4),
+        ({"mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 9999}}, "model", "image_max_pixels", 9999),
+        ({"mm_processor_kwargs": {"size": {"height": 8}}}, "model", "image_processor", {"size": '{"height": 8}'}),
+        ({"image_processor": {"max_patches": 6}}, "model", "image_processor", {"max_patches": "6"}),
+        ({"allowed_local_media_path": "/data"}, "job", "media_root", "/data"),
+        ({"allowed_local_media_path": ""}, "job", "media_root", None),
+        (
+            {"media_io_kwargs": {"image": {"rgba_background_color": (0, 255, 16, 255)}}},
+            "model",
+            "image_background",
+            "#00ff10",
+        ),
     ],
 )
 def test_vllm_keyword_values_become_config_values(given: dict[str, Any], group: str, key: str, expected: object):
@@ -240,6 +255,12 @@ def test_invalid_keyword_value_has_the_command_line_message():
             r"override_generation_config .*unsupported key 'eos_token_id'",
         ),
         ({"num_blocks": 3, "num_gpu_blocks_override": 4}, r"num_gpu_blocks_override=4 and num_blocks=3 .*one setting"),
+        ({"limit_mm_per_prompt": 3}, r"limit_mm_per_prompt=3 must be a dict"),
+        ({"limit_mm_per_prompt": {"image": -1}}, r"limit_mm_per_prompt=\{'image': -1\} must be a number"),
+        ({"limit_mm_per_prompt": {"image": 2}, "max_images": 3}, r"max_images=3, and vLLM's keyword says 2"),
+        ({"mm_processor_kwargs": {"do_pan_and_scan": True}}, r"unsupported key 'do_pan_and_scan': give size"),
+        ({"media_io_kwargs": {"video": {"num_frames": 4}}}, r"media_io_kwargs has 'video': give"),
+        ({"media_io_kwargs": {"image": {"rgba_background_color": [0, 256, 0]}}}, r"three numbers from 0 to 255"),
     ):
         with pytest.raises(ConfigError, match=words):
             config(**given)

@@ -8,6 +8,8 @@ To add an option, add its field here and run `python scripts/reference_pages.py`
 """
 
 import dataclasses
+import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -38,6 +40,10 @@ _MOST_LORAS: Final = 8
 """Adapters of a step where `max_loras` is not given: each more makes its products smaller."""
 _MAX_CPU_LORAS: Final = 2**16
 """Every layer has a table of as many."""
+IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+"""Formats of images that may be decoded, all but the last by default."""
+_IMAGE_PROCESSOR_KEYS: Final = ("size", "max_patches", "do_image_splitting")
+_MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_NESTING: Final = 256
 """Nesting that every reader of JSON accepts: their stacks are limited."""
 
@@ -167,12 +173,26 @@ class ModelOptions:
     lora_merge: str | None = option(
         None, "folder of one adapter that is merged into the weights for all rows; it cannot be in `adapters` too"
     )
+    image_min_pixels: int | None = option(
+        None, "pixels to which smaller images are enlarged, for models whose image tokens follow the size", least=1
+    )
+    image_max_pixels: int | None = option(
+        None,
+        "pixels to which larger images are reduced, for models whose image tokens follow the size; null: the folder's",
+        least=1,
+    )
+    image_background: str = option("#ffffff", "colour under transparent images")
+    image_processor: dict[str, str] | None = option(
+        None,
+        f"values in place of those of `preprocessor_config.json`: {', '.join(_IMAGE_PROCESSOR_KEYS)}, each as JSON",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.load_format, str) and self.load_format in _OTHER_LOAD_FORMATS:
             raise ConfigError(f"model.load_format={self.load_format}: {_OTHER_LOAD_FORMATS[self.load_format]}")
         check_options(self, "model")
         _check_adapters(self)
+        _check_images(self)
         if self.lora_merge is not None and self.load_format == "sharded_state":
             raise ConfigError(
                 "model.lora_merge is rejected with model.load_format=sharded_state, whose weights are read as they "
@@ -196,6 +216,24 @@ class ModelOptions:
             return None
         max_loras = self.max_loras or max(1, min(num_named, _MOST_LORAS))
         return AdapterLimits(max_loras, self.max_lora_rank, self.max_cpu_loras or max(max_loras, num_named))
+
+
+def _check_images(model: ModelOptions) -> None:
+    if not re.fullmatch("#[0-9a-fA-F]{6}", model.image_background):
+        raise ConfigError(f"model.image_background={model.image_background} must be a colour, such as '#ffffff'")
+    least, most = model.image_min_pixels, model.image_max_pixels
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"model.image_min_pixels={least} is above model.image_max_pixels={most}: lower it")
+    for name, text in (model.image_processor or {}).items():
+        if name not in _IMAGE_PROCESSOR_KEYS:
+            raise ConfigError(
+                f"model.image_processor has the unsupported key {name!r}: give {', '.join(_IMAGE_PROCESSOR_KEYS)}, or "
+                f"model.image_min_pixels and model.image_max_pixels"
+            )
+        try:
+            json.loads(text)
+        except ValueError:
+            raise ConfigError(f"model.image_processor has {name}={text[:80]}, which is not JSON") from None
 
 
 def _check_adapters(model: ModelOptions) -> None:
@@ -512,7 +550,9 @@ class SamplingConfig:
 class RowLimits:
     """Limits of a single row: one that goes beyond is an error row. Null is no limit but the model's."""
 
-    max_line_bytes: int = command_option(16 * 1024 * 1024, "bytes of a row's line", least=1)
+    max_line_bytes: int | None = command_option(
+        None, "bytes of a row's line; null: 16 MiB, and 64 MiB for a model that takes images", least=1
+    )
     max_nesting: int = command_option(
         64, f"levels of JSON in a row, at most {_MAX_NESTING}", least=1, most=_MAX_NESTING
     )
@@ -527,9 +567,30 @@ class RowLimits:
     max_logit_bias: int = command_option(
         1024, "entries of `logit_bias`, and of the lists of allowed tokens and bad words", least=0
     )
+    max_images: int = option(32, "images of a row; 0: the part of the model for images is not loaded", least=0)
+    max_image_bytes: int = option(20 * 1024 * 1024, "bytes of an image's file", least=1)
+    max_image_pixels: int = option(64_000_000, "pixels of an image, before it is resized", least=1)
+    max_image_tokens: int = option(4096, "tokens of an image in the prompt", least=1)
+    image_formats: list[str] | None = option(
+        None, f"formats that are decoded, of {', '.join(IMAGE_FORMATS)}; null: all but {IMAGE_FORMATS[-1]}"
+    )
 
     def __post_init__(self) -> None:
         check_options(self, "limits")
+        unknown = [each for each in self.image_formats or () if each.upper() not in IMAGE_FORMATS]
+        if unknown or self.image_formats == []:
+            shown = ",".join(self.image_formats or ())
+            raise ConfigError(f"limits.image_formats=[{shown}] must be one or more of {', '.join(IMAGE_FORMATS)}")
+
+    @property
+    def num_line_bytes(self) -> int:
+        """`max_line_bytes`, or the default of a model without images."""
+        return _MAX_LINE_BYTES if self.max_line_bytes is None else self.max_line_bytes
+
+    def for_images(self) -> "RowLimits":
+        """The limits of a model that takes images."""
+        most = 4 * _MAX_LINE_BYTES if self.max_line_bytes is None else self.max_line_bytes
+        return dataclasses.replace(self, max_line_bytes=most)
 
 
 @dataclass(frozen=True)
@@ -573,6 +634,18 @@ class JobConfig:
         "rewritten every few seconds, for node_exporter's textfile collector (a name that ends in `.prom`); needs the "
         "extra `metrics`",
         is_path=True,
+    )
+    media_root: str | None = option(
+        None,
+        "folder of the images that rows name by path; null: paths are rejected",
+        keyword="allowed_local_media_path",
+        is_vllms=True,
+        vllm_values={"": None},
+        is_path=True,
+    )
+    media_threads: int = option(2, "processes that decode and prepare images, on each replica's first rank", least=1)
+    media_window_gib: float = command_option(
+        4.0, "GiB of prepared images that are held for rows that run or wait, on each replica's first rank", least=0
     )
     private: bool = command_option(False, "only the user can read what the job writes (files 0600, folders 0700)")
 

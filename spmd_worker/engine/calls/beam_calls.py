@@ -63,6 +63,8 @@ class BeamCalls:
                         raise ValueError("cache_salt is not supported by beam_search: leave it out")
                     if each.rows is not None:
                         raise ValueError("prompt_embeds are not supported by beam_search: its beams are token ids")
+                    if each.media:
+                        raise ValueError("images are not supported by beam_search: its beams are token ids")
                     engine.requests.check(each.token_ids, params.step_params, num_virtual=each.num_virtual_tokens)
                 return [each.token_ids for each in encoded], asdict(params)
 

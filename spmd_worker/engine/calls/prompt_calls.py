@@ -67,6 +67,10 @@ class PromptCalls:
         as `inputs_embeds`. Its output has placeholders as ids; `prompt_logprobs` and `truncate_prompt_tokens` reject
         it, and penalties count its output alone.
 
+        A prompt of text or ids may have images, `"multi_modal_data": {"image": image or list}`, each a PIL image, an
+        array [height, width, 3] of uint8, bytes, a data URL, or a path under `allowed_local_media_path`; the text has
+        the model's placeholder for each of them. All images of a call are prepared before its first step.
+
         `use_tqdm` may be a function that makes the progress bar, such as `partial(tqdm, leave=False)`, which is called
         on the first rank; its errors are logged. Rows are served first come, first served: a non-zero `priority`,
         `tokenization_kwargs` and `mm_processor_kwargs` raise ValueError.
@@ -106,7 +110,8 @@ class PromptCalls:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the chat template, otherwise as `generate`.
 
-        A message's content is a string or a list of text parts; other parts (images) are an error of that conversation.
+        A message's content is a string or a list of parts, of text or images (`image_url`, `image`, `image_pil`), which
+        only templates that read lists can write; parts of other types are an error of that conversation.
         `chat_template_content_format="auto"` passes content in the form that the template reads; "string" joins parts
         with newlines, "openai" keeps them. `tools` are JSON schemas for the template; arguments of tool calls may be
         JSON. `tool_choice` is auto, none, required or a named function as in OpenAI's API: a required call is

@@ -1,12 +1,14 @@
 """Encodes the prompts and conversations of a call, and gives each its sampling parameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_int
 from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
-from spmd_worker.compat.chat import ChatOptions, answer_form, render, warn_unread_tools
+from spmd_worker.compat.chat import ChatOptions, answer_form, prepared_messages, render, warn_unread_tools
+from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, check_images
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
 from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
@@ -25,30 +27,50 @@ class PromptEncoder:
 
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
         """Encode one prompt or a list; `params` decide on truncation. Raises TypeError for an invalid type."""
-        return [self.encode_one(each, _is_truncated(params, index)) for index, each in enumerate(as_list(prompts))]
+        images = self._images_of_call()
+        listed = enumerate(as_list(prompts))
+        return [self.encode_one(each, _is_truncated(params, index), images) for index, each in listed]
 
     def render(self, messages: Messages | Sequence[Messages], options: ChatOptions, params: Any) -> list[Encoded]:
         """Render and encode one conversation or a list of them, with `params` as in `encode`."""
         if self._engine.tokenizer is not None:
             warn_unread_tools(options, self._engine.tokenizer)
+        images = self._images_of_call()
         listed = enumerate(_as_conversations(messages))
-        return [self._render(each, options, _is_truncated(params, index)) for index, each in listed]
+        return [self._render(each, options, _is_truncated(params, index), images) for index, each in listed]
 
-    def encode_one(self, prompt: Prompt | TextPair, is_truncated: bool) -> Encoded:
+    def _images_of_call(self) -> ImagePrompts | None:
+        images = self._engine.limits.images
+        return None if images is None else images.for_call()
+
+    def encode_one(self, prompt: Prompt | TextPair, is_truncated: bool, images: ImagePrompts | None = None) -> Encoded:
+        """Encode a prompt; `images` are those of its call, None for the engine's."""
         # Encoding many prompts takes a while, and may be interrupted between two of them.
         deliver_signals()
         limits = self._engine.limits
         check_text = None if is_truncated else limits.check_text
-        return encode_prompt(prompt, self._engine.need_tokenizer, check_text, row_reading(limits))
+        given = (check_text, row_reading(limits), images or limits.images)
+        return encode_prompt(prompt, self._engine.need_tokenizer, *given)
 
-    def _render(self, messages: Messages, options: ChatOptions, is_truncated: bool) -> Encoded:
+    def _render(
+        self, messages: Messages, options: ChatOptions, is_truncated: bool, images: ImagePrompts | None
+    ) -> Encoded:
         deliver_signals()
         try:
             tokenizer = self._engine.need_tokenizer()
-            text = render(messages, options, tokenizer)
+            prepared, sources = prepared_messages(messages)
+            if sources:
+                images = check_images(images, sources, is_truncated=is_truncated)
+                check_conversation(images, prepared)
+            text = render(prepared, options, tokenizer)
             if not is_truncated:
                 self._engine.limits.check_text(tokenizer, text)
-            encoded = Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            if sources and images is not None:
+                encoded = Encoded(text, (), media=images.prepare(sources))
+                encoded.token_ids, encoded.media_items = images.of_chat(text, encoded.media, encode)
+            else:
+                encoded = Encoded(text, tuple(encode(text)))
             encoded.form = answer_form(text, options, tokenizer)
             return encoded
         except (ConfigError, ChatTemplateError, ValueError) as error:

@@ -7,9 +7,9 @@ from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.frontends.openai.prompt_ids import encode
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import Prompt, Row, TextPrompt
-from spmd_worker.frontends.openai.row_parser import encode
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling

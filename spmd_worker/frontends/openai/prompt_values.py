@@ -8,13 +8,14 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.engine.request_error import RequestError
-from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
 
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
 """Sampling keys for which null is a value, not a missing key."""
 
+DATA_URL: Final = "data:"
 _MAX_INTEGER: Final = 2**31 - 1
 """The maximum of any sampling key except `seed`: kernels take 32 bits."""
 
@@ -82,7 +83,45 @@ def chat_prompt(value: Any, template_kwargs: Any) -> ChatPrompt:
         raise InvalidRequestError("messages is empty: a conversation needs at least one message", "empty_prompt")
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
         raise InvalidRequestError(f"chat_template_kwargs={shown(template_kwargs)} must be an object")
-    return ChatPrompt(tuple(_message(index, item) for index, item in enumerate(value)), template_kwargs or {})
+    images: list[Any] = []
+    messages = tuple([_message(index, item, images) for index, item in enumerate(value)])
+    return ChatPrompt(messages, template_kwargs or {}, images=tuple(images))
+
+
+def with_images(prompt: Prompt, value: Any) -> Prompt:
+    """The prompt with the images of a plain row. In a conversation they belong to the image parts without an image."""
+    given = [] if value is None else list(value) if isinstance(value, list) else [value]
+    images = tuple([_image(f"images[{index}]", each) for index, each in enumerate(given)])
+    if not images:
+        return prompt
+    if isinstance(prompt, EmbedsPrompt):
+        raise InvalidRequestError(
+            "images go with text, ids or messages, this row has prompt_embeds", "conflicting_keys"
+        )
+    if not isinstance(prompt, ChatPrompt):
+        return replace(prompt, images=images)
+    num_open = prompt.images.count(None)
+    if num_open != len(images):
+        raise InvalidRequestError(
+            f"images has {len(images)} images, and messages have {num_open} image parts without one: give a part "
+            f'{{"type": "image"}} for each',
+            "placeholder_mismatch",
+        )
+    left = iter(images)
+    return replace(prompt, images=tuple([next(left) if each is None else each for each in prompt.images]))
+
+
+def _image(name: str, value: Any) -> str:
+    """A data URL or a path; an object has either under `bytes` and `path`, as the image columns of datasets do."""
+    found = value
+    if isinstance(value, dict):
+        check_keys(value, ("bytes", "path"), f" in {name}")
+        found = value.get("path") if value.get("bytes") is None else value["bytes"]
+        if value.get("bytes") is not None and not str(found).startswith(DATA_URL):
+            raise InvalidRequestError(f"{name}.bytes={shown(found)} must be a data URL: data:image/png;base64,...")
+    if not isinstance(found, str) or not found:
+        raise InvalidRequestError(f"{name}={shown(value)} must be a data URL or a path")
+    return found
 
 
 def model_name(body: Mapping[str, Any]) -> str | None:
@@ -111,7 +150,7 @@ def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> Samplin
         return replace(defaults, **overrides)
 
 
-def _message(index: int, value: Any) -> dict[str, Any]:
+def _message(index: int, value: Any, images: list[Any]) -> dict[str, Any]:
     """A message in the format of chat templates, without keys that are null."""
     name = f"messages[{index}]"
     if not isinstance(value, dict):
@@ -123,5 +162,5 @@ def _message(index: int, value: Any) -> dict[str, Any]:
         raise InvalidRequestError(f"{name} has no content")
     message = with_parsed_arguments(name, message)
     if "content" in message:
-        message["content"] = checked_content(f"{name}.content", message["content"])
+        message["content"] = checked_content(f"{name}.content", message["content"], images)
     return message

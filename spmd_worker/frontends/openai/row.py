@@ -28,27 +28,35 @@ ErrorShape = Literal["plain", "openai"]
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say)."""
+    """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say). It has the
+    model's placeholder for each of `images`, URLs or paths.
+    """
 
     text: str
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokensPrompt:
-    """Token ids, used unchanged: nothing is added. `resolve` checks the vocabulary."""
+    """Token ids, used unchanged: nothing is added. `resolve` checks the vocabulary. They have a placeholder for each of
+    `images`, or all of their tokens.
+    """
 
     token_ids: tuple[int, ...]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation for the chat template: plain JSON values, every message with a role. `template_kwargs` are further
-    variables the template may read (`enable_thinking`, `date_string`).
+    variables the template may read (`enable_thinking`, `date_string`). `images` are those of the image parts, in order,
+    None for a part without one.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    images: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +157,8 @@ class RowError:
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
     grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
-    embeddings_outside; and non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be
-    completed.
+    embeddings_outside, those of `MediaError`; and non_finite_logits, grammar_failed and non_finite_vector, for a row
+    that ran and could not be completed.
     """
 
     index: int
@@ -158,6 +166,11 @@ class RowError:
     shape: ErrorShape
     code: str
     message: str
+
+
+def images_of_row(row: Row) -> tuple[str | None, ...]:
+    """The images of a row's prompt."""
+    return () if isinstance(row.prompt, EmbedsPrompt) else row.prompt.images
 
 
 def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:

@@ -1,13 +1,12 @@
 """Parses a line into a Row, and encodes a Row; any error becomes a RowError, never an exception."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RowLimits
-from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat, check_takes_tools
 from spmd_worker.engine.request_error import RequestError
@@ -16,6 +15,7 @@ from spmd_worker.frontends.openai.constrained_answer import answer_reader, const
 from spmd_worker.frontends.openai.openai_request import BODY_KEYS, OPENAI_ROW_KEYS, parse_openai
 from spmd_worker.frontends.openai.pooling_request import PLAIN_KEYS as POOLING_KEYS
 from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pooling_row
+from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, prepare_images
 from spmd_worker.frontends.openai.prompt_values import (
     adapter_name,
     chat_prompt,
@@ -25,9 +25,9 @@ from spmd_worker.frontends.openai.prompt_values import (
     sampling_from,
     text_prompt,
     tokens_prompt,
+    with_images,
 )
 from spmd_worker.frontends.openai.row import (
-    ChatPrompt,
     Echo,
     EmbedsPrompt,
     EncodedRow,
@@ -35,11 +35,12 @@ from spmd_worker.frontends.openai.row import (
     Prompt,
     Row,
     RowError,
-    TokensPrompt,
     row_error,
 )
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.incremental_decoder import num_unfinished
@@ -48,7 +49,15 @@ from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds", "messages")
-_PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "adapter", "prompt_adapter", "chat_template_kwargs", *SAMPLING_KEYS)
+_PLAIN_KEYS: Final = (
+    *_PROMPT_KEYS,
+    "images",
+    "custom_id",
+    "adapter",
+    "prompt_adapter",
+    "chat_template_kwargs",
+    *SAMPLING_KEYS,
+)
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
 
 
@@ -75,8 +84,8 @@ def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimi
     custom_id: Any = None
     shape: ErrorShape = "plain"
     try:
-        if len(line) > limits.max_line_bytes:
-            message = f"the line is longer than limits.max_line_bytes={limits.max_line_bytes}"
+        if len(line) > limits.num_line_bytes:
+            message = f"the line is longer than limits.max_line_bytes={limits.num_line_bytes}"
             raise InvalidRequestError(message, "line_too_long")
         fields = parse_json_object(line, max_nesting=limits.max_nesting)
         custom_id, shape = fields.get("custom_id"), "openai" if _is_openai(fields) else "plain"
@@ -135,17 +144,19 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
         raise InvalidRequestError(f"the row has no prompt: give one of {', '.join(_PROMPT_KEYS)}", "missing_prompt")
     if len(given) > 1:
         raise InvalidRequestError(f"the row has {' and '.join(given)}: give one of them", "conflicting_prompts")
-    value = fields[given[0]]
+    return with_images(_prompt_without_images(given[0], fields), fields.get("images"))
+
+
+def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:
+    value = fields[key]
     template_kwargs = fields.get("chat_template_kwargs")
-    if template_kwargs is not None and given[0] != "messages":
-        raise InvalidRequestError(
-            f"chat_template_kwargs goes with messages, this row has {given[0]}", "conflicting_keys"
-        )
-    if given[0] == "prompt":
+    if template_kwargs is not None and key != "messages":
+        raise InvalidRequestError(f"chat_template_kwargs goes with messages, this row has {key}", "conflicting_keys")
+    if key == "prompt":
         return text_prompt("prompt", value)
-    if given[0] == "prompt_token_ids":
+    if key == "prompt_token_ids":
         return tokens_prompt("prompt_token_ids", value)
-    if given[0] == "prompt_embeds":
+    if key == "prompt_embeds":
         return embeds_prompt("prompt_embeds", value)
     return chat_prompt(value, template_kwargs)
 
@@ -157,10 +168,11 @@ def resolve(
     limits: RowLimits = _DEFAULT_LIMITS,
     chat_format: ChatFormat = _NO_FORMAT,
     models: ServedModels = ANY_MODEL,
+    media: Sequence[PreparedImage] | None = None,
 ) -> EncodedRow | RowError:
     """`encode_row`, with an error row for a row that cannot run."""
     try:
-        return encode_row(row, tokenizer, engine, limits, chat_format, models)
+        return encode_row(row, tokenizer, engine, limits, chat_format, models, media)
     except InvalidRequestError as error:
         return row_error(row, error.code, str(error))
 
@@ -173,12 +185,14 @@ def encode_row(
     limits: RowLimits,
     chat_format: ChatFormat,
     models: ServedModels = ANY_MODEL,
+    media: Sequence[PreparedImage] | None = None,
 ) -> EncodedRow:
     """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`. Raises
     InvalidRequestError.
 
     `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
-    at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning.
+    at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning. `media` are the row's
+    images, prepared before; None: they are prepared here.
     """
     adapter_id, virtual = models.adapters_of(row)
     num_virtual = 0 if virtual is None else virtual.num_tokens
@@ -192,10 +206,17 @@ def encode_row(
             most = None if is_cut else limits.max_prompt_tokens
             engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
 
-    rows = None
+    rows, text = None, None
+    items: tuple[MediaItem, ...] = ()
     if isinstance(row.prompt, EmbedsPrompt):
         rows = _read_rows(row, row.prompt, engine)
-        text, token_ids = None, (PLACEHOLDER,) * rows.num_rows
+        token_ids = (PLACEHOLDER,) * rows.num_rows
+    elif row.prompt.images:
+        is_truncated = row.sampling.truncate_prompt_tokens is not None
+        media = prepare_images(row.prompt, engine, is_truncated=is_truncated) if media is None else media
+        text, (token_ids, items) = encode_with_images(
+            row.prompt, media, tokenizer, engine, check_text, is_truncated=is_truncated
+        )
     else:
         text, token_ids = encode(row.prompt, tokenizer, check_text)
     token_ids = tuple(engine.truncate(token_ids, row.sampling, rows, num_virtual))
@@ -232,6 +253,8 @@ def encode_row(
         rows=rows,
         virtual=virtual,
         prompt_adapter=row.prompt_adapter,
+        media=tuple(media or ()),
+        media_items=items,
     )
 
 
@@ -256,42 +279,6 @@ def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tok
     texts = TokenTexts(tokenizer, (), skip_special_tokens=False)
     ((first,),) = texts.decode([token_ids[:1]], is_last=len(token_ids) == 1)
     return Echo(text, first, row.echo == "prompt")
-
-
-def encode(
-    prompt: Prompt,
-    tokenizer: Tokenizer | None,
-    check_text: Callable[[str], None] = lambda text: None,
-    adds_special_tokens: bool | None = None,
-) -> tuple[str | None, tuple[int, ...]]:
-    """Text of a prompt, None for token ids, and its ids. `check_text` is called with the text before it is encoded.
-    Special tokens are added to text and not to a chat, whose template writes them, unless `adds_special_tokens` is
-    given. Raises InvalidRequestError, and what `check_text` raises.
-    """
-    if isinstance(prompt, TokensPrompt):
-        return None, prompt.token_ids
-    assert not isinstance(prompt, EmbedsPrompt), "read by encode_row"
-    if tokenizer is None:
-        raise InvalidRequestError("the model folder has no tokenizer.json: give prompt_token_ids", "tokenizer_missing")
-    text = _render(prompt, tokenizer) if isinstance(prompt, ChatPrompt) else prompt.text
-    check_text(text)
-    try:
-        adds = not isinstance(prompt, ChatPrompt) if adds_special_tokens is None else adds_special_tokens
-        return text, tuple(tokenizer.encode(text, add_special_tokens=adds))
-    except TokenizerError as error:
-        raise InvalidRequestError(str(error), "tokenizer_error") from None
-    except ValueError as error:
-        raise InvalidRequestError(str(error), "invalid_unicode") from None
-
-
-def _render(prompt: ChatPrompt, tokenizer: Tokenizer) -> str:
-    if not tokenizer.has_chat_template:
-        message = "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt"
-        raise InvalidRequestError(message, "chat_template_missing")
-    try:
-        return tokenizer.apply_chat_template(prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs)
-    except ChatTemplateError as error:
-        raise InvalidRequestError(str(error)[:500], "chat_template_error") from None
 
 
 class CustomIds:

@@ -231,7 +231,7 @@ class ServerApp:
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
         """The request's body. A large one holds one of `_MAX_LARGE` slots until `held` ends."""
-        most = self.reader.limits.max_line_bytes
+        most = self.reader.limits.num_line_bytes
         too_long = InvalidRequestError(f"the body is longer than limits.max_line_bytes={most}", "line_too_long")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > most:

@@ -6,9 +6,10 @@ from typing import Any, Final
 
 from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.openai_request import CHAT_URL
+from spmd_worker.frontends.openai.prompt_ids import encode
 from spmd_worker.frontends.openai.prompt_values import check_keys, text_prompt, tokens_prompt
 from spmd_worker.frontends.openai.row import ChatPrompt, Prompt
-from spmd_worker.frontends.openai.row_parser import encode, parse_fields
+from spmd_worker.frontends.openai.row_parser import parse_fields
 from spmd_worker.frontends.serve.request_reader import RequestReader, parse_body
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -71,6 +72,9 @@ def _conversation(reader: RequestReader, body: Mapping[str, Any]) -> ChatPrompt:
     fields = {"custom_id": "tokens", "method": "POST", "url": CHAT_URL, "body": chat}
     row = parse_fields(0, fields, reader.defaults, reader.limits)
     assert isinstance(row.prompt, ChatPrompt), "of a chat body"
+    if row.prompt.images:
+        message = "images are not counted here: send the request with max_tokens 1, whose usage counts their tokens"
+        raise InvalidRequestError(message, "unsupported_value")
     return replace(row.prompt, add_generation_prompt=optional_flag(body, "add_generation_prompt", default=True))
 
 

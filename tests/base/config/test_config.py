@@ -255,6 +255,11 @@ REFUSED = [
     ("executor.worker_cls=[1]", "executor.worker_cls=[1] must be text or null"),
     ("model.dtype=float8", "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),
     ("model.max_model_len=0", "model.max_model_len=0 must be 1 or more"),
+    ("model.image_background=white", "model.image_background=white must be a colour, such as '#ffffff'"),
+    ("limits.image_formats=[PNG,SVG]", "limits.image_formats=[PNG,SVG] must be one or more of PNG, JPEG, WEBP, GIF"),
+    ("limits.image_formats=[]", "limits.image_formats=[] must be one or more of PNG"),
+    ("model.image_processor={size: x}", "model.image_processor has size=x, which is not JSON"),
+    ("model.image_processor={fps: 2}", "model.image_processor has the unsupported key 'fps': give size, max_patches"),
     ("device=tpu", "device=tpu is not one of auto, cpu, cuda"),
     ("parallel.tensor_parallel_size=0", "parallel.tensor_parallel_size=0 must be 1 or more"),
     ("executor.timeout_s=nan", "executor.timeout_s=nan must be from 1 to 604800"),
@@ -414,6 +419,9 @@ def test_limits_reject_bad_values_and_larger_defaults():
     assert error_result("limits.max_nesting=1000") == "limits.max_nesting=1000 must be from 1 to 256"
     assert error_result("limits.max_tokens=10", "sampling.max_tokens=11") == (
         "sampling.max_tokens asks for 11, more than limits.max_tokens=10: lower the one or raise the other"
+    )
+    assert error_result("model.image_min_pixels=9", "model.image_max_pixels=8") == (
+        "model.image_min_pixels=9 is above model.image_max_pixels=8: lower it"
     )
     assert error_result("limits.max_n=2", "sampling.n=3").startswith("sampling.n asks for 3, more than limits.max_n=2")
     assert error_result("limits.max_stop_strings=0", "sampling.stop=[a]").startswith(

@@ -34,13 +34,13 @@ class RowReader:
     """
 
     paths: Sequence[Path] | None
-    max_line_bytes: int = RowLimits().max_line_bytes
+    max_line_bytes: int = RowLimits().num_line_bytes
     stream: str = STANDARD_INPUT
 
     @staticmethod
     def of(
         name: str,
-        max_line_bytes: int = RowLimits().max_line_bytes,
+        max_line_bytes: int = RowLimits().num_line_bytes,
         is_own: Callable[[Path], bool] = lambda path: False,
     ) -> "RowReader":
         """Reader for a value of `job.input`, without the job's own files. Raises ConfigError for a missing file."""

@@ -1,0 +1,165 @@
+"""Prompts with images: a model's images and placeholders as token ids, and as the images of a request.
+
+sources --prepare--> images; text or ids, with a placeholder for each image --expand--> ids and MediaItems
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, Protocol
+
+from spmd_worker.base.config.plain_values import shown
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.replica.sequence.media_items import MediaItem
+
+Encode = Callable[[str], Sequence[int]]
+"""Token ids of a text."""
+UNSUPPORTED: Final = "this run takes no images: the model is for text, or limits.max_images is 0"
+TRUNCATED: Final = "truncate_prompt_tokens cuts tokens, and may cut an image of this prompt: leave it out"
+NUM_DIGEST_BYTES: Final = 16
+_MISMATCH: Final = "placeholder_mismatch"
+
+
+class PendingImages(Protocol):
+    """Images that are being prepared. `result` raises MediaError."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Sequence[PreparedImage]: ...
+
+
+class Preparer(Protocol):
+    """Bytes, paths, URLs, arrays or PIL images -> prepared images."""
+
+    def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedImage]: ...
+
+    def submit(self, sources: Sequence[Any]) -> PendingImages: ...
+
+
+class PlaceholderTexts(Protocol):
+    """Placeholders of a kind of model (`media/placeholders.py`)."""
+
+    @property
+    def written(self) -> str: ...
+
+    def check_reserved(self, text: str) -> None: ...
+
+    def expand_text(self, text: str, images: Sequence[PreparedImage]) -> str: ...
+
+    def expand_ids(self, token_ids: Sequence[int], images: Sequence[PreparedImage], encode: Encode) -> list[int]: ...
+
+    def media_items(
+        self, token_ids: Sequence[int], images: Sequence[PreparedImage], image_token_id: int
+    ) -> tuple[MediaItem, ...]: ...
+
+
+class MediaPrompt(NamedTuple):
+    """Ids of a prompt with images, and which of them take the rows of each."""
+
+    token_ids: tuple[int, ...]
+    items: tuple[MediaItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompts:
+    """Prompts with images for one model. All methods raise MediaError."""
+
+    preparer: Preparer
+    placeholders: PlaceholderTexts
+    image_token_id: int
+
+    def prepare(self, sources: Sequence[Any]) -> tuple[PreparedImage, ...]:
+        return tuple(self.preparer.prepare(sources))
+
+    def of_text(self, text: str, images: Sequence[PreparedImage], encode: Encode) -> MediaPrompt:
+        """The prompt of a text with placeholders; `encode` may add special tokens."""
+        token_ids = tuple(encode(self.placeholders.expand_text(text, images)))
+        return MediaPrompt(token_ids, self.placeholders.media_items(token_ids, images, self.image_token_id))
+
+    def of_chat(self, text: str, images: Sequence[PreparedImage], encode: Encode) -> MediaPrompt:
+        """The prompt of a text that a chat template has rendered."""
+        try:
+            return self.of_text(text, images, encode)
+        except MediaError as error:
+            if error.code != _MISMATCH:
+                raise
+            raise MediaError(
+                _MISMATCH,
+                f"the chat template does not write a placeholder for each image part: {error}; render the messages "
+                f"yourself, with {self.placeholders.written!r} for each image, as prompt, and give the images with it",
+            ) from None
+
+    def of_ids(self, token_ids: Sequence[int], images: Sequence[PreparedImage], encode: Encode) -> MediaPrompt:
+        """The prompt of ids, with a placeholder's id for each image, or expanded; `encode` adds no special tokens."""
+        ids = tuple(self.placeholders.expand_ids(token_ids, images, encode))
+        return MediaPrompt(ids, self.placeholders.media_items(ids, images, self.image_token_id))
+
+    def for_call(self) -> "ImagePrompts":
+        """These prompts, for the prompts of one call: images that several of them have are prepared and held once."""
+        return replace(self, preparer=_PreparedOnce(self.preparer))
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedOnce:
+    preparer: Preparer
+    known: dict[Hashable, tuple[tuple[Any, ...], Sequence[PreparedImage]]] = field(default_factory=dict)
+    """Images of a prompt, by their sources, which are held: the id of an object is its own as long as it exists."""
+
+    def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedImage]:
+        # The images of a prompt together: how one is prepared may depend on their number.
+        key = tuple([each if isinstance(each, str | bytes) else id(each) for each in sources])
+        if key not in self.known:
+            self.known[key] = (tuple(sources), self.preparer.prepare(sources))
+        return self.known[key][1]
+
+    def submit(self, sources: Sequence[Any]) -> PendingImages:
+        return self.preparer.submit(sources)
+
+
+def check_images(images: ImagePrompts | None, sources: Sequence[Any], *, is_truncated: bool) -> ImagePrompts:
+    """`images`, for a prompt whose images can be prepared. Raises MediaError."""
+    if images is None:
+        raise MediaError("images_unsupported", UNSUPPORTED)
+    if is_truncated:
+        raise MediaError("conflicting_keys", TRUNCATED)
+    if any(each is None for each in sources):
+        raise MediaError("image_missing", "an image part has no image: give it image_url or image")
+    return images
+
+
+def check_conversation(images: ImagePrompts, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no text of a conversation with images would be taken for an image. Raises MediaError."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                images.placeholders.check_reserved(text)
+
+
+def num_pixel_bytes(images: Sequence[PreparedImage]) -> int:
+    """Bytes of memory of prepared images."""
+    return sum(crop.nbytes for image in images for crop in image.pixels.crops)
+
+
+def media_digest(images: Sequence[PreparedImage]) -> str:
+    """Digest of the bytes of a prompt's images, as they were given; empty without images."""
+    sources = b"".join([image.source_digest for image in images])
+    return blake2b(sources, digest_size=NUM_DIGEST_BYTES).hexdigest() if sources else ""
+
+
+def images_of(data: Any) -> list[Any]:
+    """Images of vLLM's `multi_modal_data`. Raises MediaError for anything else in it."""
+    if data is None:
+        return []
+    if not isinstance(data, Mapping):
+        raise MediaError("images_unsupported", f"multi_modal_data={shown(data)} must be a dict: {{'image': image}}")
+    others = [str(kind) for kind, value in data.items() if kind != "image" and value is not None]
+    if others:
+        raise MediaError("images_unsupported", f"multi_modal_data has {', '.join(others)}: only images are supported")
+    given = data.get("image")
+    listed = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    if any(isinstance(each, Mapping) for each in listed):
+        raise MediaError("images_unsupported", "multi_modal_data has rows of images: give the images themselves")
+    return listed

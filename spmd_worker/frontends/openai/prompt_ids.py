@@ -1,0 +1,101 @@
+"""Encodes the prompt of a row, text, ids or a conversation, with its images, as token ids."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from spmd_worker.base.errors import ChatTemplateError, TokenizerError
+from spmd_worker.compat.image_prompts import MediaPrompt, check_conversation, check_images
+from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.tokenizer.messages import InvalidRequestError
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+CheckText = Callable[[str], None]
+
+
+def encode(
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    check_text: CheckText = lambda text: None,
+    adds_special_tokens: bool | None = None,
+) -> tuple[str | None, tuple[int, ...]]:
+    """Text of a prompt without images, None for token ids, and its ids. `check_text` is called with the text before it
+    is encoded. Special tokens are added to text and not to a chat, whose template writes them, unless
+    `adds_special_tokens` is given. Raises InvalidRequestError, and what `check_text` raises.
+    """
+    if isinstance(prompt, TokensPrompt):
+        return None, prompt.token_ids
+    assert not isinstance(prompt, EmbedsPrompt), "read by encode_row"
+    tokenizer = _needed(tokenizer)
+    text = _text_of(prompt, tokenizer)
+    check_text(text)
+    adds = not isinstance(prompt, ChatPrompt) if adds_special_tokens is None else adds_special_tokens
+    return text, _encoded(tokenizer, text, adds_special_tokens=adds)
+
+
+def prepare_images(
+    prompt: TextPrompt | TokensPrompt | ChatPrompt, engine: RequestLimits, *, is_truncated: bool
+) -> tuple[PreparedImage, ...]:
+    """Prepare the images of a prompt. Raises InvalidRequestError."""
+    try:
+        check_images(engine.images, prompt.images, is_truncated=is_truncated)
+        assert engine.images is not None, "checked"
+        return engine.images.prepare(prompt.images)
+    except MediaError as error:
+        raise InvalidRequestError(str(error), error.code) from None
+
+
+def encode_with_images(
+    prompt: TextPrompt | TokensPrompt | ChatPrompt,
+    media: Sequence[PreparedImage],
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    check_text: CheckText,
+    *,
+    is_truncated: bool,
+) -> tuple[str | None, MediaPrompt]:
+    """`encode` of a prompt with its images, `media`, between its tokens. The text has their placeholders."""
+    tokenizer = _needed(tokenizer)
+    of_text = partial(_encoded, tokenizer, adds_special_tokens=True)
+    of_piece = partial(_encoded, tokenizer, adds_special_tokens=False)
+    try:
+        images = check_images(engine.images, prompt.images, is_truncated=is_truncated)
+        if isinstance(prompt, TokensPrompt):
+            return None, images.of_ids(prompt.token_ids, media, of_piece)
+        if isinstance(prompt, ChatPrompt):
+            check_conversation(images, prompt.messages)
+        text = _text_of(prompt, tokenizer)
+        check_text(text)
+        is_chat = isinstance(prompt, ChatPrompt)
+        return text, images.of_chat(text, media, of_piece) if is_chat else images.of_text(text, media, of_text)
+    except MediaError as error:
+        raise InvalidRequestError(str(error), error.code) from None
+
+
+def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise InvalidRequestError("the model folder has no tokenizer.json: give prompt_token_ids", "tokenizer_missing")
+    return tokenizer
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, adds_special_tokens: bool) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer.encode(text, add_special_tokens=adds_special_tokens))
+    except TokenizerError as error:
+        raise InvalidRequestError(str(error), "tokenizer_error") from None
+    except ValueError as error:
+        raise InvalidRequestError(str(error), "invalid_unicode") from None
+
+
+def _text_of(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer) -> str:
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    if not tokenizer.has_chat_template:
+        message = "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt"
+        raise InvalidRequestError(message, "chat_template_missing")
+    try:
+        return tokenizer.apply_chat_template(prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs)
+    except ChatTemplateError as error:
+        raise InvalidRequestError(str(error)[:500], "chat_template_error") from None
