@@ -117,6 +117,16 @@ def test_limits_of_bytes_and_pixels_are_exact():
     assert code_of(saved(noise(201, 1))) == "image_too_narrow"
 
 
+@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif\0\0"}, {"save_all": True}])
+def test_canvas_of_webp_is_checked_before_it_is_opened(options: dict[str, object], monkeypatch: pytest.MonkeyPatch):
+    """Opening allocates it."""
+    pixels = noise(30, 41)
+    data = saved(pixels, "WEBP", append_images=[Image.fromarray(noise(30, 41, 1))], **options)
+    assert decode(data, MediaLimits(max_image_pixels=30 * 41)).shape == pixels.shape
+    monkeypatch.setattr("PIL.Image.open", lambda *_, **__: pytest.fail("opened"))
+    assert code_of(data, MediaLimits(max_image_pixels=30 * 41 - 1)) == "image_too_large"
+
+
 @pytest.mark.parametrize(
     ("pixels", "code"),
     [
