@@ -1,4 +1,4 @@
-"""Rows of images in the mirror: a plan that reads rows that are not there, or makes some twice, is rejected unchanged."""
+"""Rows of images in the mirror: a plan that reads rows that are not there, or makes some twice, changes nothing."""
 
 from dataclasses import replace
 

@@ -292,13 +292,13 @@ def play(options: dict[str, Any], seed: int) -> list[Any]:
 
 
 @pytest.mark.guarantee("rows of images are made before they are read, and fit their memory")
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(histories())
 def test_random_histories_read_rows_that_are_there(history: tuple[dict[str, Any], int]):
     play(*history)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(histories())
 def test_two_replicas_plan_rows_alike(history: tuple[dict[str, Any], int]):
     assert play(*history) == play(*history)
