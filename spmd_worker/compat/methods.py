@@ -177,7 +177,7 @@ WORKER_NAMES: Final[Mapping[str, str]] = {
     "get_cache_block_size_bytes": "",
     "get_supported_tasks": "",
     "profile": "of this rank alone",
-    "reset_mm_cache": "drops the rows of images on every rank; no effect in text models",
+    "reset_mm_cache": "no effect: a plan drops the rows of images (`LLM.reset_mm_cache`)",
     "kv_cache": "one list of layers, which steps in flight share",
     "do_metadata_broadcast": "False: a step's metadata comes with the agreed plan",
     "shutdown": "",
