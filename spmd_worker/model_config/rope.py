@@ -66,6 +66,11 @@ class RopeParameters:
     interleaves_sections: bool = False
 
     @property
+    def takes_three_positions(self) -> bool:
+        """Whether the frequencies are those of all positions, so that a token's may differ among pairs."""
+        return self.rope_type not in ("dynamic", "longrope") and not self.query_growth
+
+    @property
     def pair_axes(self) -> tuple[int, ...]:
         """Of each pair the position that turns it: 0 time, 1 line, 2 column. Empty without sections."""
         if not self.interleaves_sections:
