@@ -36,7 +36,7 @@ class RopeParameters:
 
     `sections`, if there are any, are the numbers of pairs that turn by a token's position in time, its line and its
     column (https://arxiv.org/abs/2409.12191), which differ in images: one section after another or, with
-    `interleaves_sections`, a pair of each in turn as far as the section goes, and time's behind.
+    `interleaves_sections`, a pair of each in turn as far as section and head go, and time's behind.
     """
 
     size: int
@@ -64,6 +64,11 @@ class RopeParameters:
     long_mscale: float = 0.0
     sections: tuple[int, ...] = ()
     interleaves_sections: bool = False
+
+    @property
+    def takes_three_positions(self) -> bool:
+        """Whether the frequencies are those of all positions, so that a token's may differ among pairs."""
+        return self.rope_type not in ("dynamic", "longrope") and not self.query_growth
 
     @property
     def pair_axes(self) -> tuple[int, ...]:
@@ -125,16 +130,13 @@ def with_sections(
             f"{str(interleaves).lower()}: models of this architecture are computed that way alone"
         )
     if sections is None:
-        fits = sum(default) <= num_pairs if interleaves else sum(default) == num_pairs
+        fits = interleaves or sum(default) == num_pairs
         return replace(rope, sections=tuple(default), interleaves_sections=interleaves) if fits else rope
     if not isinstance(sections, list) or len(sections) != 3:
         raise ModelConfigError(f"{key}={shown(sections)} must list three numbers of pairs: time, line and column")
     sections = tuple([checked_integer(each, key, 0, MAX_INT) for each in sections])
-    if sum(sections) > num_pairs or (sum(sections) < num_pairs and not interleaves):
-        raise ModelConfigError(
-            f"{key}={list(sections)} must add up to {'at most ' if interleaves else ''}{num_pairs}, the rotated pairs "
-            f"of a head"
-        )
+    if not interleaves and sum(sections) != num_pairs:
+        raise ModelConfigError(f"{key}={list(sections)} must add up to {num_pairs}, the rotated pairs of a head")
     return replace(rope, sections=sections, interleaves_sections=interleaves)
 
 

@@ -54,15 +54,15 @@ class SdpaBackend(AttentionBackend):
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
             last = _last_visible(metadata, rows, num_keys)
-            arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later, last)
+            arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
             if value_size:
                 assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
                 assert last is None, "latents are seen by causal attention alone"
                 output[rows] = _attend_latents(query[rows], keys, first_key, num_keys, scale, window, value_size)
             elif score_cap > 0 or sinks is not None:
-                output[rows] = _attend_unfused(*arguments, score_cap, sinks)
+                output[rows] = _attend_unfused(*arguments, score_cap, sinks, last)
             else:
-                output[rows] = _attend_fused(*arguments)
+                output[rows] = _attend_fused(*arguments, last)
         return output
 
 
@@ -105,7 +105,7 @@ def _attend_fused(
     scale: float,
     window: int,
     num_later: int,
-    last: Tensor | None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """One sequence: queries [T, Hq, D] at the end of keys [L, Hkv, D]."""
     num_queries, num_heads, head_size = query.shape
@@ -135,9 +135,9 @@ def _attend_unfused(
     scale: float,
     window: int,
     num_later: int,
-    last: Tensor | None,
     score_cap: float,
     sinks: Tensor | None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """`_attend_fused` with capped scores or sinks, which torch's fused attention does not support: in float32, with the
     scores of some queries at a time.
