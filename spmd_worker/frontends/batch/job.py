@@ -28,6 +28,7 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
 from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.frontends.batch.file_lock import ENDING
+from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job_metrics import (
@@ -335,30 +336,42 @@ def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: Vecto
 
 
 def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> None:
-    runner = RowRunner(engine, model_name)
+    runner, window = RowRunner(engine, model_name), ImageWindow.of(engine)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.max_num_seqs
     timeout_s = engine.config.executor.timeout_s
     stepped_s = time.monotonic()
-    while not rows.has_ended or runner.num_rows:
-        _admit(rows, runner, output, most_unfinished, TimeBudget(timeout_s))
+    while not rows.has_ended or runner.num_rows or len(window):
+        _admit(rows, window, runner, output, most_unfinished, TimeBudget(timeout_s))
         if runner.num_rows or time.monotonic() - stepped_s > max_step_interval_s(timeout_s):
             output.add_all(runner.step())
             stepped_s = time.monotonic()
-        elif not rows.has_ended and not rows.is_ready():
+        elif len(window) or (not rows.has_ended and not rows.is_ready()):
             time.sleep(_PAUSE_S)
         output.show(engine.counters.num_output_tokens)
     output.show(engine.counters.num_output_tokens)
 
 
-def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int, turn: TimeBudget) -> None:
+def _admit(
+    rows: JobInput,
+    window: ImageWindow,
+    runner: RowRunner,
+    output: JobOutput,
+    most_unfinished: int,
+    turn: TimeBudget,
+) -> None:
     """Admit available rows, up to `most_unfinished`, MAX_COMPILE_BYTES of compiled grammars or the end of the turn."""
     most_form_bytes = runner.num_compile_bytes + MAX_COMPILE_BYTES
-    for _ in range(most_unfinished):
-        if runner.num_requests >= most_unfinished or runner.num_compile_bytes >= most_form_bytes or turn.is_over:
+    while runner.num_requests < most_unfinished and runner.num_compile_bytes < most_form_bytes and not turn.is_over:
+        ready = window.next_ready(runner.num_media_bytes)
+        if ready is not None:
+            row, media = ready
+            answer = error_result(row) if isinstance(row, RowError) else runner.admit(row, media)
+            if answer is not None:
+                output.add(answer)
+        elif not window.has_room or rows.has_ended or (found := rows.next_row()) is None:
             return
-        if rows.has_ended or (found := rows.next_row()) is None:
-            return
-        answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
-        if answer is not None:
-            output.add(answer)
+        elif isinstance(found.row, RowError):
+            output.add(error_result(found.row))
+        else:
+            window.put(found.row)
