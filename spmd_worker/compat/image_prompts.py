@@ -130,9 +130,9 @@ def num_pixel_bytes(images: Sequence[PreparedImage]) -> int:
     return sum(crop.nbytes for image in images for crop in image.pixels.crops)
 
 
-def media_digest(images: Sequence[PreparedImage]) -> str:
-    """Digest of the bytes of a prompt's images, as they were given; empty without images."""
-    sources = b"".join([image.source_digest for image in images])
+def media_digest(source_digests: Sequence[bytes]) -> str:
+    """Digest of a prompt's images, of SHA-256 of the bytes of each, as they were given; empty without images."""
+    sources = b"".join(source_digests)
     return blake2b(sources, digest_size=NUM_DIGEST_BYTES).hexdigest() if sources else ""
 
 

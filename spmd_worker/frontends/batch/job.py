@@ -44,6 +44,7 @@ from spmd_worker.frontends.batch.output_file import OutputFile, VectorColumn
 from spmd_worker.frontends.batch.progress import Progress, format_summary
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
+from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
     PROVENANCE_NAME,
@@ -63,7 +64,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
     set_input,
     write_manifest,
 )
-from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
+from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, write_provenance
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
@@ -183,7 +184,12 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
     adapters = adapter_digests(config.model)
-    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths, adapters=adapters)
+    manifest = make_manifest(
+        *(resolved, package_versions(), fingerprint),
+        inputs=reader.paths,
+        adapters=adapters,
+        images=image_answers(resolved),
+    )
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
     is_resumed = check_manifest(run_dir, manifest, config.job.resume)
@@ -309,7 +315,8 @@ def _lead(
         "adapters": rows.num_rows_by_adapter,
     }
     write_json(run_dir / METRICS_NAME, metrics)
-    write_provenance(run_dir, run.manifest, {"path": job.output or "", **digests}, chain_heads(reports))
+    images = chained_digest(run.journal.media_digests())
+    write_provenance(run_dir, run.manifest, {"path": job.output or "", **digests}, chain_heads(reports), images)
     if "stages" in metrics:
         write_stage_times(run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
     print(format_summary(metrics), file=sys.stderr)

@@ -177,7 +177,7 @@ class ImagesOfRow(NamedTuple):
 
     @staticmethod
     def of(media: Sequence[PreparedImage]) -> "ImagesOfRow":
-        return ImagesOfRow(num_pixel_bytes(media), media_digest(media))
+        return ImagesOfRow(num_pixel_bytes(media), media_digest([each.source_digest for each in media]))
 
 
 NO_IMAGES: Final = ImagesOfRow(0, "")

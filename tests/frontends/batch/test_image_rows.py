@@ -2,17 +2,22 @@
 
 import base64
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from image_doors import PAD, WRITTEN, HerePreparer, image_prompts, image_tokenizer
 from media_models import noise, saved
 
 from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_prompts import ImagePrompts, num_pixel_bytes
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.batch.image_window import ImageWindow
+from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
 from spmd_worker.frontends.openai.row_parser import parse_row, resolve
@@ -209,3 +214,31 @@ def test_window_of_rows_is_bounded(door: Door):
         window.put(row)
         count += 1
     assert count == 64
+
+
+@pytest.mark.parametrize("form", ["list of bytes", "list of structs", "bytes", "struct"])
+def test_parquet_images_are_read_without_base64(door: Door, tmp_path: Path, form: str):
+    data, bytes_type = saved(WIDE), pyarrow.binary()
+    struct = pyarrow.struct({"bytes": bytes_type, "path": pyarrow.string()})
+    kinds = {"list of bytes": pyarrow.list_(bytes_type), "list of structs": pyarrow.list_(struct), "bytes": bytes_type}
+    one = {"bytes": data, "path": "any.png"}
+    values = {"list of bytes": [data], "list of structs": [one], "bytes": data, "struct": one}
+    columns = {
+        "messages": [[{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "b"}]}]],
+        "images": pyarrow.array([values[form]], type=kinds.get(form, struct)),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    ((_, line),) = RowReader((tmp_path / "a.parquet",))
+    found = door.resolve(json.loads(line))
+    assert isinstance(found, EncodedRow), found
+    assert found.media[0].source_digest == sha256(data).digest()
+    assert found.prompt == f"<user>{WRITTEN}b<answer>"
+    ((_, cut),) = RowReader((tmp_path / "a.parquet",), max_line_bytes=len(data))
+    assert len(cut) == len(data) + 1
+
+
+def test_parquet_bytes_of_other_columns_are_rejected(tmp_path: Path):
+    for name in ("image", "imagesx"):
+        pyarrow.parquet.write_table(pyarrow.table({name: [[b"a"]]}), tmp_path / "a.parquet")
+        with pytest.raises(ConfigError, match=rf"column {name}\[\] has the unsupported type binary"):
+            list(RowReader((tmp_path / "a.parquet",)))
