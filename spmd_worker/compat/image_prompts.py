@@ -3,18 +3,17 @@
 sources --prepare--> images; text or ids, with a placeholder for each image --expand--> ids and MediaItems
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.media.errors import MediaError
+from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.media_items import MediaItem
 
-Encode = Callable[[str], Sequence[int]]
-"""Token ids of a text."""
 UNSUPPORTED: Final = "this run takes no images: the model is for text, or limits.max_images is 0"
 TRUNCATED: Final = "truncate_prompt_tokens cuts tokens, and may cut an image of this prompt: leave it out"
 NUM_DIGEST_BYTES: Final = 16
@@ -30,28 +29,13 @@ class PendingImages(Protocol):
 
 
 class Preparer(Protocol):
-    """Bytes, paths, URLs, arrays or PIL images -> prepared images."""
+    """Bytes, paths, URLs, arrays or PIL images of one prompt -> prepared images (`ImagePreparer`)."""
 
     def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedImage]: ...
 
     def submit(self, sources: Sequence[Any]) -> PendingImages: ...
 
-
-class PlaceholderTexts(Protocol):
-    """Placeholders of a kind of model (`media/placeholders.py`)."""
-
-    @property
-    def written(self) -> str: ...
-
-    def check_reserved(self, text: str) -> None: ...
-
-    def expand_text(self, text: str, images: Sequence[PreparedImage]) -> str: ...
-
-    def expand_ids(self, token_ids: Sequence[int], images: Sequence[PreparedImage], encode: Encode) -> list[int]: ...
-
-    def media_items(
-        self, token_ids: Sequence[int], images: Sequence[PreparedImage], image_token_id: int
-    ) -> tuple[MediaItem, ...]: ...
+    def close(self) -> None: ...
 
 
 class MediaPrompt(NamedTuple):
@@ -66,7 +50,7 @@ class ImagePrompts:
     """Prompts with images for one model. All methods raise MediaError."""
 
     preparer: Preparer
-    placeholders: PlaceholderTexts
+    placeholders: Placeholders
     image_token_id: int
 
     def prepare(self, sources: Sequence[Any]) -> tuple[PreparedImage, ...]:
@@ -116,6 +100,9 @@ class _PreparedOnce:
     def submit(self, sources: Sequence[Any]) -> PendingImages:
         return self.preparer.submit(sources)
 
+    def close(self) -> None:
+        self.preparer.close()
+
 
 def check_images(images: ImagePrompts | None, sources: Sequence[Any], *, is_truncated: bool) -> ImagePrompts:
     """`images`, for a prompt whose images can be prepared. Raises MediaError."""
@@ -143,9 +130,9 @@ def num_pixel_bytes(images: Sequence[PreparedImage]) -> int:
     return sum(crop.nbytes for image in images for crop in image.pixels.crops)
 
 
-def media_digest(images: Sequence[PreparedImage]) -> str:
-    """Digest of the bytes of a prompt's images, as they were given; empty without images."""
-    sources = b"".join([image.source_digest for image in images])
+def media_digest(source_digests: Sequence[bytes]) -> str:
+    """Digest of a prompt's images, of SHA-256 of the bytes of each, as they were given; empty without images."""
+    sources = b"".join(source_digests)
     return blake2b(sources, digest_size=NUM_DIGEST_BYTES).hexdigest() if sources else ""
 
 

@@ -167,7 +167,14 @@ def apply_pooling(
     assert config is not None, "checked by resolve_pooling"
     length, pair = params.truncate_prompt_tokens, encoded.pair
     most = max_model_len if length == -1 else length
-    is_text = (encoded.text is not None and not encoded.is_ids and not encoded.media) or pair is not None
+    is_text = (encoded.text is not None and not encoded.is_ids) or pair is not None
+    if encoded.media and is_text:
+        if config.text.changes_texts:
+            raise ValueError(
+                "the folder puts a prompt or messages around each text, which texts with images do not get: give "
+                "messages with image parts, or prompt_token_ids"
+            )
+        is_text = False
     if is_text and ((most is not None and config.encodes_inside) or config.text.changes_texts):
         if encoded.error is None:
             # Again, with the folder's prompt or messages, and at most `most` tokens.

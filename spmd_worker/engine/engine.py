@@ -13,6 +13,7 @@ step (`changes.py`).
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 from weakref import WeakMethod, ref
@@ -25,6 +26,7 @@ from spmd_worker.base.metrics.step_times import StepTimes
 from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes
+from spmd_worker.engine.image_reading import open_image_prompts
 from spmd_worker.engine.interruption import Interruption
 from spmd_worker.engine.kv_connector import OutsideBlocks
 from spmd_worker.engine.life import Life, State
@@ -96,7 +98,7 @@ class Engine:
         hold_media = (lambda *image: executor.hold_media(*image)) if channel.rank == 0 else (lambda *image: None)
         adapters = (scheduler.adapters, scheduler.prompt_adapters)
         self.requests = Requests(resolved, self.calls, self.life, *adapters, hold_rows, hold_media)
-        self.limits = self.requests.limits
+        self.limits = replace(self.requests.limits, images=open_image_prompts(resolved))
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
@@ -342,4 +344,6 @@ class Engine:
         # Calls of the parent's threads, and the lock that one of them may hold, never end in a forked process.
         is_own = self.life.is_of_this_process
         with self.calls.inside("close", is_alone=True) if is_own else nullcontext():
+            if is_own and self.limits.images is not None:
+                self.limits.images.preparer.close()
             self.life.close()

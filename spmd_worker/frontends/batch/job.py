@@ -28,6 +28,7 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
 from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.frontends.batch.file_lock import ENDING
+from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job_metrics import (
@@ -43,6 +44,7 @@ from spmd_worker.frontends.batch.output_file import OutputFile, VectorColumn
 from spmd_worker.frontends.batch.progress import Progress, format_summary
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
+from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
     PROVENANCE_NAME,
@@ -62,7 +64,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
     set_input,
     write_manifest,
 )
-from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
+from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, write_provenance
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
@@ -182,7 +184,12 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
     adapters = adapter_digests(config.model)
-    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths, adapters=adapters)
+    manifest = make_manifest(
+        *(resolved, package_versions(), fingerprint),
+        inputs=reader.paths,
+        adapters=adapters,
+        images=image_answers(resolved),
+    )
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
     is_resumed = check_manifest(run_dir, manifest, config.job.resume)
@@ -308,7 +315,8 @@ def _lead(
         "adapters": rows.num_rows_by_adapter,
     }
     write_json(run_dir / METRICS_NAME, metrics)
-    write_provenance(run_dir, run.manifest, {"path": job.output or "", **digests}, chain_heads(reports))
+    images = chained_digest(run.journal.media_digests())
+    write_provenance(run_dir, run.manifest, {"path": job.output or "", **digests}, chain_heads(reports), images)
     if "stages" in metrics:
         write_stage_times(run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
     print(format_summary(metrics), file=sys.stderr)
@@ -335,30 +343,42 @@ def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: Vecto
 
 
 def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> None:
-    runner = RowRunner(engine, model_name)
+    runner, window = RowRunner(engine, model_name), ImageWindow.of(engine)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.max_num_seqs
     timeout_s = engine.config.executor.timeout_s
     stepped_s = time.monotonic()
-    while not rows.has_ended or runner.num_rows:
-        _admit(rows, runner, output, most_unfinished, TimeBudget(timeout_s))
+    while not rows.has_ended or runner.num_rows or len(window):
+        _admit(rows, window, runner, output, most_unfinished, TimeBudget(timeout_s))
         if runner.num_rows or time.monotonic() - stepped_s > max_step_interval_s(timeout_s):
             output.add_all(runner.step())
             stepped_s = time.monotonic()
-        elif not rows.has_ended and not rows.is_ready():
+        elif len(window) or (not rows.has_ended and not rows.is_ready()):
             time.sleep(_PAUSE_S)
         output.show(engine.counters.num_output_tokens)
     output.show(engine.counters.num_output_tokens)
 
 
-def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int, turn: TimeBudget) -> None:
+def _admit(
+    rows: JobInput,
+    window: ImageWindow,
+    runner: RowRunner,
+    output: JobOutput,
+    most_unfinished: int,
+    turn: TimeBudget,
+) -> None:
     """Admit available rows, up to `most_unfinished`, MAX_COMPILE_BYTES of compiled grammars or the end of the turn."""
     most_form_bytes = runner.num_compile_bytes + MAX_COMPILE_BYTES
-    for _ in range(most_unfinished):
-        if runner.num_requests >= most_unfinished or runner.num_compile_bytes >= most_form_bytes or turn.is_over:
+    while runner.num_requests < most_unfinished and runner.num_compile_bytes < most_form_bytes and not turn.is_over:
+        ready = window.next_ready(runner.num_media_bytes)
+        if ready is not None:
+            row, media = ready
+            answer = error_result(row) if isinstance(row, RowError) else runner.admit(row, media)
+            if answer is not None:
+                output.add(answer)
+        elif not window.has_room or rows.has_ended or (found := rows.next_row()) is None:
             return
-        if rows.has_ended or (found := rows.next_row()) is None:
-            return
-        answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
-        if answer is not None:
-            output.add(answer)
+        elif isinstance(found.row, RowError):
+            output.add(error_result(found.row))
+        else:
+            window.put(found.row)

@@ -99,7 +99,10 @@ def pack_answers(answers: list[RowAnswer]) -> bytes:
     """Encode answers."""
     # By hand: `astuple` copies every value.
     heads = [
-        [each.index, each.error_code, each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens]
+        [
+            *(each.index, each.error_code, each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens),
+            each.media_digest,
+        ]
         for each in answers
     ]
     return _pack(heads, [each.line for each in answers])

@@ -1,14 +1,16 @@
 """Runs rows through one engine: every admitted row returns as its output line."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.engine_models import engine_models
 from spmd_worker.frontends.openai.pooled_rows import PooledRows
-from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
+from spmd_worker.frontends.openai.row import NO_IMAGES, EncodedRow, ImagesOfRow, Row, RowError
 from spmd_worker.frontends.openai.row_parser import resolve
 from spmd_worker.frontends.openai.row_writer import RowAnswer, error_code_of, error_result, format_result
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.request import RequestId
 
@@ -20,6 +22,7 @@ class RowRunner:
         self._engine, self._models = engine, engine_models(engine, model_name)
         self._chat_format = model_chat_format(engine.config.model, engine.tokenizer)
         self._rows: dict[RequestId, EncodedRow] = {}
+        self._images: dict[RequestId, ImagesOfRow] = {}
         self._pooled = PooledRows(engine, self._models)
 
     @property
@@ -43,13 +46,20 @@ class RowRunner:
         grammars = self._engine.limits.grammars
         return 0 if grammars is None else grammars.num_checked_bytes
 
-    def admit(self, row: Row) -> RowAnswer | None:
-        """Queue a row for the next step; returns the answer of one that cannot run."""
+    @property
+    def num_media_bytes(self) -> int:
+        """Bytes of the prepared images of the admitted rows."""
+        return sum(each.num_bytes for each in self._images.values()) + self._pooled.num_media_bytes
+
+    def admit(self, row: Row, media: Sequence[PreparedImage] | None = None) -> RowAnswer | None:
+        """Queue a row for the next step; returns the answer of one that cannot run. `media` are its prepared images;
+        None: they are prepared here.
+        """
         if row.pooling is not None:
-            return self._pooled.admit(row)
+            return self._pooled.admit(row, media)
         engine = self._engine
         limits = engine.config.limits
-        encoded = resolve(row, engine.tokenizer, engine.limits, limits, self._chat_format, self._models)
+        encoded = resolve(row, engine.tokenizer, engine.limits, limits, self._chat_format, self._models, media)
         if isinstance(encoded, RowError):
             return error_result(encoded)
         request_id = engine.requests.admit(
@@ -64,6 +74,8 @@ class RowRunner:
             media=encoded.media,
             media_items=encoded.media_items,
         )
+        if encoded.media:
+            self._images[request_id] = ImagesOfRow.of(encoded.media)
         # The engine holds its rows of embeddings and its images.
         has_more = encoded.rows is not None or encoded.media
         self._rows[request_id] = replace(encoded, rows=None, media=()) if has_more else encoded
@@ -78,6 +90,7 @@ class RowRunner:
         if self._pooled.has(request_id):
             return self._pooled.take(request_id, output)
         row = self._rows.pop(request_id)
+        images = self._images.pop(request_id, NO_IMAGES)
         return RowAnswer(
             row.index,
             format_result(row, output, self._models.base),
@@ -85,4 +98,5 @@ class RowRunner:
             num_prompt_tokens=len(output.prompt_token_ids),
             num_cached_tokens=output.num_cached_tokens,
             num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+            media_digest=images.digest if output.error is None else "",
         )

@@ -15,7 +15,10 @@ _MAX_ROWS: Final = 4096
 _MAX_BYTES: Final = 64 << 20
 _ROWS_PER_CALL: Final = 256
 """Most rows read per call; rank 0 has a replica to step in between."""
+_MAX_CHUNK_BYTES: Final = 8 << 20
 _CHARACTERS_PER_TOKEN: Final = 4
+_TOKENS_PER_IMAGE: Final = 1024
+"""Its tokens are known when it is prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,19 @@ class RowWindow:
         size = min(most, len(self._sorted))
         if self._source.has_ended:
             size = share_of(len(self._sorted) + len(self._read), num_replicas, size)
+        size = self._bounded(size)
         chunk = self._sorted[len(self._sorted) - size :]
         del self._sorted[len(self._sorted) - size :]
         return chunk[::-1]
+
+    def _bounded(self, size: int) -> int:
+        """How many of the next `size` rows are sent together: those of _MAX_CHUNK_BYTES, and one at least."""
+        num_bytes = 0
+        for number, each in enumerate(reversed(self._sorted[len(self._sorted) - size :])):
+            num_bytes += len(each.line)
+            if number and num_bytes > _MAX_CHUNK_BYTES:
+                return number
+        return size
 
 
 def expected_length(row: Row) -> int:
@@ -78,9 +91,13 @@ def expected_length(row: Row) -> int:
 
 
 def _prompt_length(prompt: Prompt) -> int:
+    if isinstance(prompt, EmbedsPrompt):
+        # The number of rows is not known before they are read.
+        return 0
+    of_images = _TOKENS_PER_IMAGE * len(prompt.images)
     if isinstance(prompt, TextPrompt):
-        return len(prompt.text) // _CHARACTERS_PER_TOKEN
+        return of_images + len(prompt.text) // _CHARACTERS_PER_TOKEN
     if isinstance(prompt, ChatPrompt):
-        return sum(len(str(message.get("content"))) for message in prompt.messages) // _CHARACTERS_PER_TOKEN
-    # The number of rows is not known before they are read.
-    return 0 if isinstance(prompt, EmbedsPrompt) else len(prompt.token_ids)
+        num_characters = sum(len(str(message.get("content"))) for message in prompt.messages)
+        return of_images + num_characters // _CHARACTERS_PER_TOKEN
+    return of_images + len(prompt.token_ids)

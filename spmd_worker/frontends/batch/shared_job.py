@@ -13,12 +13,13 @@ from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
+from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.job_metrics import ReplicaCounts
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.row_exchange import RowClaimer, RowSender
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
-from spmd_worker.frontends.openai.row import Row
+from spmd_worker.frontends.openai.row import Row, RowError
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.openai.row_writer import RowAnswer, error_result
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
@@ -51,20 +52,22 @@ class ReplicaWork:
         self.has_ended = False
         self._engine, self._round, self._claimer, self._deliver = engine, round_, claimer, deliver
         self._runner = RowRunner(engine, model_name)
+        self._window = ImageWindow.of(engine)
         self._claimed: deque[NumberedLine] = deque()
         self._num_reported_tokens = 0
         self._last_step_s = time.monotonic()
 
     def advance(self) -> None:
         """Run one step, or pause without work. Raises RankFailedError when a replica has failed."""
-        if not self._claimed and num_wanted(self._engine, self._runner.num_sequences) and not self.has_ended:
+        num_held = self._runner.num_sequences + len(self._window)
+        if not self._claimed and num_wanted(self._engine, num_held) and not self.has_ended:
             self._claimed.extend(self._claimer.claim())
         # All of them may be rejected, and then the next are due at once.
-        has_rows = bool(self._claimed)
+        has_rows = bool(self._claimed) and self._window.has_room
         self._admit()
         if self._runner.num_rows:
             self._step()
-        elif self._claimer.has_ended and not self._claimed and not self.has_ended:
+        elif self._claimer.has_ended and not self._claimed and not len(self._window) and not self.has_ended:
             self.has_ended = True
             self._engine.close_followers()
             self._report_tokens()
@@ -81,14 +84,21 @@ class ReplicaWork:
         """Admit claimed rows, up to MAX_COMPILE_BYTES of grammars or the end of the turn: a step may be due."""
         most_form_bytes = self._runner.num_compile_bytes + MAX_COMPILE_BYTES
         turn = TimeBudget(self._engine.config.executor.timeout_s)
-        while self._claimed and self._runner.num_compile_bytes < most_form_bytes and not turn.is_over:
-            each = self._claimed.popleft()
-            # Rank 0 has accepted its format, and checked its custom id.
-            row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
-            assert isinstance(row, Row), row
-            answer = self._runner.admit(row)
-            if answer is not None:
-                self._count_and_deliver([answer])
+        while self._runner.num_compile_bytes < most_form_bytes and not turn.is_over:
+            ready = self._window.next_ready(self._runner.num_media_bytes)
+            if ready is not None:
+                given, media = ready
+                answer = error_result(given) if isinstance(given, RowError) else self._runner.admit(given, media)
+                if answer is not None:
+                    self._count_and_deliver([answer])
+            elif self._claimed and self._window.has_room:
+                each = self._claimed.popleft()
+                # Rank 0 has accepted its format, and checked its custom id.
+                row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
+                assert isinstance(row, Row), row
+                self._window.put(row)
+            else:
+                return
 
     def _step(self) -> None:
         self._count_and_deliver(self._runner.step())

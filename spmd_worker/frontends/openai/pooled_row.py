@@ -1,16 +1,18 @@
 """A pooling row: its texts as ids for an engine, and their outputs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
-from spmd_worker.frontends.openai.prompt_ids import encode
+from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, prepare_images
 from spmd_worker.frontends.openai.prompt_values import invalid_request
-from spmd_worker.frontends.openai.row import Prompt, Row, TextPrompt
+from spmd_worker.frontends.openai.row import EmbedsPrompt, Prompt, Row, TextPrompt
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError
@@ -20,7 +22,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
     """A row that can run: ids and parameters of its texts, or pairs; `measure` compares vectors for a score, and
-    `adapter_id` is the number of the row's adapter.
+    `adapter_id` is the number of the row's adapter. `media_items` are the tokens of its images, `media`.
     """
 
     row: Row
@@ -29,6 +31,8 @@ class EncodedPooledRow:
     are_pairs: bool
     measure: str = "cosine"
     adapter_id: int = 0
+    media: tuple[PreparedImage, ...] = ()
+    media_items: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,11 @@ def encode_pooled(
     engine: RequestLimits,
     limits: RowLimits,
     models: ServedModels = ANY_MODEL,
+    media: Sequence[PreparedImage] | None = None,
 ) -> EncodedPooledRow:
-    """Encode a row's texts as ids within the limits of `engine`. Raises InvalidRequestError."""
+    """Encode a row's texts as ids within the limits of `engine`. `media` are its images, prepared before. Raises
+    InvalidRequestError.
+    """
     inputs = row.pooling
     assert inputs is not None, "a pooling row"
     adapter_id = models.adapters_of(row).adapter_id
@@ -77,9 +84,11 @@ def encode_pooled(
         # Lazily: the first pair that is too long ends it, before all are built.
         pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
         prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
-    texts = []
+    texts, with_images = [], Encoded(None, ())
     for prompt in prompts:
-        encoded = _truncated(prompt, tokenizer, engine, inputs.params)
+        encoded = _truncated(prompt, tokenizer, engine, inputs.params, media)
+        if encoded.media:
+            with_images = encoded
         engine.check(encoded.token_ids, pooled_sampling(params, config), params)
         num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
         if most is not None and num_tokens > most:
@@ -87,11 +96,16 @@ def encode_pooled(
             raise InvalidRequestError(message, "prompt_too_long")
         assert encoded.pooling is not None, "resolved by apply_pooling"
         texts.append((encoded.token_ids, encoded.pooling))
-    return EncodedPooledRow(row, params, tuple(texts), are_pairs, config.similarity, adapter_id)
+    images = (with_images.media, with_images.media_items)
+    return EncodedPooledRow(row, params, tuple(texts), are_pairs, config.similarity, adapter_id, *images)
 
 
 def _truncated(
-    prompt: Prompt | TextPair, tokenizer: Tokenizer | None, engine: RequestLimits, params: PoolingParams
+    prompt: Prompt | TextPair,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    params: PoolingParams,
+    media: Sequence[PreparedImage] | None,
 ) -> Encoded:
     """Encode a prompt, truncated like `apply_pooling`."""
 
@@ -107,6 +121,14 @@ def _truncated(
             raise InvalidRequestError("the model folder has no tokenizer.json: give ids", "tokenizer_missing")
         check_text(prompt.first, prompt.second)
         encoded = encode_prompt(prompt, need_tokenizer)
+    elif not isinstance(prompt, EmbedsPrompt) and prompt.images:
+        is_truncated = params.truncate_prompt_tokens is not None
+        media = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else media
+        given = (prompt, media, tokenizer, engine, check_text)
+        text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
+        encoded = Encoded(
+            text if isinstance(prompt, TextPrompt) else None, token_ids, media=tuple(media), media_items=items
+        )
     else:
         text, token_ids = encode(prompt, tokenizer, check_text)
         # The text of a chat template is truncated as ids: its special tokens are part of the text.

@@ -1,13 +1,14 @@
 """Runs pooling rows through one engine: a row is one request per text, and is answered when all are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.decimals import FormattedVectors, shortest_decimals
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput, encode_pooled
 from spmd_worker.frontends.openai.pooling_body import FormatVector, pooled_record, pooling_body
-from spmd_worker.frontends.openai.row import Row, row_error
+from spmd_worker.frontends.openai.row import ImagesOfRow, Row, row_error
 from spmd_worker.frontends.openai.row_writer import (
     RowAnswer,
     error_code_of,
@@ -17,6 +18,7 @@ from spmd_worker.frontends.openai.row_writer import (
     response_line,
 )
 from spmd_worker.frontends.openai.served_models import ServedModels
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId
@@ -28,8 +30,10 @@ def admit_pooled(engine: Engine, encoded: EncodedPooledRow) -> list[RequestId]:
     config = engine.limits.pooling
     assert config is not None, "checked by encode_pooled"
     sampling, index = pooled_sampling(encoded.params, config), encoded.row.index
+    # Only a row of one prompt has images.
+    images: dict[str, Any] = {"media": encoded.media, "media_items": encoded.media_items} if encoded.media else {}
     return [
-        engine.requests.admit(ids, sampling, index=index, pooling=params, adapter=encoded.adapter_id)
+        engine.requests.admit(ids, sampling, index=index, pooling=params, adapter=encoded.adapter_id, **images)
         for ids, params in encoded.texts
     ]
 
@@ -40,6 +44,7 @@ class _PooledRow:
 
     encoded: EncodedPooledRow
     request_ids: list[RequestId]
+    images: ImagesOfRow
     outputs: dict[RequestId, RequestOutput] = field(default_factory=dict)
 
 
@@ -56,18 +61,25 @@ class PooledRows:
         """Texts that are not pooled yet."""
         return len(self._rows)
 
+    @property
+    def num_media_bytes(self) -> int:
+        """Bytes of the prepared images of the admitted rows."""
+        return sum(each.images.num_bytes for each in self._rows.values())
+
     def has(self, request_id: RequestId) -> bool:
         return request_id in self._rows
 
-    def admit(self, row: Row) -> RowAnswer | None:
-        """Queue a row's texts for the next step; returns the answer of one that cannot run."""
+    def admit(self, row: Row, media: Sequence[PreparedImage] | None = None) -> RowAnswer | None:
+        """Queue a row's texts for the next step; returns the answer of one that cannot run. `media` are its images."""
         engine = self._engine
         try:
-            encoded = encode_pooled(row, engine.tokenizer, engine.limits, engine.config.limits, self._models)
+            encoded = encode_pooled(row, engine.tokenizer, engine.limits, engine.config.limits, self._models, media)
         except InvalidRequestError as error:
             return error_result(row_error(row, error.code, str(error)))
         ids = admit_pooled(engine, encoded)
-        self._rows |= dict.fromkeys(ids, _PooledRow(encoded, ids))
+        # The engine holds the images.
+        images, encoded = ImagesOfRow.of(encoded.media), replace(encoded, media=())
+        self._rows |= dict.fromkeys(ids, _PooledRow(encoded, ids, images))
         self.num_rows += 1
         return None
 
@@ -78,9 +90,10 @@ class PooledRows:
         if len(pooled.outputs) < len(pooled.request_ids):
             return None
         self.num_rows -= 1
-        return self._answer(pooled.encoded, PooledOutput(tuple([pooled.outputs[each] for each in pooled.request_ids])))
+        return self._answer(pooled, PooledOutput(tuple([pooled.outputs[each] for each in pooled.request_ids])))
 
-    def _answer(self, encoded: EncodedPooledRow, output: PooledOutput) -> RowAnswer:
+    def _answer(self, pooled: _PooledRow, output: PooledOutput) -> RowAnswer:
+        encoded = pooled.encoded
         row, outputs, failed, code = encoded.row, output.outputs, output.failed, None
         if failed is not None:
             code = error_code_of(failed)
@@ -91,7 +104,9 @@ class PooledRows:
                 encoded, outputs, shortest_decimals
             )
         num_tokens = sum(len(each.prompt_token_ids) for each in outputs)
-        return RowAnswer(row.index, line, code, num_tokens, sum(each.num_cached_tokens for each in outputs))
+        num_cached = sum(each.num_cached_tokens for each in outputs)
+        digest = pooled.images.digest if code is None else ""
+        return RowAnswer(row.index, line, code, num_tokens, num_cached, media_digest=digest)
 
     def _line(self, encoded: EncodedPooledRow, outputs: Sequence[RequestOutput], format_vector: FormatVector) -> bytes:
         if encoded.row.kind == "pooled":

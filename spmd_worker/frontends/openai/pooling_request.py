@@ -1,36 +1,40 @@
 """Parses pooling rows: bodies of /v1/embeddings, /v1/score and /v1/rerank, and plain rows with a task as key."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.frontends.openai.prompt_values import (
     adapter_name,
+    chat_prompt,
     check_keys,
     invalid_request,
     model_name,
     text_prompt,
     tokens_prompt,
+    with_images,
 )
-from spmd_worker.frontends.openai.row import PoolingInputs, PoolingKind, Row, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row import ChatPrompt, PoolingInputs, PoolingKind, Row, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.messages import InvalidRequestError
+from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 
 PLAIN_TASKS: Final = ("embed", "classify", "reward")
 """Keys of plain rows that contain the text to pool."""
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
 _IGNORED_KEYS: Final = ("model", "user", "metadata")
-_EMBEDDING_KEYS: Final = ("input", "encoding_format", *_PARAM_KEYS, *_IGNORED_KEYS)
+_CHAT_KEYS: Final = ("messages", "chat_template_kwargs", "add_generation_prompt")
+_EMBEDDING_KEYS: Final = ("input", *_CHAT_KEYS, "encoding_format", *_PARAM_KEYS, *_IGNORED_KEYS)
 _SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_IGNORED_KEYS)
 _RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_IGNORED_KEYS)
-PLAIN_KEYS: Final = (*PLAIN_TASKS, "custom_id", "adapter", *_PARAM_KEYS)
+PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", *_PARAM_KEYS)
 
 MAX_INPUTS: Final = 2048
 """Most texts of one row; OpenAI's limit for `input`."""
 
-_Prompt = TextPrompt | TokensPrompt
+_Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 
 def pooling_row(
@@ -47,7 +51,11 @@ def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, An
     (task, *others) = [key for key in PLAIN_TASKS if fields.get(key) is not None]
     if others:
         raise InvalidRequestError(f"the row has {task} and {others[0]}: give one of them", "conflicting_prompts")
-    prompt = _one(task, fields[task])
+    value = fields[task]
+    if isinstance(value, dict):
+        check_keys(value, _CHAT_KEYS, f" in {task}")
+    prompt = _conversation(value) if isinstance(value, dict) else _one(task, value)
+    prompt = with_images(prompt, fields.get("images"))
     inputs = PoolingInputs((prompt,), _params(fields, task))
     return Row(index, custom_id, "pooled", prompt, defaults, pooling=inputs, adapter=adapter_name(fields))
 
@@ -55,11 +63,14 @@ def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, An
 def _embedding(body: Mapping[str, Any]) -> PoolingInputs:
     check_keys(body, _EMBEDDING_KEYS, " in body")
     value, encoding = body.get("input"), body.get("encoding_format")
-    if value is None:
+    if value is None and body.get("messages") is None:
         raise InvalidRequestError("the body has no input", "missing_prompt")
+    if value is not None and body.get("messages") is not None:
+        raise InvalidRequestError("the body has input and messages: give one of them", "conflicting_prompts")
     if encoding not in (None, "float", "base64"):
         raise InvalidRequestError(f"encoding_format={shown(encoding)} must be 'float' or 'base64'")
-    return PoolingInputs(_inputs("input", value), _params(body, "embed"), is_base64=encoding == "base64")
+    prompts = (_conversation(body),) if value is None else _inputs("input", value)
+    return PoolingInputs(prompts, _params(body, "embed"), is_base64=encoding == "base64")
 
 
 def _score(body: Mapping[str, Any]) -> PoolingInputs:
@@ -97,7 +108,13 @@ def _inputs(name: str, value: Any) -> tuple[_Prompt, ...]:
     return tuple(_one(f"{name}[{index}]", each) for index, each in enumerate(value))
 
 
-def _one(name: str, value: Any) -> _Prompt:
+def _conversation(given: Mapping[str, Any]) -> ChatPrompt:
+    """A conversation that is pooled, as vLLM's bodies have it."""
+    prompt = chat_prompt(given.get("messages"), given.get("chat_template_kwargs"))
+    return replace(prompt, add_generation_prompt=optional_flag(given, "add_generation_prompt"))
+
+
+def _one(name: str, value: Any) -> TextPrompt | TokensPrompt:
     return tokens_prompt(name, value) if isinstance(value, list) else text_prompt(name, value)
 
 

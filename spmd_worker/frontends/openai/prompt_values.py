@@ -4,13 +4,15 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
+
+_AnyPrompt = TypeVar("_AnyPrompt", bound=Prompt)
 
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
 """Sampling keys for which null is a value, not a missing key."""
@@ -88,7 +90,7 @@ def chat_prompt(value: Any, template_kwargs: Any) -> ChatPrompt:
     return ChatPrompt(messages, template_kwargs or {}, images=tuple(images))
 
 
-def with_images(prompt: Prompt, value: Any) -> Prompt:
+def with_images(prompt: _AnyPrompt, value: Any) -> _AnyPrompt:
     """The prompt with the images of a plain row. In a conversation they belong to the image parts without an image."""
     given = [] if value is None else list(value) if isinstance(value, list) else [value]
     images = tuple([_image(f"images[{index}]", each) for index, each in enumerate(given)])

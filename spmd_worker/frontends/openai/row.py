@@ -4,12 +4,13 @@ line --row_parser.parse_row--> Row --row_parser.resolve--> EncodedRow --row_writ
                  \\--------------> RowError <------/             RowError --row_writer.format_error--> line
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
+from spmd_worker.compat.image_prompts import media_digest, num_pixel_bytes
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem
@@ -75,7 +76,7 @@ class PoolingInputs:
     with these: with one, or each with its own. `top_n` is the number of results of a rerank row, None for all.
     """
 
-    prompts: tuple[TextPrompt | TokensPrompt, ...]
+    prompts: tuple[TextPrompt | TokensPrompt | ChatPrompt, ...]
     params: PoolingParams
     is_base64: bool = False
     num_firsts: int = 0
@@ -166,6 +167,20 @@ class RowError:
     shape: ErrorShape
     code: str
     message: str
+
+
+class ImagesOfRow(NamedTuple):
+    """Bytes of a row's prepared images, and the digest of what they were made of."""
+
+    num_bytes: int
+    digest: str
+
+    @staticmethod
+    def of(media: Sequence[PreparedImage]) -> "ImagesOfRow":
+        return ImagesOfRow(num_pixel_bytes(media), media_digest([each.source_digest for each in media]))
+
+
+NO_IMAGES: Final = ImagesOfRow(0, "")
 
 
 def images_of_row(row: Row) -> tuple[str | None, ...]:

@@ -83,7 +83,9 @@ def json_line(record: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RowAnswer:
-    """A row's output line and counts. `error_code` is None for a row that ran."""
+    """A row's output line and counts. `error_code` is None for a row that ran, `media_digest` is that of the bytes of
+    its images, "" without any.
+    """
 
     index: int
     line: bytes
@@ -91,6 +93,7 @@ class RowAnswer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    media_digest: str = ""
 
 
 def error_result(row: RowError) -> RowAnswer:

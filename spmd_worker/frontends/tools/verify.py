@@ -6,6 +6,8 @@
         ignores log-probabilities
     python -m spmd_worker.tools.verify A.jsonl B.jsonl --bytes
         compares the files byte by byte
+    python -m spmd_worker.tools.verify --images A.jsonl.run
+        reads the images of a job again, and compares them with those that its answers are of
 
 Prints "same" and exits with 0; or prints the first row that differs, its sample, the token (counted from 0 in the
 output) and both values, and exits with 1; or reports why the files cannot be compared, and exits with 2. Embeddings,
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
+from spmd_worker.frontends.tools.verify_images import ImagesError, compare_images
 
 GENERATED = ("outputs", "choices")
 POOLED = ("embedding", "scores", "data", "results")
@@ -265,24 +268,29 @@ def each_line(path: Path) -> Iterator[bytes]:
 @ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("verify", __doc__)
-    parser.add_argument("first", type=Path, help="output rows, JSON Lines")
-    parser.add_argument("second", type=Path, help="output rows of another run of the same input")
+    parser.add_argument("first", type=Path, nargs="?", help="output rows, JSON Lines")
+    parser.add_argument("second", type=Path, nargs="?", help="output rows of another run of the same input")
+    parser.add_argument("--images", type=Path, metavar="RUN_DIR", help="the run directory of a job with images")
     parser.add_argument("--tokens-only", action="store_true", help="ignore log-probabilities")
     parser.add_argument("--bytes", action="store_true", help="compare the files byte by byte")
     options = parser.parse_args(arguments)
     totals = Totals()
+    if options.images is None and options.second is None:
+        parser.error("give two files of output rows, or --images RUN_DIR")
     try:
-        if options.bytes:
+        if options.images is not None:
+            difference = compare_images(options.images)
+        elif options.bytes:
             difference = compare_bytes(options.first, options.second)
         else:
             difference = compare_files(options.first, options.second, tokens_only=options.tokens_only, totals=totals)
-    except VerifyError as error:
+    except (VerifyError, ImagesError) as error:
         print_error("verify", error)
         return 2
     if difference is not None:
         print(difference)
         return 1
-    if not options.bytes:
+    if not options.bytes and options.images is None:
         print(f"{totals.rows} rows, {totals.tokens} tokens")
     print("same")
     return 0

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.engine import step_interval as between_steps
 from spmd_worker.engine.step_interval import TimeBudget
 from spmd_worker.frontends.batch import shared_job
+from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.job import _admit
 from spmd_worker.frontends.batch.job_rows import InputRow
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.batch.shared_job import ReplicaWork
-from spmd_worker.frontends.openai.row import RowError
+from spmd_worker.frontends.openai.row import Row, RowError, TextPrompt
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -27,9 +28,9 @@ class Runner:
         self.num_compile_bytes, self.form_bytes, self.refuses = 0, form_bytes, refuses
         self.admitted: list[Any] = []
         self.steps: list[int] = []
-        self.num_requests = self.num_rows = self.num_sequences = 0
+        self.num_requests = self.num_rows = self.num_sequences = self.num_media_bytes = 0
 
-    def admit(self, row: Any) -> Any:
+    def admit(self, row: Any, media: Any) -> Any:
         self.num_compile_bytes += self.form_bytes
         self.admitted.append(row)
         self.num_rows += not self.refuses
@@ -41,9 +42,13 @@ class Runner:
         return []
 
 
+def text_row(index: int) -> Row:
+    return Row(index, None, "plain", TextPrompt("a"), SamplingParams())
+
+
 class Rows:
     def __init__(self, num_rows: int) -> None:
-        self._rows = [SimpleNamespace(row=number) for number in range(num_rows)]
+        self._rows = [InputRow(b"", text_row(number)) for number in range(num_rows)]
 
     @property
     def has_ended(self) -> bool:
@@ -58,10 +63,11 @@ def test_job_admits_limited_grammars_between_two_steps(form_bytes: int, counts: 
     rows, runner, found = Rows(10), Runner(form_bytes), []
     for _ in counts:
         before = len(runner.admitted)
-        _admit(rows, runner, SimpleNamespace(), 100, TimeBudget(1e9))  # type: ignore[arg-type]  # what is asked of them
+        window, output = ImageWindow(None, 0), SimpleNamespace()
+        _admit(rows, window, runner, output, 100, TimeBudget(1e9))  # type: ignore[arg-type]  # what is asked of them
         found.append(len(runner.admitted) - before)
     assert found == counts
-    assert runner.admitted == list(range(10))
+    assert [row.index for row in runner.admitted] == list(range(10))
 
 
 def replica_work(monkeypatch: pytest.MonkeyPatch, runner: Runner, num_chunks: int = 1) -> ReplicaWork:
@@ -78,7 +84,8 @@ def replica_work(monkeypatch: pytest.MonkeyPatch, runner: Runner, num_chunks: in
     claimer.claim = claim
     engine: Any = SimpleNamespace(
         default_sampling=SamplingParams(),
-        config=SimpleNamespace(limits=RowLimits(), executor=SimpleNamespace(timeout_s=1e9)),
+        config=SimpleNamespace(limits=RowLimits(), executor=SimpleNamespace(timeout_s=1e9), job=JobConfig()),
+        limits=SimpleNamespace(images=None),
         counters=SimpleNamespace(num_output_tokens=0),
         channel=SimpleNamespace(size=1),
         close_followers=lambda: None,
@@ -146,7 +153,8 @@ def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s
     output: Any = SimpleNamespace(add=taken.append)
     for _ in counts:
         before = rows.num_left
-        _admit(rows, Runner(0), output, 512, TimeBudget(timeout_s))  # type: ignore[arg-type]  # as above
+        window = ImageWindow(None, 0)
+        _admit(rows, window, Runner(0), output, 512, TimeBudget(timeout_s))  # type: ignore[arg-type]  # as above
         found.append(before - rows.num_left)
     assert found == counts
     assert len(taken) == sum(counts)
@@ -164,7 +172,7 @@ def test_window_reads_on_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
 def test_replica_admits_until_its_turn_ends(monkeypatch: pytest.MonkeyPatch):
     runner, rows = Runner(0), SlowRows(monkeypatch, 0, 0.3)
 
-    def admit(row: Any) -> None:
+    def admit(row: Any, media: Any) -> None:
         rows.now_s += rows.row_s
         runner.num_rows += 1
 

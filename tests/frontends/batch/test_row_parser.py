@@ -199,7 +199,12 @@ BAD_PLAIN_ROWS = {
     "message without role": ({"messages": [{"content": "hi"}]}, "invalid_value"),
     "message without content": ({"messages": [{"role": "user"}]}, "invalid_value"),
     "content a number": ({"messages": [{"role": "user", "content": 5}]}, "invalid_value"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported_value"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value"),
+    "image of a number": ({"prompt": "a", "images": [3]}, "invalid_value"),
+    "image bytes": ({"prompt": "a", "images": [{"bytes": "abc"}]}, "invalid_value"),
+    "images of embeddings": ({"prompt_embeds": "a", "images": ["a.png"]}, "conflicting_keys"),
+    "images of no part": ({"messages": [{"role": "user", "content": "a"}], "images": ["a"]}, "placeholder_mismatch"),
+    "video": ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "unsupported_value"),
     "part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value"),
     "template kwargs": ({"prompt": "a", "chat_template_kwargs": {}}, "conflicting_keys"),
     "template kwargs a list": (

@@ -6,6 +6,7 @@ parts/*.jsonl.gz           all files that match, in the order of their names
 rows.parquet               a row group at a time, each of its rows as a line of JSON
 """
 
+import base64
 import glob
 import gzip
 import io
@@ -46,6 +47,9 @@ _INVALID_UTF8: Final = b"\xff"
 """A line that its parser rejects as not UTF-8."""
 _SCALARS: Final = ("null", "boolean", "integer", "floating", "string", "large_string", "string_view")
 """Types of scalars that JSON has, by pyarrow's names."""
+_IMAGES: Final = re.compile(r"images(\[\])?(\.bytes)?")
+"""Columns that may have bytes: a list of files of images, or of the structs of datasets, `{bytes, path}`."""
+_DATA_URL: Final = "data:application/octet-stream;base64,"
 _VALUE_BYTES: Final = 16
 """Least bytes of a value in memory, however few bits it takes in the file."""
 
@@ -175,9 +179,9 @@ class ParquetRows:
     name of a row's key. Integers that pandas stored as floats, in a column with nulls, become integers again.
 
     A row with texts longer than `max_line_bytes` becomes `max_line_bytes + 1` spaces, without being assembled; one with
-    invalid UTF-8 becomes an invalid line. Memory is bounded by the file's pages and one row, also if a few bytes of
-    dictionary and run lengths encode huge rows: the texts of a small row group are decoded from its dictionaries row by
-    row, a large row group is read row by row.
+    invalid UTF-8 becomes an invalid line. Bytes, in the column `images`, become data URLs. Memory is bounded by the
+    file's pages and one row, also if a few bytes of dictionary and run lengths encode huge rows: the texts of a small
+    row group are decoded from its dictionaries row by row, a large row group is read row by row.
 
     Raises ConfigError for column types that JSON lacks, for duplicate names, for rows of more values than a line has
     bytes, and for an invalid Parquet file.
@@ -283,18 +287,21 @@ class ParquetRows:
         return line[: self._max_line_bytes + 1]
 
     def _size_of(self, batch: Any) -> int:
-        """Bytes of all its texts, and one for each other value: a lower bound of the lines' bytes."""
+        """Bytes of all its texts and images, and one for each other value: a lower bound of the lines' bytes."""
         types, compute = self._pyarrow.types, self._pyarrow.compute
         size = 0
         for array in [array for column in batch.columns for array in self._flat(column)]:
+            kind = array.type.value_type if types.is_dictionary(array.type) else array.type
+            is_text = types.is_string(kind) or types.is_large_string(kind)
             if types.is_dictionary(array.type):
                 lengths = compute.binary_length(array.dictionary).take(array.indices)
-            elif types.is_string(array.type) or types.is_large_string(array.type):
+            elif is_text or types.is_binary(kind) or types.is_large_binary(kind):
                 lengths = compute.binary_length(array)
             else:
                 size += len(array) - int(array.null_count)
                 continue
-            size += compute.sum(lengths).as_py() or 0
+            num_bytes = compute.sum(lengths).as_py() or 0
+            size += num_bytes if is_text else num_bytes * 4 // 3
         return size
 
     def _flat(self, array: Any) -> Iterator[Any]:
@@ -341,6 +348,8 @@ def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
             _check_type(path, f"{name}.{kind.field(index).name}", kind.field(index).type, types)
     elif _is_list(kind, types):
         _check_type(path, f"{name}[]", kind.value_type, types)
+    elif (types.is_binary(kind) or types.is_large_binary(kind)) and _IMAGES.fullmatch(name):
+        return
     elif not any(getattr(types, f"is_{each}")(kind) for each in _SCALARS):
         raise ConfigError(
             f"job.input={path}: column {name} has the unsupported type {kind}: cast it to string, number, boolean, "
@@ -349,7 +358,9 @@ def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without null members of objects; in a list a null is an item."""
+    """The value without null members of objects, and with bytes as data URLs; in a list a null is an item."""
+    if isinstance(value, bytes):
+        return _DATA_URL + base64.b64encode(value).decode("ascii")
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -28,15 +28,17 @@ logger = logging.getLogger(__name__)
 
 LINES_NAME: Final = "rows.part"
 JOURNAL_NAME: Final = "journal"
-_HEADER: Final = b"SPMDJNL1"
-_RECORD: Final = struct.Struct("<QQQIIIII40s")
+_HEADER: Final = b"SPMDJNL2"
+_RECORD: Final = struct.Struct("<QQQIIIII40s16s")
 _CHECKSUM: Final = struct.Struct("<I")
 _RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
 _READ_BYTES: Final = 1 << 20
 
 
 class JournalRecord(NamedTuple):
-    """A row that is done. `key` is its input line's, `checksum` its output line's, at [offset, offset + length)."""
+    """A row that is done. `key` is its input line's, `checksum` its output line's, at [offset, offset + length).
+    `media_digest` is that of its images, "" without any.
+    """
 
     row: int
     key: int
@@ -47,11 +49,12 @@ class JournalRecord(NamedTuple):
     num_cached_tokens: int
     num_output_tokens: int
     error_code: str | None
+    media_digest: str = ""
 
     def pack(self) -> bytes:
         code = (self.error_code or "").encode("ascii")
         assert len(code) <= 40, self.error_code
-        data = _RECORD.pack(*self[:8], code)
+        data = _RECORD.pack(*self[:8], code, bytes.fromhex(self.media_digest))
         return data + _CHECKSUM.pack(crc32(data))
 
     @staticmethod
@@ -59,8 +62,9 @@ class JournalRecord(NamedTuple):
         """Decode a record; None for an incomplete one."""
         if len(data) != _RECORD_BYTES or _CHECKSUM.unpack(data[_RECORD.size :])[0] != crc32(data[: _RECORD.size]):
             return None
-        *numbers, code = _RECORD.unpack(data[: _RECORD.size])
-        return JournalRecord._make([*numbers, code.rstrip(b"\0").decode("ascii", "replace") or None])
+        *numbers, code, digest = _RECORD.unpack(data[: _RECORD.size])
+        error_code = code.rstrip(b"\0").decode("ascii", "replace") or None
+        return JournalRecord._make([*numbers, error_code, digest.hex() if any(digest) else ""])
 
 
 def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
@@ -169,7 +173,7 @@ class RowJournal:
         for key, answer in self._pending:
             line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)
             records += JournalRecord(
-                *(answer.index, key, offset, len(line), crc32(line)), *counts, answer.error_code
+                *(answer.index, key, offset, len(line), crc32(line)), *counts, answer.error_code, answer.media_digest
             ).pack()
             self._offsets[answer.index] = offset
             offset += len(line)
@@ -188,7 +192,16 @@ class RowJournal:
 
     def records(self) -> Iterator[JournalRecord]:
         """Rows that were done when the journal was opened, in the order in which they ended."""
-        for number in range(self.num_recovered):
+        return self._records_before(self.num_recovered)
+
+    def media_digests(self) -> list[tuple[int, str]]:
+        """(row, digest of its images) of the committed rows with images, in order of the rows."""
+        return sorted(
+            [(each.row, each.media_digest) for each in self._records_before(self.num_rows) if each.media_digest]
+        )
+
+    def _records_before(self, count: int) -> Iterator[JournalRecord]:
+        for number in range(count):
             record = JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
             assert record is not None, number
             yield record

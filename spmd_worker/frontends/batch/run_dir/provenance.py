@@ -1,6 +1,7 @@
 """The provenance of an output: digests of the output and of everything that it depends on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,16 +11,32 @@ from spmd_worker.frontends.batch.run_dir.job_files import PROVENANCE_NAME
 FORMAT_VERSION: Final = 1
 
 
+def chained_digest(digests: Iterable[tuple[int, str]]) -> dict[str, Any] | None:
+    """Digest of the images of all rows, from (row, digest of its images) in order of the rows, and the number of those
+    rows; None without any.
+    """
+    chain, num_rows = b"", 0
+    for row, digest in digests:
+        chain = blake2b(chain + row.to_bytes(8, "little") + bytes.fromhex(digest), digest_size=16).digest()
+        num_rows += 1
+    return {"rows": num_rows, "digest": chain.hex()} if num_rows else None
+
+
 def write_provenance(
-    run_dir: Path, manifest: Mapping[str, Any], output: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]]
+    run_dir: Path,
+    manifest: Mapping[str, Any],
+    output: Mapping[str, Any],
+    replicas: Sequence[Mapping[str, Any]],
+    images: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the provenance. `output` has the output's path and digest. `replicas` has, for each in this start of the
     job, `steps` and `digest_chain_head`: the chained digest of all agreed plans, which a replay of the step log must
-    reproduce. Raises OSError.
+    reproduce. `images` are those of all rows (`chained_digest`). Raises OSError.
     """
     provenance = {
         "format_version": FORMAT_VERSION,
         "output": dict(output),
+        **({} if images is None else {"images": dict(images)}),
         "version": manifest["version"],
         "config_hash": manifest["config_hash"],
         "seed": manifest["config"]["seed"],

@@ -1,0 +1,82 @@
+"""Opens the images of prompts for one engine: processor, limits, root and helper processes."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from spmd_worker.base.config.schema import ModelOptions, RunConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.compat.image_prompts import ImagePrompts
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.image_processor import ImageProcessor, read_image_processor
+from spmd_worker.media.limits import DEFAULT_FORMATS, MediaLimits
+from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.preparer import ImagePreparer
+from spmd_worker.resolved import ResolvedRun
+
+
+class LazyPreparer:
+    """An ImagePreparer that is made when the first prompt has images: text alone needs no Pillow."""
+
+    def __init__(self, make: Callable[[], ImagePreparer]) -> None:
+        self._make = make
+
+    @cached_property
+    def _preparer(self) -> ImagePreparer:
+        try:
+            return self._make()
+        except ConfigError as error:
+            raise MediaError("extra_missing", str(error)) from None
+
+    def prepare(self, sources: Sequence[Any]) -> list[PreparedImage]:
+        return self._preparer.prepare(sources)
+
+    def submit(self, sources: Sequence[Any]) -> Future[list[PreparedImage]]:
+        try:
+            return self._preparer.submit(sources)
+        except MediaError as error:
+            failed: Future[list[PreparedImage]] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def close(self) -> None:
+        """End the helper processes, if there are any. Idempotent."""
+        if "_preparer" in vars(self):
+            vars(self).pop("_preparer").close()
+
+
+def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
+    """The images of a run; None for a model without images. Raises ModelConfigError for an unsupported processor."""
+    vision, config = resolved.model_config.vision, resolved.config
+    if vision is None or not config.limits.max_images:
+        return None
+    processor, placeholders = run_processor(resolved), PLACEHOLDERS[vision.kind]
+    root = None if config.job.media_root is None else Path(config.job.media_root)
+    make = partial(ImagePreparer, processor, placeholders, media_limits(config), root, config.job.media_threads)
+    return ImagePrompts(LazyPreparer(make), placeholders, vision.image_token_id)
+
+
+def run_processor(resolved: ResolvedRun) -> ImageProcessor:
+    """The numbers by which the images of a run are prepared. Raises ModelConfigError."""
+    vision = resolved.model_config.vision
+    assert vision is not None, "of a model that takes images"
+    return read_image_processor(resolved.model_folder, vision, _overrides(resolved.config.model))
+
+
+def media_limits(config: RunConfig) -> MediaLimits:
+    """Bounds on the images of a prompt."""
+    limits, background = config.limits, bytes.fromhex(config.model.image_background[1:])
+    formats = tuple([each.upper() for each in limits.image_formats]) if limits.image_formats else DEFAULT_FORMATS
+    sizes = (limits.max_image_bytes, limits.max_image_pixels, limits.max_images, limits.max_image_tokens)
+    return MediaLimits(*sizes, formats, (background[0], background[1], background[2]))
+
+
+def _overrides(model: ModelOptions) -> dict[str, Any]:
+    """Values in place of those of `preprocessor_config.json`."""
+    pixels = {"min_pixels": model.image_min_pixels, "max_pixels": model.image_max_pixels}
+    others = {name: json.loads(text) for name, text in (model.image_processor or {}).items()}
+    return {name: value for name, value in pixels.items() if value is not None} | others

@@ -1,0 +1,114 @@
+"""Rows between a job's input and its engine: in their order, while their images are prepared.
+
+A row is handed out when its images are prepared and those before it were; what rows hold is bounded in bytes, and rows
+without images wait only for those before them.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, num_pixel_bytes
+from spmd_worker.engine.engine import Engine
+from spmd_worker.frontends.openai.row import Row, RowError, images_of_row, row_error
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.prepared import PreparedImage
+
+_GIB: Final = 1 << 30
+_MAX_ROWS: Final = 64
+_MAX_SOURCE_BYTES: Final = 256 << 20
+"""Bounds of the rows that wait: data URLs are part of them."""
+_MAX_AHEAD: Final = 8
+"""Prompts whose images are being prepared."""
+
+
+class PreparedRow(NamedTuple):
+    """A row, or the error of its images, and the images; None for those of a model without images."""
+
+    row: Row | RowError
+    media: tuple[PreparedImage, ...] | None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    row: Row
+    pending: PendingImages | None = None
+    ready: PreparedRow | None = None
+
+    @property
+    def num_source_bytes(self) -> int:
+        return sum(len(each or "") for each in images_of_row(self.row))
+
+    def finish(self) -> None:
+        """Take the images when they are prepared."""
+        if self.pending is None or self.ready is not None or not self.pending.done():
+            return
+        try:
+            self.ready = PreparedRow(self.row, tuple(self.pending.result()))
+        except MediaError as error:
+            self.ready = PreparedRow(row_error(self.row, error.code, str(error)), ())
+
+
+class ImageWindow:
+    """Rows of one engine, whose prepared images, those of rows that run included, take at most `max_bytes`, or are one
+    row's. `images` is None for a model without images, which rejects rows that have any.
+    """
+
+    def __init__(self, images: ImagePrompts | None, max_bytes: float) -> None:
+        self._images, self._max_bytes = images, max_bytes
+        self._rows: deque[_Waiting] = deque()
+        self._num_source_bytes = 0
+
+    @staticmethod
+    def of(engine: Engine) -> "ImageWindow":
+        """The window of an engine's rows."""
+        return ImageWindow(engine.limits.images, engine.config.job.media_window_gib * _GIB)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another row may be put."""
+        return len(self._rows) < _MAX_ROWS and self._num_source_bytes < _MAX_SOURCE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the images that are prepared and wait."""
+        return sum(num_pixel_bytes(each.ready.media or ()) for each in self._rows if each.ready is not None)
+
+    def put(self, row: Row) -> None:
+        waiting = _Waiting(row)
+        if self._images is None or None in images_of_row(row) or not images_of_row(row):
+            waiting.ready = PreparedRow(row, None)
+        self._num_source_bytes += waiting.num_source_bytes
+        self._rows.append(waiting)
+
+    def next_ready(self, num_held_bytes: int) -> PreparedRow | None:
+        """The first row, once it is prepared; None while it is not, or while `num_held_bytes` of the images of running
+        rows leave no room for its own. Images of the rows behind it are prepared meanwhile.
+        """
+        self._prepare_ahead(num_held_bytes)
+        first = self._rows[0] if self._rows else None
+        if first is None or first.ready is None:
+            return None
+        num_bytes = num_pixel_bytes(first.ready.media or ())
+        if num_held_bytes and num_bytes and num_held_bytes + num_bytes > self._max_bytes:
+            return None
+        self._rows.popleft()
+        self._num_source_bytes -= first.num_source_bytes
+        return first.ready
+
+    def _prepare_ahead(self, num_held_bytes: int) -> None:
+        for each in self._rows:
+            each.finish()
+        num_running = sum(each.pending is not None and each.ready is None for each in self._rows)
+        num_bytes = num_held_bytes + self.num_bytes
+        for index, each in enumerate(self._rows):
+            if each.ready is not None or each.pending is not None:
+                continue
+            if index and (num_running >= _MAX_AHEAD or num_bytes >= self._max_bytes):
+                return
+            assert self._images is not None, "rows without images are ready"
+            each.pending = self._images.preparer.submit(images_of_row(each.row))
+            num_running += 1

@@ -1,0 +1,38 @@
+"""What the answers of a job depend on in a model that takes images, besides the images themselves."""
+
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.engine.image_reading import run_processor
+from spmd_worker.media.versions import decoder_versions
+from spmd_worker.resolved import ResolvedRun
+
+_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+_KEYS: Final = ("image_background", "image_min_pixels", "image_max_pixels", "image_processor")
+
+
+def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
+    """Entries of a manifest: versions of Pillow and its decoders, files and numbers by which images are prepared, and
+    the folder of paths. Empty for a model without images. Raises OSError, ModelConfigError.
+    """
+    config = resolved.config
+    if resolved.model_config.vision is None or not config.limits.max_images:
+        return {}
+    digest = blake2b(digest_size=16)
+    for name in _FILES:
+        path = resolved.model_folder / name
+        digest.update(name.encode() + (path.read_bytes() if path.is_file() else b""))
+    root = config.job.media_root
+    return {
+        **{f"model.{key}": getattr(config.model, key) for key in _KEYS},
+        "job.media_root": None if root is None else str(Path(root).resolve()),
+        "files of the image processor": digest.hexdigest(),
+        "image processor": _plain(asdict(run_processor(resolved))),
+        **{f"version of {name}": version for name, version in decoder_versions().items()},
+    }
+
+
+def _plain(values: dict[str, Any]) -> str:
+    return ", ".join([f"{key}={value}" for key, value in values.items()])

@@ -1,0 +1,70 @@
+"""Reads the images of a job again, and compares them with the digest in its provenance."""
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.files import JsonError, read_json_object
+from spmd_worker.compat.image_prompts import media_digest
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, PROVENANCE_NAME
+from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
+from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
+from spmd_worker.frontends.openai.row import RowError, images_of_row
+from spmd_worker.frontends.openai.row_parser import parse_row
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.source import read_source
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+
+
+class ImagesError(Exception):
+    """The images of a run cannot be read again; the message names the file or row, and the reason."""
+
+
+def compare_images(run_dir: Path) -> str | None:
+    """The difference between the images of an ended job and what its provenance has; None for the same ones. Raises
+    ImagesError.
+    """
+    try:
+        recorded = read_json_object(run_dir / PROVENANCE_NAME).get("images")
+        manifest = read_manifest(run_dir / MANIFEST_NAME)
+    except (OSError, JsonError, ConfigError) as error:
+        raise ImagesError(f"{run_dir} is not the run directory of an ended job: {error}") from None
+    if manifest is None or not isinstance(manifest["input"], list):
+        raise ImagesError(f"{run_dir}: the job read a stream, which cannot be read again")
+    found = chained_digest(_digests(manifest))
+    if found == recorded:
+        return None
+    return f"images: {_shown(recorded)} when the job ran, {_shown(found)} now"
+
+
+def _digests(manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    """(row, digest of its images) of the rows that ran with images."""
+    config = manifest["config"]
+    limits, root = RowLimits(**config["limits"]), manifest["answers"].get("job.media_root")
+    inputs = RowReader([Path(each) for each in manifest["input"]], limits.num_line_bytes)
+    outputs = RowReader([Path(config["job"]["output"])], max_line_bytes=1 << 31)
+    try:
+        for (index, line), (_, answer) in zip(inputs, outputs):
+            row = parse_row(index, line, SamplingParams(), limits)
+            sources = () if isinstance(row, RowError) else images_of_row(row)
+            if not sources or json.loads(answer).get("error") is not None:
+                continue
+            yield index, media_digest([_digest(index, each, root, limits.max_image_bytes) for each in sources])
+    except (OSError, ValueError) as error:
+        raise ImagesError(str(error)) from None
+
+
+def _digest(row: int, source: str | None, root: str | None, max_bytes: int) -> bytes:
+    try:
+        return sha256(read_source(source or "", None if root is None else Path(root), max_bytes)).digest()
+    except MediaError as error:
+        raise ImagesError(f"row {row}: {error}") from None
+
+
+def _shown(images: Any) -> str:
+    return f"{images['digest']} of {images['rows']} rows" if images else "none"
