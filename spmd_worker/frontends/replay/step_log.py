@@ -51,7 +51,8 @@ class StepLogHeader:
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
-    swapping a state, `snapshot_interval` is as in `SchedulerLimits`.
+    swapping a state, `snapshot_interval` and `verify_hits` are as in
+    `SchedulerLimits`.
     """
 
     code: str
@@ -101,6 +102,7 @@ class StepLogHeader:
     num_host_state_slots: int = 0
     slot_copy_tokens: float = 0.0
     snapshot_interval: int = 0
+    verify_hits: int = 0
     format_version: int = FORMAT_VERSION
 
     @property

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from kv_cache.block import BlockId
 from kv_cache.state_ops import StateOps
+from spmd_worker.replica.mirror.comparison_check import check_comparisons
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.replica.mirror.state_check import StateCheck
@@ -121,6 +122,7 @@ class Mirror:
             or plan.finished_sequences
             or plan.finished_request_ids
             or plan.continuing_num_ids
+            or plan.hit_comparisons
             or not plan.block_ops.is_empty
             or not plan.num_tokens == num_rows == len(plan.continuing_token_ids) + plan.num_ahead
             or not 0 <= plan.num_ahead <= num_rows * self._num_steps_ahead
@@ -142,6 +144,7 @@ class Mirror:
         check = PlanCheck(plan, *state, allows_ahead=self._num_steps_ahead > 0, adapters=self._adapters)
         continuing = check.check()
         self._state_check(plan).check(continuing)
+        check_comparisons(plan, *sizes, len(self._owners))
         self._step = plan.step
         self._forget(plan)
         self._move_states(plan.state_ops)
@@ -162,6 +165,10 @@ class Mirror:
         if self._num_steps_ahead:
             self._await(plan.step, scheduled)
         return scheduled
+
+    def held(self, key: SequenceKey) -> MirroredSequence:
+        """A sequence, as of the last plan."""
+        return self._sequences[key]
 
     def take_sampled(self, step: int, sampled: SampledIds) -> None:
         """Store the ids that `step` sampled, for sequences that go ahead or continue. Call in the order of steps."""

@@ -12,7 +12,9 @@ class SchedulerCounters:
     cache by requests that began. `num_stored_blocks` went to the connector, less those that a rank could not save, if
     no block was to be loaded in the same step, and `num_loaded_blocks` came back from it on every rank.
     `num_snapshots` of recurrent states were kept, `num_snapshots_skipped` were not because sequences owned every slot,
-    and `num_snapshot_hits` sequences began from one.
+    and `num_snapshot_hits` sequences began from one. With `cache.verify_hits`, `num_verified_hits` were computed again
+    and compared completely; `num_unverified_hits` were chosen, but the sequence was preempted or ended, or what it had
+    found was evicted or forgotten.
     """
 
     num_steps: int = 0
@@ -30,3 +32,5 @@ class SchedulerCounters:
     num_snapshots: int = 0
     num_snapshots_skipped: int = 0
     num_snapshot_hits: int = 0
+    num_verified_hits: int = 0
+    num_unverified_hits: int = 0

@@ -5,6 +5,7 @@ Decides from counts, and from hashes of blocks whose tokens are known; token val
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Final
@@ -38,7 +39,8 @@ class SchedulerLimits:
     `num_steps_ahead` of 1 needs a single stage: a step is decided before the ids that the one before it samples are
     read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
     with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
-    In a model with recurrent states a prompt's state is kept every `snapshot_interval` tokens; 0: only at its end.
+    In a model with recurrent states a prompt's state is kept every `snapshot_interval` tokens; 0: only at its end. One
+    of `verify_hits` prefix-cache hits is verified; 0: none is.
     """
 
     max_num_seqs: int
@@ -52,6 +54,7 @@ class SchedulerLimits:
     keeps_histories: bool = False
     max_loras: int = 0
     snapshot_interval: int = 0
+    verify_hits: int = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -320,6 +323,9 @@ class Planner:
                 if transfer is not None:
                     self._queues.wait_for(transfer, sequence)
                     continue
+            may_join = partial(self._may_join, sequence, [], num_samples, budget)
+            if self._allocator.starts_verification(sequence, prefix, may_join):
+                prefix = []
             if num_samples < sequence.num_samples:
                 self._split(sequence, num_samples)
             following = self._queues.waiting.first() if self._queues.waiting else None
@@ -363,9 +369,7 @@ class Planner:
 
     def _end_of_chunk(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> int:
         """Number of the next `num_tokens` tokens to compute now: a chunk ends where a snapshot is made."""
-        if self._allocator.states is None:
-            return num_tokens
-        num_now = self._allocator.states.end_of_chunk(sequence, num_tokens)
+        num_now = self._allocator.end_of_chunk(sequence, num_tokens)
         # The rest goes to others, whose blocks were not counted.
         budget.has_skipped = budget.has_skipped or num_now < num_tokens
         return num_now
