@@ -26,6 +26,7 @@ from spmd_worker.replica.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
+from spmd_worker.replica.sequence.hit_comparison import CachedCopy, HitComparison
 from spmd_worker.replica.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -88,6 +89,8 @@ pairs = st.lists(st.tuples(small, words), max_size=3).map(tuple)
 block_ops = st.builds(BlockOps, pairs, pairs, pairs, pairs, pairs, counts)
 state_ops = st.builds(StateOps, pairs, pairs, pairs)
 keys = st.builds(SequenceKey, words | few, few | words)
+copies = st.lists(st.builds(CachedCopy, small, words, st.binary(max_size=16), small), max_size=3).map(tuple)
+comparisons = st.builds(HitComparison, keys, copies, st.just(()) | copies)
 plans = st.builds(
     StepPlan,
     step=words,
@@ -101,6 +104,7 @@ plans = st.builds(
     continuing_num_ids=st.just(()) | token_ids,
     continuing_blocks=st.lists(st.tuples(small | words, words), max_size=3).map(tuple),
     state_ops=st.just(NO_STATE_OPS) | state_ops,
+    hit_comparisons=st.just(()) | st.lists(comparisons, max_size=2).map(tuple),
 )
 sampled_ids = token_ids.map(SampledIds) | st.lists(token_ids, max_size=4).map(SampledIds.from_rows)
 messages = st.builds(
