@@ -18,11 +18,11 @@ _TEMPORARY_BYTES: Final = 2**28
 
 
 class ByteDifference(NamedTuple):
-    """The first difference of pair number `index`: in `part` ("block", "state" or "tail") of a layer of the stage, at
+    """The first difference of pair number `pair`: in `part` ("block", "state" or "tail") of a layer of the stage, at
     `element` of its shape.
     """
 
-    index: int
+    pair: int
     layer: int
     part: str
     element: tuple[int, ...]
@@ -57,9 +57,7 @@ def _are_equal(tensor: Tensor, pairs: Sequence[Pair]) -> bool:
     return True
 
 
-def _first_difference(
-    pairs: Sequence[Pair], parts: Sequence[tuple[str, int, Tensor | None]]
-) -> ByteDifference | None:
+def _first_difference(pairs: Sequence[Pair], parts: Sequence[tuple[str, int, Tensor | None]]) -> ByteDifference | None:
     for index, (first, second) in enumerate(pairs):
         for part, layer, tensor in parts:
             if tensor is None or torch.equal(_bytes(tensor[first]), _bytes(tensor[second])):

@@ -73,12 +73,12 @@ class StateSlots:
 
     def take_from(self, name: BlockHash) -> SlotId:
         """A slot with a copy of a snapshot, which becomes the most recently used one."""
-        source = self.touch(name)
+        source = BlockId(self.touch(name))
         (slot,) = self._pool.take(1)
         # The snapshot's own slot, if no other is free, has the contents already, or receives them in this step.
         if slot != source:
             self._moves.overwrite((slot,))
-            self._moves.copy(BlockId(source), slot)
+            self._moves.copy(source, slot)
         return SlotId(slot)
 
     def fork(self, slot: SlotId) -> SlotId:

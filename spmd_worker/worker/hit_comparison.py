@@ -26,36 +26,29 @@ class HitComparer:
         for each in plan.hit_comparisons:
             sequence = self._mirror.held(each.key)
             if each.blocks:
-                blocks = [(copy.number, sequence.block_ids[copy.index]) for copy in each.blocks]
+                blocks = [(copy.number, sequence.block_ids[copy.block_index]) for copy in each.blocks]
                 difference = differing_blocks(self._engine, blocks)
                 if difference is not None:
-                    copy = each.blocks[difference.index]
-                    raise self._error(plan.step, sequence, f"block {copy.number}", copy, copy.index, difference)
+                    copy = each.blocks[difference.pair]
+                    raise self._error(plan.step, sequence, f"block {copy.number}", copy, difference)
             if each.states:
                 states = [(copy.number, sequence.state_slot) for copy in each.states]
                 difference = differing_states(self._engine, states)
                 if difference is not None:
-                    copy = each.states[difference.index]
+                    copy = each.states[difference.pair]
                     what = f"the snapshot in state slot {copy.number}"
-                    raise self._error(plan.step, sequence, what, copy, copy.index - 1, difference)
+                    raise self._error(plan.step, sequence, what, copy, difference)
 
     def _error(
-        self,
-        step: int,
-        sequence: MirroredSequence,
-        what: str,
-        copy: CachedCopy,
-        index: int,
-        difference: ByteDifference,
+        self, step: int, sequence: MirroredSequence, what: str, copy: CachedCopy, difference: ByteDifference
     ) -> CacheMismatchError:
-        """`index`: the block with whose tokens `what` ends."""
         writer = f"request {copy.writer}"
         if copy.writer == UNKNOWN_WRITER:
             writer = "a request that is not known any more"
         place = f"element {list(difference.element)} of the {difference.part} of layer"
         return CacheMismatchError(
             f"rank {self._rank}, step {step}: {what} of the prefix cache, with the name {copy.name.hex()} and "
-            f"{self._tokens(sequence, index)}, written by {writer}, differs from what request "
+            f"{self._tokens(sequence, copy.block_index)}, written by {writer}, differs from what request "
             f"{sequence.request.request_id} has computed again: {place} {self._first_layer + difference.layer} is "
             f"{difference.first!r} in the cache and {difference.second!r} computed again. Memory has changed, or "
             f"weights without llm.set_weight_version, or what was computed depended on other rows: run again with "

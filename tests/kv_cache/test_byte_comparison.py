@@ -66,4 +66,4 @@ def test_many_pairs_are_compared_in_slices(engine: CacheEngine, monkeypatch: pyt
     engine.layer_cache(0)[7, 1, 3, 7] += 1
     found = differing_blocks(engine, PAIRS)
     assert found is not None
-    assert (found.index, found.element) == (2, (1, 3, 7))
+    assert (found.pair, found.element) == (2, (1, 3, 7))

@@ -142,7 +142,7 @@ def test_block_that_came_from_the_host_is_verified() -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "match"),
     [
-        ("blocks", {"enable_prefix_caching": False}, "verify_hits=1 verifies prefix-cache hits, and .* leave verify_hits at 0"),
+        ("blocks", {"enable_prefix_caching": False}, "verify_hits=1 verifies prefix-cache hits, and .*"),
         ("blocks", {"verify_hits": -1}, "verify_hits=-1"),
         ("convolutions", {"enable_chunked_prefill": False}, "verify_hits=1 compares a recurrent state where a chunk"),
     ],
@@ -222,10 +222,10 @@ def test_verified_hits_change_no_answer(kind: str, settings: dict[str, Any]) -> 
 def test_ten_thousand_hits_are_equal(kind: str) -> None:
     """Minutes of processor time."""
     num_rows, num_rounds = 1500, 0
-    with new_llm(kind, num_blocks=40, verify_hits=1) as llm:
+    with new_llm(kind, num_blocks=32, verify_hits=1) as llm:
         counters = llm.llm_engine.counters
         while counters.num_verified_hits < 10_000:
-            answered(llm, num_rows, tuple(range(2, num_rows, 9)), (1, 2, 14))
+            answered(llm, num_rows, tuple(range(2, num_rows, 9)), (1, 2, 28))
             num_rounds += 1
             assert counters.num_verified_hits > 200 * num_rounds, counters
         assert counters.num_preemptions > num_rounds

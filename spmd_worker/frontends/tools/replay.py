@@ -17,7 +17,7 @@ with 1 if it is not, with 2 if that is unknown.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -240,11 +240,11 @@ def print_state_ops(operations: StateOps) -> None:
             print(f"  {name}: {shorten(f'{source}>{destination}' for source, destination in pairs)}")
 
 
-def print_comparisons(comparisons: Sequence[HitComparison]) -> None:
+def print_comparisons(comparisons: Iterable[HitComparison]) -> None:
     """Print the hits that the step computed again, block by block, and whether a state was compared."""
     for each in comparisons:
-        blocks = shorten(f"{copy.index}={copy.number}" for copy in each.blocks)
-        states = "".join([f", the state after block {copy.index - 1} in slot {copy.number}" for copy in each.states])
+        blocks = shorten(f"{copy.block_index}={copy.number}" for copy in each.blocks)
+        states = "".join([f", the state after block {copy.block_index} in slot {copy.number}" for copy in each.states])
         print(f"  request {each.key.request_id} compared with the cache, index=block: {blocks}{states}")
 
 

@@ -25,13 +25,13 @@ def check_comparisons(plan: StepPlan, num_blocks: int, block_size: int, num_slot
         for copy in comparison.blocks:
             if not 0 <= copy.number < num_blocks:
                 _reject(plan, comparison, f"block {copy.number}", f"from 0 to {num_blocks - 1}")
-            if not 0 <= copy.index < end // block_size:
-                _reject(plan, comparison, f"index {copy.index}", f"that of a block below token {end}")
+            if not 0 <= copy.block_index < end // block_size:
+                _reject(plan, comparison, f"index {copy.block_index}", f"that of a block below token {end}")
         for copy in comparison.states:
             if not 0 <= copy.number < num_slots:
                 _reject(plan, comparison, f"slot {copy.number}", f"from 0 to {num_slots - 1}")
-            if copy.index * block_size != end:
-                _reject(plan, comparison, f"the state after {copy.index} blocks", f"that after token {end}")
+            if (copy.block_index + 1) * block_size != end:
+                _reject(plan, comparison, f"the state after block {copy.block_index}", f"that after token {end}")
 
 
 def _reject(plan: StepPlan, comparison: HitComparison, value: str, expected: str) -> NoReturn:

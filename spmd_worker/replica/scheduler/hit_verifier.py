@@ -144,10 +144,8 @@ class HitVerifier:
             return None
         return CachedCopy(index, block_id, name, self.block_writers.of(name))
 
-    def _cached_state(
-        self, slots: StateSlots, sequence: Sequence, hashes: Sized[BlockHash]
-    ) -> tuple[CachedCopy, ...]:
+    def _cached_state(self, slots: StateSlots, sequence: Sequence, hashes: Sized[BlockHash]) -> tuple[CachedCopy, ...]:
         end, name = len(hashes), hashes[-1]
         assert sequence.num_computed_tokens == end * self._cache.block_size, (sequence.key, end)
         slot = slots.snapshot_slot(name)
-        return () if slot is None else (CachedCopy(end, slot, name, self.state_writers.of(name)),)
+        return () if slot is None else (CachedCopy(end - 1, slot, name, self.state_writers.of(name)),)

@@ -12,12 +12,11 @@ UNKNOWN_WRITER: Final = -1
 
 
 class CachedCopy(NamedTuple):
-    """Something in the cache with a name: a block, `number` in the cache, which holds what block `index` of the
-    sequence's table should; or a snapshot in slot `number`, the state after `index` blocks. `writer`: the request that
-    computed it.
+    """Something in the cache with a name: block `number`, which holds what block `block_index` of the sequence's table
+    should; or the snapshot in slot `number`, the state after that block. `writer`: the request that computed it.
     """
 
-    index: int
+    block_index: int
     number: int
     name: BlockHash
     writer: int

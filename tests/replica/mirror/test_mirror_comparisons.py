@@ -30,7 +30,7 @@ def test_comparison_of_computed_blocks_is_accepted() -> None:
     mirror.apply(compares(prompts(), block(0, 9)))
     assert mirror.held(SequenceKey(2, 0)).block_ids == [2, 3]
     chunk = delta(2, appended_token_ids=(11, 12, 13), num_scheduled_tokens=3)
-    mirror.apply(compares(chunk, state(2, 5)))
+    mirror.apply(compares(chunk, state(1, 5)))
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_comparison_of_computed_blocks_is_accepted() -> None:
         (block(0, -1), "block -1"),
         (block(1, 9), "index 1, the mirror expects that of a block below token 5"),
         (block(-1, 9), "index -1"),
-        (state(1, 6), "slot 6, the mirror expects from 0 to 5"),
-        (state(1, 2), "the state after 1 blocks, the mirror expects that after token 5"),
+        (state(0, 6), "slot 6, the mirror expects from 0 to 5"),
+        (state(0, 2), "the state after block 0, the mirror expects that after token 5"),
         (HitComparison(SequenceKey(3, 0), ()), "request 3, sample 0: .* a sequence that is not in groups"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -57,7 +57,7 @@ def test_impossible_comparison_is_rejected(comparison: HitComparison, match: str
 def test_model_without_states_compares_none() -> None:
     plan = StepPlan(1, tuple([_stateless(group) for group in prompts().groups]), num_tokens=10)
     with pytest.raises(MirrorError, match="slot 0, the mirror expects from 0 to -1"):
-        new_mirror(0).apply(compares(plan, state(1, 0)))
+        new_mirror(0).apply(compares(plan, state(0, 0)))
 
 
 def _stateless(group):

@@ -25,7 +25,7 @@ def counts(run: Run) -> tuple[int, int]:
 def compared(run: Run) -> list[tuple[int, int, int]]:
     """Index, block and writer of each compared block of a single sequence."""
     (comparison,) = comparisons(run)
-    return [(copy.index, copy.number, copy.writer) for copy in comparison.blocks]
+    return [(copy.block_index, copy.number, copy.writer) for copy in comparison.blocks]
 
 
 def test_hit_is_computed_again_and_compared():
@@ -61,7 +61,7 @@ def test_long_prompt_is_compared_chunk_by_chunk():
     found = []
     while run.scheduler.has_unfinished:
         run.step()
-        found.append([copy.index for each in comparisons(run) for copy in each.blocks])
+        found.append([copy.block_index for each in comparisons(run) for copy in each.blocks])
     assert found == [[0], [1, 2], []]
     assert counts(run) == (1, 0)
 
@@ -138,7 +138,7 @@ def test_evicted_block_is_left_out():
     run.step()
     run.cache._pool.remove_hash(run.scheduler._allocator._verifier._active[(1, 0)].hashes[1])
     run.step()
-    assert [copy.index for copy in comparisons(run)[0].blocks] == [2]
+    assert [copy.block_index for copy in comparisons(run)[0].blocks] == [2]
     run.finish()
     assert counts(run) == (0, 1)
 
@@ -150,9 +150,9 @@ def test_snapshot_is_compared_where_a_chunk_ends():
     second = run.admit(0, tokens(1, 20), max_tokens=1)
     assert run.step() == [Row(second, 0, 0, 16, 0)]
     (comparison,) = comparisons(run)
-    assert [copy.index for copy in comparison.blocks] == [0, 1, 2, 3]
+    assert [copy.block_index for copy in comparison.blocks] == [0, 1, 2, 3]
     (state,) = comparison.states
-    assert (state.index, state.writer) == (4, 0)
+    assert (state.block_index, state.writer) == (3, 0)
     assert state.number != run.mirror.held((second, 0)).state_slot
     run.finish()
     assert counts(run) == (1, 0)

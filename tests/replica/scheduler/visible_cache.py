@@ -59,7 +59,7 @@ class VisibleCache:
     def compare(self, row: MirroredSequence, copies: tuple[CachedCopy, ...]) -> None:
         """After a step: what it has computed again is what was found, in another block."""
         for copy in copies:
-            block_id = row.block_ids[copy.index]
+            block_id = row.block_ids[copy.block_index]
             assert copy.number != block_id, f"block {block_id} is compared with itself"
             cached, computed = self._device[copy.number], self._device[block_id]
             assert cached == computed, f"block {copy.number} has {cached}, {block_id} has {computed}"
