@@ -141,6 +141,15 @@ class DeviceTables(ABC):
         """The blocks that hold the beginning of a sequence, as many as are found."""
         return self._pool.find_chain(hashes)
 
+    def holder(self, block_hash: BlockHash) -> BlockId | None:
+        """The block that a hash finds."""
+        return self._pool.find(block_hash)
+
+    def touch(self, prefix: Sequence[BlockId]) -> None:
+        """Make found blocks the last to be evicted, the head of the chain last of all."""
+        self._pool.share(prefix)
+        self._pool.release(reversed(prefix))
+
     def can_start(self, prefix: Sequence[BlockId], num_tokens: int, *, keep_watermark: bool = False) -> bool:
         """Whether enough blocks are free for a new table of `num_tokens` that begins with the blocks of `prefix`."""
         num_new = num_blocks_for(num_tokens, self.block_size) - len(prefix)

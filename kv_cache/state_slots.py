@@ -47,6 +47,11 @@ class StateSlots:
         return self._pool.num_blocks - self._pool.num_free_blocks
 
     @property
+    def num_free_slots(self) -> int:
+        """Slots that a sequence can take, snapshots included."""
+        return self._pool.num_free_blocks
+
+    @property
     def num_used_host_slots(self) -> int:
         """Host slots of sequences swapped out."""
         return self._host.num_blocks - self._host.num_free_blocks
@@ -68,9 +73,7 @@ class StateSlots:
 
     def take_from(self, name: BlockHash) -> SlotId:
         """A slot with a copy of a snapshot, which becomes the most recently used one."""
-        source = self._found(name)
-        self._pool.share((source,))
-        self._pool.release((source,))
+        source = BlockId(self.touch(name))
         (slot,) = self._pool.take(1)
         # The snapshot's own slot, if no other is free, has the contents already, or receives them in this step.
         if slot != source:
@@ -91,6 +94,18 @@ class StateSlots:
 
     def has_snapshot(self, name: BlockHash) -> bool:
         return self._pool.find(name) is not None
+
+    def snapshot_slot(self, name: BlockHash) -> SlotId | None:
+        slot = self._pool.find(name)
+        return None if slot is None else SlotId(slot)
+
+    def touch(self, name: BlockHash) -> SlotId:
+        """Make a snapshot the most recently used one; returns its slot."""
+        slot = self._pool.find(name)
+        assert slot is not None, f"there is no snapshot of {name.hex()}"
+        self._pool.share((slot,))
+        self._pool.release((slot,))
+        return SlotId(slot)
 
     def snapshot(self, slot: SlotId, name: BlockHash) -> bool:
         """Keep a copy of a sequence's state, which no snapshot has yet. False where sequences own every slot."""
@@ -152,11 +167,6 @@ class StateSlots:
         _check_owners("host slot", self._host, [*host_slots, *map(SlotId, self._read_by_step)])
         num_named = sum(self._pool.is_shared(BlockId(slot)) for slot in range(self.num_slots))
         assert num_named == self.num_snapshots, f"{num_named} slots have a name, {self.num_snapshots} are snapshots"
-
-    def _found(self, name: BlockHash) -> BlockId:
-        slot = self._pool.find(name)
-        assert slot is not None, f"there is no snapshot of {name.hex()}"
-        return slot
 
 
 def snapshot_interval(slot_bytes: int, token_bytes: int, grid: int = STATE_GRID) -> int:

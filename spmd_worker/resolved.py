@@ -183,6 +183,7 @@ def _encoder_config(config: RunConfig, max_model_len: int) -> RunConfig:
             connector=None,
             connector_options=None,
             enable_prefix_caching=False,
+            verify_hits=0,
         ),
     )
 
@@ -316,6 +317,11 @@ def _check_states(config: RunConfig, model_config: ModelConfig) -> None:
         check_state_block_size(cache.block_size)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if cache.verify_hits and not config.scheduler.enable_chunked_prefill:
+        raise ConfigError(
+            f"cache.verify_hits={cache.verify_hits} compares a recurrent state where a chunk of a prompt ends, and "
+            f"scheduler.enable_chunked_prefill=false has no chunks: enable it, or leave cache.verify_hits at 0"
+        )
     key = f"cache.connector={cache.connector}" if cache.connector else f"cache.host_tier_gib={cache.host_tier_gib:g}"
     if cache.connector or cache.host_tier_gib:
         logger.warning(

@@ -171,6 +171,14 @@ class WorkerDiedError(RankFailedError):
     is_secondary = False
 
 
+class CacheMismatchError(SpmdError, RuntimeError):
+    """A prefix-cache hit that was computed again has other bytes (`cache.verify_hits`). The message names the rank, the
+    step, the block or snapshot with its tokens and its writer, the layer and the first element that differs.
+    """
+
+    names_rank = True
+
+
 class MissingWeightsError(SpmdError, RuntimeError):
     """Some weights were loaded and others, `names`, were not: a mix of old and new weights is never used."""
 

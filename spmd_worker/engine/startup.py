@@ -298,6 +298,7 @@ def _new_replica(
         0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
         model_snapshot_interval(model_config, dtype),
         media_row_limits(resolved),
+        config.cache.verify_hits,
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
     return new_scheduler(limits, sizes, *given, *adapters, outside)

@@ -53,4 +53,5 @@ class StepRecorder:
             num_swapped_in=counts.num_swapped_in,
             num_cached_tokens=counts.num_cached_prompt_tokens,
             num_finished=counts.num_finished,
+            num_verified_hits=counts.num_verified_hits,
         )

@@ -11,6 +11,7 @@ from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
+from spmd_worker.worker.hit_comparison import HitComparer
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.dummy_steps import prepared_step, prompt_step
@@ -32,6 +33,7 @@ class RunningWorker:
     sleep: WorkerSleep
     adapters: WorkerAdapters
     prompt_adapters: WorkerPromptAdapters
+    comparer: HitComparer
     event_handlers: tuple[object, ...]
     waits_before: ThreadPoolCounters | None
 
@@ -62,6 +64,8 @@ class RunningWorker:
             return StepResult(plan.step, finished_transfers=self.caches.take_finished_transfers())
         with self._threads():
             self.runner.forward(plan.step, scheduled, plan.num_ahead)
+        if plan.hit_comparisons:
+            self.comparer.compare(plan)
         self.caches.save(plan.block_ops)
         return None
 

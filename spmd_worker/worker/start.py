@@ -28,6 +28,7 @@ from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.mirror.plan_check import AdapterRules
 from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
+from spmd_worker.worker.hit_comparison import HitComparer
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.worker.memory.estimate import activation_bytes
@@ -181,15 +182,17 @@ def allocate(
     )
     event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters, prompt_adapters)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
+    mirror = Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules, num_slots[0])
     return RunningWorker(
         loaded,
         caches,
-        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules, num_slots[0]),
+        mirror,
         runner,
         clock,
         sleep,
         adapters,
         prompt_adapters,
+        HitComparer(engine, mirror, opened.environment.rank, model.stage.start),
         event_handlers,
         thread_waits() if device.type == "cpu" else None,
     )

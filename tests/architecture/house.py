@@ -33,7 +33,7 @@ WITHOUT_TORCH = (
 """Nothing in them imports torch, or what needs it, anywhere, in functions and for types either."""
 WITH_TORCH = (
     *("kv_cache.block_memory", "kv_cache.cache_engine", "kv_cache.host_memory"),
-    *("kv_cache.layer_states", "kv_cache.moves", "kv_cache.state_engine"),
+    *("kv_cache.byte_comparison", "kv_cache.layer_states", "kv_cache.moves", "kv_cache.state_engine"),
     "kv_cache.host_tier_engine",
 )
 """The exceptions to WITHOUT_TORCH: the cache's tensors."""

@@ -171,6 +171,23 @@ def test_evicted_prefixes_return_from_host_tier():
     assert expected[0] == expected[1]
 
 
+def test_rank_names_its_own_changed_byte():
+    """Every rank compares its part of a block, once as it is and once with a byte that has changed on rank 1."""
+    prompts, greedy = [{"prompt_token_ids": list(range(10, 50))}], SamplingParams(temperature=0.0, max_tokens=2)
+    extension = f"{ScaledNorms.__module__}.{ScaledNorms.__name__}"
+    keys = {**KEYS, "tensor_parallel_size": 2, "worker_extension_cls": extension, "verify_hits": 1}
+    with LLM(MODEL, **keys) as llm:
+        first, second = (ids([llm.generate(prompts, greedy, use_tqdm=False)]) for _ in range(2))
+        assert first == second
+        assert llm.llm_engine.counters.num_verified_hits == 1
+        (block_id, *_) = llm.llm_engine.scheduler.cache._pool._index.values()
+        assert llm.collective_rpc("change_block", args=(1, block_id)) == [False, True]
+        with pytest.raises(
+            WorkerError, match=rf"^rank 1 raised CacheMismatchError .*: rank 1, step \d+: block {block_id}"
+        ):
+            llm.generate(prompts, greedy, use_tqdm=False)
+
+
 @pytest.mark.matrix
 def test_job_writes_the_same_rows(tmp_path: Path):
     written = []

@@ -44,6 +44,7 @@ class Ways:
     num_tier_blocks: int = 0
     num_state_slots: int = 0
     num_host_state_slots: int = 0
+    verify_hits: int = 0
 
     def new_scheduler(self, chunked: bool) -> Scheduler:
         limits = SchedulerLimits(
@@ -52,6 +53,7 @@ class Ways:
             enable_chunked_prefill=chunked,
             enable_prefix_caching=self.caching,
             preemption=PreemptionPolicy(self.preemption, block_copy_tokens=2.0),
+            verify_hits=self.verify_hits,
         )
         tier = HostTier(self.num_tier_blocks) if self.num_tier_blocks else None
         cache = CacheManager(NUM_BLOCKS, BLOCK_SIZE, num_host_blocks=self.num_host_blocks, connector=tier)
@@ -65,8 +67,8 @@ WAYS = (
     Ways(preemption="swap", num_host_blocks=30),
     Ways(caching=True, preemption="swap", num_host_blocks=6),
     Ways(caching=True, num_tier_blocks=10),
-    Ways(caching=True, preemption="auto", num_host_blocks=12, num_tier_blocks=30),
-    Ways(caching=True, num_state_slots=10),
+    Ways(caching=True, preemption="auto", num_host_blocks=12, num_tier_blocks=30, verify_hits=2),
+    Ways(caching=True, num_state_slots=10, verify_hits=2),
     Ways(caching=True, preemption="swap", num_host_blocks=40, num_state_slots=16, num_host_state_slots=8),
 )
 
@@ -204,6 +206,7 @@ class History:
             ("copies of states", len(plan.state_ops.copy)),
             ("swap-outs of states", len(plan.state_ops.swap_out)),
             ("swap-ins of states", len(plan.state_ops.swap_in)),
+            ("blocks computed again", sum(len(each.blocks) for each in plan.hit_comparisons)),
             ("whole new tables", sum(not data.num_kept_blocks and not data.sample_index for data in deltas)),
             ("snapshots", len(rows) - len(deltas)),
             ("finished", len(plan.finished_sequences)),

@@ -27,6 +27,7 @@ from spmd_worker.replica.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
+from spmd_worker.replica.sequence.hit_comparison import CachedCopy, HitComparison
 from spmd_worker.replica.sequence.media_items import NUM_MEDIA_ID_BYTES, EncodeMedia
 from spmd_worker.replica.sequence.metadata import (
     SequenceData,
@@ -94,6 +95,8 @@ pairs = st.lists(st.tuples(small, words), max_size=3).map(tuple)
 block_ops = st.builds(BlockOps, pairs, pairs, pairs, pairs, pairs, counts)
 state_ops = st.builds(StateOps, pairs, pairs, pairs)
 keys = st.builds(SequenceKey, words | few, few | words)
+copies = st.lists(st.builds(CachedCopy, small, words, st.binary(max_size=16), small), max_size=3).map(tuple)
+comparisons = st.builds(HitComparison, keys, copies, st.just(()) | copies)
 plans = st.builds(
     StepPlan,
     step=words,
@@ -109,6 +112,7 @@ plans = st.builds(
     state_ops=st.just(NO_STATE_OPS) | state_ops,
     encode=st.lists(st.builds(EncodeMedia, words, few, few), max_size=2).map(tuple),
     drop_rows=st.lists(st.binary(max_size=16), max_size=2).map(tuple),
+    hit_comparisons=st.just(()) | st.lists(comparisons, max_size=2).map(tuple),
 )
 sampled_ids = token_ids.map(SampledIds) | st.lists(token_ids, max_size=4).map(SampledIds.from_rows)
 messages = st.builds(

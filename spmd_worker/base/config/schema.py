@@ -409,6 +409,12 @@ class CacheConfig:
         is_common=True,
     )
     enable_prefix_caching: bool = vllm_option(True, "find full blocks again by what they hold", is_common=True)
+    verify_hits: int = option(
+        0,
+        "one of this many prefix-cache hits is computed again and compared with what was found, bit by bit; a "
+        "difference ends the run with an error; 0: none",
+        least=0,
+    )
     num_state_snapshots: int | None = option(
         None,
         "recurrent states that are kept where prompts may be found again, for models that have states; null: twice "
@@ -444,6 +450,11 @@ class CacheConfig:
             raise ConfigError(
                 f"cache.host_tier_gib={self.host_tier_gib:g} keeps prefix blocks, and "
                 f"cache.enable_prefix_caching=false makes none: enable it, or leave cache.host_tier_gib at 0"
+            )
+        if self.verify_hits and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"cache.verify_hits={self.verify_hits} verifies prefix-cache hits, and "
+                f"cache.enable_prefix_caching=false has none: enable it, or leave cache.verify_hits at 0"
             )
         if not self.connector_options:
             object.__setattr__(self, "connector_options", None)

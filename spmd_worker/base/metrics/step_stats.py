@@ -51,6 +51,8 @@ class StepStats(NamedTuple):
     """Prompt tokens found in the cache by sequences that began in this step."""
     num_finished: int
     """Requests that ended in this step."""
+    num_verified_hits: int = 0
+    """Prefix-cache hits whose last block was computed again and compared in this step (`cache.verify_hits`)."""
 
     @property
     def duration_us(self) -> int:

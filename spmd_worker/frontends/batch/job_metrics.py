@@ -56,6 +56,8 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
         "preemptions_by_swap": counters["num_swapped_out"],
         "tier_stored_blocks": counters["num_stored_blocks"],
         "tier_loaded_blocks": counters["num_loaded_blocks"],
+        "prefix_hits_verified": counters["num_verified_hits"],
+        "prefix_hits_unverified": counters["num_unverified_hits"],
         "steps": counters["num_steps"],
         **times,
         "peak_memory_bytes": sum(value["peak_memory_bytes"] for value in values),

@@ -140,6 +140,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("experts", _experts(metrics)),
         ("preemptions", _preemptions(metrics)),
         ("host tier", _tier(metrics)),
+        ("prefix hits verified", _verified(metrics)),
     ]
 
 
@@ -207,6 +208,11 @@ def _preemptions(metrics: Mapping[str, Any]) -> str | None:
 def _tier(metrics: Mapping[str, Any]) -> str | None:
     stored, loaded = metrics.get("tier_stored_blocks"), metrics.get("tier_loaded_blocks")
     return f"{stored:,} blocks stored, {loaded or 0:,} loaded" if stored else None
+
+
+def _verified(metrics: Mapping[str, Any]) -> str | None:
+    verified, unverified = metrics.get("prefix_hits_verified"), metrics.get("prefix_hits_unverified")
+    return f"{verified or 0:,}, all equal; {unverified or 0:,} not completed" if verified or unverified else None
 
 
 def _count(metrics: Mapping[str, Any], key: str) -> str | None:

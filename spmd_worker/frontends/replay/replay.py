@@ -296,6 +296,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.max_loras,
         header.snapshot_interval,
         header.media,
+        header.verify_hits,
     )
     sizes = CacheSizes(
         header.num_blocks,

@@ -52,8 +52,8 @@ class StepLogHeader:
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
-    swapping a state, `snapshot_interval` is as in `SchedulerLimits`. A model that takes images keeps `num_media_rows`
-    rows, and has the limits of `MediaRowLimits`.
+    swapping a state, `snapshot_interval` and `verify_hits` are as in `SchedulerLimits`. A model that takes images keeps
+    `num_media_rows` rows, and has the limits of `MediaRowLimits`.
     """
 
     code: str
@@ -106,6 +106,7 @@ class StepLogHeader:
     num_media_rows: int = 0
     max_encode_patches: int = 0
     sees_whole_image: bool = False
+    verify_hits: int = 0
     format_version: int = FORMAT_VERSION
 
     @property

@@ -66,6 +66,9 @@ def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
     else:
         at_most = share(totals.max_blocks_used, totals.num_blocks)
         pressure = f"{cache} was large enough: at most {at_most} of it was in use, and no sequence was preempted."
+    if totals.sums.num_verified_hits:
+        hits = count(totals.sums.num_verified_hits, "prefix-cache hit")
+        pressure += f" {hits} computed again for comparison: all equal."
     cached, prompt = _cached_and_prompt_tokens(totals, metrics)
     if not cached:
         return f"{pressure} No prompt tokens were found in the prefix cache: no prompts shared a prefix, or it was off."
@@ -94,6 +97,7 @@ def step_events(stats: StepStats) -> str:
         (stats.num_recomputed, "preempted by recompute"),
         (stats.num_swapped_in, "back from the host"),
         (stats.num_cached_tokens, "tokens from the cache"),
+        (stats.num_verified_hits, "hits verified"),
         (stats.num_finished, "finished"),
     )
     return ", ".join(f"{number:,} {label}" for number, label in parts if number)

@@ -63,6 +63,7 @@ from spmd_worker.replica.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
+from spmd_worker.replica.sequence.hit_comparison import HitComparison
 from spmd_worker.replica.sequence.sequence import Sequence, SequenceStatus
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -191,6 +192,7 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are applied")
     print_block_ops(plan.block_ops)
     print_state_ops(plan.state_ops)
+    print_comparisons(plan.hit_comparisons)
     for event in step.events:
         print(f"  then {EVENT_TEXTS.get(type(event), repr)(event)}")
     print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free, {cache.num_cached_blocks} of them cached")
@@ -237,6 +239,14 @@ def print_state_ops(operations: StateOps) -> None:
     ):
         if pairs:
             print(f"  {name}: {shorten(f'{source}>{destination}' for source, destination in pairs)}")
+
+
+def print_comparisons(comparisons: Iterable[HitComparison]) -> None:
+    """Print the hits that the step computed again, block by block, and whether a state was compared."""
+    for each in comparisons:
+        blocks = shorten(f"{copy.block_index}={copy.number}" for copy in each.blocks)
+        states = "".join([f", the state after block {copy.block_index} in slot {copy.number}" for copy in each.states])
+        print(f"  request {each.key.request_id} compared with the cache, index=block: {blocks}{states}")
 
 
 EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from kv_cache.block import BlockId
 from kv_cache.state_ops import StateOps
+from spmd_worker.replica.mirror.comparison_check import check_comparisons
 from spmd_worker.replica.mirror.media_check import MediaCheck
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
@@ -126,6 +127,7 @@ class Mirror:
             or plan.continuing_num_ids
             or plan.encode
             or plan.drop_rows
+            or plan.hit_comparisons
             or not plan.block_ops.is_empty
             or not plan.num_tokens == num_rows == len(plan.continuing_token_ids) + plan.num_ahead
             or not 0 <= plan.num_ahead <= num_rows * self._num_steps_ahead
@@ -148,6 +150,7 @@ class Mirror:
         continuing = check.check()
         self._state_check(plan).check(continuing)
         self.media_rows = MediaCheck(plan, self._groups, self.media_rows).check(continuing)
+        check_comparisons(plan, *sizes, len(self._owners))
         self._step = plan.step
         self._forget(plan)
         self._move_states(plan.state_ops)
@@ -172,6 +175,10 @@ class Mirror:
     def request(self, request_id: RequestId) -> Request:
         """The request of a sequence that it holds."""
         return self._groups[request_id].request
+
+    def held(self, key: SequenceKey) -> MirroredSequence:
+        """A sequence, as of the last plan."""
+        return self._sequences[key]
 
     def take_sampled(self, step: int, sampled: SampledIds) -> None:
         """Store the ids that `step` sampled, for sequences that go ahead or continue. Call in the order of steps."""

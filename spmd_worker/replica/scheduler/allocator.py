@@ -3,7 +3,7 @@ device, host and prefix cache; it updates the sequence's record: block table, ho
 computed tokens, and, through `sequence_states.py`, its slot.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 from itertools import takewhile
@@ -13,7 +13,9 @@ from kv_cache.block_hash import GivenRows, hash_blocks, root_hash
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.hit_verifier import HitVerifier
 from spmd_worker.replica.scheduler.sequence_states import SequenceStates
+from spmd_worker.replica.sequence.hit_comparison import HitComparison
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
@@ -53,12 +55,13 @@ class Allocator:
         *,
         enable_prefix_caching: bool,
         states: SequenceStates | None = None,
+        verifier: HitVerifier | None = None,
     ) -> None:
         self._cache, self._preemption, self._counters = cache, preemption, counters
         self._enable_prefix_caching = enable_prefix_caching
         self._weight_version = 0
         self.num_swapped = 0
-        self.states = states
+        self.states, self._verifier = states, verifier
 
     def find_prefix(self, sequence: Sequence) -> list[BlockId]:
         """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
@@ -164,6 +167,8 @@ class Allocator:
         """Preempt a running sequence: swap it out if that is cheaper and fits, else drop its blocks."""
         self._counters.num_preemptions += 1
         group.num_preemptions += 1
+        if self._verifier is not None:
+            self._verifier.drop(sequence)
         if may_swap and self._swap_out(sequence):
             return
         self._release_table(sequence)
@@ -173,6 +178,31 @@ class Allocator:
         sequence.num_computed_tokens = 0
         sequence.is_known = False
         sequence.status = SequenceStatus.PREEMPTED
+
+    def starts_verification(self, sequence: Sequence, prefix: Sized[BlockId], may_join: Callable[[], bool]) -> bool:
+        """Whether a joining sequence is to compute what it has found again, for a comparison. `may_join` tells whether
+        it may join without a prefix.
+        """
+        verifier = self._verifier
+        if verifier is None or not prefix:
+            return False
+        can_verify = verifier.can_verify(sequence.num_tokens, prefix) and may_join()
+        if not verifier.chooses_hit(can_verify=can_verify):
+            return False
+        verifier.begin(sequence, self._prefix_hashes(sequence)[: len(prefix)], prefix)
+        return True
+
+    def end_of_chunk(self, sequence: Sequence, num_tokens: int) -> int:
+        """Number of the next `num_tokens` tokens to compute before a recurrent state is kept, or compared."""
+        if self.states is not None:
+            num_tokens = self.states.end_of_chunk(sequence, num_tokens)
+            if self._verifier is not None:
+                num_tokens = self._verifier.end_of_chunk(sequence, num_tokens)
+        return num_tokens
+
+    def take_comparisons(self) -> tuple[HitComparison, ...]:
+        """Comparisons of hits that the step just decided computes again."""
+        return () if self._verifier is None else self._verifier.take()
 
     def make_snapshots(self, running: Sized[Sequence]) -> None:
         """Keep the states that the steps planned so far compute. Call before a step's decisions."""
@@ -186,6 +216,8 @@ class Allocator:
 
     def release(self, sequence: Sequence) -> None:
         """Release all that a sequence that ended holds, in any status."""
+        if self._verifier is not None:
+            self._verifier.drop(sequence)
         if self.states is not None:
             if sequence.finish_reason is FinishReason.ERROR:
                 self.states.forget_snapshots(sequence)
@@ -198,6 +230,8 @@ class Allocator:
     def reset_prefix_cache(self, groups: Iterable[SequenceGroup]) -> None:
         """Empty the prefix cache; blocks that running sequences hold are not added to it later either."""
         self._cache.reset_prefix_cache()
+        if self._verifier is not None:
+            self._verifier.clear()
         sequences = [sequence for group in groups for sequence in group.sequences]
         for sequence in sequences:
             is_held = sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
@@ -264,6 +298,8 @@ class Allocator:
         if hashes:
             num_saved = sequence.num_prompt_tokens // self._cache.block_size
             self._cache.set_hashes(sequence.table, hashes, sequence.num_hashed_blocks, num_written_tokens, num_saved)
+            if self._verifier is not None:
+                self._verifier.note_blocks(sequence, hashes, sequence.num_hashed_blocks)
             sequence.num_hashed_blocks = num_full
 
     def _prefix_hashes(self, sequence: Sequence, weight_version: int | None = None) -> list[BlockHash]:

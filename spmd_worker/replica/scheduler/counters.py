@@ -14,6 +14,8 @@ class SchedulerCounters:
     `num_snapshots` of recurrent states were kept, `num_snapshots_skipped` were not because sequences owned every slot,
     and `num_snapshot_hits` sequences began from one. Finished requests had `num_images` of `num_image_tokens`; rows of
     `num_rows_encoded` image tokens were made, those of `num_rows_reused` were there when a sequence began the image.
+    With `cache.verify_hits`, `num_verified_hits` were computed again and compared completely; `num_unverified_hits`
+    were chosen, but the sequence was preempted or ended, or what it had found was evicted or forgotten.
     """
 
     num_steps: int = 0
@@ -35,3 +37,5 @@ class SchedulerCounters:
     num_image_tokens: int = 0
     num_rows_encoded: int = 0
     num_rows_reused: int = 0
+    num_verified_hits: int = 0
+    num_unverified_hits: int = 0

@@ -5,6 +5,7 @@ Decides from counts, and from hashes of blocks whose tokens are known; token val
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Final
@@ -40,7 +41,7 @@ class SchedulerLimits:
     read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
     with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
     In a model with recurrent states a prompt's state is kept every `snapshot_interval` tokens; 0: only at its end.
-    `media` are the limits of images in prompts.
+    `media` are the limits of images in prompts. One of `verify_hits` prefix-cache hits is verified; 0: none is.
     """
 
     max_num_seqs: int
@@ -55,6 +56,7 @@ class SchedulerLimits:
     max_loras: int = 0
     snapshot_interval: int = 0
     media: MediaRowLimits = NO_MEDIA
+    verify_hits: int = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -327,6 +329,9 @@ class Planner:
                 if transfer is not None:
                     self._queues.wait_for(transfer, sequence)
                     continue
+            may_join = partial(self._may_join, sequence, [], num_samples, budget)
+            if self._allocator.starts_verification(sequence, prefix, may_join):
+                prefix = []
             if num_samples < sequence.num_samples:
                 self._split(sequence, num_samples)
             following = self._queues.waiting.first() if self._queues.waiting else None
@@ -382,12 +387,9 @@ class Planner:
         """Number of the next `num_tokens` tokens to compute now: a chunk ends where a snapshot is made, and before an
         image whose rows do not fit the step, perhaps at once.
         """
-        states, request = self._allocator.states, sequence.request
-        if states is None and not request.media:
-            return num_tokens
-        num_now = num_tokens if states is None else states.end_of_chunk(sequence, num_tokens)
-        if request.media:
-            num_now = self._media.take(request, sequence.num_computed_tokens, num_now)
+        num_now = self._allocator.end_of_chunk(sequence, num_tokens)
+        if sequence.request.media:
+            num_now = self._media.take(sequence.request, sequence.num_computed_tokens, num_now)
         # The rest goes to others, whose blocks were not counted.
         budget.has_skipped = budget.has_skipped or num_now < num_tokens
         return num_now

@@ -15,14 +15,13 @@ from kv_cache.cache_manager import CacheManager
 from kv_cache.state_ops import NO_STATE_OPS
 from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
-from spmd_worker.replica.scheduler.allocator import Allocator
+from spmd_worker.replica.scheduler.allocator_factory import new_allocator
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.integrity import check_adapters, check_integrity, check_states
 from spmd_worker.replica.scheduler.media_rows import MediaRows
 from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.replica.scheduler.policy import WaitingQueue
 from spmd_worker.replica.scheduler.queues import Queues
-from spmd_worker.replica.scheduler.sequence_states import SequenceStates
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids, group_updates
 from spmd_worker.replica.sequence.adapter_kind import PROMPT
@@ -81,14 +80,7 @@ class Scheduler:
         self.prompt_adapters = AdapterRegistry(kind=PROMPT) if prompt_adapters is None else prompt_adapters
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
         self.state_slots = state_slots
-        is_caching, states = limits.enable_prefix_caching, None
-        if state_slots is not None:
-            ends_chunks = is_caching and limits.enable_chunked_prefill
-            given = (self.counters, cache.block_size, limits.snapshot_interval)
-            states = SequenceStates(state_slots, *given, ends_chunks=ends_chunks)
-        self._allocator = Allocator(
-            cache, limits.preemption, self.counters, enable_prefix_caching=is_caching, states=states
-        )
+        self._allocator = new_allocator(limits, cache, state_slots, self.counters)
         assert not (limits.media.sees_whole_image and state_slots), "chunks end at snapshots, perhaps inside an image"
         self.media_rows = MediaRows(limits.media, self.counters)
         self._planner = Planner(limits, self.queues, cache, self._allocator, self._split, self.media_rows)
@@ -204,6 +196,7 @@ class Scheduler:
             state_ops=NO_STATE_OPS if self.state_slots is None else self.state_slots.take_state_ops(),
             encode=encode,
             drop_rows=drop_rows,
+            hit_comparisons=self._allocator.take_comparisons(),
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()

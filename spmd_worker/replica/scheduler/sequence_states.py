@@ -21,6 +21,7 @@ from collections.abc import Sequence as Sized
 from kv_cache.block import BlockHash
 from kv_cache.state_slots import StateSlots, check_state_block_size
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.hit_verifier import Writers
 from spmd_worker.replica.sequence.sequence import Sequence
 
 Hashes = Callable[[Sequence, int], list[BlockHash]]
@@ -41,8 +42,10 @@ class SequenceStates:
         snapshot_interval: int,
         *,
         ends_chunks: bool,
+        writers: Writers | None = None,
     ) -> None:
-        self.slots = slots
+        """`writers` are noted where hits are verified."""
+        self.slots, self._writers = slots, writers
         self._counters, self._block_size, self._ends_chunks = counters, block_size, ends_chunks
         check_state_block_size(block_size, slots.grid)
         self._unit = max(slots.grid, block_size)
@@ -167,6 +170,8 @@ class SequenceStates:
             self._counters.num_snapshots_skipped += 1
             return
         self._counters.num_snapshots += 1
+        if self._writers is not None:
+            self._writers.note(name, sequence.request.request_id)
         if is_answer:
             sequence.answer_snapshot = name
             self._answers[name] = None

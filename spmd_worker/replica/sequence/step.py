@@ -6,6 +6,7 @@ from typing import Final
 from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from kv_cache.state_ops import NO_STATE_OPS, StateOps
+from spmd_worker.replica.sequence.hit_comparison import HitComparison
 from spmd_worker.replica.sequence.media_items import EncodeMedia
 from spmd_worker.replica.sequence.metadata import GroupUpdate
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
@@ -30,7 +31,8 @@ class StepPlan(CheckedRecord):
 
     `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors
     drop them before they apply the rest. `num_tokens` counts the tokens computed. `state_ops` move recurrent states
-    when `block_ops` move blocks, also for sequences that the step does not compute.
+    when `block_ops` move blocks, also for sequences that the step does not compute. `hit_comparisons` are made after
+    the forward pass.
 
     Before the forward pass, and in this order, the rows of the images named by `drop_rows` are dropped, and those of
     `encode` are made.
@@ -50,6 +52,7 @@ class StepPlan(CheckedRecord):
     state_ops: StateOps = NO_STATE_OPS
     encode: tuple[EncodeMedia, ...] = ()
     drop_rows: tuple[bytes, ...] = ()
+    hit_comparisons: tuple[HitComparison, ...] = ()
 
     @property
     def has_rows(self) -> bool:

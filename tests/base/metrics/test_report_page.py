@@ -243,6 +243,10 @@ def test_report_page_survives_odd_or_missing_metrics(value: Any):
             "The cache of 10 blocks was large enough: at most 40 % of it was in use, and no sequence was preempted.",
         ),
         (
+            [QUIET._replace(num_verified_hits=3)],
+            "no sequence was preempted. 3 prefix-cache hits computed again for comparison: all equal. 25 %",
+        ),
+        (
             [QUIET._replace(num_blocks_used=7)],
             "was large enough: at most 54 % of it was in use",
         ),

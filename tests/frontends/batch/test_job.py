@@ -35,6 +35,7 @@ METRIC_KEYS = (
     *("load_s", "generate_s", "wall_s", "rows", "error_rows", "prompt_tokens", "cached_prompt_tokens"),
     *("computed_prompt_tokens", "output_tokens", "preemptions", "steps", "peak_memory_bytes", "computed_tokens"),
     *("recomputed_tokens", "preemptions_by_swap", "tier_stored_blocks", "tier_loaded_blocks"),
+    *("prefix_hits_verified", "prefix_hits_unverified"),
 )
 
 

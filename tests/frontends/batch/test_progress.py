@@ -101,6 +101,12 @@ def test_summary_is_aligned_and_complete():
     ]
 
 
+def test_verified_hits_are_shown_if_there_are_any():
+    counts = {"prefix_hits_verified": 1200, "prefix_hits_unverified": 3}
+    assert format_summary(counts) == "prefix hits verified  1,200, all equal; 3 not completed"
+    assert format_summary(dict.fromkeys(counts, 0)) == ""
+
+
 def test_unknown_facts_are_left_out():
     assert format_summary({"rows": 3, "peak_memory_bytes": 1048576, "output_tokens": 5}).splitlines() == [
         "rows           3",

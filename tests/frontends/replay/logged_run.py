@@ -140,6 +140,7 @@ class LoggedRun:
             header.pipeline_parallel_size,
             header.num_steps_ahead,
             snapshot_interval=header.snapshot_interval,
+            verify_hits=header.verify_hits,
         )
         cache = CacheManager(
             header.num_blocks,

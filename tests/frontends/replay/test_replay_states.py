@@ -23,6 +23,7 @@ STATES = {
     "num_host_state_slots": 2,
     "slot_copy_tokens": 20.0,
     "snapshot_interval": 64,
+    "verify_hits": 1,
 }
 
 
@@ -47,6 +48,7 @@ def test_run_with_states_replays(tmp_path: Path, depth: dict[str, int]):
     assert counters == replay.scheduler.counters
     # The run holds what this is about.
     assert min(counters.num_snapshots, counters.num_snapshot_hits) >= 4
+    assert counters.num_verified_hits >= 1
     for kind in ("swap_out", "swap_in", "copy"):
         assert any(getattr(plan.state_ops, kind) for plan in run.plans), f"no {kind}"
 
@@ -59,6 +61,7 @@ def test_run_with_states_replays(tmp_path: Path, depth: dict[str, int]):
         {"num_host_state_slots": 0},
         {"slot_copy_tokens": 1000.0},
         {"snapshot_interval": 0},
+        {"verify_hits": 0},
     ],
     ids=str,
 )

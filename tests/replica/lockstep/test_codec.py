@@ -30,6 +30,7 @@ from spmd_worker.replica.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
+from spmd_worker.replica.sequence.hit_comparison import CachedCopy, HitComparison
 from spmd_worker.replica.sequence.input_rows import KEYS_VALUES, InputRows
 from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
 from spmd_worker.replica.sequence.metadata import (
@@ -86,6 +87,10 @@ FULL_PLAN = StepPlan(
     state_ops=StateOps(swap_in=((1, 2),), swap_out=((3, 4), (5, 6)), copy=((7, 8),)),
     encode=(EncodeMedia(4, 0, 1), EncodeMedia(4, 2, 0)),
     drop_rows=(bytes(16), b"another picture."),
+    hit_comparisons=(
+        HitComparison(SequenceKey(4, 0), (CachedCopy(0, 30, b"six", 2), CachedCopy(1, 31, b"seven", -1))),
+        HitComparison(SequenceKey(4, 1), (), (CachedCopy(2, 5, b"eight", 3),)),
+    ),
 )
 PLAN_OF_NOBODY = StepPlan(9)
 FULL_SAMPLING = SamplingParams(
@@ -192,7 +197,7 @@ def test_every_record_field_is_among_changes():
     changed = {name for path, _ in CHANGES for name in re.findall(r"[a-z_]+", path)}
     records = (Admit, Abort, SetWeightVersion, FinishTransfers, WorkerEvent, EndWorkerEvent, CommitWeights)
     records += (ResetPrefixCache, FoundBlocks, MediaItem, EncodeMedia)
-    records += (Request, SamplingParams, StepPlan, BlockOps, StateOps)
+    records += (Request, SamplingParams, StepPlan, BlockOps, StateOps, HitComparison)
     listed = (SequenceData, SequenceDataDelta, SequenceGroupMetadata, SequenceGroupMetadataDelta)
     for record in (*records, *listed):
         missing = {spec.name for spec in sent_fields(record)} - changed

@@ -9,6 +9,7 @@ from test_codec import CHANGES, FULL_MESSAGE
 
 from spmd_worker.replica.lockstep.difference import first_difference, record_of
 from spmd_worker.replica.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.replica.sequence.hit_comparison import CachedCopy
 from spmd_worker.replica.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -28,6 +29,7 @@ PLAN = dataclasses.replace(
         for number in range(6)
     ),
 )
+COMPARISONS = PLAN.hit_comparisons
 EVENTS = (Admit(Request(7, tuple(range(10)), SamplingParams(), 0)),)
 MESSAGE = dataclasses.replace(FULL_MESSAGE, plan=PLAN, events=EVENTS)
 
@@ -125,6 +127,11 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
         (
             with_plan(state_ops=dataclasses.replace(PLAN.state_ops, copy=((7, 9),))),
             "state_ops.copy[0][1]: 8 on rank 0, 9 on rank 1",
+        ),
+        (
+            with_plan(hit_comparisons=(dataclasses.replace(COMPARISONS[0], blocks=(CachedCopy(0, 31, b"six", 2),)),)),
+            "hit_comparisons[0].blocks[0].number: 30 on rank 0, 31 on rank 1 "
+            "(hit_comparisons[0].blocks: 2 entries on rank 0, 1 on rank 1)",
         ),
         (
             with_group(5, sequences=(SequenceData(0, (), (1, 2, 3, 17), 0, 2, 1, 8),)),

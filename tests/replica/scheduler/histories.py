@@ -62,6 +62,7 @@ limits = st.fixed_dictionaries(
         "virtual_engines": st.sampled_from([1, 1, 2, 3, 4]),
         "ahead": st.sampled_from([0, 1]),
         "max_loras": st.sampled_from([1, 0, 1, 2]),
+        "verify_hits": st.sampled_from([0, 0, 1, 2]),
     }
 ).map(lambda drawn: {**drawn, "ahead": drawn["ahead"] if drawn["virtual_engines"] == 1 else 0})
 

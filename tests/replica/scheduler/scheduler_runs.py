@@ -94,6 +94,7 @@ class Run:
         grid: int = 8,
         interval: int = 0,
         media: MediaRowLimits = NO_MEDIA,
+        verify_hits: int = 0,
     ) -> None:
         """`snapshot_slots`: the model has recurrent states, and so many slots more than sequences run."""
         self.cache = CacheManager(
@@ -105,7 +106,7 @@ class Run:
             outside=None if saves_outside is None else OutsideTransfers(saves=saves_outside),
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens, slot_copy_tokens)
-        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras, interval, media)
+        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras, interval, media, verify_hits)
         num_slots = 0 if snapshot_slots is None else max_num_seqs + snapshot_slots
         self.slots = StateSlots(num_slots, host_slots, grid=grid) if num_slots else None
         self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy, *counts)
@@ -194,6 +195,10 @@ class Run:
         self.contents.run_step(plan.block_ops, [each.sequence for each in scheduled], joined)
         if self.slots is not None:
             self.states.run_step(plan.state_ops, [each.sequence for each in scheduled], joined)
+        for each in plan.hit_comparisons:
+            sequence = self.mirror.held(each.key)
+            self.contents.compare(sequence, each.blocks)
+            self.states.compare(sequence, each.states)
         self.scheduler.check_integrity()
         rows, token_ids = [], []
         for each in scheduled:

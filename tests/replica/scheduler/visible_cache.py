@@ -9,6 +9,7 @@ from collections.abc import Container, Sequence
 
 from kv_cache.block_ops import BlockOps
 from spmd_worker.replica.mirror.records import MirroredSequence
+from spmd_worker.replica.sequence.hit_comparison import CachedCopy
 from spmd_worker.replica.sequence.sequence import SequenceKey
 
 ROOT, RUBBISH, TO_BE_WRITTEN = -4, -2, -3
@@ -54,6 +55,14 @@ class VisibleCache:
             assert self.outside.setdefault(name, block) == block, f"{name.hex()} names two contents"
         for row in rows:
             self._check_history(row, is_new=SequenceKey(row.request.request_id, row.sample_index) in joined)
+
+    def compare(self, row: MirroredSequence, copies: tuple[CachedCopy, ...]) -> None:
+        """After a step: what it has computed again is what was found, in another block."""
+        for copy in copies:
+            block_id = row.block_ids[copy.block_index]
+            assert copy.number != block_id, f"block {block_id} is compared with itself"
+            cached, computed = self._device[copy.number], self._device[block_id]
+            assert cached == computed, f"block {copy.number} has {cached}, {block_id} has {computed}"
 
     def finish_transfer(self, number: int) -> None:
         """What was stored and loaded arrives, and not before; nothing where it has failed."""

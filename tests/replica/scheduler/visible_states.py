@@ -9,6 +9,7 @@ from collections.abc import Container
 
 from kv_cache.state_ops import StateOps
 from spmd_worker.replica.mirror.records import MirroredSequence
+from spmd_worker.replica.sequence.hit_comparison import CachedCopy
 from spmd_worker.replica.sequence.sequence import SequenceKey
 
 ZEROS, RUBBISH = -1, -2
@@ -51,6 +52,13 @@ class VisibleStates:
                 state = self._number((state, position, token_id, row.request.adapter, self._epoch))
             self._device[row.state_slot] = state
             self._right[row.key] = state, end
+
+    def compare(self, row: MirroredSequence, copies: tuple[CachedCopy, ...]) -> None:
+        """After a step: the state that it has computed again is the snapshot's, in another slot."""
+        for copy in copies:
+            assert copy.number != row.state_slot, f"slot {copy.number} is compared with itself"
+            cached, computed = self._device[copy.number], self._device[row.state_slot]
+            assert cached == computed, f"slot {copy.number} has state {cached}, slot {row.state_slot} {computed}"
 
     def _check(self, state: int, row: MirroredSequence, first: int, *, is_new: bool) -> None:
         where = f"state in slot {row.state_slot} of request {row.request.request_id}, sample {row.sample_index}"

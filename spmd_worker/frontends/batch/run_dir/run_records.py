@@ -95,4 +95,5 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         num_media_rows=limits.media.num_rows,
         max_encode_patches=limits.media.max_encode_patches,
         sees_whole_image=limits.media.sees_whole_image,
+        verify_hits=limits.verify_hits,
     )
