@@ -36,7 +36,6 @@ class EngineModelConfig:
     is_multimodal_model = False
     is_encoder_decoder = False
     is_attention_free = False
-    uses_mrope = False
     max_logprobs = MAX_LOGPROBS
 
     def __init__(self, resolved: ResolvedRun, dtype: Any) -> None:
@@ -49,6 +48,8 @@ class EngineModelConfig:
         self.logprobs_mode = resolved.config.model.logprobs_mode
         self.architecture = resolved.model_config.architecture
         self.architectures = [self.architecture]
+        vision = resolved.model_config.vision
+        self.uses_mrope = vision is not None and vision.has_three_positions
         self.runner_type = "generate" if resolved.model_config.pooling is None else "pooling"
 
     def __getattr__(self, name: str) -> Any:

@@ -231,7 +231,7 @@ def test_sections_turn_pairs_by_their_positions():
     # Those of the classes, where they fit.
     assert sections_of(QWEN_VL, None).sections == (24, 20, 20)
     assert sections_of(OTHER_VL, None).sections == ()
-    assert sections_of({**OTHER_VL, "hidden_size": 512}, None).sections == (16, 24, 24)
+    assert sections_of({**OTHER_VL, "head_dim": 128}, None).sections == (16, 24, 24)
     positions = torch.arange(7) + torch.tensor([[0], [100], [2000]])
     for rope in (interleaved, one_by_one):
         rotary = RotaryEmbedding(rope, 100, CPU)
