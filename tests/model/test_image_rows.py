@@ -14,12 +14,15 @@ import torch
 from delta_checkpoints import delta_folder, delta_reference
 from expert_checkpoints import expert_folder, expert_reference
 from family_checkpoints import family_folder, family_reference
-from image_rows import ImageRow, ImageRun, image_model, image_row
+from image_rows import ImageRow, ImageRun, image_model, image_row, image_stages
 from reference_models import random_prompt, relative_error
+from thread_groups import on_ranks
 from torch import Tensor
 
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.topology import Stage
 from spmd_worker.worker.runner.image_layout import rope_positions
 
 TOLERANCE = 1e-4
@@ -161,3 +164,45 @@ def test_rows_have_one_answer_in_any_steps(name: str, dtype: str):
         assert same(ImageRun([model], rows).finish(chunk, is_fused=chunk != 16), whole), chunk
     for row, expected in zip(rows, whole, strict=True):
         assert same(ImageRun([model], [row]).finish(), [expected]), "alone"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_images"])
+def test_prefix_hit_inside_an_image_changes_nothing(name: str):
+    run = ImageRun([model_of(name)], rows_of(name)[:2])
+    cold = run.finish()
+    for num_cached in (16, 6):
+        run.forget(num_cached)
+        assert same(run.finish(), [each[num_cached:] for each in cold]), num_cached
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_images"])
+def test_stages_and_ranks_have_the_answers_of_one(name: str):
+    """Stages behind the first have positions and sight from the request."""
+    case, rows = CASES[name], rows_of(name)
+    numbers = {**case.numbers, "num_added": case.num_added}
+    num_layers = model_of(name).model_config.num_layers
+    whole = Stage(0, num_layers, is_first=True, is_last=True)
+    alone = ImageRun(image_stages(case.folder(name), whole, **numbers), rows).finish(16)
+    cut = (Stage(0, 3, is_first=True, is_last=False), Stage(3, num_layers, is_first=False, is_last=True))
+    assert same(ImageRun(image_stages(case.folder(name), *cut, **numbers), rows).finish(16), alone)
+
+    def run(group: GroupHandle) -> list[Tensor]:
+        models = image_stages(case.folder(name), whole, group=group, **numbers)
+        num_owned = models[0].lm_head.shard.num_owned
+        return [each[:, :num_owned] for each in ImageRun(models, rows).finish()]
+
+    found = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
+    errors = [relative_error(each, logits_of(name, number)) for number, each in enumerate(found)]
+    assert max(errors) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_added", [3, 4])
+def test_last_layer_leaves_out_tokens_of_images(num_added: int):
+    """Rows may be added behind the last layer too."""
+    model, config = model_of("qwen3_vl"), model_of("qwen3_vl").model_config
+    assert config.num_layers == 4
+    row = image_row(random_prompt(40, seed=3, vocab_size=config.vocab_size), IMAGES, config.hidden_size, num_added)
+    whole = ImageRun([model], [row]).finish()[0]
+    assert torch.equal(ImageRun([model], [row], leaves_out=True).finish()[0], whole[-1:])
+    without = replace(row, added=(0 * row.added[0], *row.added[1:]))
+    assert not torch.equal(ImageRun([model], [without], leaves_out=True).finish()[0], whole[-1:])

@@ -17,14 +17,20 @@ from torch import Tensor
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import LayerCaches
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import StepMedia
+from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.model_config.vision_config import VisionConfig
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.topology import Stage
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.worker.runner.batch import build_batch
+from spmd_worker.worker.runner.batch import build_batch, wanted_tokens
 
 IMAGE_ID = 10**6
 """Beyond every vocabulary."""
@@ -71,6 +77,19 @@ def image_model(folder: Path, dtype: str = "float32", change: Any = None, **numb
     return load_model(folder, config if change is None else change(config), dtype)
 
 
+def image_stages(
+    folder: Path, *stages: Stage, group: GroupHandle | None = None, **numbers: Any
+) -> list[DecoderForCausalLM]:
+    """Stages of the model, in plain torch, not packed."""
+    config = with_vision(read_model_files(folder).model_config, **numbers)
+    options = (ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
+    models = [build_model(LayerContext(group or single_group(), *options), config, stage) for stage in stages]
+    for model in models:
+        with model.weights.open(folder) as checkpoint:
+            model.weights.fill(checkpoint)
+    return models
+
+
 def with_vision(config: ModelConfig, **numbers: Any) -> ModelConfig:
     vision = config.vision or VisionConfig("", IMAGE_ID)
     return replace(config, vision=replace(vision, **numbers))
@@ -79,11 +98,12 @@ def with_vision(config: ModelConfig, **numbers: Any) -> ModelConfig:
 @dataclass(slots=True)
 class ImageRun:
     """Rows in a cache of their own, computed together. `models` are the stages of a pipeline. Whatever was not written
-    is NaN.
+    is NaN. `leaves_out`: only the last tokens of a step have logits.
     """
 
     models: Sequence[DecoderForCausalLM]
     rows: Sequence[ImageRow]
+    leaves_out: bool = False
     sequences: list[MirroredSequence] = field(init=False)
     caches: list[LayerCaches] = field(init=False)
     states: list[list[Any]] = field(init=False)
@@ -105,6 +125,11 @@ class ImageRun:
         row = self.rows[index]
         return Request(RequestId(index), row.token_ids, SamplingParams(temperature=0), index, media=row.media)
 
+    def forget(self, num_tokens: int) -> None:
+        """As a prefix hit leaves rows: the first tokens' keys and values are there."""
+        for each in self.sequences:
+            each.num_computed_tokens = num_tokens
+
     def finish(self, chunk: int | None = None, *, is_fused: bool = True) -> list[Tensor]:
         """Logits [tokens, vocabulary] of each row, from its first uncomputed token on."""
         parts: list[list[Tensor]] = [[] for _ in self.rows]
@@ -124,10 +149,13 @@ class ImageRun:
         for model, cache, states in zip(self.models, self.caches, self.states, strict=True):
             options = {"is_fused": is_fused, "rope_positions": batch.rope_positions, "states": states}
             options["media"] = media if model.stage.is_first else None
+            if self.leaves_out:
+                found = wanted_tokens([each._replace(num_samples=1) for each in scheduled], batch)
+                options["wanted"] = None if found is None else found[0]
             hidden = model(*tokens, cache, batch.attention, hidden, **options)
         assert hidden is not None
         logits = self.models[-1].compute_logits(hidden)[:, : config.vocab_size].float()
-        starts = batch.attention.query_starts
+        starts = range(len(scheduled) + 1) if self.leaves_out else batch.attention.query_starts
         for each in scheduled:
             each.sequence.num_computed_tokens += each.num_scheduled_tokens
         rows = [int(each.sequence.request.request_id) for each in scheduled]
