@@ -91,11 +91,17 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
             "config.json is enough)"
         )
     location = find_model(config)
-    resolved = resolve(config, read_model_files(location.folder), device_type, location)
+    files = read_model_files(location.folder, with_images=takes_images(config))
+    resolved = resolve(config, files, device_type, location)
     if config.plan:
         return resolved
     tokenizer = Tokenizer.open_if_present(location.folder)
     return replace(resolved, tokenizer=tokenizer, model_config=_with_tokenizer_eos(resolved.model_config, tokenizer))
+
+
+def takes_images(config: RunConfig) -> bool:
+    """Whether rows may have images: only then the tower of a model is loaded."""
+    return bool(getattr(config.limits, "max_images", 0))
 
 
 def _with_tokenizer_eos(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -43,7 +43,8 @@ class TowerConfig:
 
     The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens`
     is the number of tokens of a square. `pinpoints` are the sizes of pictures made of squares, in pixels, and pictures
-    of more than `max_crops` squares are resampled to that (LLaVA-OneVision). `keeps_class_token` is of towers with one.
+    of more than `max_crops` squares are resampled to that (LLaVA-OneVision). `drops_first_row`: the first of a square's
+    rows, a class token's, takes no token.
     """
 
     names: TowerNames
@@ -66,7 +67,7 @@ class TowerConfig:
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     added_layers: tuple[int, ...] = ()
-    keeps_class_token: bool = False
+    drops_first_row: bool = False
     projector_size: int = 0
     projector_activation: str = "gelu"
     projector_has_bias: bool = True

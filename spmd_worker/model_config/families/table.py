@@ -164,7 +164,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,
-        models="Gemma 3, the text of 4B to 27B",
+        models="Gemma 3: 4B to 27B",
+        vision="gemma3",
         names=inside_language_model(_GEMMA3.names),
         text=TextPart(ties_by_default=True),
     ),

@@ -274,8 +274,8 @@ class Kernels(Protocol):
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """[T, I] -> [T, I]: `activation` is "silu", "gelu_tanh", "gelu" (https://arxiv.org/abs/1606.08415), "relu" or
-        "relu2", its square (https://arxiv.org/abs/2109.08668).
+        """[T, I] -> [T, I]: `activation` is "silu", "gelu_tanh", "gelu" (https://arxiv.org/abs/1606.08415), "relu",
+        "relu2", its square (https://arxiv.org/abs/2109.08668), or "quick_gelu", x * sigmoid(1.702 * x).
         """
 
     def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:

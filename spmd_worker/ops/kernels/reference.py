@@ -111,6 +111,8 @@ class ReferenceKernels:
             return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
         if activation in ("relu", "relu2"):
             return x.relu() if activation == "relu" else x.relu().square()
+        if activation == "quick_gelu":
+            return x * torch.sigmoid(1.702 * x)
         assert activation == "silu", activation
         return F.silu(x)
 

@@ -91,7 +91,7 @@ def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
 @each_library
 @each_dtype
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu"])
 def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activation):
     kernels, gate_up = kernels_for(instruction_set), numbers(37, 2 * size, dtype=dtype)
     rounding = 2e-6 if dtype == torch.float32 else 2**-7

@@ -45,7 +45,7 @@ _FUNCTIONS = (
 )
 """Functions that the library has for every dtype."""
 _HEADS_NDIM = 5  # of the weights of heads in panels
-_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # numbered as in rows.cpp
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu")  # numbered as in rows.cpp
 
 
 def cpu_kernels(dtype: torch.dtype, *, has_argmax_prefilter: bool = False) -> tuple[Kernels, str | None]:
