@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MAX_EXPLAINED: Final = 200
+_WEBP_HEADER_BYTES: Final = 30
 _STRIP_PIXELS: Final = 1 << 20
 """Pixels that are composited at a time."""
 
@@ -35,9 +36,23 @@ def decode(data: bytes, limits: MediaLimits) -> Pixels:
     if len(data) > limits.max_image_bytes:
         message = f"the image has {len(data):,} bytes: limits.max_image_bytes={limits.max_image_bytes}"
         raise MediaError("image_too_large", message)
+    canvas = _webp_canvas(data)
+    if canvas is not None:
+        check_size(*canvas, limits)
     image = _opened(data, limits)
-    check_size(image.height, image.width, limits)
     return pixels_of(image, limits)
+
+
+def _webp_canvas(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of a WebP file; None for others. Opening one allocates its canvas, before the size is known."""
+    if len(data) < _WEBP_HEADER_BYTES or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    if data[12:16] == b"VP8X":
+        return int.from_bytes(data[27:30], "little") + 1, int.from_bytes(data[24:27], "little") + 1
+    if data[12:16] == b"VP8L":
+        sides = int.from_bytes(data[21:25], "little")
+        return (sides >> 14 & 0x3FFF) + 1, (sides & 0x3FFF) + 1
+    return int.from_bytes(data[28:30], "little") & 0x3FFF, int.from_bytes(data[26:28], "little") & 0x3FFF
 
 
 def _opened(data: bytes, limits: MediaLimits) -> "Image":

@@ -1,0 +1,215 @@
+"""Numbers of image processors as they are read from a model folder."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from media_models import MODELS, PINPOINTS, media_folder, media_processor
+
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media.image_processor import (
+    CLIP_MEAN,
+    CLIP_STD,
+    HALVES,
+    ImageProcessor,
+    processor_of,
+    read_image_processor,
+)
+from spmd_worker.model_config.vision_config import VisionConfig
+
+EXPECTED = {
+    "qwen3_vl": ImageProcessor("qwen3_vl", 16, HALVES, HALVES, merge_size=2, min_pixels=4096, max_pixels=65536),
+    "qwen2_5_vl": ImageProcessor(
+        "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
+    ),
+    "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
+    "llava": ImageProcessor("llava", 14, CLIP_MEAN, CLIP_STD, side=84, tokens_per_crop=36, short_edge=84),
+    "llava_onevision": ImageProcessor(
+        *("llava_onevision", 14, CLIP_MEAN, CLIP_STD),
+        side=84,
+        tokens_per_crop=36,
+        pinpoints=tuple((height, width) for height, width in PINPOINTS),
+        max_crops=4,
+    ),
+    "internvl": ImageProcessor(
+        "internvl", 14, CLIP_MEAN, CLIP_STD, side=56, tokens_per_crop=4, min_crops=1, max_crops=6
+    ),
+    "mistral3": ImageProcessor("mistral3", 14, CLIP_MEAN, CLIP_STD, merge_size=2, longest_edge=140),
+    "pixtral": ImageProcessor("pixtral", 16, CLIP_MEAN, CLIP_STD, longest_edge=128),
+    "smolvlm": ImageProcessor(
+        *("smolvlm", 8, HALVES, HALVES),
+        resampling="lanczos",
+        longest_edge=128,
+        side=64,
+        tokens_per_crop=16,
+        splits=True,
+    ),
+}
+
+
+def read(folder: Path, kind: str, overrides: dict[str, Any] | None = None) -> ImageProcessor:
+    return read_image_processor(folder, VisionConfig(kind, 1), overrides)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_image_processor_has_numbers_of_its_files(kind: str, tmp_path: Path):
+    processor = media_processor(tmp_path, kind)
+    assert processor == EXPECTED[kind]
+    assert processor_of(json.loads(json.dumps(asdict(processor)))) == processor
+
+
+def test_nested_settings_come_before_the_older_file(tmp_path: Path):
+    folder = media_folder(tmp_path, "qwen3_vl", {"size": {"shortest_edge": 1, "longest_edge": 2}})
+    nested = {"image_processor": MODELS["qwen3_vl"].settings, "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(nested))
+    assert read(folder, "qwen3_vl") == EXPECTED["qwen3_vl"]
+    # A file of the processor of text alone.
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+    assert read(folder, "qwen3_vl").max_pixels == 2
+
+
+# Files that leave everything out: their class's defaults, where the tower's agree.
+THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
+    "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
+    "llava": (
+        {"vision_config": {"patch_size": 14}},
+        {},
+        {"side": 224, "short_edge": 224, "patch_size": 14, "tokens_per_crop": 256},
+    ),
+    "llava_onevision": ({}, {}, {"side": 384, "tokens_per_crop": 729, "max_crops": 9, "patch_size": 14}),
+    "internvl": (
+        {},
+        {"size": {"height": 448, "width": 448}},
+        {"side": 448, "tokens_per_crop": 256, "min_crops": 1, "max_crops": 12},
+    ),
+    "mistral3": ({"model_type": "mistral3"}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2}),
+    "pixtral": ({"model_type": "llava"}, {}, {"longest_edge": 1024, "patch_size": 16, "merge_size": 1}),
+    "smolvlm": (
+        {"vision_config": {"image_size": 364, "patch_size": 14}},
+        {},
+        {"side": 364, "longest_edge": 1456, "tokens_per_crop": 169, "splits": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", THINNED)
+def test_missing_keys_have_defaults_of_their_class(kind: str, tmp_path: Path):
+    config, settings, expected = THINNED[kind]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    found = asdict(read(tmp_path, kind))
+    assert {key: found[key] for key in expected} == expected
+    if kind == "llava_onevision":
+        assert (len(found["pinpoints"]), found["pinpoints"][6]) == (36, (768, 384))
+
+
+def test_siglip_tower_of_llava_takes_squeezed_squares(tmp_path: Path):
+    """Its processor cuts nothing out, and its tower has no class token."""
+    vision = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
+    settings = {"size": {"height": 84, "width": 84}, "crop_size": None}
+    processor = media_processor(
+        tmp_path, "llava", settings, vision_config=vision, vision_feature_select_strategy="full"
+    )
+    assert processor == replace(EXPECTED["llava"], short_edge=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "changes"),
+    [
+        ("qwen3_vl", {"max_pixels": 8192}, {"max_pixels": 8192}),
+        ("qwen3_vl", {"min_pixels": 1024, "max_pixels": 2048}, {"min_pixels": 1024, "max_pixels": 2048}),
+        ("qwen2_5_vl", {"size": {"shortest_edge": 1, "longest_edge": 9}}, {"min_pixels": 1, "max_pixels": 9}),
+        ("internvl", {"max_patches": 2}, {"max_crops": 2}),
+        ("pixtral", {"size": {"longest_edge": 64}}, {"longest_edge": 64}),
+        ("smolvlm", {"do_image_splitting": False, "size": {"longest_edge": 64}}, {"splits": False, "longest_edge": 64}),
+        ("gemma3", {"max_pixels": None}, None),
+    ],
+)
+def test_overrides_replace_numbers_of_the_files(
+    kind: str, overrides: dict[str, Any], changes: dict[str, Any] | None, tmp_path: Path
+):
+    folder = media_folder(tmp_path, kind)
+    if changes is None:
+        with pytest.raises(ModelConfigError, match="max_pixels is not supported for gemma3: its sizes are those"):
+            read(folder, kind, overrides)
+    else:
+        assert read(folder, kind, overrides) == replace(EXPECTED[kind], **changes)
+
+
+BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("qwen3_vl", {"patch_size": 14}, {}, r"patch_size=14 must be the size that the tower has, vision_config's 16"),
+    ("qwen3_vl", {"merge_size": 4}, {}, r"merge_size=4 must be the size"),
+    ("qwen3_vl", {"min_pixels": "many"}, {}, r"min_pixels=.many. must be a whole number"),
+    ("qwen3_vl", {"min_pixels": 99_999}, {}, r"min_pixels=99999 asks for at least 99999 pixels .* at most 65536"),
+    ("qwen3_vl", {"size": {"longest_edge": 99}}, {}, r"size.shortest_edge=None must be a whole number"),
+    ("qwen3_vl", {"size": [1]}, {}, r"size=.*must be an object"),
+    ("qwen3_vl", {"size": {"shortest_edge": 1, "longest_edge": 1 << 40}}, {}, r"size.longest_edge=1099511627776"),
+    ("qwen3_vl", {"image_mean": [0.5, 0.5]}, {}, r"image_mean=.* must list 3 numbers"),
+    ("qwen3_vl", {"image_std": [0.5, 0, 0.5]}, {}, r"image_std=.* must list 3 numbers of at least"),
+    ("qwen3_vl", {"image_std": "half"}, {}, r"image_std"),
+    ("qwen3_vl", {"rescale_factor": 0}, {}, r"rescale_factor=0 must be a number"),
+    ("qwen3_vl", {"resample": 0}, {}, r"resample=0 is not supported, only 1 or 2 or 3"),
+    ("qwen3_vl", {"do_resize": False}, {}, r"do_resize=False is not supported, only true"),
+    ("qwen3_vl", {"do_normalize": False}, {}, r"do_normalize=False"),
+    ("gemma3", {"do_pan_and_scan": True}, {}, r"do_pan_and_scan=True is not supported"),
+    ("gemma3", {"size": {"height": 112, "width": 84}}, {}, r"size=.* must be a square"),
+    ("gemma3", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 112, not 84"),
+    ("gemma3", {}, {"mm_tokens_per_image": 15}, r"mm_tokens_per_image=15 must be a square that divides the 8 x 8"),
+    ("llava", {"crop_size": {"height": 70, "width": 70}}, {}, r"crop_size=.*must be the size"),
+    ("llava", {"size": {"shortest_edge": 70}}, {}, r"size=.*must be at least the 84 of crop_size"),
+    ("llava", {}, {"vision_feature_select_strategy": "some"}, r"vision_feature_select_strategy"),
+    ("llava_onevision", {"image_grid_pinpoints": [[84, 90]]}, {}, r"must have multiples of 84"),
+    ("llava_onevision", {"image_grid_pinpoints": [84]}, {}, r"must list pairs"),
+    ("llava_onevision", {"image_grid_pinpoints": [[84, 84]]}, {}, r"must be those of config.json"),
+    ("llava_onevision", {}, {"vision_aspect_ratio": "square"}, r"vision_aspect_ratio=.*must be anyres_max_"),
+    ("llava_onevision", {}, {"vision_feature_select_strategy": "default"}, r"only full"),
+    ("internvl", {"max_patches": 0}, {}, r"max_patches=0 must be a whole number from 1"),
+    ("internvl", {"max_patches": 10**9}, {}, r"max_patches"),
+    ("internvl", {}, {"downsample_ratio": 0.3}, r"downsample_ratio=0.3 must divide the 4 patches"),
+    ("internvl", {}, {"vision_config": {"image_size": [56, 28]}}, r"vision_config.image_size=.*must be a whole number"),
+    ("mistral3", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
+    ("smolvlm", {"max_image_size": {"longest_edge": 32}}, {}, r"max_image_size=.*must be the size"),
+    ("smolvlm", {}, {"scale_factor": 3}, r"scale_factor=3 must divide the 8 patches"),
+    ("smolvlm", {"do_image_splitting": "no"}, {}, r"do_image_splitting=.no. must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "config", "message"), BAD)
+def test_bad_number_is_named_with_its_rule(
+    kind: str, settings: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
+):
+    with pytest.raises(ModelConfigError, match=message):
+        media_processor(tmp_path, kind, settings, **config)
+
+
+def test_bad_override_is_named_as_one(tmp_path: Path):
+    folder = media_folder(tmp_path, "qwen3_vl")
+    for overrides, message in (
+        ({"max_pixels": 0}, r"mm_processor_kwargs: max_pixels=0 must be a whole number"),
+        (
+            {"do_pan_and_scan": True},
+            r"do_pan_and_scan is not supported for qwen3_vl: only min_pixels, max_pixels, size",
+        ),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            read(folder, "qwen3_vl", overrides)
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path):
+    folder = media_folder(tmp_path, "gemma3")
+    path = folder / "preprocessor_config.json"
+    path.write_text("{")
+    with pytest.raises(ModelConfigError, match=r"preprocessor_config.json is not JSON"):
+        read(folder, "gemma3")
+    path.unlink()
+    with pytest.raises(ModelConfigError, match=r"neither processor_config.json .* limits.max_images=0"):
+        read(folder, "gemma3")
+    path.mkdir()
+    with pytest.raises(ModelConfigError, match="not a regular file"):
+        read(folder, "gemma3")
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelConfigError, match=r"config.json does not exist"):
+        read(folder, "gemma3")
