@@ -4,6 +4,7 @@ A block's hash covers everything that its bytes depend on:
 
     its own tokens, and all before them     the hash of the previous block, and the tokens
     rows given in place of tokens           the digests of their contents, beside the tokens (`GivenRows`)
+    the images among its tokens             their names, which cover pixels and preparing, as such rows
     the weights                             `weight_version`, in the root
     the adapter                             `adapter_id`, in the root
     how its row's positions are rotated     `rope_regime`, in the root: fixed when the row is admitted

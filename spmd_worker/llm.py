@@ -196,7 +196,10 @@ class LLM:
         return self.llm_engine.executor.sleeping_tags
 
     def reset_mm_cache(self) -> None:
-        """No effect: text models have no multimodal cache."""
+        """Drop the rows of all images, on every rank: those that are needed later are made again, with the same bits.
+        Under torchrun the call of each replica's first rank takes effect. No effect in a model that takes no images.
+        """
+        self.llm_engine.reset_mm_cache()
 
     def reinitialize_distributed(
         self,

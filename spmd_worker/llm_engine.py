@@ -203,7 +203,15 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                 number = self._add_pooled(encoded, params, text, adapter)
             else:
                 given = (encoded.token_ids, encoded.salted(params))
-                number = self.requests.add(*given, prompt=text, adapter=adapter, rows=encoded.rows, virtual=virtual)
+                number = self.requests.add(
+                    *given,
+                    prompt=text,
+                    adapter=adapter,
+                    rows=encoded.rows,
+                    virtual=virtual,
+                    media=encoded.media,
+                    media_items=encoded.media_items,
+                )
                 self._named.track(number, params, text)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
@@ -229,9 +237,17 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
         token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
-        self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows)
-        given = (token_ids, sampling)
-        return self.requests.admit(*given, prompt=text, pooling=encoded.pooling, adapter=adapter, rows=encoded.rows)
+        items = encoded.media_items
+        self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows, media_items=items)
+        return self.requests.admit(
+            *(token_ids, sampling),
+            prompt=text,
+            pooling=encoded.pooling,
+            adapter=adapter,
+            rows=encoded.rows,
+            media=encoded.media,
+            media_items=items,
+        )
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
         """End requests at the next step; their outputs so far are returned with finish reason "abort". Names without an
@@ -317,9 +333,6 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
     def is_sleeping(self) -> bool:
         """Whether weights or cache are asleep."""
         return self.executor.is_sleeping
-
-    def reset_mm_cache(self) -> None:
-        """No effect: text models have no multimodal cache."""
 
     def reset_encoder_cache(self) -> None:
         """No effect: text models have no encoder cache."""

@@ -23,6 +23,7 @@ from spmd_worker.replica.sequence.events import (
     CommittedWith,
     EndWorkerEvent,
     Event,
+    ResetMediaRows,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
@@ -80,6 +81,15 @@ class Changes:
             if not self.weights.is_held:
                 self.commit_weights()
             self._calls.queue(ResetPrefixCache())
+
+    def reset_media_rows(self) -> None:
+        """Drop the rows of all images, on every rank, with the next step but one. Requests make what they need again;
+        no effect in a model that takes no images.
+        """
+        with self._calls.inside("reset_mm_cache"):
+            self._life.check_not_closed()
+            if self._requests.limits.media.num_rows:
+                self._calls.queue(ResetMediaRows())
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """`LLM.apply_model` on this executor. Invalidates the prefix cache, even if `func` raises."""

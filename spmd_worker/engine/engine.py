@@ -95,9 +95,9 @@ class Engine:
         self.life = Life(executor, lockstep, channels, watchdog, self.times.heartbeat)
         # Only the leader's rows are computed with, and its worker adds them to the embeddings.
         hold_rows = (lambda *rows: executor.hold_rows(*rows)) if channel.rank == 0 else (lambda *rows: None)
-        self.requests = Requests(
-            resolved, self.calls, self.life, scheduler.adapters, scheduler.prompt_adapters, hold_rows
-        )
+        hold_media = (lambda *image: executor.hold_media(*image)) if channel.rank == 0 else (lambda *image: None)
+        adapters = (scheduler.adapters, scheduler.prompt_adapters)
+        self.requests = Requests(resolved, self.calls, self.life, *adapters, hold_rows, hold_media)
         self.limits = replace(self.requests.limits, images=open_image_prompts(resolved))
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(
@@ -305,6 +305,10 @@ class Engine:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Same as `LLM.wake_up`."""
         self.changes.wake_up(tags, self.run_step)
+
+    def reset_mm_cache(self) -> None:
+        """Same as `LLM.reset_mm_cache`."""
+        self.changes.reset_media_rows()
 
     def follow(self) -> None:
         """Run steps until rank 0 calls `close_followers`: the loop of a rank without requests of its own. Call it again

@@ -14,10 +14,12 @@ from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.events import Abort, Admit
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, InputRows, PromptRows
+from spmd_worker.replica.sequence.media_items import MediaItem, shifted
 from spmd_worker.replica.sequence.outputs import RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens, digest_in
@@ -27,13 +29,14 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.memory.media_memory import media_row_limits
 
 
 class Requests:
     """Requests added on this rank. Only rank 0's are answered: other ranks count the requests of its events.
 
-    Any thread may call `add`, `admit` and `abort` while another one steps. `hold_rows` gives the workers the rows of a
-    request that is admitted here.
+    Any thread may call `add`, `admit` and `abort` while another one steps. `hold_rows` and `hold_media` give the
+    workers the rows and the pixels of a request that is admitted here.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Requests:
         adapters: AdapterRegistry,
         prompt_adapters: AdapterRegistry,
         hold_rows: Callable[[int, bytes, bytes], None] = lambda *rows: None,
+        hold_media: Callable[[int, int, PreparedImage], None] = lambda *image: None,
     ) -> None:
         model_config, tokenizer = resolved.model_config, resolved.tokenizer
         self.limits = RequestLimits(
@@ -59,8 +63,9 @@ class Requests:
                 _folder_of_input(resolved.config.job.input),
                 needs_ids=model_config.num_layer_inputs > 0,
             ),
+            media=media_row_limits(resolved),
         )
-        self._hold_rows = hold_rows
+        self._hold_rows, self._hold_media = hold_rows, hold_media
         self.num_requests = 0
         self.num_calls = 0
         """Number of calls with a list of prompts: the same on every rank."""
@@ -115,9 +120,10 @@ class Requests:
         pooling: PoolingParams | None = None,
         rows: PromptRows | None = None,
         num_virtual: int = 0,
+        media_items: Sequence[MediaItem] = (),
     ) -> None:
         """Raise ValueError for a request that cannot be answered, TypeError for an invalid type. Local to this rank."""
-        self.limits.check(prompt_token_ids, sampling, pooling, rows, num_virtual)
+        self.limits.check(prompt_token_ids, sampling, pooling, rows, num_virtual, media_items)
         self._normalised(sampling)
 
     def add(
@@ -131,6 +137,8 @@ class Requests:
         adapter: int = 0,
         rows: PromptRows | None = None,
         virtual: VirtualTokens | None = None,
+        media: Sequence[PreparedImage] = (),
+        media_items: Sequence[MediaItem] = (),
     ) -> RequestId:
         """Check a request, with the errors of `check`, and queue it (`admit`)."""
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
@@ -139,7 +147,7 @@ class Requests:
         prompt, custom_id = plain_text(prompt), plain_text(custom_id)
         num_virtual = 0 if virtual is None else virtual.num_tokens
         prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling, rows, num_virtual)
-        self.check(prompt_token_ids, sampling, rows=rows, num_virtual=num_virtual)
+        self.check(prompt_token_ids, sampling, rows=rows, num_virtual=num_virtual, media_items=media_items)
         return self.admit(
             prompt_token_ids,
             sampling,
@@ -149,6 +157,8 @@ class Requests:
             adapter=adapter,
             rows=rows,
             virtual=virtual,
+            media=media,
+            media_items=media_items,
         )
 
     def admit(
@@ -165,13 +175,15 @@ class Requests:
         adapter: int = 0,
         rows: PromptRows | None = None,
         virtual: VirtualTokens | None = None,
+        media: Sequence[PreparedImage] = (),
+        media_items: Sequence[MediaItem] = (),
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
         `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
         from its length and parameters. `pooling` is normalised (`resolve_pooling`), with the `sampling` of
         `pooled_sampling`. `adapter` is the digest of a loaded LoRA adapter (`Adapters.digest_of`), 0 for none; raises
         AdapterError for one that is not loaded any more. `rows` are computed in place of the first ids, and the
-        `virtual` tokens of a loaded prompt adapter before all.
+        `virtual` tokens of a loaded prompt adapter before all. `media_items` are the tokens of the images `media`.
         """
         with self._calls.queueing("add_request"):
             self._life.check_not_closed()
@@ -179,10 +191,12 @@ class Requests:
             self._check_adapter(adapter)
             token_ids: tuple[int, ...] = tuple(prompt_token_ids)
             given_rows: tuple[InputRows, ...] = () if rows is None else (rows.at(0),)
+            items, num_virtual = tuple(media_items), 0 if virtual is None else virtual.num_tokens
             if virtual is not None:
                 self._check_prompt_adapter(virtual.digest)
                 token_ids = (PLACEHOLDER,) * virtual.num_tokens + token_ids
                 given_rows = (virtual.rows, *[replace(each, start=virtual.num_tokens) for each in given_rows])
+                items = shifted(items, num_virtual)
             seed, request_id = self._resolved.config.seed, RequestId(self.num_requests)
             if custom_id is None and index is None:
                 stream = unnamed_stream(seed, sampling.seed, self.num_unnamed)
@@ -192,9 +206,12 @@ class Requests:
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
             regime = self.rope_regime(len(token_ids), sampling) if rope_regime is None else rope_regime
             given = (token_ids, self._normalised(sampling), stream, regime, pooling, adapter, given_rows)
-            request = Request(request_id, *given, 0 if virtual is None else virtual.num_tokens)
+            request = Request(request_id, *given, num_virtual, items)
+            assert [each.media_id for each in items] == [each.media_id for each in media], request_id
             if rows is not None:
                 self._hold_rows(request_id, rows.content, rows.data)
+            for number, image in enumerate(media):
+                self._hold_media(request_id, number, image)
             self.num_requests += 1
             self._prompts[request_id] = prompt
             for digest in adapters_of(request):

@@ -53,6 +53,7 @@ from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.worker.device import check_gpus_not_shared, device_type
 from spmd_worker.worker.memory.estimate import block_copy_tokens, model_snapshot_interval, slot_copy_tokens
+from spmd_worker.worker.memory.media_memory import media_row_limits
 from spmd_worker.worker.memory.plan import check_cache_setting, num_tier_blocks
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
@@ -296,6 +297,7 @@ def _new_replica(
         keeps_histories,
         0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
         model_snapshot_interval(model_config, dtype),
+        media_row_limits(resolved),
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
     return new_scheduler(limits, sizes, *given, *adapters, outside)

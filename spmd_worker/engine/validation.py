@@ -11,7 +11,9 @@ from spmd_worker.engine.request_error import RequestError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
+from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.replica.sequence.input_rows import PromptRows
+from spmd_worker.replica.sequence.media_items import MediaItem, check_media
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_task
 from spmd_worker.replica.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.replica.sequence.resolved_params import truncated_prompt
@@ -54,8 +56,8 @@ def _as_request_id(value: Any) -> RequestId:
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
-    which are rejected without it; `rows` reads prompts of embeddings, `images` images. With `pooling` all rows are
-    pooled.
+    which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
+    `pooling` all rows are pooled.
     """
 
     vocab_size: int
@@ -65,6 +67,7 @@ class RequestLimits:
     pooling: PoolingConfig | None = None
     rows: EmbedsReader | None = None
     images: ImagePrompts | None = None
+    media: MediaRowLimits = NO_MEDIA
 
     def truncate(
         self,
@@ -92,9 +95,11 @@ class RequestLimits:
         pooling: PoolingParams | None = None,
         rows: PromptRows | None = None,
         num_virtual: int = 0,
+        media_items: Sequence[MediaItem] = (),
     ) -> None:
         """Raise RequestError for the first invalid value, TypeError for an invalid type. The first of the ids are
-        placeholders of `rows`; the prompt follows `num_virtual` tokens of a prompt adapter.
+        placeholders of `rows`; the prompt follows `num_virtual` tokens of a prompt adapter. `media_items` are its
+        images.
         """
         check_sampling(sampling)
         self.check_runner(pooling)
@@ -102,6 +107,8 @@ class RequestLimits:
             message = "prompt_logprobs are those of token ids, and prompt_embeds have none: leave prompt_logprobs out"
             raise RequestError("conflicting_keys", message)
         self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual)
+        if media_items:
+            self._check_media(media_items, len(prompt_token_ids))
         sampling.check()
         self._check_sampling(sampling)
 
@@ -168,6 +175,15 @@ class RequestLimits:
         if num_virtual + len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
             count = str(len(prompt_token_ids))
             raise self._too_long(f"{num_virtual} virtual and {count}" if num_virtual else count)
+
+    def _check_media(self, media_items: Sequence[MediaItem], num_tokens: int) -> None:
+        code, message = self.media.refusal(media_items)
+        if code:
+            raise RequestError(code, message)
+        try:
+            check_media(media_items, num_tokens)
+        except ValueError as error:
+            raise RequestError("placeholder_mismatch", str(error)) from None
 
     def _too_long(self, count: str) -> RequestError:
         held = "the prompt: truncate it with truncate_prompt_tokens=-1,"

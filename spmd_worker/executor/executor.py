@@ -17,6 +17,8 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, ReplicaDivergedError, WorkerEventError
 from spmd_worker.executor.adapters import ExecutorAdapters
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_image import SentImage
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
@@ -51,6 +53,8 @@ class EventEngine(Protocol):
     def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
 
     def worker_event(self, name: str, payload: Any = None) -> list[Any]: ...
+
+    def reset_mm_cache(self) -> None: ...
 
 
 class Executor(AdapterMethods, PromptAdapterMethods, ABC):
@@ -179,6 +183,10 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         """Give the workers the rows of a request that this rank admits (`WorkerBase.hold_rows`)."""
         self.collective_rpc("hold_rows", args=(request_id, content, data))
 
+    def hold_media(self, request_id: int, index: int, image: PreparedImage) -> None:
+        """Give the workers the pixels of image `index` of a request that this rank admits (`WorkerBase.hold_media`)."""
+        self.collective_rpc("hold_media", args=(request_id, index, *SentImage.of(image)))
+
     def prepare_event(self, name: str, payload: Any) -> str:
         """Have every worker prepare a worker event. Returns "" or why the lowest rank that rejects it does so."""
         self._prepared_event = (name, payload)
@@ -262,8 +270,10 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         self._call_or_fail("execute_dummy_batch")
 
     def reset_mm_cache(self) -> None:
-        """No effect: the workers have no multimodal cache."""
-        self.collective_rpc("reset_mm_cache")
+        """`LLM.reset_mm_cache`, if an engine drives this executor: every worker drops rows when a plan says so."""
+        engine = self._engine()
+        if engine is not None:
+            engine.reset_mm_cache()
 
     def take_draft_token_ids(self) -> None:  # nothing to do
         """None: no tokens are drafted."""

@@ -20,6 +20,8 @@ from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_environment import open_store, process_environment, rank_environment
 from spmd_worker.executor.worker_pool import WorkerPool
 from spmd_worker.executor.worker_process import output_rank
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_image import SentImage
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.network_interface import LOOPBACK
@@ -139,6 +141,11 @@ class MultiprocExecutor(Executor):
     def hold_rows(self, request_id: int, content: bytes, data: bytes) -> None:
         """Does not wait: the workers take rows and steps in the order of the calls."""
         self._pool.submit(FrameKind.CALL, "hold_rows", encode_call("hold_rows", (request_id, content, data), {}))
+
+    def hold_media(self, request_id: int, index: int, image: PreparedImage) -> None:
+        """Does not wait, as `hold_rows`."""
+        args = (request_id, index, *SentImage.of(image))
+        self._pool.submit(FrameKind.CALL, "hold_media", encode_call("hold_media", args, {}))
 
     def get_weight_updates(self) -> list[WeightUpdateReport | None]:
         """Asks the workers only after calls that may have loaded weights."""

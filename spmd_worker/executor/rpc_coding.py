@@ -25,6 +25,7 @@ from spmd_worker.model_config.layer_config import (
 )
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextTransform
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
@@ -77,6 +78,7 @@ _RECORDS: Final[dict[str, type]] = {
         StepResult,
         StructuredOutputsParams,
         TextTransform,
+        VisionConfig,
         WeightFormat,
         WorkerReport,
     )

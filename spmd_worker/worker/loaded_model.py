@@ -35,6 +35,7 @@ from spmd_worker.worker.memory.plan import check_memory
 from spmd_worker.worker.merged_adapter import with_merged_adapter
 from spmd_worker.worker.opened_device import OpenedDevice
 from spmd_worker.worker.runner.dummy_steps import DUMMY_SLOTS
+from spmd_worker.worker.runner.media_store import MediaStore
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.row_store import RowStore
@@ -91,13 +92,18 @@ class LoadedModel:
             open_tokenizer = partial(Tokenizer.open_if_present, resolved.model_folder)
             grammars = GrammarMasks(GrammarCompiler(open_tokenizer, vocab_size, eos_ids))
         block_size, keeps_state = resolved.config.cache.block_size, self.opened.backend.keeps_state
-        rows = None
+        rows = media = None
+        dtype, device = getattr(torch, resolved.dtype), self.opened.device
         if model.stage.is_first:
-            size, dtype = model_config.embedding_size, getattr(torch, resolved.dtype)
-            rows = RowStore(size, dtype, self.opened.device, is_holder=groups.tensor.rank == 0)
+            rows = RowStore(model_config.embedding_size, dtype, device, is_holder=groups.tensor.rank == 0)
+        if model.stage.is_first and model_config.vision is not None:
+            tower, sizes = getattr(model, "tower", None), (model_config.hidden_size, model_config.vision.num_added)
+            media = MediaStore(tower, groups.tensor, *sizes, dtype, device)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
-        prefixes = PrefixStore(self.operations.attention, block_size, self.opened.device)
-        return ModelRunner(*parts, keeps_state=keeps_state, adapters=self.adapters, rows=rows, prefixes=prefixes)
+        prefixes, adapters = PrefixStore(self.operations.attention, block_size, device), self.adapters
+        return ModelRunner(
+            *parts, keeps_state=keeps_state, adapters=adapters, rows=rows, prefixes=prefixes, media=media
+        )
 
     def expert_loads(self) -> dict[int, list[int]]:
         """`WorkerReport.expert_loads`."""

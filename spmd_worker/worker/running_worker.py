@@ -49,6 +49,9 @@ class RunningWorker:
         """
         scheduled = self.mirror.apply(plan)
         self.runner.forget(plan)
+        if self.runner.media is not None and not (self.sleep.tags and scheduled):
+            with self._threads():
+                self.runner.media.apply(plan, self.mirror.request)
         if self.sleep.tags:
             if scheduled or not (plan.block_ops.is_empty and plan.state_ops.is_empty):
                 raise RuntimeError(f"step {plan.step} cannot run while this worker sleeps: call wake_up first")

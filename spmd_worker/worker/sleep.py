@@ -19,6 +19,7 @@ from spmd_worker.replica.sequence.sleep_tags import KV_CACHE, TAGS, WEIGHTS, che
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.memory.device import give_back_freed
+from spmd_worker.worker.runner.media_store import MediaStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class WorkerSleep:
     num_local_ranks: int
     graphs: StepGraphs | None = None
     adapters: AdapterMemory = field(default_factory=AdapterMemory)
+    media: MediaStore | None = None
     tags: tuple[str, ...] = ()
 
     def prepare_sleep(self, level: int) -> GoingToSleep:
@@ -75,6 +77,8 @@ class WorkerSleep:
         if self.graphs is not None:
             self.graphs.forget()
         freed = dict.fromkeys(TAGS, 0)
+        if self.media is not None:
+            self.media.clear()
         if KV_CACHE not in self.tags:
             freed[KV_CACHE] = self.cache.num_device_bytes + self.cache.held_host_bytes
             self.cache.release()

@@ -31,6 +31,7 @@ from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.worker.memory.estimate import activation_bytes
+from spmd_worker.worker.memory.media_memory import media_rows_bytes_of
 from spmd_worker.worker.memory.plan import (
     adapters_bytes_of,
     check_cache_blocks,
@@ -93,6 +94,8 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
     scheduler, rank = resolved.config.scheduler, environment.rank
     # On the CPU they take their memory when they are loaded.
     weights += adapters_bytes_of(resolved, rank)
+    # Rows of images take theirs step by step.
+    weights += media_rows_bytes_of(resolved, rank)
     if opened.device.type == "cuda":
         return measure_cuda(opened.device, weights, opened.readings, prepare_max_step(loaded, spec))
     estimate = activation_bytes(
@@ -165,7 +168,8 @@ def allocate(
         raise
     loaded.forget_expert_loads()
     weights, num_local_ranks = WeightMemory(model, loaded.operations.kernels), opened.environment.local_world_size
-    sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, graphs, AdapterMemory(loaded.adapters))
+    of_adapters = AdapterMemory(loaded.adapters)
+    sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, graphs, of_adapters, runner.media)
     limits = resolved.config.model.adapter_limits
     adapters = WorkerAdapters(loaded.adapters, 0 if limits is None else limits.max_cpu_loras)
     rules = None if limits is None else AdapterRules(adapters.has, limits.max_loras)

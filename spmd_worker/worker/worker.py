@@ -13,6 +13,7 @@ from kv_cache.cache_sizing import CacheSizing
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.connectors.interface import ConnectorContext
 from spmd_worker.base.metrics.start_times import StartTimes
+from spmd_worker.media.sent_image import SentImage
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
@@ -188,6 +189,20 @@ class Worker(WorkerBase):
         if rows is not None:
             rows.hold(request_id, content, data)
 
+    def hold_media(
+        self,
+        request_id: int,
+        index: int,
+        media_id: bytes,
+        shapes: tuple[tuple[int, int], ...],
+        grid: tuple[int, int],
+        size: tuple[int, int],
+        data: bytes,
+    ) -> None:
+        media = self.running.runner.media
+        if media is not None:
+            media.hold(request_id, index, SentImage(media_id, shapes, grid, size, data))
+
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """`grammar_output` must be None: this worker computes its grammars itself."""
         assert grammar_output is None, grammar_output
@@ -233,8 +248,10 @@ class Worker(WorkerBase):
             keeps_histories = self._loaded.operations.kernels.samples_on_device
             report = replace(report, arithmetic=arithmetic, expert_loads=loads, keeps_histories=keeps_histories)
         if self._running is not None:
+            media = self._running.runner.media
             times = self._running.clock.report() if self.layout.pipeline_parallel_size > 1 else {}
             report = replace(report, stage_times=times, thread_waits=self._running.thread_waits())
+            report = replace(report, encode_s=0.0 if media is None else media.encode_s)
         return report
 
     def check_health(self) -> None:

@@ -51,6 +51,7 @@ class WorkerReport:
     waited for threads (`waited_s`) and how often a thread must have lost its core to another process (`num_lost`);
     `expert_loads`, tokens per expert by layer index, reported by the first of the ranks that share the layers.
     `peak_memory_bytes`: peak host memory of the process. `keeps_histories`: see `SchedulerLimits`.
+    `encode_s`: time in which rows of images were made.
     """
 
     device_type: str = "cpu"
@@ -61,6 +62,7 @@ class WorkerReport:
     expert_loads: dict[int, list[int]] = field(default_factory=dict)
     peak_memory_bytes: int = field(default_factory=host.peak_resident_bytes)
     keeps_histories: bool = False
+    encode_s: float = 0.0
 
 
 class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
@@ -147,6 +149,22 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not support prompts of embeddings")
 
+    def hold_media(
+        self,
+        request_id: int,
+        index: int,
+        media_id: bytes,
+        shapes: tuple[tuple[int, int], ...],
+        grid: tuple[int, int],
+        size: tuple[int, int],
+        data: bytes,
+    ) -> None:
+        """Take the pixels of image `index` of a request (`ImagePixels`), before the first step that makes its rows;
+        released when a plan lists the request as finished. Workers other than the first of the first stage have no use
+        for them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not support prompts with images")
+
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Cache operations and forward pass; None if `sample_tokens` must finish the step."""
@@ -172,7 +190,7 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         return result
 
     def reset_mm_cache(self) -> None:  # optional
-        """No effect: text models have no multimodal cache."""
+        """No effect: the rows of images are dropped by a plan (`LLM.reset_mm_cache`)."""
 
     @property
     def event_handlers(self) -> tuple[object, ...]:

@@ -122,6 +122,14 @@ class WorkerWrapper:
         """`WorkerBase.list_prompt_adapters`."""
         return set(self.execute_method("list_prompt_adapters"))
 
+    @property
+    def mm_receiver_cache(self) -> Any:
+        """The worker's rows of images (`MediaStore`), which plans change; None in a model that takes no images."""
+        return getattr(self.model_runner, "media", None)
+
+    def _apply_mm_cache(self, scheduler_output: Any) -> None:
+        """Nothing to do before a step: its plan says itself which rows are dropped and made."""
+
     def execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a public method of the worker by name. Raises AttributeError if there is none. A failed step is logged
         before the error is raised, because peers may be waiting.

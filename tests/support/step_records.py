@@ -22,10 +22,12 @@ from spmd_worker.replica.sequence.events import (
     EndWorkerEvent,
     FinishTransfers,
     Interrupt,
+    ResetMediaRows,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
 )
+from spmd_worker.replica.sequence.media_items import NUM_MEDIA_ID_BYTES, EncodeMedia
 from spmd_worker.replica.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -74,7 +76,11 @@ sampling_params = st.fixed_dictionaries(
 ).map(lambda given: SamplingParams(**given, detokenize=bool(given.get("stop", True))))
 
 requests = st.builds(Request, words | few, token_ids, sampling_params, st.integers(0, 2**64 - 1))
-cache_events = st.just(ResetPrefixCache()) | words.map(SetWeightVersion) | token_ids.map(FinishTransfers)
+cache_events = (
+    st.sampled_from([ResetPrefixCache(), ResetMediaRows()])
+    | words.map(SetWeightVersion)
+    | token_ids.map(FinishTransfers)
+)
 ends = st.sampled_from([Close(), EndRound()]) | st.builds(Interrupt, few, texts)
 worker_events = st.builds(WorkerEvent, words, texts, st.binary()) | st.builds(EndWorkerEvent, words, texts)
 worker_events |= st.builds(CommitWeights, words, words)
@@ -101,6 +107,8 @@ plans = st.builds(
     continuing_num_ids=st.just(()) | token_ids,
     continuing_blocks=st.lists(st.tuples(small | words, words), max_size=3).map(tuple),
     state_ops=st.just(NO_STATE_OPS) | state_ops,
+    encode=st.lists(st.builds(EncodeMedia, words, few, few), max_size=2).map(tuple),
+    drop_rows=st.lists(st.binary(max_size=16), max_size=2).map(tuple),
 )
 sampled_ids = token_ids.map(SampledIds) | st.lists(token_ids, max_size=4).map(SampledIds.from_rows)
 messages = st.builds(
@@ -174,6 +182,9 @@ def _other(value: Any) -> Any:
         return not value
     if value is None:
         return 20
+    if isinstance(value, bytes) and len(value) == NUM_MEDIA_ID_BYTES:
+        # A name keeps its length.
+        return bytes([value[0] ^ 1]) + value[1:]
     if isinstance(value, str | bytes):
         return value + (b"x" if isinstance(value, bytes) else "x")
     return value / 2 + 0.25 if isinstance(value, float) else value - 1 if value > 2**62 else value + 1

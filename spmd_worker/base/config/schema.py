@@ -416,6 +416,12 @@ class CacheConfig:
         least=0,
     )
     host_tier_gib: float = option(0.0, "GiB per rank to which evicted prefix blocks are offloaded", least=0)
+    media_rows_gib: float | None = option(
+        None,
+        "GiB per rank of the first stage for the rows of images, which are made again if they were dropped; null: "
+        "twice `max_num_batched_tokens`, and the largest image at least",
+        least=0,
+    )
     connector: str | None = option(
         None,
         "where prefix blocks are kept outside the engine: `kv_cache.connectors.files:connect`, "
@@ -482,6 +488,9 @@ class SchedulerConfig:
         choices=("auto", "swap", "recompute"),
     )
     policy: str = command_option("fcfs", "first come, first served", choices=("fcfs",))
+    max_encode_patches: int = option(
+        16_384, "patches of images that the towers read in a step, but for the first image of the step", least=1
+    )
     async_scheduling: bool | None = vllm_option(
         None,
         "decide and launch a step before the token ids of the one before it are read; null: on a GPU where the "

@@ -157,7 +157,8 @@ class CallRunner:
                     raise ValueError(each.error)
                 engine, num_virtual = self._engine, each.num_virtual_tokens
                 each.token_ids = tuple(engine.limits.truncate(each.token_ids, sampling, each.rows, num_virtual))
-                engine.requests.check(each.token_ids, sampling, each.pooling, each.rows, num_virtual)
+                given_rows = (each.rows, num_virtual, each.media_items)
+                engine.requests.check(each.token_ids, sampling, each.pooling, *given_rows)
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
@@ -174,6 +175,8 @@ def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedProm
             *(each.token_ids, sampling, each.rope_regime, each.pooling, each.adapter),
             rows=each.rows,
             virtual=each.virtual,
+            media_items=each.media_items,
+            media=each.media,
             text=each.text,
         )
         for index, (each, sampling) in enumerate(given)

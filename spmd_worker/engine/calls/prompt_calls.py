@@ -212,6 +212,7 @@ class PromptCalls:
                 error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
                 both.cache_salt, both.rows = encoded.cache_salt, encoded.rows
+                both.media, both.media_items = encoded.media, encoded.media_items
                 both.prompt_adapter = adapter
                 num_before = both.num_virtual_tokens + len(encoded.token_ids)
                 both.rope_regime = self._scored_regime(num_before, len(tokens), sampling)

@@ -11,6 +11,7 @@ and follow until all have left. So loops of different lengths on different ranks
 import base64
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -19,6 +20,7 @@ from spmd_worker.engine.data_parallel.agreement import agree_to_compute, exchang
 from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_prompts
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
+from spmd_worker.media.sent_image import SentImage
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.lockstep.wire.record_codec import codec_of
 from spmd_worker.replica.sequence.outputs import RequestOutput
@@ -27,6 +29,7 @@ _TURNS: Final = "turns"
 _Prepare = Callable[[], Sequence[CheckedPrompt] | None]
 """None: this rank has left."""
 _PROMPTS: Final = codec_of(tuple[CheckedPrompt, ...] | None)
+_IMAGES: Final = codec_of(tuple[tuple[SentImage, ...], ...])
 
 
 def answer_per_rank(
@@ -129,11 +132,19 @@ def _encode(prompts: Sequence[CheckedPrompt] | None) -> str:
     """Encode the prompts as a JSON value."""
     writer = ByteWriter()
     _PROMPTS.write(writer, [None if prompts is None else tuple(prompts)])
+    _IMAGES.write(writer, [tuple([tuple(map(SentImage.of, each.media)) for each in prompts or ()])])
     return base64.b64encode(bytes(writer.data)).decode("ascii")
 
 
 def _decode(payload: str) -> Sequence[CheckedPrompt] | None:
     """The inverse of `_encode`."""
     content = base64.b64decode(payload)
-    prompts: Sequence[CheckedPrompt] | None = _PROMPTS.read(ByteReader(content, len(content)), 1)[0]
-    return prompts
+    reader = ByteReader(content, len(content))
+    prompts: Sequence[CheckedPrompt] | None = _PROMPTS.read(reader, 1)[0]
+    images: Sequence[Sequence[SentImage]] = _IMAGES.read(reader, 1)[0]
+    if prompts is None:
+        return None
+    return [
+        replace(prompt, media=tuple([each.image for each in given])) if given else prompt
+        for prompt, given in zip(prompts, images, strict=True)
+    ]

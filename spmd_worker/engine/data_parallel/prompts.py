@@ -14,7 +14,9 @@ from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.input_rows import PromptRows
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
@@ -30,7 +32,7 @@ OnAnswered = Callable[[int], object]
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
     """A prompt that passed `Requests.check`. The first of its ids are placeholders of `rows`. Its output repeats
-    `text`, on the rank that has it.
+    `text`, on the rank that has it. `media` are the images of `media_items`.
     """
 
     token_ids: tuple[int, ...]
@@ -40,7 +42,9 @@ class CheckedPrompt:
     adapter: int = 0
     rows: PromptRows | None = None
     virtual: VirtualTokens | None = None
+    media_items: tuple[MediaItem, ...] = ()
     text: str | None = field(default=None, metadata=NOT_SENT)
+    media: tuple[PreparedImage, ...] = field(default=(), metadata=NOT_SENT)
 
     @property
     def max_tokens(self) -> int:
@@ -201,6 +205,8 @@ class _Run:
             adapter=prompt.adapter,
             rows=prompt.rows,
             virtual=prompt.virtual,
+            media=prompt.media,
+            media_items=prompt.media_items,
         )
         self._open[number] = (index, prompt)
 

@@ -62,7 +62,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     }
     if len(leaders) > 1:
         metrics["replicas"] = [leader["replica"] for leader in leaders]
-    metrics |= _expert_metrics(values) | _thread_metrics(values)
+    metrics |= _expert_metrics(values) | _thread_metrics(values) | _media_metrics(counters, values)
     shares = busy_shares(stages_of(reports))
     if shares:
         metrics["stages"] = [
@@ -70,6 +70,15 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
         ]
         metrics["bubble_share"] = round(1 - sum(each.share for each in shares) / len(shares), 4)
     return metrics
+
+
+def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]]) -> dict[str, Any]:
+    """Images of the rows, and the rows of their tokens; nothing of a job without images."""
+    if not counters["num_images"]:
+        return {}
+    names = ("images", "image_tokens", "rows_encoded", "rows_reused")
+    encode_s = sum(value["encode_s"] for value in values)
+    return {**{name: counters[f"num_{name}"] for name in names}, "encode_s": encode_s}
 
 
 def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
@@ -99,6 +108,7 @@ def _of_workers(engine: Engine) -> dict[str, Any]:
         "expert_loads": [each.expert_loads for each in workers if each.expert_loads],
         "thread_waits": [each.thread_waits for each in workers if each.thread_waits],
         "computed_s": engine.times.execute_s,
+        "encode_s": sum(each.encode_s for each in workers),
     }
 
 

@@ -71,11 +71,14 @@ class RowRunner:
             adapter=encoded.adapter_id,
             rows=encoded.rows,
             virtual=encoded.virtual,
+            media=encoded.media,
+            media_items=encoded.media_items,
         )
         if encoded.media:
             self._images[request_id] = ImagesOfRow.of(encoded.media)
-        # The engine holds its rows of embeddings.
-        self._rows[request_id] = encoded if encoded.rows is None else replace(encoded, rows=None)
+        # The engine holds its rows of embeddings and its images.
+        has_more = encoded.rows is not None or encoded.media
+        self._rows[request_id] = replace(encoded, rows=None, media=()) if has_more else encoded
         return None
 
     def step(self) -> list[RowAnswer]:

@@ -12,6 +12,7 @@ from spmd_worker.replica.sequence.events import (
     Admit,
     CommitWeights,
     FinishTransfers,
+    ResetMediaRows,
     ResetPrefixCache,
     SetWeightVersion,
 )
@@ -167,6 +168,8 @@ class RowHistory:
                 continue
             elif isinstance(event, ResetPrefixCache):
                 text = "prefix cache reset after this step"
+            elif isinstance(event, ResetMediaRows):
+                text = "rows of images dropped after this step"
             elif isinstance(event, SetWeightVersion | CommitWeights):
                 text = f"weight version {event.version} after this step"
             elif isinstance(event, FinishTransfers):

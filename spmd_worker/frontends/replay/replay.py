@@ -295,6 +295,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.keeps_histories,
         header.max_loras,
         header.snapshot_interval,
+        header.media,
     )
     sizes = CacheSizes(
         header.num_blocks,

@@ -26,11 +26,12 @@ from zlib import crc32
 
 from spmd_worker.base.errors import StepLogError
 from spmd_worker.base.files import JsonError, create_job_file, open_regular_file, parse_json_object
+from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""
-FORMAT_VERSION: Final = 8
+FORMAT_VERSION: Final = 9
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -51,7 +52,8 @@ class StepLogHeader:
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
-    swapping a state, `snapshot_interval` is as in `SchedulerLimits`.
+    swapping a state, `snapshot_interval` is as in `SchedulerLimits`. A model that takes images keeps `num_media_rows`
+    rows, and has the limits of `MediaRowLimits`.
     """
 
     code: str
@@ -101,6 +103,9 @@ class StepLogHeader:
     num_host_state_slots: int = 0
     slot_copy_tokens: float = 0.0
     snapshot_interval: int = 0
+    num_media_rows: int = 0
+    max_encode_patches: int = 0
+    sees_whole_image: bool = False
     format_version: int = FORMAT_VERSION
 
     @property
@@ -115,6 +120,15 @@ class StepLogHeader:
         given = zip(self.prompt_adapter_names, self.prompt_adapter_paths, self.prompt_adapter_digests)
         both = zip(count(1), given, self.prompt_adapter_num_tokens)
         return [AddPromptAdapter(int_id, *each, (), num_tokens) for int_id, each, num_tokens in both]
+
+    @property
+    def media(self) -> MediaRowLimits:
+        """Limits of images in prompts."""
+        if not self.num_media_rows:
+            return NO_MEDIA
+        limits = (self.max_num_batched_tokens, self.enable_chunked_prefill)
+        given = (self.num_media_rows, self.max_encode_patches, self.tensor_parallel_size, self.sees_whole_image)
+        return MediaRowLimits(*given, *limits)
 
     @property
     def num_in_flight(self) -> int:

@@ -92,6 +92,8 @@ class EngineLoop:
                     adapter=row.adapter_id,
                     rows=row.rows,
                     virtual=row.virtual,
+                    media=row.media,
+                    media_items=row.media_items,
                 )
             except ValueError as error:
                 # Errors that only the engine detects, such as a bad word that is not a token.

@@ -11,11 +11,12 @@ from typing import Final, NamedTuple
 
 from kv_cache.block import BlockId
 from kv_cache.state_ops import StateOps
+from spmd_worker.replica.mirror.media_check import MediaCheck
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.replica.mirror.state_check import StateCheck
 from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata, SequenceGroupMetadataDelta
-from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import NOT_READ, SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
@@ -76,6 +77,8 @@ class Mirror:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._num_steps_ahead, self._adapters = num_steps_ahead, adapters
+        self.media_rows: dict[bytes, None] = {}
+        """Names of the images whose rows are kept."""
         # The sequence that was given each slot last.
         self._owners: list[MirroredSequence | None] = [None] * num_state_slots
         self._step: int | None = None
@@ -121,6 +124,8 @@ class Mirror:
             or plan.finished_sequences
             or plan.finished_request_ids
             or plan.continuing_num_ids
+            or plan.encode
+            or plan.drop_rows
             or not plan.block_ops.is_empty
             or not plan.num_tokens == num_rows == len(plan.continuing_token_ids) + plan.num_ahead
             or not 0 <= plan.num_ahead <= num_rows * self._num_steps_ahead
@@ -142,6 +147,7 @@ class Mirror:
         check = PlanCheck(plan, *state, allows_ahead=self._num_steps_ahead > 0, adapters=self._adapters)
         continuing = check.check()
         self._state_check(plan).check(continuing)
+        self.media_rows = MediaCheck(plan, self._groups, self.media_rows).check(continuing)
         self._step = plan.step
         self._forget(plan)
         self._move_states(plan.state_ops)
@@ -162,6 +168,10 @@ class Mirror:
         if self._num_steps_ahead:
             self._await(plan.step, scheduled)
         return scheduled
+
+    def request(self, request_id: RequestId) -> Request:
+        """The request of a sequence that it holds."""
+        return self._groups[request_id].request
 
     def take_sampled(self, step: int, sampled: SampledIds) -> None:
         """Store the ids that `step` sampled, for sequences that go ahead or continue. Call in the order of steps."""

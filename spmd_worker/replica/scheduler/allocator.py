@@ -285,13 +285,20 @@ class Allocator:
             version = self._weight_version if weight_version is None else weight_version
             parent = hashes[-1] if hashes else _root_hash(version, sequence.request)
             first = len(hashes) * block_size
-            token_ids, rows = sequence.token_ids(first, num_blocks * block_size), sequence.request.rows
-            if rows:
-                given = [GivenRows(each.content, each.start - first, each.num_rows) for each in rows]
+            token_ids = sequence.token_ids(first, num_blocks * block_size)
+            given = given_rows(sequence.request, first)
+            if given:
                 hashes += hash_blocks(parent, token_ids, block_size, given)
             else:
                 hashes += hash_blocks(parent, token_ids, block_size)
         return hashes[:num_blocks]
+
+
+def given_rows(request: Request, first: int) -> list[GivenRows]:
+    """Names of a request's rows and of its images, where they stand from token `first` on."""
+    given = [GivenRows(each.content, each.start - first, each.num_rows) for each in request.rows]
+    given += [GivenRows(item.media_id, start - first, count) for item in request.media for start, count in item.runs]
+    return given
 
 
 def _root_hash(weight_version: int, request: Request) -> BlockHash:

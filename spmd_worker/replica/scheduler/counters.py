@@ -12,7 +12,8 @@ class SchedulerCounters:
     cache by requests that began. `num_stored_blocks` went to the connector, less those that a rank could not save, if
     no block was to be loaded in the same step, and `num_loaded_blocks` came back from it on every rank.
     `num_snapshots` of recurrent states were kept, `num_snapshots_skipped` were not because sequences owned every slot,
-    and `num_snapshot_hits` sequences began from one.
+    and `num_snapshot_hits` sequences began from one. Finished requests had `num_images` of `num_image_tokens`; rows of
+    `num_rows_encoded` image tokens were made, those of `num_rows_reused` were there when a sequence began the image.
     """
 
     num_steps: int = 0
@@ -30,3 +31,7 @@ class SchedulerCounters:
     num_snapshots: int = 0
     num_snapshots_skipped: int = 0
     num_snapshot_hits: int = 0
+    num_images: int = 0
+    num_image_tokens: int = 0
+    num_rows_encoded: int = 0
+    num_rows_reused: int = 0

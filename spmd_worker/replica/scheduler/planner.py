@@ -15,6 +15,7 @@ from kv_cache.cache_manager import CacheManager
 from spmd_worker.replica.scheduler.adapter_turns import AdapterTurns
 from spmd_worker.replica.scheduler.allocator import Allocator, PreemptionPolicy
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES, StepBudget, compile_bytes
+from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits, MediaRows
 from spmd_worker.replica.scheduler.policy import choose_victim, service_order
 from spmd_worker.replica.scheduler.queues import Queues
 from spmd_worker.replica.scheduler.updates import Decision, Decisions
@@ -39,6 +40,7 @@ class SchedulerLimits:
     read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
     with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
     In a model with recurrent states a prompt's state is kept every `snapshot_interval` tokens; 0: only at its end.
+    `media` are the limits of images in prompts.
     """
 
     max_num_seqs: int
@@ -52,6 +54,7 @@ class SchedulerLimits:
     keeps_histories: bool = False
     max_loras: int = 0
     snapshot_interval: int = 0
+    media: MediaRowLimits = NO_MEDIA
 
     @property
     def num_in_flight(self) -> int:
@@ -81,10 +84,11 @@ class Planner:
         cache: CacheManager,
         allocator: Allocator,
         split: Callable[[Sequence, int], None],
+        media: MediaRows,
     ) -> None:
         """`split` leaves a joining sequence a given number of its samples; the others wait."""
         self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
-        self._split = split
+        self._split, self._media = split, media
         self._turns = AdapterTurns(limits.max_loras, queues)
         self._min_watermark_blocks = cache.watermark_blocks
         self._allows_ahead = limits.num_steps_ahead > 0
@@ -123,7 +127,8 @@ class Planner:
         waiting = [sequence.num_uncomputed_tokens for sequence in islice(self._queues.waiting, num_seats)]
         num_prompt_tokens = sum(running) - num_decoding + sum(waiting)
         share = -(-num_prompt_tokens // (PROMPT_ROUNDS * limits.num_virtual_engines))
-        return min(num_decoding + max(share, MIN_PROMPT_TOKENS), limits.max_num_batched_tokens)
+        least = max(MIN_PROMPT_TOKENS, self._media.longest_whole)
+        return min(num_decoding + max(share, least), limits.max_num_batched_tokens)
 
     def _preempt_for_blocks(self, num_tokens: int) -> bool:
         """Preempt until the blocks suffice for all that still run; returns whether there were too few."""
@@ -259,6 +264,8 @@ class Planner:
         """A sequence that computes just its given ids continues if its table only grows; a copy needs a delta."""
         num_ids = len(sequence.output_token_ids) - sequence.num_sent_tokens
         num_tokens = self._end_of_chunk(sequence, num_tokens, budget)
+        if not num_tokens:
+            return
         is_all = num_tokens == sequence.num_uncomputed_tokens
         if is_all and not budget.may_sample(sequence):
             # It has just forked, or reached the end of its prompt.
@@ -349,8 +356,18 @@ class Planner:
             return False
         if num_uncomputed <= budget.num_tokens and not budget.may_sample(sequence):
             return False
+        if sequence.request.media and not self._has_media(sequence, num_uncomputed, budget):
+            return False
         is_alone = not (self._queues.running or self._queues.loading)
         return self._allocator.can_allocate(sequence, prefix, keep_watermark=not is_alone)
+
+    def _has_media(self, sequence: Sequence, num_uncomputed: int, budget: StepBudget) -> bool:
+        """Whether the rows of a joining sequence's next images are there or fit the step: all of a prompt's that is
+        computed in one piece.
+        """
+        num_tokens = min(num_uncomputed, budget.num_tokens)
+        num_now = self._media.num_tokens_now(sequence.request, sequence.num_tokens - num_uncomputed, num_tokens)
+        return num_now == num_tokens if not self._limits.enable_chunked_prefill else num_now > 0
 
     def _set_watermark(self, num_running: int) -> None:
         """Joining sequences leave running ones some blocks to grow into, and the blocks of those that wait for a
@@ -362,10 +379,15 @@ class Planner:
         self._cache.watermark_blocks = max(self._min_watermark_blocks, num_spared) + num_reserved
 
     def _end_of_chunk(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> int:
-        """Number of the next `num_tokens` tokens to compute now: a chunk ends where a snapshot is made."""
-        if self._allocator.states is None:
+        """Number of the next `num_tokens` tokens to compute now: a chunk ends where a snapshot is made, and before an
+        image whose rows do not fit the step, perhaps at once.
+        """
+        states, request = self._allocator.states, sequence.request
+        if states is None and not request.media:
             return num_tokens
-        num_now = self._allocator.states.end_of_chunk(sequence, num_tokens)
+        num_now = num_tokens if states is None else states.end_of_chunk(sequence, num_tokens)
+        if request.media:
+            num_now = self._media.take(request, sequence.num_computed_tokens, num_now)
         # The rest goes to others, whose blocks were not counted.
         budget.has_skipped = budget.has_skipped or num_now < num_tokens
         return num_now

@@ -18,6 +18,7 @@ from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator import Allocator
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.integrity import check_adapters, check_integrity, check_states
+from spmd_worker.replica.scheduler.media_rows import MediaRows
 from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.replica.scheduler.policy import WaitingQueue
 from spmd_worker.replica.scheduler.queues import Queues
@@ -38,6 +39,7 @@ from spmd_worker.replica.sequence.events import (
     PinPromptAdapter,
     RemoveAdapter,
     RemovePromptAdapter,
+    ResetMediaRows,
     ResetPrefixCache,
     SetWeightVersion,
 )
@@ -87,7 +89,9 @@ class Scheduler:
         self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=is_caching, states=states
         )
-        self._planner = Planner(limits, self.queues, cache, self._allocator, self._split)
+        assert not (limits.media.sees_whole_image and state_slots), "chunks end at snapshots, perhaps inside an image"
+        self.media_rows = MediaRows(limits.media, self.counters)
+        self._planner = Planner(limits, self.queues, cache, self._allocator, self._split, self.media_rows)
         self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
@@ -132,11 +136,15 @@ class Scheduler:
             self._allocator.reset_prefix_cache(self.queues.groups.values())
             if not event.keeps_names:
                 self.cache.turn_off_outside()
+            self.media_rows.drop_all()
         elif isinstance(event, SetWeightVersion | CommitWeights):
             self._allocator.set_weight_version(event.version, self.queues.groups.values())
+            self.media_rows.drop_all()
             # A commit's version is a digest; a caller's may stand for other weights in another run.
             if isinstance(event, SetWeightVersion):
                 self.cache.turn_off_outside()
+        elif isinstance(event, ResetMediaRows):
+            self.media_rows.drop_all()
         elif isinstance(event, FinishTransfers):
             for number in event.numbers:
                 num_loaded, num_left_out = self.cache.finish_transfer(number)
@@ -180,6 +188,7 @@ class Scheduler:
         continuing, continuing_blocks = decisions.all_continuing()
         continuing_ids, continuing_num_ids = given_ids(decisions)
         self.counters.num_stored_blocks += len(block_ops.store) + len(block_ops.save)
+        encode, drop_rows = self.media_rows.take_plan()
         plan = StepPlan(
             step=self._step,
             groups=group_updates(decisions.others),
@@ -193,6 +202,8 @@ class Scheduler:
             continuing_blocks=tuple(continuing_blocks),
             num_ahead=len(decisions.ahead),
             state_ops=NO_STATE_OPS if self.state_slots is None else self.state_slots.take_state_ops(),
+            encode=encode,
+            drop_rows=drop_rows,
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()
@@ -256,6 +267,7 @@ class Scheduler:
         if self.state_slots is not None:
             check_states(self.queues, self.state_slots)
         check_adapters(self.queues, self.adapters, self.limits.max_loras)
+        self.media_rows.check_integrity()
 
     def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
         """Sequence per sampled id: each row's own, then its forks, made now; for those of an ended one, itself."""
@@ -346,6 +358,8 @@ class Scheduler:
         self._ended_requests.append(group.request.request_id)
         self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
         self.counters.num_finished += 1
+        self.counters.num_images += len(group.request.media)
+        self.counters.num_image_tokens += sum([item.num_rows for item in group.request.media])
         return group
 
     def _admit(self, request: Request) -> None:
@@ -354,6 +368,7 @@ class Scheduler:
             self.adapters.use(request.adapter)
         if request.num_virtual_tokens:
             self.prompt_adapters.use(digest_in(request.rows[0]))
+        self.media_rows.admit(request)
         group = new_group(request)
         self.queues.groups[request.request_id] = group
         self.queues.newest_id = request.request_id

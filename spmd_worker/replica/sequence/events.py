@@ -58,6 +58,11 @@ class ResetPrefixCache(CheckedRecord):
 
 
 @dataclass(frozen=True, slots=True)
+class ResetMediaRows(CheckedRecord):
+    """The workers drop the rows of all images in the next step; requests that need some make them again."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetWeightVersion:
     """The weights change: `version` enters the block hashes."""
 
@@ -189,6 +194,7 @@ Event = (
     | RemovePromptAdapter
     | PinPromptAdapter
     | FoundBlocks
+    | ResetMediaRows
 )
 
 

@@ -5,7 +5,7 @@ image's rows, on which rank of the tensor group, and which rows are dropped befo
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from spmd_worker.replica.sequence.record_checks import CheckedRecord
@@ -61,6 +61,13 @@ class EncodeMedia(CheckedRecord):
     request_id: int
     index: int
     owner: int
+
+
+def shifted(media: Sequence[MediaItem], num_tokens: int) -> tuple[MediaItem, ...]:
+    """The images of a prompt that follows `num_tokens` others."""
+    return tuple(
+        [replace(item, runs=tuple([(num_tokens + start, count) for start, count in item.runs])) for item in media]
+    )
 
 
 def check_media(media: Sequence[MediaItem], num_tokens: int) -> None:

@@ -28,6 +28,7 @@ from spmd_worker.worker.memory.estimate import (
     rank_vocabulary_rows,
     weights_bytes,
 )
+from spmd_worker.worker.memory.media_memory import media_row_limits, media_rows_bytes_of
 from spmd_worker.worker.memory.plan import (
     adapters_bytes_of,
     cache_spec_of,
@@ -165,6 +166,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         *_head_argmax(plan),
         *_experts(plan),
         *_adapters(plan),
+        *_media(plan),
         f"computes   {_where(plan)}",
         f"ranks      {ranks}",
         *_replicas(plan),
@@ -193,7 +195,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     quantization = resolved.config.model.quantization
     stored = planned_stored_experts(resolved).formats
     weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization, stored)
-    weights += _argmax_bytes(resolved, rank) + adapters_bytes_of(resolved, rank)
+    weights += _argmax_bytes(resolved, rank) + adapters_bytes_of(resolved, rank) + media_rows_bytes_of(resolved, rank)
     spec = cache_spec_of(resolved, rank)
     return RankShare(
         tuple(dict.fromkeys(share for _, share in rank_layers(model_config, layout, rank))),
@@ -312,6 +314,17 @@ def _adapters(plan: MemoryPlan) -> list[str]:
     return [
         f"adapters   at most {limits.max_cpu_loras} of rank {limits.max_lora_rank} (model.max_cpu_loras, "
         f"model.max_lora_rank), up to {format_bytes(num_bytes)} of a rank's weights; {limits.max_loras} in a step"
+    ]
+
+
+def _media(plan: MemoryPlan) -> list[str]:
+    """Bytes of the rows of images on a rank of the first stage."""
+    num_rows = media_row_limits(plan.resolved).num_rows
+    if not num_rows:
+        return []
+    return [
+        f"images     rows of {num_rows:,} tokens are kept (cache.media_rows_gib), "
+        f"{format_bytes(media_rows_bytes_of(plan.resolved, 0))} of a rank's weights"
     ]
 
 

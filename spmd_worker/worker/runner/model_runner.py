@@ -30,6 +30,7 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.runner.batch import Batch, RowsToSample, build_batch, constrained_rows, wanted_tokens
 from spmd_worker.worker.runner.batch_state import BatchState
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
+from spmd_worker.worker.runner.media_store import MediaStore
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
@@ -103,7 +104,8 @@ class ModelRunner:
     between steps. `grammars` has the states of rows with structured outputs, on a stage that samples. `graphs` launch
     the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
     steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
-    the given embeddings, on the first stage; `prefixes` the given keys and values.
+    the given embeddings, on the first stage; `prefixes` the given keys and values; `media` the rows of images, on the
+    first stage of a model that takes images.
     """
 
     def __init__(
@@ -121,9 +123,10 @@ class ModelRunner:
         adapters: LoadedAdapters | None = None,
         rows: RowStore | None = None,
         prefixes: PrefixStore | None = None,
+        media: MediaStore | None = None,
     ) -> None:
         self._grammars = grammars
-        self.rows, self.prefixes = rows, prefixes
+        self.rows, self.prefixes, self.media = rows, prefixes, media
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
         scores_of = None if adapters is None else adapters.scores_of
@@ -182,7 +185,8 @@ class ModelRunner:
             self.prefixes.write(scheduled, cache)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         given = None if self.rows is None else self.rows.of_step(scheduled)
-        is_plain = is_fused and given is None
+        media = None if self.media is None else self.media.of_step(scheduled)
+        is_plain = is_fused and given is None and media is None
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
@@ -190,6 +194,7 @@ class ModelRunner:
             adapters = self._adapters_of(batch)
             tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
             types, wanted = batch.token_types, None
+            images = {} if media is None else {"media": media}
             if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
@@ -203,6 +208,7 @@ class ModelRunner:
                 adapters=adapters,
                 given=given,
                 states=() if self._cache_engine.states is None else self._cache_engine.states.layers,
+                **images,
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
@@ -260,6 +266,8 @@ class ModelRunner:
             self._pooling.forget(plan.finished_request_ids)
         if self.rows is not None:
             self.rows.forget(plan.finished_request_ids)
+        if self.media is not None:
+            self.media.forget(plan.finished_request_ids)
 
     def _adapters_of(self, batch: Batch) -> StepAdapters | None:
         """The adapters of the step's tokens; rows that continue keep those of the last step."""

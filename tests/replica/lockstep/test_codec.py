@@ -25,11 +25,13 @@ from spmd_worker.replica.sequence.events import (
     FinishTransfers,
     FoundBlocks,
     Interrupt,
+    ResetMediaRows,
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
 )
 from spmd_worker.replica.sequence.input_rows import KEYS_VALUES, InputRows
+from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
 from spmd_worker.replica.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -82,6 +84,8 @@ FULL_PLAN = StepPlan(
     continuing_num_ids=(1, 1, 2),
     continuing_blocks=((0, 90), (2, 91)),
     state_ops=StateOps(swap_in=((1, 2),), swap_out=((3, 4), (5, 6)), copy=((7, 8),)),
+    encode=(EncodeMedia(4, 0, 1), EncodeMedia(4, 2, 0)),
+    drop_rows=(bytes(16), b"another picture."),
 )
 PLAN_OF_NOBODY = StepPlan(9)
 FULL_SAMPLING = SamplingParams(
@@ -97,11 +101,12 @@ FULL_SAMPLING = SamplingParams(
     cache_salt="a tenant",
 )
 FULL_ROWS = (InputRows(bytes(16), 0, 1, KEYS_VALUES), InputRows(bytes(range(32)), 1, 2))
+FULL_MEDIA = (MediaItem(b"a picture's name", ((0, 1),), 4), MediaItem(bytes(range(16)), ((1, 1), (2, 1)), 8, (2, 1)))
 FULL_MESSAGE = StepMessage(
     step=9,
     events=(
-        *(Admit(Request(7, (1, 2, 0), FULL_SAMPLING, 0, 0, FULL_POOLING, 9, FULL_ROWS, 1)), Abort(2)),
-        ResetPrefixCache(True),
+        *(Admit(Request(7, (1, 2, 0, 3), FULL_SAMPLING, 0, 0, FULL_POOLING, 9, FULL_ROWS, 1, FULL_MEDIA)), Abort(2)),
+        *(ResetPrefixCache(True), ResetMediaRows()),
         *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Interrupt(1, "KeyboardInterrupt: "), Close()),
         *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no"), CommitWeights(-(2**63), 38)),
         FoundBlocks((b"one", b"two"), (b"three",)),
@@ -186,7 +191,7 @@ MESSAGE_BEFORE = StepMessage(8, (), PLAN_BEFORE, (1, 2), b"")
 def test_every_record_field_is_among_changes():
     changed = {name for path, _ in CHANGES for name in re.findall(r"[a-z_]+", path)}
     records = (Admit, Abort, SetWeightVersion, FinishTransfers, WorkerEvent, EndWorkerEvent, CommitWeights)
-    records += (ResetPrefixCache, FoundBlocks)
+    records += (ResetPrefixCache, FoundBlocks, MediaItem, EncodeMedia)
     records += (Request, SamplingParams, StepPlan, BlockOps, StateOps)
     listed = (SequenceData, SequenceDataDelta, SequenceGroupMetadata, SequenceGroupMetadataDelta)
     for record in (*records, *listed):

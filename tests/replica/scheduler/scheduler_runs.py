@@ -22,6 +22,7 @@ from spmd_worker.replica.mirror.plan_check import AdapterRules
 from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
+from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.scheduler.step_order import must_end_oldest
@@ -36,6 +37,7 @@ from spmd_worker.replica.sequence.events import (
     SetWeightVersion,
 )
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -91,6 +93,7 @@ class Run:
         slot_copy_tokens: float = 0.0,
         grid: int = 8,
         interval: int = 0,
+        media: MediaRowLimits = NO_MEDIA,
     ) -> None:
         """`snapshot_slots`: the model has recurrent states, and so many slots more than sequences run."""
         self.cache = CacheManager(
@@ -102,7 +105,7 @@ class Run:
             outside=None if saves_outside is None else OutsideTransfers(saves=saves_outside),
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens, slot_copy_tokens)
-        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras, interval)
+        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras, interval, media)
         num_slots = 0 if snapshot_slots is None else max_num_seqs + snapshot_slots
         self.slots = StateSlots(num_slots, host_slots, grid=grid) if num_slots else None
         self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy, *counts)
@@ -123,13 +126,19 @@ class Run:
         self._in_flight = deque[StepResult | None]()
 
     def admit(
-        self, num_prompt_tokens: int, prompt: tuple[int, ...] | None = None, adapter: int = 0, **sampling: object
+        self,
+        num_prompt_tokens: int,
+        prompt: tuple[int, ...] | None = None,
+        adapter: int = 0,
+        media: tuple[MediaItem, ...] = (),
+        **sampling: object,
     ) -> int:
         """`prompt` is what the request asks, else `num_prompt_tokens` of the token 1. `adapter`: a loaded content."""
         request_id = RequestId(self._num_requests)
         self._num_requests += 1
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})
-        request = Request(request_id, prompt or (1,) * num_prompt_tokens, params, stream=request_id, adapter=adapter)
+        given = (prompt or (1,) * num_prompt_tokens, params)
+        request = Request(request_id, *given, stream=request_id, adapter=adapter, media=media)
         names = self.scheduler.missing_prefix(request) if self.cache.looks_outside else []
         found = tuple(takewhile(lambda name: name in self.contents.outside, names))
         missing = tuple(name for name in names[len(found) :] if self.cache.is_outside(name))
@@ -179,6 +188,8 @@ class Run:
             self._transfers.append((plan.step + self._transfer_steps, plan.block_ops.transfer))
             self._was_transferring = True
         scheduled = self.mirror.apply(plan)
+        kept = sorted(self.scheduler.media_rows.names)
+        assert sorted(self.mirror.media_rows) == kept, "the mirror keeps other rows than the replica"
         joined = [key for key in self.running() if key not in settled]
         self.contents.run_step(plan.block_ops, [each.sequence for each in scheduled], joined)
         if self.slots is not None:

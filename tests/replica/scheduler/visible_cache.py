@@ -91,7 +91,7 @@ class VisibleCache:
             assert ready, f"these rows wait for each other: {left}"
             for row in ready:
                 for position in _new_positions(row):
-                    (token_id,) = row.token_ids(position, position + 1)
+                    token_id = _content(row, position, *row.token_ids(position, position + 1))
                     self._set(row, position, self._number(self._get(row, position - 1), token_id))
             left = [row for row in left if row not in ready]
 
@@ -102,7 +102,8 @@ class VisibleCache:
             cell = self._get(row, position)
             where = f"request {row.request.request_id}, sample {row.sample_index}, position {position} of {end}"
             assert cell not in (RUBBISH, TO_BE_WRITTEN), f"{where}: nothing is there"
-            assert self._contents[cell][:2] == (before, token_id), f"{where}: {self._contents[cell]} follows {before}"
+            content = (before, _content(row, position, token_id))
+            assert self._contents[cell][:2] == content, f"{where}: {self._contents[cell]} follows {before}"
             assert not is_new or self._contents[cell][2] == self._epoch, f"{where}: found, but forgotten before"
             before = cell
 
@@ -120,6 +121,14 @@ class VisibleCache:
 
     def _set(self, row: MirroredSequence, position: int, cell: int) -> None:
         self._device[row.block_ids[position // self._block_size]][position % self._block_size] = cell
+
+
+def _content(row: MirroredSequence, position: int, token_id: int) -> int:
+    """The token, or the row of an image that it takes, as a number below 0."""
+    for item in row.request.media:
+        for _, index, _ in item.rows_between(position, position + 1):
+            return -1 - index - (int.from_bytes(item.media_id, "little") << 16)
+    return token_id
 
 
 def _assign(source: Cells, destination: Cells, pairs: Sequence[tuple[int, int]]) -> None:

@@ -92,4 +92,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         num_host_state_slots=0 if slots is None else slots.num_host_slots,
         slot_copy_tokens=limits.preemption.slot_copy_tokens,
         snapshot_interval=limits.snapshot_interval,
+        num_media_rows=limits.media.num_rows,
+        max_encode_patches=limits.media.max_encode_patches,
+        sees_whole_image=limits.media.sees_whole_image,
     )

@@ -1,0 +1,42 @@
+"""Rows of images that a run keeps, and their memory: from the settings alone, so that every rank has the same."""
+
+from typing import Final
+
+from spmd_worker.model_config.model_config import DTYPE_BYTES
+from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
+from spmd_worker.resolved import ResolvedRun
+
+MAX_IMAGE_TOKENS: Final = 4096
+"""Tokens of the largest image for which there must be rows where no number is set."""
+
+
+def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
+    """Limits of a run's images; none in a model that takes no images."""
+    config, vision = resolved.config, resolved.model_config.vision
+    if vision is None:
+        return NO_MEDIA
+    max_num_tokens, gib = config.scheduler.max_num_batched_tokens, config.cache.media_rows_gib
+    num_rows = max(2 * max_num_tokens, MAX_IMAGE_TOKENS)
+    if gib is not None:
+        num_rows = int(gib * 2**30) // media_row_bytes(resolved)
+    return MediaRowLimits(
+        num_rows,
+        config.scheduler.max_encode_patches,
+        resolved.layout.tensor_parallel_size,
+        vision.sees_whole_image,
+        max_num_tokens,
+        config.scheduler.enable_chunked_prefill,
+    )
+
+
+def media_row_bytes(resolved: ResolvedRun) -> int:
+    """Bytes of one image token's row, and of those that layers add."""
+    model_config = resolved.model_config
+    num_added = 0 if model_config.vision is None else model_config.vision.num_added
+    return int((1 + num_added) * model_config.hidden_size * DTYPE_BYTES[resolved.dtype])
+
+
+def media_rows_bytes_of(resolved: ResolvedRun, rank: int) -> int:
+    """Bytes of all rows that a rank keeps: the ranks of the first stage keep the same."""
+    num_rows = media_row_limits(resolved).num_rows
+    return num_rows * media_row_bytes(resolved) if resolved.layout.pipeline_rank(rank) == 0 else 0
