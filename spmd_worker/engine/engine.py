@@ -13,7 +13,6 @@ step (`changes.py`).
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 from weakref import WeakMethod, ref
@@ -26,7 +25,6 @@ from spmd_worker.base.metrics.step_times import StepTimes
 from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes
-from spmd_worker.engine.image_reading import open_image_prompts
 from spmd_worker.engine.interruption import Interruption
 from spmd_worker.engine.kv_connector import OutsideBlocks
 from spmd_worker.engine.life import Life, State
@@ -98,7 +96,7 @@ class Engine:
         hold_media = (lambda *image: executor.hold_media(*image)) if channel.rank == 0 else (lambda *image: None)
         adapters = (scheduler.adapters, scheduler.prompt_adapters)
         self.requests = Requests(resolved, self.calls, self.life, *adapters, hold_rows, hold_media)
-        self.limits = replace(self.requests.limits, images=open_image_prompts(resolved))
+        self.limits = self.requests.limits
         weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Iterable
+from typing import Final
 
 from spmd_worker.replica.sequence.outputs import (
     GRAMMAR_FAILED,
@@ -14,10 +15,13 @@ from spmd_worker.replica.sequence.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+_NO_LOGPROB: Final = Logprob(0.0, 1)
 
 
 def request_output(
@@ -163,7 +167,7 @@ def logprobs_with_text(
 
 
 def _prompt_logprobs(group: SequenceGroup, tokenizer: Tokenizer | None) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the prompt's tokens; the first has none, nor have rows of embeddings."""
+    """Log-probabilities of the prompt's tokens; the first has none, nor have rows of embeddings and image tokens."""
     request = group.request
     positions, ids = list(group.prompt_logprobs), list(request.prompt_token_ids)
     for rows in reversed(request.rows):
@@ -171,8 +175,27 @@ def _prompt_logprobs(group: SequenceGroup, tokenizer: Tokenizer | None) -> list[
         del ids[rows.start : rows.end]
     del positions[: request.num_virtual_tokens]
     positions[:1] = [None] * len(positions[:1])
-    if tokenizer is None or not positions:
-        return positions
+    of_images = _image_positions(request, len(positions))
+    for index in of_images:
+        # They are between the texts of the others.
+        positions[index] = {ids[index]: next(iter((positions[index] or {}).values()), _NO_LOGPROB)}
+    if tokenizer is not None and positions:
+        positions = _prompt_texts(request, positions, ids, tokenizer)
+    for index in of_images:
+        positions[index] = None
+    return positions
+
+
+def _image_positions(request: Request, num_positions: int) -> list[int]:
+    """Positions of the prompt, without virtual tokens, that take rows of images."""
+    runs = [run for item in request.media for run in item.runs]
+    starts = [(start - request.num_virtual_tokens, count) for start, count in runs]
+    return [each for start, count in starts for each in range(start, start + count) if 0 < each < num_positions]
+
+
+def _prompt_texts(
+    request: Request, positions: list[TokenLogprobs | None], ids: list[int], tokenizer: Tokenizer
+) -> list[TokenLogprobs | None]:
     texts = TokenTexts(tokenizer, (), request.sampling.skip_special_tokens)
     num_with = len(positions) - positions.count(None)
     texts.decode([[token_id] for token_id in ids[: len(ids) - num_with]], is_last=False)

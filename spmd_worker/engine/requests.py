@@ -11,6 +11,7 @@ from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.embeds_reader import EmbedsReader
+from spmd_worker.engine.image_reading import open_image_prompts
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
@@ -63,6 +64,7 @@ class Requests:
                 _folder_of_input(resolved.config.job.input),
                 needs_ids=model_config.num_layer_inputs > 0,
             ),
+            images=open_image_prompts(resolved),
             media=media_row_limits(resolved),
         )
         self._hold_rows, self._hold_media = hold_rows, hold_media

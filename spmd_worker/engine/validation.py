@@ -56,8 +56,8 @@ def _as_request_id(value: Any) -> RequestId:
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
-    which are rejected without it; `rows` reads prompts of embeddings, `images` images, within the limits of `media`.
-    With `pooling` all rows are pooled.
+    which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
+    `pooling` all rows are pooled.
     """
 
     vocab_size: int
@@ -66,8 +66,8 @@ class RequestLimits:
     grammars: GrammarCompiler | None = None
     pooling: PoolingConfig | None = None
     rows: EmbedsReader | None = None
-    media: MediaRowLimits = NO_MEDIA
     images: ImagePrompts | None = None
+    media: MediaRowLimits = NO_MEDIA
 
     def truncate(
         self,
@@ -106,7 +106,8 @@ class RequestLimits:
         if rows is not None and sampling.prompt_logprobs is not None and rows.num_rows == len(prompt_token_ids):
             message = "prompt_logprobs are those of token ids, and prompt_embeds have none: leave prompt_logprobs out"
             raise RequestError("conflicting_keys", message)
-        self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual)
+        image_token_id = self.images.image_token_id if media_items and self.images is not None else None
+        self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual, image_token_id)
         if media_items:
             self._check_media(media_items, len(prompt_token_ids))
         sampling.check()
@@ -161,10 +162,14 @@ class RequestLimits:
         sampling: SamplingParams,
         pooling: PoolingParams | None,
         num_virtual: int,
+        image_token_id: int | None,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
         least, most = min(prompt_token_ids), max(prompt_token_ids)
+        if most == image_token_id:
+            # Its embedding is not looked up, and in some models there is none.
+            most = max([each for each in prompt_token_ids if each != image_token_id], default=0)
         if least < 0 or most >= self.vocab_size:
             outside = least if least < 0 else most
             raise RequestError(

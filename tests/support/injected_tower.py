@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from spmd_worker import resolved
+from spmd_worker.engine import requests
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.media.prepared import ImagePixels, PreparedImage
 from spmd_worker.model.decoder import DecoderStack
@@ -83,9 +84,9 @@ def injected(**vision: Any) -> Iterator[None]:
         files = read(folder)
         return replace(files, model_config=replace(files.model_config, vision=VisionConfig("table", IMAGE, **vision)))
 
-    def encode_with_pictures(encoder: PromptEncoder, given: Any, is_truncated: bool) -> Any:
+    def encode_with_pictures(encoder: PromptEncoder, given: Any, is_truncated: bool, images: Any = None) -> Any:
         if not isinstance(given, dict) or "pictures" not in given:
-            return encode_one(encoder, given, is_truncated)
+            return encode_one(encoder, given, is_truncated, images)
         encoded = encode_one(encoder, {"prompt_token_ids": given["prompt_token_ids"]}, is_truncated)
         encoded.media = tuple(each.prepared for each in given["pictures"])
         encoded.media_items = tuple(each.item for each in given["pictures"])
@@ -104,6 +105,7 @@ def injected(**vision: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(resolved, "read_model_files", read_with_vision))
+        stack.enter_context(patch.object(requests, "open_image_prompts", lambda resolved: None))
         stack.enter_context(patch.object(PromptEncoder, "encode_one", encode_with_pictures))
         stack.enter_context(patch.object(MediaStore, "__init__", store_with_table))
         if "media" not in inspect.signature(forward).parameters:

@@ -73,7 +73,7 @@ class RowWindow:
         return chunk[::-1]
 
     def _bounded(self, size: int) -> int:
-        """How many of the next `size` rows are sent together: those of _MAX_CHUNK_BYTES, and one at least."""
+        """The number of the next `size` rows that fit into _MAX_CHUNK_BYTES, one at least."""
         num_bytes = 0
         for number, each in enumerate(reversed(self._sorted[len(self._sorted) - size :])):
             num_bytes += len(each.line)

@@ -70,10 +70,16 @@ def _of_sequence(each: ScheduledSequence, hidden: Tensor, report: Report) -> Lau
     sequence = each.sequence
     prompt = sequence.request.prompt_token_ids
     first = sequence.num_computed_tokens
-    targets = prompt[first + 1 : first + each.num_scheduled_tokens + 1]
+    last = first + each.num_scheduled_tokens
+    targets = list(prompt[first + 1 : last + 1])
+    for item in sequence.request.media:
+        for token, _, count in item.rows_between(first + 1, last + 1):
+            # Image tokens have no log-probability, and in some models no logit.
+            start = token - first - 1
+            targets[start : start + count] = [0] * count
     num_logprobs = sequence.request.sampling.prompt_logprobs or 0
     pieces = []
     for start in range(0, len(targets), _ROWS_AT_ONCE):
         some = targets[start : start + _ROWS_AT_ONCE]
-        pieces += report(hidden[start : start + len(some)], list(some), num_logprobs)
+        pieces += report(hidden[start : start + len(some)], some, num_logprobs)
     return LaunchedPromptLogprobs(sequence.request.request_id, first + 1 if first else 0, pieces)

@@ -1,4 +1,4 @@
-"""What the answers of a job depend on in a model that takes images, besides the images themselves."""
+"""Entries of a job's manifest that its answers to images depend on, besides the images themselves."""
 
 from dataclasses import asdict
 from hashlib import blake2b
