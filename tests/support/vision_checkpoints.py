@@ -105,7 +105,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral"},
         {
             "vision_config": {**_PIXTRAL, "hidden_act": "gelu"},
-            **{"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
         },
     ),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, {"vision_config": {**_VIT, "image_size": 56}, "scale_factor": 2}),

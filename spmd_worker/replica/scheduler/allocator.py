@@ -204,6 +204,11 @@ class Allocator:
         """Comparisons of hits that the step just decided computes again."""
         return () if self._verifier is None else self._verifier.take()
 
+    def check_verifications(self, running: Sized[Sequence]) -> None:
+        """Raise AssertionError where verified hits and running sequences contradict each other."""
+        if self._verifier is not None:
+            self._verifier.check_integrity(running)
+
     def make_snapshots(self, running: Sized[Sequence]) -> None:
         """Keep the states that the steps planned so far compute. Call before a step's decisions."""
         if self.states is not None and self._enable_prefix_caching:

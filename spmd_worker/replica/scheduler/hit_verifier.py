@@ -120,6 +120,13 @@ class HitVerifier:
         found = [self._compare(each) for each in list(self._active.values())]
         return tuple([each for each in found if each is not None])
 
+    def check_integrity(self, running: Sized[Sequence]) -> None:
+        """Raise AssertionError unless verified sequences run, and have computed what was compared and no more."""
+        for key, each in self._active.items():
+            assert each.sequence in running, f"{key} is verified and does not run"
+            num_full = each.sequence.num_computed_tokens // self._cache.block_size
+            assert each.num_computed == num_full < len(each.hashes), f"{key}: {each.num_computed} of {num_full} blocks"
+
     def _compare(self, verification: _Verification) -> HitComparison | None:
         sequence, hashes, first = verification.sequence, verification.hashes, verification.num_computed
         end = min(len(hashes), sequence.num_computed_tokens // self._cache.block_size)

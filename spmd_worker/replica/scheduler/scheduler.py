@@ -261,6 +261,7 @@ class Scheduler:
             check_states(self.queues, self.state_slots)
         check_adapters(self.queues, self.adapters, self.limits.max_loras)
         self.media_rows.check_integrity()
+        self._allocator.check_verifications(self.queues.running)
 
     def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
         """Sequence per sampled id: each row's own, then its forks, made now; for those of an ended one, itself."""

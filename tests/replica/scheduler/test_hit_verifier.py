@@ -167,6 +167,16 @@ def test_states_need_chunks_to_be_verified():
     assert counts(run) == (0, 0)
 
 
+def test_check_detects_a_verification_that_is_not_ended(monkeypatch: pytest.MonkeyPatch):
+    """Negative control of `check_integrity`."""
+    monkeypatch.setattr(HitVerifier, "drop", lambda self, sequence: None)
+    run = asked_once(PROMPT, verify_hits=1, max_num_batched_tokens=6, max_num_seqs=4)
+    aborted = run.admit(0, PROMPT)
+    run.step()
+    with pytest.raises(AssertionError, match="is verified and does not run"):
+        run.abort(aborted)
+
+
 def test_writers_forget_what_nothing_finds():
     writers = Writers(2, lambda name: name != b"b")
     for number, name in enumerate((b"a", b"b", b"c", b"d", b"e")):
