@@ -129,6 +129,40 @@ def test_pixel_comparison_detects_vertical_pass_first(tmp_path: Path, monkeypatc
     assert not np.array_equal(our_rows(prepared(PROMPTS["one"], processor), processor), theirs)
 
 
+SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
+SQUARE: dict[str, Any] = {"size": {"height": 84, "width": 84}, "crop_size": None}
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = {
+    "padded": (
+        *("llava", {"do_pad": True, "image_processor_type": "LlavaImageProcessorFast"}, {}),
+        ("llava", "LlavaImageProcessorPil"),
+    ),
+    "padding of batches": ("llava", {"do_pad": True, "image_processor_type": "CLIPImageProcessor"}, {}, None),
+    "longer short side": ("llava", {"size": {"shortest_edge": 100}}, {}, None),
+    "siglip": (
+        *("llava", {"image_processor_type": "SiglipImageProcessor", **SQUARE}, {"vision_config": SIGLIP}),
+        ("siglip", "SiglipImageProcessorPil"),
+    ),
+    "one tile": ("internvl", {"max_patches": 1}, {}, None),
+    "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
+    "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
+    "one square": ("smolvlm", {"size": {"longest_edge": 64}}, {}, None),
+    "other filter and scale": ("gemma3", {"resample": 1, "rescale_factor": 0.0039, "image_mean": 0.4}, {}, None),
+}
+
+
+@pytest.mark.usefixtures("_one_axis_a_call")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_settings_have_bits_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kind, settings, config, oracle = VARIANTS[name]
+    processor = media_processor(tmp_path, kind, settings, **config)
+    kept = {key: value for key, value in {**MODELS[kind].settings, **settings}.items() if value is not None}
+    kept.pop("image_processor_type", None)
+    monkeypatch.setitem(MODELS, kind, replace(MODELS[kind], settings=kept, oracle=oracle or MODELS[kind].oracle))
+    for prompt in ("one", "tall"):
+        theirs = oracle_rows(kind, oracle_inputs(kind, PROMPTS[prompt]), processor.patch_size)
+        assert np.array_equal(our_rows(prepared(PROMPTS[prompt], processor), processor), theirs)
+
+
 OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({}, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "qwen2_5_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
