@@ -103,15 +103,15 @@ def test_rows_equal_those_of_transformers(name: str):
 CONTROLS: dict[str, list[dict[str, Any]]] = {
     "qwen3_vl": [
         {"rope_theta": 100.0},
-        {"activation": "gelu"},
+        {"activation": "silu"},
         {"added_layers": (0, 1, 2)},
         {"image_mean": (0.5,) * 3},
     ],
     "qwen3_5": [{"rope_theta": 100.0}],
-    "qwen2_5_vl": [{"window_size": 0}, {"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
-    "gemma3": [{"eps": 1e-6}, {"activation": "gelu"}],
-    "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "gelu_tanh"}],
-    "llava_onevision": [{"pinpoints": ((84, 168), (168, 84), (252, 252))[::-1]}, {"max_crops": 9}, {"num_heads": 1}],
+    "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
+    "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
+    "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
+    "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
     "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],
     "internvl_of_6b": [{"eps": 1e-6}],
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
@@ -167,18 +167,15 @@ def test_towers_of_int8_models_are_not_quantised():
 @pytest.mark.parametrize("name", EVERY)
 def test_weights_go_by_the_names_of_files_and_memory(name: str):
     model, files = new_model(name), load_file(vision_folder(name) / "model.safetensors")
-    given = {each: model.weights.names.parts(each, tensor.shape) for each, tensor in files.items()}
-    of_tower = {ours: files[each] for each, parts in given.items() for ours in parts if parts[ours] is None}
-    of_tower = {each: tensor for each, tensor in of_tower.items() if each in model.weights.tensors}
+    names = {ours: each for each, tensor in files.items() for ours in model.weights.names.parts(each, tensor.shape)}
     with model.as_checkpoint() as view:
-        shown = dict(view.named_parameters())
-        assert all(torch.equal(shown[each], tensor) for each, tensor in of_tower.items())
-    assert model.tower is not None
-    before = {each: parameter.clone() for each, parameter in model.tower.named_parameters()}
-    for parameter in model.tower.parameters():
-        parameter.data.zero_()
-    model.load_weights(list(vision_reference(name).state_dict().items()))
-    assert all(torch.equal(parameter, before[each]) for each, parameter in model.tower.named_parameters())
+        assert all(torch.equal(tensor, files[names[each]]) for each, tensor in view.named_parameters())
+    image, memory = image_of(name, 0), vision_reference(name).state_dict()
+    before = our_rows(model, image)
+    model.load_weights([(each, -tensor) for each, tensor in memory.items()])
+    assert not torch.equal(our_rows(model, image)[0], before[0])
+    model.load_weights(list(memory.items()))
+    assert all(map(torch.equal, our_rows(model, image), before))
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3", "llava_onevision"])
