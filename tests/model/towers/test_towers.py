@@ -25,6 +25,8 @@ from spmd_worker.ops.kernels.cpu.int8 import int8_kernels
 from spmd_worker.ops.kernels.cpu.native import cpu_kernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
 
 TOLERANCE = 2e-5
 EVERY = sorted(CASES)
@@ -234,3 +236,17 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.sees_whole_image == (name == "gemma3")
     if name.startswith(("qwen", "mistral3", "pixtral", "gemma3")):
         assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_planned_parameters_are_those_of_towers(name: str):
+    config = config_of(name)
+    tower = build_model(replace(context(), device=torch.device("meta")), config).tower
+    assert tower is not None
+    assert config.num_tower_parameters == sum(each.numel() for each in tower.parameters())
+    text = replace(config, vision=None)
+    layout, planned = RankLayout(1), []
+    for each in (config, text):
+        planned.append(weights_bytes(each, layout, 0, "float32", "cuda"))
+        assert activation_bytes(each, layout, 0, "float32", 8, 1, num_image_tokens=4096) > 0
+    assert planned[0] - planned[1] == 4 * config.num_tower_parameters
