@@ -31,6 +31,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_NUM_SEQS: Final = 256
+_DEFAULT_MAX_IMAGE_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,12 @@ class ResolvedRun:
     def num_in_flight(self) -> int:
         """Maximum number of steps in flight: one per pipeline stage, and those scheduled ahead."""
         return self.layout.pipeline_parallel_size + self.num_steps_ahead
+
+    @property
+    def max_image_tokens(self) -> int:
+        """The most tokens of an image; 0 if the model takes none."""
+        most = getattr(self.config.limits, "max_image_tokens", _DEFAULT_MAX_IMAGE_TOKENS)
+        return 0 if self.model_config.vision is None else int(most)
 
     @property
     def model_folder(self) -> Path:

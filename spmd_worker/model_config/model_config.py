@@ -45,6 +45,7 @@ from spmd_worker.model_config.rope import (
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
+from spmd_worker.model_config.tower_elements import tower_elements
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.model_config.weight_format import Quantization
 
@@ -203,6 +204,11 @@ class ModelConfig:
         """Parameters of the full model, tied embeddings counted once."""
         num_norms = self.has_last_norm + self.has_embedding_norm
         return self.num_embedding_parameters + sum(self.layer_parameters) + num_norms * self.norm_parameters
+
+    @property
+    def num_tower_parameters(self) -> int:
+        """Parameters of the tower, which `num_parameters` does not count; 0 without one."""
+        return 0 if self.vision is None else tower_elements(self.vision, self.embedding_size)
 
     @property
     def num_embedding_parameters(self) -> int:

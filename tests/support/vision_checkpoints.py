@@ -1,10 +1,10 @@
 """Small random checkpoints of models that take images, written by transformers, with images and transformers' rows.
 
-No weight is what a mistake would leave it at, and epsilons are large enough to be seen. Knows nothing of the runtime
-under test but the shapes of a tower's input.
+No weight is what a mistake would leave it at, and epsilons are large enough to be seen.
 """
 
 import json
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spmd_worker.media.prepared import ImagePixels
+from spmd_worker.model.towers.squares import best_resolution
 
 IMAGE_TOKEN = 60
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.2, 0.25)
@@ -27,7 +28,7 @@ _TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -169,7 +170,8 @@ def image_of(name: str, number: int) -> ImagePixels:
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
     size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm")) else 1
     if name == "llava_onevision":
-        count = (2, 2, 10)[number] + (number == 0)
+        height, width = best_resolution(size, tuple([(each[0], each[1]) for each in PINPOINTS]))
+        count = 1 + height * width // SIDE**2
     crops = tuple([_pixels(generator, side, side) for _ in range(count)])
     return ImagePixels(crops, (side // patch, side // patch), size)
 
@@ -197,16 +199,14 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def their_rows(
-    name: str, image: ImagePixels, dtype: torch.dtype = torch.float32, model: PreTrainedModel | None = None
-) -> tuple[Tensor, ...]:
+def their_rows(name: str, image: ImagePixels, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     """Rows of the image's tokens, then those of each layer that adds some."""
-    model = vision_reference(name).to(dtype) if model is None else model
+    model = vision_reference(name)
+    model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
     inputs = _inputs(name, image, model.config)
     if not name.startswith("qwen"):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     found = model.model.get_image_features(**inputs)
-    model.float()
     rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in found.pooler_output])
     added = getattr(found, "deepstack_features", None) or []
     return rows, *[each[0] if isinstance(each, list | tuple) else each for each in added]

@@ -112,7 +112,8 @@ class ReferenceKernels:
         if activation in ("relu", "relu2"):
             return x.relu() if activation == "relu" else x.relu().square()
         if activation == "quick_gelu":
-            return x * torch.sigmoid(1.702 * x)
+            x32 = x.float()
+            return (x32 * torch.sigmoid(1.702 * x32)).to(x.dtype)
         assert activation == "silu", activation
         return F.silu(x)
 

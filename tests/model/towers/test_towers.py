@@ -25,6 +25,8 @@ from spmd_worker.ops.kernels.cpu.int8 import int8_kernels
 from spmd_worker.ops.kernels.cpu.native import cpu_kernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
 
 TOLERANCE = 2e-5
 EVERY = sorted(CASES)
@@ -103,15 +105,15 @@ def test_rows_equal_those_of_transformers(name: str):
 CONTROLS: dict[str, list[dict[str, Any]]] = {
     "qwen3_vl": [
         {"rope_theta": 100.0},
-        {"activation": "gelu"},
+        {"activation": "silu"},
         {"added_layers": (0, 1, 2)},
         {"image_mean": (0.5,) * 3},
     ],
     "qwen3_5": [{"rope_theta": 100.0}],
-    "qwen2_5_vl": [{"window_size": 0}, {"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
-    "gemma3": [{"eps": 1e-6}, {"activation": "gelu"}],
-    "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "gelu_tanh"}],
-    "llava_onevision": [{"pinpoints": ((84, 168), (168, 84), (252, 252))[::-1]}, {"max_crops": 9}, {"num_heads": 1}],
+    "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
+    "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
+    "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
+    "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
     "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],
     "internvl_of_6b": [{"eps": 1e-6}],
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
@@ -167,18 +169,15 @@ def test_towers_of_int8_models_are_not_quantised():
 @pytest.mark.parametrize("name", EVERY)
 def test_weights_go_by_the_names_of_files_and_memory(name: str):
     model, files = new_model(name), load_file(vision_folder(name) / "model.safetensors")
-    given = {each: model.weights.names.parts(each, tensor.shape) for each, tensor in files.items()}
-    of_tower = {ours: files[each] for each, parts in given.items() for ours in parts if parts[ours] is None}
-    of_tower = {each: tensor for each, tensor in of_tower.items() if each in model.weights.tensors}
+    names = {ours: each for each, tensor in files.items() for ours in model.weights.names.parts(each, tensor.shape)}
     with model.as_checkpoint() as view:
-        shown = dict(view.named_parameters())
-        assert all(torch.equal(shown[each], tensor) for each, tensor in of_tower.items())
-    assert model.tower is not None
-    before = {each: parameter.clone() for each, parameter in model.tower.named_parameters()}
-    for parameter in model.tower.parameters():
-        parameter.data.zero_()
-    model.load_weights(list(vision_reference(name).state_dict().items()))
-    assert all(torch.equal(parameter, before[each]) for each, parameter in model.tower.named_parameters())
+        assert all(torch.equal(tensor, files[names[each]]) for each, tensor in view.named_parameters())
+    image, memory = image_of(name, 0), vision_reference(name).state_dict()
+    before = our_rows(model, image)
+    model.load_weights([(each, -tensor) for each, tensor in memory.items()])
+    assert not torch.equal(our_rows(model, image)[0], before[0])
+    model.load_weights(list(memory.items()))
+    assert all(map(torch.equal, our_rows(model, image), before))
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3", "llava_onevision"])
@@ -237,3 +236,17 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.sees_whole_image == (name == "gemma3")
     if name.startswith(("qwen", "mistral3", "pixtral", "gemma3")):
         assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_planned_parameters_are_those_of_towers(name: str):
+    config = config_of(name)
+    tower = build_model(replace(context(), device=torch.device("meta")), config).tower
+    assert tower is not None
+    assert config.num_tower_parameters == sum(each.numel() for each in tower.parameters())
+    text = replace(config, vision=None)
+    layout, planned = RankLayout(1), []
+    for each in (config, text):
+        planned.append(weights_bytes(each, layout, 0, "float32", "cuda"))
+        assert activation_bytes(each, layout, 0, "float32", 8, 1, num_image_tokens=4096) > 0
+    assert planned[0] - planned[1] == 4 * config.num_tower_parameters
