@@ -149,8 +149,8 @@ class RowError:
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
     grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
-    embeddings_outside; and non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be
-    completed.
+    embeddings_outside, placeholder_mismatch; and non_finite_logits, grammar_failed and non_finite_vector, for a row
+    that ran and could not be completed.
     """
 
     index: int
