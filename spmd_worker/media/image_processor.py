@@ -88,7 +88,8 @@ def read_image_processor(
     settings.check_steps()
     model = ConfigReader(config, folder / "config.json")
     numbers = rule.read(settings, model, tower_sizes(model, vision.kind))
-    mean, std = (settings.levels(key, rule_value) for key, rule_value in zip(("image_mean", "image_std"), rule.levels))
+    levels = (HALVES, HALVES) if settings.is_siglip else rule.levels
+    mean, std = settings.levels("image_mean", levels[0]), settings.levels("image_std", levels[1])
     scale = settings.of("rescale_factor").number("rescale_factor", 1 / 255)
     return ImageProcessor(
         vision.kind, mean=mean, std=std, scale=scale, resampling=settings.resampling(rule.resample), **numbers
@@ -115,6 +116,7 @@ def _qwen(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -
     patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
     vision = model.object("vision_config")
     _check_is_towers(settings, "patch_size", patch, tower.patch)
+    settings.file.choice("temporal_patch_size", (2,), 2)
     _check_is_towers(settings, "merge_size", merge, vision.count("spatial_merge_size", 2))
     least = _num_pixels(settings, "min_pixels", "shortest_edge", 56 * 56)
     most = _num_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 1280)
@@ -144,7 +146,7 @@ def _gemma3(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes)
 
 def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     has_class = tower.model_type == "clip_vision_model"
-    crops = settings.file.flag("do_center_crop", has_class)
+    crops = settings.file.flag("do_center_crop", not settings.is_siglip)
     short_edge = settings.side("size", "shortest_edge", 224) if crops else 0
     name = "crop_size" if crops else "size"
     side = settings.square(name, 224)
@@ -153,13 +155,14 @@ def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) 
         raise settings.of("size").error("size", f"must be at least the {side} of crop_size")
     strategy = model.choice("vision_feature_select_strategy", ("default", "full"), "default")
     num_rows = (side // tower.patch) ** 2 + has_class - (strategy == "default")
-    padded = settings.file.flag("do_pad", False)
+    # CLIP's own processor has the key too: it pads batches.
+    is_own = settings.class_name.startswith("LlavaImageProcessor")
     return {
         "patch_size": tower.patch,
         "side": side,
         "tokens_per_crop": num_rows,
         "short_edge": short_edge,
-        "is_padded": padded,
+        "is_padded": settings.file.flag("do_pad", False) and is_own,
     }
 
 

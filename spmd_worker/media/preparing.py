@@ -57,7 +57,7 @@ def _cut(pixels: Pixels, side: int) -> list[Pixels]:
 
 
 def _padded(pixels: Pixels, size: sizes.Size, colour: tuple[int, ...]) -> Pixels:
-    """In the middle of a picture of one colour, nearer to the top left."""
+    """The middle of a picture of one colour; where it cannot be, one pixel nearer to the top left."""
     padded = np.empty((*size, NUM_CHANNELS), np.uint8)
     padded[:] = colour
     height, width = _size_of(pixels)

@@ -47,7 +47,18 @@ class ProcessorSettings:
     file: ConfigReader
     given: ConfigReader
 
+    @property
+    def class_name(self) -> str:
+        """The class of transformers that the file names; it has the defaults."""
+        return str(self.file.get("image_processor_type", ""))
+
+    @property
+    def is_siglip(self) -> bool:
+        """Whether it is SigLIP's class, which a LLaVA model may have in place of its own."""
+        return self.class_name.startswith("Siglip")
+
     def of(self, key: str) -> ConfigReader:
+        """The reader whose value counts."""
         return self.given if self.given.get(key) is not None else self.file
 
     def integer(self, key: str, default: int, least: int, most: int) -> int:

@@ -52,7 +52,7 @@ def best_pinpoint(height: int, width: int, pinpoints: Sequence[Size]) -> Size:
 
 
 def fitted_size(height: int, width: int, target: Size) -> Size:
-    """As large as `target` allows, at the same ratio, rounded up."""
+    """The largest size within `target` at the same ratio, rounded up."""
     target_height, target_width = target
     scale_width, scale_height = target_width / width, target_height / height
     if scale_width < scale_height:
@@ -88,7 +88,7 @@ def tile_grid(height: int, width: int, side: int, min_tiles: int, max_tiles: int
 
 
 def pixtral_size(height: int, width: int, longest_edge: int, unit: int) -> Size:
-    """At most `longest_edge` a side, then up to multiples of `unit`."""
+    """Sides of at most `longest_edge`, then up to multiples of `unit`."""
     ratio = max(height / longest_edge, width / longest_edge)
     if ratio > 1:
         height, width = max(math.floor(height / ratio), 1), max(math.floor(width / ratio), 1)

@@ -116,7 +116,7 @@ def process_of(preparer: ImagePreparer) -> int:
     return helper.pid
 
 
-@pytest.mark.guarantee("A helper process that ends is started again (docs/images.md)")
+@pytest.mark.guarantee("A helper process that ends is started again")
 def test_ended_process_is_started_again(preparer: ImagePreparer):
     preparer.prepare([FILE])
     first = process_of(preparer)
@@ -128,7 +128,7 @@ def test_ended_process_is_started_again(preparer: ImagePreparer):
     assert process_of(preparer) != first
 
 
-@pytest.mark.control("A helper process that ends is started again (docs/images.md)")
+@pytest.mark.control("A helper process that ends is started again")
 def test_process_that_ends_in_a_request_is_an_error(monkeypatch: pytest.MonkeyPatch, folder: Path):
     """Every process of this module ends at once."""
     monkeypatch.setattr(prepare_process, "__name__", "spmd_worker.base.errors")

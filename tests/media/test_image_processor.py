@@ -109,11 +109,12 @@ def test_missing_keys_have_defaults_of_their_class(kind: str, tmp_path: Path):
 def test_siglip_tower_of_llava_takes_squeezed_squares(tmp_path: Path):
     """Its processor cuts nothing out, and its tower has no class token."""
     vision = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
-    settings = {"size": {"height": 84, "width": 84}, "crop_size": None}
+    square = {"size": {"height": 84, "width": 84}, "crop_size": None}
+    settings = {"image_processor_type": "SiglipImageProcessor", **square}
     processor = media_processor(
         tmp_path, "llava", settings, vision_config=vision, vision_feature_select_strategy="full"
     )
-    assert processor == replace(EXPECTED["llava"], short_edge=0)
+    assert processor == replace(EXPECTED["llava"], short_edge=0, mean=HALVES, std=HALVES)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def test_overrides_replace_numbers_of_the_files(
 BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3_vl", {"patch_size": 14}, {}, r"patch_size=14 must be the size that the tower has, vision_config's 16"),
     ("qwen3_vl", {"merge_size": 4}, {}, r"merge_size=4 must be the size"),
+    ("qwen3_vl", {"temporal_patch_size": 1}, {}, r"temporal_patch_size=1 is not supported, only 2"),
     ("qwen3_vl", {"min_pixels": "many"}, {}, r"min_pixels=.many. must be a whole number"),
     ("qwen3_vl", {"min_pixels": 99_999}, {}, r"min_pixels=99999 asks for at least 99999 pixels .* at most 65536"),
     ("qwen3_vl", {"size": {"longest_edge": 99}}, {}, r"size.shortest_edge=None must be a whole number"),

@@ -8,6 +8,7 @@ alone, so the functions that replace a placeholder are called without the object
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,7 @@ def prepared(pictures: list[Pixels], processor: ImageProcessor) -> list[Prepared
     return [prepare(each, processor, is_alone=len(pictures) == 1) for each in pictures]
 
 
-@pytest.mark.guarantee("Prepared pixels are those of transformers (docs/images.md)")
+@pytest.mark.guarantee("Prepared pixels are those of transformers")
 @pytest.mark.usefixtures("_one_axis_a_call")
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +115,7 @@ def test_pixels_have_bits_of_transformers(kind: str, prompt: str, tmp_path: Path
     assert [image.pixels.size for image in images] == [each.shape[:2] for each in PROMPTS[prompt]]
 
 
-@pytest.mark.control("Prepared pixels are those of transformers (docs/images.md)")
+@pytest.mark.control("Prepared pixels are those of transformers")
 @pytest.mark.usefixtures("_one_axis_a_call")
 def test_pixel_comparison_detects_vertical_pass_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right = resize.resize
@@ -126,6 +127,77 @@ def test_pixel_comparison_detects_vertical_pass_first(tmp_path: Path, monkeypatc
     processor = media_processor(tmp_path, "gemma3")
     theirs = oracle_rows("gemma3", oracle_inputs("gemma3", PROMPTS["one"]), 14)
     assert not np.array_equal(our_rows(prepared(PROMPTS["one"], processor), processor), theirs)
+
+
+SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
+SQUARE: dict[str, Any] = {"size": {"height": 84, "width": 84}, "crop_size": None}
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = {
+    "padded": (
+        *("llava", {"do_pad": True, "image_processor_type": "LlavaImageProcessorFast"}, {}),
+        ("llava", "LlavaImageProcessorPil"),
+    ),
+    "padding of batches": ("llava", {"do_pad": True, "image_processor_type": "CLIPImageProcessor"}, {}, None),
+    "longer short side": ("llava", {"size": {"shortest_edge": 100}}, {}, None),
+    "siglip": (
+        *("llava", {"image_processor_type": "SiglipImageProcessor", **SQUARE}, {"vision_config": SIGLIP}),
+        ("siglip", "SiglipImageProcessorPil"),
+    ),
+    "one tile": ("internvl", {"max_patches": 1}, {}, None),
+    "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
+    "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
+    "one square": ("smolvlm", {"size": {"longest_edge": 64}}, {}, None),
+    "other filter and scale": ("gemma3", {"resample": 1, "rescale_factor": 0.0039, "image_mean": 0.4}, {}, None),
+}
+
+
+@pytest.mark.usefixtures("_one_axis_a_call")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_settings_have_bits_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kind, settings, config, oracle = VARIANTS[name]
+    processor = media_processor(tmp_path, kind, settings, **config)
+    kept = {key: value for key, value in {**MODELS[kind].settings, **settings}.items() if value is not None}
+    kept.pop("image_processor_type", None)
+    monkeypatch.setitem(MODELS, kind, replace(MODELS[kind], settings=kept, oracle=oracle or MODELS[kind].oracle))
+    for prompt in ("one", "tall"):
+        theirs = oracle_rows(kind, oracle_inputs(kind, PROMPTS[prompt]), processor.patch_size)
+        assert np.array_equal(our_rows(prepared(PROMPTS[prompt], processor), processor), theirs)
+
+
+OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": ({}, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    "qwen2_5_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
+    "gemma3": (
+        {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},
+        {"size": {"height": 896, "width": 896}},
+    ),
+    "llava": (
+        {"vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}},
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+    ),
+    "internvl": ({"vision_config": {}}, {"size": {"height": 448, "width": 448}, "max_patches": 12}),
+    "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),
+    "smolvlm": (
+        {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
+        {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
+    ),
+}
+"""Numbers of the models on the hub, as they differ from the tiny ones."""
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("_one_axis_a_call")
+@pytest.mark.parametrize("size", [(480, 640), (1080, 1920), (2200, 1700), (900, 37), (20, 20)])
+@pytest.mark.parametrize("kind", OWN_SIZES)
+def test_pixels_at_own_sizes_are_those_of_transformers(
+    kind: str, size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, settings = OWN_SIZES[kind]
+    processor = media_processor(tmp_path, kind, settings, **config)
+    model = replace(MODELS[kind], settings={**MODELS[kind].settings, **settings})
+    monkeypatch.setitem(MODELS, kind, model)
+    pictures = [noise(*size)]
+    theirs = oracle_rows(kind, oracle_inputs(kind, pictures), processor.patch_size)
+    assert np.array_equal(our_rows(prepared(pictures, processor), processor), theirs)
 
 
 # Text and ids.
@@ -222,7 +294,7 @@ def tokenizer() -> Tokenizer:
     return byte_tokenizer()
 
 
-@pytest.mark.guarantee("Ids of prompts with images are those of transformers (docs/images.md)")
+@pytest.mark.guarantee("Ids of prompts with images are those of transformers")
 @pytest.mark.usefixtures("_one_axis_a_call", "_restored_modules")
 @pytest.mark.parametrize("prompt", FEW)
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,7 +318,7 @@ def test_ids_after_expansion_are_those_of_transformers(kind: str, prompt: str, t
         assert [item.num_rows for item in items] == [image.num_rows for image in images]
 
 
-@pytest.mark.control("Ids of prompts with images are those of transformers (docs/images.md)")
+@pytest.mark.control("Ids of prompts with images are those of transformers")
 def test_id_comparison_detects_line_ends_not_joined(tokenizer: Tokenizer, tmp_path: Path):
     images = prepared(PROMPTS["one"], media_processor(tmp_path, "gemma3"))
     before, after = prompt_of("gemma3", 1, "\n").split("<start_of_image>")

@@ -14,7 +14,7 @@ from spmd_worker.media.preparing import prepare
 PIXELS = noise(96, 128)
 
 
-@pytest.mark.guarantee("A media id names pixels and their preparing (docs/images.md)")
+@pytest.mark.guarantee("A media id names pixels and their preparing")
 def test_name_follows_pixels_and_not_their_file(tmp_path: Path):
     processor = media_processor(tmp_path, "qwen3_vl")
 
@@ -32,7 +32,7 @@ def test_name_follows_pixels_and_not_their_file(tmp_path: Path):
     assert len({first, *(name(each) for each in others)}) == 6
 
 
-@pytest.mark.control("A media id names pixels and their preparing (docs/images.md)")
+@pytest.mark.control("A media id names pixels and their preparing")
 def test_bytes_alone_would_join_images_of_other_shapes(tmp_path: Path):
     processor = replace(media_processor(tmp_path, "qwen3_vl"), min_pixels=1)
     wide, tall = (

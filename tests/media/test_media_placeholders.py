@@ -1,14 +1,18 @@
 """Placeholders of images in texts and ids, and the tokens that take their rows."""
 
+import functools
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from media_models import MODELS, byte_tokenizer, media_processor, noise
 from tokenizers import Tokenizer
 
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.placeholders import PLACEHOLDERS, Encode
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.placeholders import PLACEHOLDERS, Encode, gemma_text
+from spmd_worker.media.prepared import ImagePixels, PreparedImage
 from spmd_worker.media.preparing import prepare
 from spmd_worker.replica.sequence.media_items import check_media
 
@@ -17,7 +21,7 @@ KINDS = tuple(MODELS)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer()
+    return byte_tokenizer_once()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,7 @@ def test_text_of_an_image_has_a_token_for_each_row(kind: str, tmp_path: Path, to
         assert tokenizer.token_to_id(token) is not None
 
 
-@pytest.mark.guarantee("A prompt has one placeholder for each image (docs/images.md)")
+@pytest.mark.guarantee("A prompt has one placeholder for each image")
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_counts_are_refused_with_both_numbers(kind: str, tmp_path: Path, encode: Encode):
     placeholders, images = PLACEHOLDERS[kind], images_of(kind, tmp_path)
@@ -71,7 +75,7 @@ def test_wrong_counts_are_refused_with_both_numbers(kind: str, tmp_path: Path, e
         mismatch(placeholders.media_items, ids, images, image_id)
 
 
-@pytest.mark.control("A prompt has one placeholder for each image (docs/images.md)")
+@pytest.mark.control("A prompt has one placeholder for each image")
 def test_counts_of_rows_alone_would_accept_a_moved_image(tmp_path: Path, encode: Encode):
     """The tokens between lines of an image belong to it: a number of image tokens is not enough."""
     images = images_of("pixtral", tmp_path)
@@ -81,6 +85,28 @@ def test_counts_of_rows_alone_would_accept_a_moved_image(tmp_path: Path, encode:
     assert turned.count(image_id) == whole.count(image_id)
     assert PLACEHOLDERS["pixtral"].expand_ids(whole, images, encode) == whole
     mismatch(PLACEHOLDERS["pixtral"].expand_ids, turned, images, encode)
+
+
+@given(st.lists(st.sampled_from(["\n", "\n\n", "a", " ", "<start_of_image>"]), max_size=24))
+def test_line_ends_join_as_in_the_text(pieces: list[str]):
+    """Any run of line ends on either side of an image, or between two."""
+    text, tokenizer = "".join(pieces), byte_tokenizer_once()
+    placeholders = PLACEHOLDERS["gemma3"]
+    pixels = ImagePixels((np.zeros((28, 28, 3), np.uint8),), (2, 2), (28, 28))
+    image = PreparedImage(bytes(16), pixels, gemma_text(4), 4, 4, (0, 0), b"")
+    images = [image] * text.count(placeholders.marker)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    whole = encode(placeholders.expand_text(text, images))
+    assert placeholders.expand_ids(encode(text), images, encode) == whole
+    assert placeholders.expand_ids(whole, images, encode) == whole
+
+
+@functools.cache
+def byte_tokenizer_once() -> Tokenizer:
+    return byte_tokenizer()
 
 
 def test_image_of_one_row_is_expanded_or_left(tmp_path: Path, encode: Encode):

@@ -62,7 +62,7 @@ def in_whole_numbers(pixels: Pixels, height: int, width: int, name: str) -> Pixe
 SIDES = st.integers(1, 48)
 
 
-@pytest.mark.guarantee("Resizing does not depend on Pillow's release (docs/images.md)")
+@pytest.mark.guarantee("Resizing does not depend on Pillow's release")
 @given(st.sampled_from(sorted(SUPPORTS)), SIDES, SIDES, SIDES, SIDES, st.integers(0, 99))
 def test_resizing_equals_whole_numbers(name: str, height: int, width: int, new_height: int, new_width: int, seed: int):
     pixels = noise(height, width, seed)
@@ -71,7 +71,7 @@ def test_resizing_equals_whole_numbers(name: str, height: int, width: int, new_h
     )
 
 
-@pytest.mark.control("Resizing does not depend on Pillow's release (docs/images.md)")
+@pytest.mark.control("Resizing does not depend on Pillow's release")
 @pytest.mark.parametrize("name", SUPPORTS)
 def test_whole_numbers_detect_other_pass_first(name: str):
     pixels = noise(60, 40)
