@@ -143,12 +143,14 @@ class LLMKeywords(_Others, total=False):
     enable_prefix_caching: bool | None
     num_state_snapshots: int | None
     host_tier_gib: float | None
+    media_rows_gib: float | None
     connector: str | None
     connector_options: dict[str, str] | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_chunked_prefill: bool | None
     preemption_mode: str | None
+    max_encode_patches: int | None
     async_scheduling: bool | None
     max_images: int | None
     max_image_bytes: int | None

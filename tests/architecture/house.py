@@ -147,8 +147,10 @@ _EXPERTS = "experts are called one by one, after their tokens were counted; and 
 _ANSWER = "a vector is the answer of a row that ends"
 _READ = "of what was read back already, or where reading costs nothing"
 _OF_HOST = "of numbers that the host has"
+_PIXELS = "pixels come to the host of the rank that makes their rows"
 MAY_READ_BACK = {
     "spmd_worker.model.layers.experts": {"tolist": (2, _EXPERTS)},
+    "spmd_worker.worker.runner.media_store": {"tolist": (2, _PIXELS), "cpu": (1, _PIXELS), "numpy": (1, _PIXELS)},
     "spmd_worker.worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
     "spmd_worker.ops.kernels.top_k": {"nonzero": (1, _READ), "tolist": (2, _READ)},
     "spmd_worker.ops.sampling.processors": {"unique": (2, _OF_HOST)},

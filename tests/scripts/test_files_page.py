@@ -60,7 +60,7 @@ def keys_of(record: Any, prefix: str = "") -> Iterator[str]:
 
 
 def all_metrics() -> dict[str, Any]:
-    """Metrics of a job that has everything: two replicas of two stages, with experts and compiled kernels."""
+    """Metrics of a job that has everything: two replicas of two stages, with experts, images and compiled kernels."""
     stages = [{"stage": stage, "busy_us": 1, "first_us": 1, "last_us": 3, "spans": [[1, 1, 2]]} for stage in (0, 1)]
     common = {
         "peak_memory_bytes": 1,
@@ -68,8 +68,9 @@ def all_metrics() -> dict[str, Any]:
         "expert_loads": [{"0": [1, 0]}],
         "thread_waits": [{"waited_s": 0.5, "num_lost": 1}],
         "computed_s": 1.0,
+        "encode_s": 0.5,
         "replica": {**asdict(ReplicaCounts()), "busy_s": 1.0},
-        "counters": asdict(SchedulerCounters()),
+        "counters": asdict(SchedulerCounters(num_images=1)),
         "times": dict.fromkeys(("schedule_s", "lockstep_s", "execute_s", "apply_s"), 1.0),
     }
     metrics = job_metrics(JobCounts(), [json.dumps(common).encode()] * 2)

@@ -140,7 +140,7 @@ class MediaStore:
             return None if image is None else image.pixels
         sizes = [0] * _NUM_SIZES if image is None else [len(image.shapes), *image.grid, *image.size]
         num_crops, *others = self._sent(torch.tensor(sizes)).tolist()
-        flat = [0] * 2 * num_crops if image is None else np.ravel(image.shapes).tolist()
+        flat = [0] * 2 * num_crops if image is None else [side for shape in image.shapes for side in shape]
         shapes = [(height, width) for height, width in self._sent(torch.tensor(flat)).view(-1, 2).tolist()]
         num_bytes = sum(height * width for height, width in shapes) * NUM_CHANNELS
         data = bytearray(num_bytes) if image is None else bytearray(image.data)

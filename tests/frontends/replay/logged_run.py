@@ -34,6 +34,7 @@ from spmd_worker.replica.sequence.events import (
     ResetPrefixCache,
     SetWeightVersion,
 )
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.request import Request, RequestId, random_stream
 from spmd_worker.replica.sequence.sampled import SampledIds, sampling_keys
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -85,13 +86,18 @@ PRESSURE: Final[dict[str, object]] = {
 
 
 def request(
-    number: int, num_prompt_tokens: int, seed: int = HEADER.seed, head: tuple[int, ...] = (), **sampling: object
+    number: int,
+    num_prompt_tokens: int,
+    seed: int = HEADER.seed,
+    head: tuple[int, ...] = (),
+    media: tuple[MediaItem, ...] = (),
+    **sampling: object,
 ) -> Request:
     """Row `number`, called row-<number>. Its prompt begins with `head`, which counts."""
     prompt = tuple((number * 31 + position) % (VOCAB_SIZE - 1) + 1 for position in range(num_prompt_tokens))
     prompt = (*head, *prompt[len(head) :])
     stream = random_stream(seed, sampling.get("seed"), f"row-{number}", number)
-    return Request(RequestId(number), prompt, SamplingParams(**sampling), stream)
+    return Request(RequestId(number), prompt, SamplingParams(**sampling), stream, media=media)
 
 
 def standard_events() -> dict[int, list[Event]]:
@@ -140,6 +146,7 @@ class LoggedRun:
             header.pipeline_parallel_size,
             header.num_steps_ahead,
             snapshot_interval=header.snapshot_interval,
+            media=header.media,
         )
         cache = CacheManager(
             header.num_blocks,

@@ -220,7 +220,11 @@ def test_header_round_trips_through_json():
     assert sorted(value) == sorted(spec.name for spec in fields(StepLogHeader))
 
 
-RENAMED = {"preemption": "preemption_mode", "num_virtual_engines": "pipeline_parallel_size"}
+RENAMED = {
+    "preemption": "preemption_mode",
+    "num_virtual_engines": "pipeline_parallel_size",
+    "media": "num_media_rows",
+}
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in fields(SchedulerLimits)])

@@ -1,0 +1,78 @@
+"""Memory of the rows of images: how many are kept, on which ranks, and that the plan counts them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig, SchedulerConfig
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of
+from spmd_worker.model_config.vision_config import VisionConfig
+from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
+from spmd_worker.resolved import ResolvedRun, resolve
+from spmd_worker.worker.memory.media_memory import media_row_bytes, media_row_limits, media_rows_bytes_of
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+
+
+def model_config() -> ModelConfig:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "dtype": "bfloat16",
+    }
+    return model_config_of(config, Path("config.json"))
+
+
+def run(vision: VisionConfig | None, tensor: int = 1, pipeline: int = 1, **options: Any) -> ResolvedRun:
+    scheduler = SchedulerConfig(max_num_seqs=4, **options)
+    parallel = ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    config = RunConfig(scheduler=scheduler, parallel=parallel)
+    return resolve(config, ModelFiles(replace(model_config(), vision=vision), {}, ""), "cpu")
+
+
+PLAIN = VisionConfig("table", 7)
+DEEP = VisionConfig("table", 7, num_added=3, sees_whole_image=True)
+
+
+@pytest.mark.parametrize(
+    ("resolved", "expected"),
+    [
+        (run(None), NO_MEDIA),
+        (run(PLAIN), MediaRowLimits(4096, 16_384, 1, False, 2048, True)),
+        (run(DEEP, 2, max_num_batched_tokens=3000), MediaRowLimits(6000, 16_384, 2, True, 3000, True)),
+        (
+            run(PLAIN, max_num_batched_tokens=8192, max_encode_patches=9, enable_chunked_prefill=False),
+            MediaRowLimits(16_384, 9, 1, False, 8192, False),
+        ),
+    ],
+)
+def test_limits_follow_from_the_settings(resolved: ResolvedRun, expected: MediaRowLimits):
+    assert media_row_limits(resolved) == expected
+
+
+def test_memory_given_in_gib_is_divided_into_rows():
+    resolved = run(DEEP)
+    given = replace(resolved, config=replace(resolved.config, cache=CacheConfig(media_rows_gib=0.25)))
+    # Of 512 numbers of 2 bytes, and those of three layers.
+    assert media_row_bytes(given) == 4096
+    assert media_row_limits(given).num_rows == 65_536
+
+
+def test_only_ranks_of_the_first_stage_have_rows():
+    resolved = run(PLAIN, 2, 2)
+    assert [media_rows_bytes_of(resolved, rank) for rank in range(4)] == [4096 * 1024] * 2 + [0, 0]
+
+
+def test_plan_counts_rows_of_images():
+    with_rows, without = (make_plan(run(vision)) for vision in (PLAIN, None))
+    assert with_rows.shares[0].weights_bytes - without.shares[0].weights_bytes == 4096 * 1024
+    words = "images     rows of 4,096 tokens are kept (cache.media_rows_gib), 4.0 MiB of a rank's weights"
+    assert words in describe_plan(with_rows).splitlines()
+    assert "images" not in describe_plan(without)

@@ -1,0 +1,97 @@
+"""The worker's rows of images: made by a table from the pixels that arrived, found again by token."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_worker.media.prepared import ImagePixels, PreparedImage
+from spmd_worker.media.sent_image import SentImage
+from spmd_worker.model.towers.tower import TowerRows
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.replica.mirror.records import MirroredSequence, ScheduledSequence
+from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
+from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.step import StepPlan
+from spmd_worker.worker.runner.media_store import MediaStore
+
+FIRST, SECOND = (bytes([number]) * 16 for number in (1, 2))
+# 3 rows in two runs, then 2.
+ITEMS = (MediaItem(FIRST, ((1, 1), (3, 2)), 9), MediaItem(SECOND, ((6, 2),), 4))
+REQUEST = Request(5, (0, 7, 0, 7, 7, 0, 7, 7, 0), SamplingParams(), 0, media=ITEMS)
+
+
+def image(media_id: bytes, first: int, num_rows: int) -> SentImage:
+    """An image whose pixels are the numbers from `first` on."""
+    pixels = np.arange(first, first + 3 * num_rows, dtype=np.uint8).reshape(1, num_rows, 3)
+    return SentImage.of(PreparedImage(media_id, ImagePixels((pixels,), (1, 1), (2, 3)), "", 0, 0, (0, 0), b""))
+
+
+def table(pixels: ImagePixels) -> TowerRows:
+    """A row is its pixel; what layers add are multiples of it."""
+    rows = torch.from_numpy(pixels.crops[0][0].astype(np.float32))
+    return TowerRows(rows, (10 * rows, 100 * rows))
+
+
+def new_store(make_rows: Any = table, num_added: int = 2) -> MediaStore:
+    return MediaStore(make_rows, single_group(), 3, num_added, torch.float32, torch.device("cpu"))
+
+
+def filled() -> MediaStore:
+    store = new_store()
+    store.hold(5, 0, image(FIRST, 0, 3))
+    store.hold(5, 1, image(SECOND, 50, 2))
+    store.apply(StepPlan(1, encode=(EncodeMedia(5, 1, 0), EncodeMedia(5, 0, 0))), lambda request_id: REQUEST)
+    return store
+
+
+def scheduled(first: int, count: int) -> list[ScheduledSequence]:
+    text = MirroredSequence(Request(6, (1, 2, 3), SamplingParams(), 0), 0, [], [], 0, 2)
+    shown = MirroredSequence(REQUEST, 0, [], [], first, count)
+    return [ScheduledSequence(text, 2, 0), ScheduledSequence(shown, count, 0)]
+
+
+def test_rows_stand_at_their_tokens():
+    media = filled().of_step(scheduled(2, 5))
+    assert media is not None
+    # Tokens 3, 4 and 6 of the second sequence, whose first of the step is token 2.
+    assert media.places.tolist() == [3, 4, 6]
+    assert media.rows[:, 0].tolist() == [3, 6, 50]
+    assert [each[:, 1].tolist() for each in media.added] == [[40, 70, 510], [400, 700, 5100]]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (2, 1), (5, 1), (8, 1)])
+def test_steps_without_image_tokens_have_no_rows(first: int, count: int):
+    assert filled().of_step(scheduled(first, count)) is None
+
+
+def test_plans_drop_rows_and_pixels_leave():
+    store = filled()
+    assert store.names == [SECOND, FIRST]
+    assert (store.num_bytes, store.num_pixel_bytes) == (5 * 3 * 3 * 4, 15)
+    store.apply(StepPlan(2, drop_rows=(FIRST,)), lambda request_id: REQUEST)
+    assert store.names == [SECOND]
+    # After sleep the plan drops what is gone.
+    store.clear()
+    store.apply(StepPlan(3, drop_rows=(SECOND,)), lambda request_id: REQUEST)
+    store.forget([5])
+    assert (store.num_bytes, store.num_pixel_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("store", "held", "words"),
+    [
+        (new_store(), [], "request 5: this rank does not hold the pixels of image 0"),
+        (new_store(), [image(SECOND, 0, 3)], "does not hold the pixels of image 0"),
+        (new_store(None), [image(FIRST, 0, 3)], "no tower"),
+        (new_store(), [image(FIRST, 0, 4)], r"rows of shape \(3, 4, 3\) .* \(3, 3, 3\)"),
+        (new_store(num_added=0), [image(FIRST, 0, 3)], r"rows of shape \(3, 3, 3\) .* \(1, 3, 3\)"),
+    ],
+)
+def test_rows_that_cannot_be_made_are_errors(store: MediaStore, held: list[SentImage], words: str):
+    for each in held:
+        store.hold(5, 0, each)
+    with pytest.raises(RuntimeError, match=words):
+        store.apply(StepPlan(1, encode=(EncodeMedia(5, 0, 0),)), lambda request_id: REQUEST)
