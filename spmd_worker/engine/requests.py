@@ -9,9 +9,9 @@ from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.compat.image_reading import open_image_prompts
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.embeds_reader import EmbedsReader
-from spmd_worker.engine.image_reading import open_image_prompts
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.validation import RequestLimits, as_request_ids

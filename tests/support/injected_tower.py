@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from spmd_worker import resolved
-from spmd_worker.engine import requests
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.media.prepared import ImagePixels, PreparedImage
 from spmd_worker.model.decoder import DecoderStack
@@ -105,7 +104,6 @@ def injected(**vision: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(resolved, "read_model_files", read_with_vision))
-        stack.enter_context(patch.object(requests, "open_image_prompts", lambda resolved: None))
         stack.enter_context(patch.object(PromptEncoder, "encode_one", encode_with_pictures))
         stack.enter_context(patch.object(MediaStore, "__init__", store_with_table))
         if "media" not in inspect.signature(forward).parameters:

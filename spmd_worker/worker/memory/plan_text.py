@@ -14,6 +14,7 @@ from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, StateSizing, f
 from kv_cache.state_sizing import describe_slot
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.compat.image_reading import image_costs
 from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.ranks.topology import RankLayout, stage_of
@@ -331,9 +332,15 @@ def _media(plan: MemoryPlan) -> list[str]:
     num_rows = media_row_limits(plan.resolved).num_rows
     if not num_rows:
         return []
+    costs = [
+        f"{image.num_rows:,} tokens and {image.num_patches:,} patches for {width} x {height} pixels"
+        for height, width, image in image_costs(plan.resolved)
+    ]
+    limits = plan.resolved.config.limits
     return [
         f"images     rows of {num_rows:,} tokens are kept (cache.media_rows_gib), "
-        f"{format_bytes(media_rows_bytes_of(plan.resolved, 0))} of a rank's weights"
+        f"{format_bytes(media_rows_bytes_of(plan.resolved, 0))} of a rank's weights",
+        *([f"an image   {', '.join(costs)}; limits.max_image_tokens is {limits.max_image_tokens:,}"] if costs else []),
     ]
 
 

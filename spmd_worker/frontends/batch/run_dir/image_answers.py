@@ -5,7 +5,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.engine.image_reading import run_processor
+from spmd_worker.compat.image_reading import run_processor
 from spmd_worker.media.versions import decoder_versions
 from spmd_worker.resolved import ResolvedRun
 
@@ -17,8 +17,8 @@ def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
     """Entries of a manifest: versions of Pillow and its decoders, files and numbers by which images are prepared, and
     the folder of paths. Empty for a model without images. Raises OSError, ModelConfigError.
     """
-    config = resolved.config
-    if resolved.model_config.vision is None or not config.limits.max_images:
+    config, processor = resolved.config, run_processor(resolved)
+    if processor is None:
         return {}
     digest = blake2b(digest_size=16)
     for name in _FILES:
@@ -29,7 +29,7 @@ def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
         **{f"model.{key}": getattr(config.model, key) for key in _KEYS},
         "job.media_root": None if root is None else str(Path(root).resolve()),
         "files of the image processor": digest.hexdigest(),
-        "image processor": _plain(asdict(run_processor(resolved))),
+        "image processor": _plain(asdict(processor)),
         **{f"version of {name}": version for name, version in decoder_versions().items()},
     }
 

@@ -1,11 +1,13 @@
-"""Opens the images of prompts for one engine: processor, limits, root and helper processes."""
+"""Opens the images of a run's prompts: processor, limits, root and helper processes."""
 
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
@@ -16,7 +18,11 @@ from spmd_worker.media.limits import DEFAULT_FORMATS, MediaLimits
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
+from spmd_worker.media.preparing import prepare
 from spmd_worker.resolved import ResolvedRun
+
+_EXAMPLES: Final = ((480, 640), (1080, 1920))
+"""Height and width."""
 
 
 class LazyPreparer:
@@ -51,20 +57,35 @@ class LazyPreparer:
 
 def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
     """The images of a run; None for a model without images. Raises ModelConfigError for an unsupported processor."""
-    vision, config = resolved.model_config.vision, resolved.config
-    if vision is None or not config.limits.max_images:
+    vision, processor, config = resolved.model_config.vision, run_processor(resolved), resolved.config
+    if vision is None or processor is None:
         return None
-    processor, placeholders = run_processor(resolved), PLACEHOLDERS[vision.kind]
+    placeholders = PLACEHOLDERS[vision.kind]
     root = None if config.job.media_root is None else Path(config.job.media_root)
     make = partial(ImagePreparer, processor, placeholders, media_limits(config), root, config.job.media_threads)
     return ImagePrompts(LazyPreparer(make), placeholders, vision.image_token_id)
 
 
-def run_processor(resolved: ResolvedRun) -> ImageProcessor:
-    """The numbers by which the images of a run are prepared. Raises ModelConfigError."""
+def run_processor(resolved: ResolvedRun) -> ImageProcessor | None:
+    """The numbers by which the images of a run are prepared; None for a model without images. Raises
+    ModelConfigError.
+    """
     vision = resolved.model_config.vision
-    assert vision is not None, "of a model that takes images"
+    if vision is None or vision.kind not in PLACEHOLDERS or not resolved.config.limits.max_images:
+        return None
     return read_image_processor(resolved.model_folder, vision, _overrides(resolved.config.model))
+
+
+def image_costs(resolved: ResolvedRun) -> list[tuple[int, int, PreparedImage]]:
+    """Height, width and what a prompt gets, of an image of each of two common sizes; empty without images or Pillow."""
+    processor = run_processor(resolved)
+    if processor is None:
+        return []
+    try:
+        blank = [np.zeros((height, width, 3), np.uint8) for height, width in _EXAMPLES]
+        return [(*_EXAMPLES[i], prepare(each, processor, is_alone=True)) for i, each in enumerate(blank)]
+    except ImportError:
+        return []
 
 
 def media_limits(config: RunConfig) -> MediaLimits:
