@@ -153,13 +153,13 @@ class EncodedRow:
 class RowError:
     """A row without an answer. `code` is one of the snake_case codes below, `message` is the error with the way out.
 
-        Codes: line_too_long, invalid_utf8, invalid_json, nested_too_deeply, not_an_object, missing_key, invalid_value,
-        unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
-        unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
-        chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
-        grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
-            embeddings_outside, those of `MediaError`; and non_finite_logits, grammar_failed and non_finite_vector, for a row
-            that ran and could not be completed.
+    Codes: line_too_long, invalid_utf8, invalid_json, nested_too_deeply, not_an_object, missing_key, invalid_value,
+    unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
+    unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_error, tokenizer_missing, chat_template_missing,
+    chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
+    grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
+    embeddings_outside, those of `MediaError`; and non_finite_logits, grammar_failed and non_finite_vector, for a row
+    that ran and could not be completed.
     """
 
     index: int
