@@ -69,12 +69,15 @@ class LayerGroups:
         """
         return (self.num_step_tokens + max(map(abs, self.windows)) - 1) // block_size + 2
 
-    def num_blocks(self, num_tokens: int, block_size: int, num_dropped: int = 0) -> int:
-        """Most blocks that a row of `num_tokens` has at once, in all groups, if it has dropped some already."""
+    def num_blocks(self, num_tokens: int, block_size: int, num_dropped: int = 0, num_given: int = 0) -> int:
+        """Most blocks that a row of `num_tokens` has at once, in all groups, if it has dropped some already. It begins
+        with `num_given` tokens beside those of its first step.
+        """
         num_full = num_blocks_for(num_tokens, block_size)
         if not self.num_windows:
             return self.num_full * num_full
-        num_in_window = min(max(num_full - num_dropped, 0), self.num_window_blocks(block_size))
+        num_in_window = self.num_window_blocks(block_size) + num_blocks_for(num_given, block_size)
+        num_in_window = min(max(num_full - num_dropped, 0), num_in_window)
         return self.num_full * num_full + self.num_windows * num_in_window
 
     def names(self, block_hash: BlockHash) -> list[BlockHash]:

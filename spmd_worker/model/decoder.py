@@ -294,7 +294,7 @@ class DecoderStack(nn.Module):
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]
-            part, residual = layer(part, residual, ropes, layer_cache, metadata, leaves_out, **options)
+            part, residual = layer(part, residual, ropes, layer_cache, metadata.of_layer(index), leaves_out, **options)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
         hidden = _normed(self.norm, part, residual)

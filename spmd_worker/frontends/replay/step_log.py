@@ -24,6 +24,7 @@ from types import UnionType
 from typing import Any, BinaryIO, Final, get_args, get_origin, get_type_hints
 from zlib import crc32
 
+from kv_cache.layer_groups import LayerGroups
 from spmd_worker.base.errors import StepLogError
 from spmd_worker.base.files import JsonError, create_job_file, open_regular_file, parse_json_object
 from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
@@ -51,7 +52,8 @@ class StepLogHeader:
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
-    swapping a state, `snapshot_interval` is as in `SchedulerLimits`.
+    swapping a state, `snapshot_interval` is as in `SchedulerLimits`. `num_full_groups`, `num_window_groups` and
+    `windows` are those of `LayerGroups`.
     """
 
     code: str
@@ -101,6 +103,9 @@ class StepLogHeader:
     num_host_state_slots: int = 0
     slot_copy_tokens: float = 0.0
     snapshot_interval: int = 0
+    num_full_groups: int = 1
+    num_window_groups: int = 0
+    windows: tuple[int, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property
@@ -115,6 +120,12 @@ class StepLogHeader:
         given = zip(self.prompt_adapter_names, self.prompt_adapter_paths, self.prompt_adapter_digests)
         both = zip(count(1), given, self.prompt_adapter_num_tokens)
         return [AddPromptAdapter(int_id, *each, (), num_tokens) for int_id, each, num_tokens in both]
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Groups of layers with block tables of their own."""
+        num_step_tokens = self.max_num_batched_tokens if self.windows else 0
+        return LayerGroups(self.num_full_groups, self.num_window_groups, self.windows, num_step_tokens)
 
     @property
     def num_in_flight(self) -> int:

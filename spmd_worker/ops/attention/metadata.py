@@ -25,6 +25,9 @@ class AttentionMetadata:
     (`attention.backend.FixedAttention`): the other fields except `sees_later` and `slots` are not used then.
     Fixed steps of one number of tokens and different `kind` have different launches. `segments` are the sequences as
     layers with states take them; None if the model has no such layer.
+
+    With block tables of several groups of layers `group_of` has the group of each layer of the stage, and `others` the
+    metadata of all groups but the first, which differ in `block_tables`, `token_blocks` and `slots`.
     """
 
     query_starts: tuple[int, ...]
@@ -39,6 +42,13 @@ class AttentionMetadata:
     fixed: object | None = None
     kind: int = 0
     segments: StateSegments | None = None
+    others: tuple["AttentionMetadata", ...] = ()
+    group_of: tuple[int, ...] = ()
+
+    def of_layer(self, index: int) -> "AttentionMetadata":
+        """The metadata of a layer of the stage."""
+        group = self.group_of[index] if self.group_of else 0
+        return self.others[group - 1] if group else self
 
     def num_later_keys(self, window: int) -> int:
         """Number of later keys that a token may see: 0 for causal attention."""

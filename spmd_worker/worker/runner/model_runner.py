@@ -136,7 +136,8 @@ class ModelRunner:
         self._has_states = model.model_config.has_states
         self._state = None
         if has_state:
-            self._state = BatchState(block_size, self._device, self._slot_of, has_states=self._has_states)
+            grouped = {"num_groups": self.num_groups, "group_of": cache_engine.spec.group_of}
+            self._state = BatchState(block_size, self._device, self._slot_of, has_states=self._has_states, **grouped)
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
@@ -144,6 +145,11 @@ class ModelRunner:
         self._pending: _Forwarded | None = None
         self._sending: Transfer | None = None
         self._expected: deque[Transfer] = deque()
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers with block tables of their own."""
+        return self._cache_engine.spec.groups.num_groups
 
     def expect(self, num_tokens: int) -> None:
         """Start to receive the previous stage's hidden states of the next unexpected step, of `num_tokens`."""
@@ -167,7 +173,9 @@ class ModelRunner:
         else:
             rows = self._rows.of(scheduled)
             kinds = {"is_encoder": is_encoder, "has_states": self._has_states}
-            batch = build_batch(scheduled, self._block_size, self._device, rows, slot_of=self._slot_of, **kinds)
+            grouped = {"num_groups": self.num_groups, "group_of": self._cache_engine.spec.group_of}
+            given = (scheduled, self._block_size, self._device, rows)
+            batch = build_batch(*given, slot_of=self._slot_of, **kinds, **grouped)
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)
@@ -179,7 +187,7 @@ class ModelRunner:
             (tensor,) = self._cache_engine.tensors
             cache = tensor.expand(self.model.stage.num_layers, *tensor.shape[1:])
         if self.prefixes is not None:
-            self.prefixes.write(scheduled, cache)
+            self.prefixes.write(scheduled, cache, self.num_groups, self._cache_engine.spec.group_of)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         given = None if self.rows is None else self.rows.of_step(scheduled)
         is_plain = is_fused and given is None

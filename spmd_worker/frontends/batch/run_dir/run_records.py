@@ -92,4 +92,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         num_host_state_slots=0 if slots is None else slots.num_host_slots,
         slot_copy_tokens=limits.preemption.slot_copy_tokens,
         snapshot_interval=limits.snapshot_interval,
+        num_full_groups=cache.groups.num_full,
+        num_window_groups=cache.groups.num_windows,
+        windows=cache.groups.windows,
     )
