@@ -124,7 +124,7 @@ class CacheEngine:
                 continue
             first, shape = starts[group], shape_of[layer]
             starts[group] += math.prod(shape)
-            yield blocks[:, first : starts[group]].unflatten(1, shape)
+            yield blocks[:, first : starts[group]].view(-1, *shape)
 
     def release(self) -> None:
         """Drop both caches with their contents. Views keep the memory alive, so drop them first."""

@@ -159,8 +159,8 @@ def check_cache_holds_one_sequence(
     of_groups = f" in {num_groups} groups of layers" if num_groups > 1 else ""
     if is_profiled:
         raise ValueError(
-            f"memory holds {num_blocks} cache blocks{of_groups}, {num_tokens} tokens, but model.max_model_len is {max_model_len}: "
-            f"raise cache.gpu_memory_utilization or lower model.max_model_len"
+            f"memory holds {num_blocks} cache blocks{of_groups}, {num_tokens} tokens, but model.max_model_len is "
+            f"{max_model_len}: raise cache.gpu_memory_utilization or lower model.max_model_len"
             f"{' or cache.swap_space_gib' if has_swap_space_on_device else ''}"
         )
     raise ValueError(

@@ -90,7 +90,9 @@ class CacheSpec:
     @property
     def is_uniform(self) -> bool:
         """Whether every layer has blocks, all of one shape and of one group."""
-        return not self.group_of and self.layers[0] is not None and self.num_layers_of(self.layers[0]) == self.num_layers
+        return (
+            not self.group_of and self.layers[0] is not None and self.num_layers_of(self.layers[0]) == self.num_layers
+        )
 
     def layer_block_bytes(self, layer: BlockLayer) -> int:
         """Bytes of one block in such a layer, keys and values."""

@@ -103,7 +103,7 @@ class DeviceTables(ABC):
         return block_id
 
     def begin_blocks(self, tables: Sequence[BlockTable], nums_tokens: Sequence[int]) -> list[BlockId]:
-        """`begin_block` of several tables, in order: the new blocks of the first one's groups, then of the next one's."""
+        """`begin_block` of several tables, in order: the new blocks of the first one's groups, then of the next's."""
         num_groups = self.num_groups
         allocated = self._take(len(tables) * num_groups)
         for index, (table, num_tokens) in enumerate(zip(tables, nums_tokens, strict=True)):
@@ -193,7 +193,9 @@ class DeviceTables(ABC):
         num_unseen = self.groups.num_unseen(num_found * self.block_size, self.block_size)
         block_ids: list[BlockId] = []
         for index, ids in enumerate(found[:num_found]):
-            assert all(block_id is not None for block_id in ids[: None if index >= num_unseen else self.groups.num_full])
+            assert all(
+                block_id is not None for block_id in ids[: None if index >= num_unseen else self.groups.num_full]
+            )
             block_ids += [BlockId(0) if block_id is None else block_id for block_id in ids]
         return block_ids
 

@@ -1,7 +1,8 @@
 """Groups of layers with block tables of their own, so that blocks behind a sliding window go back to the pool.
 
-A block holds `block_size` tokens of one group's layers. All groups take their blocks from one pool, so memory goes where
-rows need it: a row below its window needs as much as without groups, a longer one only the window in window groups.
+A block holds `block_size` tokens of one group's layers. All groups take their blocks from one pool, so memory goes
+where rows need it: a row within its window needs as much as without groups, a longer one only the window in window
+groups.
 
     layers   w w w w w f w w w w w f       window layers are dealt out in turn to as many groups as make
     group    1 2 3 4 5 0 1 2 3 4 5 0       all groups about as large: the largest one's bytes are a block's
@@ -10,12 +11,12 @@ rows need it: a row below its window needs as much as without groups, a longer o
 What holds:
 
 1. A table has every group's entry for every block: entries are appended, copied on write, forked and sent together.
-2. A token at position p sees positions from `first_visible(p)` on. The blocks of window groups before that of the first
-   position that the row's next token sees are dropped: released, like the blocks of a row that ended. The table counts
-   them (`BlockTable.num_dropped`); their entries are left over, name blocks that others may own, and no layer reads them.
+2. A token at position p sees positions from `first_visible(p)` on. Window groups drop the blocks before that of the
+   first position that the row's next token sees: they release them, like the blocks of a row that ended. The table
+   counts them (`BlockTable.num_dropped`); their entries are left over and may name others' blocks: no layer reads them.
 3. The last computed token may be computed again (`Sequence.repeats_last`), so its window is kept too.
-4. Blocks are dropped when a step is planned, before its decisions. Devices run steps in order, so whoever is given such a
-   block writes it after the last step that read it.
+4. Blocks are dropped when a step is planned, before its decisions. Devices run steps in order, so whoever is given such
+   a block writes it after the last step that read it.
 5. A prefix of n blocks is found if full groups have all of them, and window groups those that the token behind sees.
    Each group's block has a name of its own, so an evicted one is missing in its group alone.
 6. Without windows everything is as with one group: one entry a block, and nothing is dropped.

@@ -181,9 +181,7 @@ def allocate(
     return RunningWorker(
         loaded,
         caches,
-        Mirror(
-            num_device_blocks, block_size, resolved.num_steps_ahead, rules, num_slots[0], spec.groups.num_groups
-        ),
+        Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules, num_slots[0], spec.groups.num_groups),
         runner,
         clock,
         sleep,

@@ -144,8 +144,12 @@ class Mirror:
         """`apply` for any plan."""
         sizes = (self.num_blocks, self.block_size)
         state = (self._groups, self._sequences, *sizes, self._step, self._last_rows)
-        rules = {"adapters": self._adapters, "num_groups": self.num_groups}
-        check = PlanCheck(plan, *state, allows_ahead=self._num_steps_ahead > 0, **rules)
+        check = PlanCheck(
+            *(plan, *state),
+            allows_ahead=self._num_steps_ahead > 0,
+            adapters=self._adapters,
+            num_groups=self.num_groups,
+        )
         continuing = check.check()
         self._state_check(plan).check(continuing)
         self._step = plan.step

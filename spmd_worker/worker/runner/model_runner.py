@@ -136,8 +136,12 @@ class ModelRunner:
         self._has_states = model.model_config.has_states
         self._state = None
         if has_state:
-            grouped = {"num_groups": self.num_groups, "group_of": cache_engine.spec.group_of}
-            self._state = BatchState(block_size, self._device, self._slot_of, has_states=self._has_states, **grouped)
+            self._state = BatchState(
+                *(block_size, self._device, self._slot_of),
+                has_states=self._has_states,
+                num_groups=self.num_groups,
+                group_of=cache_engine.spec.group_of,
+            )
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
@@ -171,11 +175,14 @@ class ModelRunner:
             has_ids = not self._chosen.are_all(scheduled, num_ahead)
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
-            rows = self._rows.of(scheduled)
-            kinds = {"is_encoder": is_encoder, "has_states": self._has_states}
-            grouped = {"num_groups": self.num_groups, "group_of": self._cache_engine.spec.group_of}
-            given = (scheduled, self._block_size, self._device, rows)
-            batch = build_batch(*given, slot_of=self._slot_of, **kinds, **grouped)
+            batch = build_batch(
+                *(scheduled, self._block_size, self._device, self._rows.of(scheduled)),
+                is_encoder=is_encoder,
+                slot_of=self._slot_of,
+                has_states=self._has_states,
+                num_groups=self.num_groups,
+                group_of=self._cache_engine.spec.group_of,
+            )
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)
