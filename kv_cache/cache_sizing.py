@@ -100,7 +100,7 @@ def size_cache(
 ) -> CacheSizing:
     """Size the cache of one rank.
 
-    `num_blocks`, each of all groups of layers, is used as given and needs no measurement. Without it: `memory_utilization` of the memory less weights,
+    `num_blocks`, of all groups each, is used as given. Without it: `memory_utilization` of the memory less weights,
     activations and the rest, from 0 (see `check_cache_holds_one_sequence`) to what `need` can use. `swap_space_bytes`
     is this rank's own, and `need` caps it too; if it is part of the measured memory (`is_swap_space_on_device`: the
     CPU) the cache gets that much less. `states` take their memory before blocks do, on the device and on the host.
