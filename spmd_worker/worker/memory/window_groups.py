@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Final
 
 from kv_cache.block import num_blocks_for
+from kv_cache.cache_sizing import format_bytes
 from kv_cache.layer_groups import MAX_GROUPS, MAX_WASTE, ONE_GROUP, Grouping, group_layers, wasted_share
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.resolved import ResolvedRun
@@ -20,6 +21,28 @@ def grouping_of(resolved: ResolvedRun) -> Grouping:
 def reason_of(resolved: ResolvedRun) -> str:
     """Why layers with windows keep all tokens; empty if they do not, or if there are none."""
     return _choose(resolved)[1]
+
+
+def describe_windows(resolved: ResolvedRun, block_bytes: int) -> list[str]:
+    """The plan's line about windows; nothing for a model without any."""
+    groups, length, block_size = grouping_of(resolved).groups, resolved.max_model_len, resolved.config.cache.block_size
+    if not any(windows_of(resolved.model_config)) or resolved.model_config.is_encoder:
+        return []
+    if not groups.num_windows:
+        return [f"windows    layers with windows keep all tokens of a row: {reason_of(resolved)}"]
+    num_full, num_blocks = num_blocks_for(length, block_size), groups.num_blocks(length, block_size)
+    kept = f"all {num_full:,} blocks in each of {groups.num_full} full groups" if groups.num_full else ""
+    in_window = min(groups.num_window_blocks(block_size), num_full)
+    kept += f"{' and ' if kept else ''}at most {in_window:,} in each of {groups.num_windows} window groups"
+    row_bytes, all_bytes = num_blocks * block_bytes, num_full * groups.num_groups * block_bytes
+    return [
+        f"windows    blocks behind windows of {_words(groups.windows)} go back to the pool (cache.window_groups): a row of "
+        f"{length:,} tokens has {kept}, {format_bytes(row_bytes)} instead of {format_bytes(all_bytes)}"
+    ]
+
+
+def _words(windows: tuple[int, ...]) -> str:
+    return ", ".join(f"{each:,}" if each > 0 else f"chunks of {-each:,}" for each in windows) + " tokens"
 
 
 def windows_of(model_config: ModelConfig) -> tuple[int, ...]:

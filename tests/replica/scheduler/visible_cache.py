@@ -109,9 +109,14 @@ class VisibleCache:
                 for position in _new_positions(row):
                     (token_id,) = row.token_ids(position, position + 1)
                     for group in groups:
-                        number = self._number(self._get(row, position - 1, group), token_id)
+                        number = self._number(self._get(row, position - 1, self._source(position, group)), token_id)
                         self._set(row, position, group, number)
             left = [row for row in left if row not in ready]
+
+    def _source(self, position: int, group: int) -> int:
+        """The group that has the cell before `position`: a full one, where a chunk of positions begins."""
+        is_seen = group < self._groups.num_full or self._groups.first_visible(position) < position
+        return group if is_seen else 0
 
     def _check_history(self, row: MirroredSequence, *, is_new: bool) -> None:
         for group in range(self._groups.num_groups):
