@@ -107,6 +107,11 @@ class CacheSpec:
         return max(sums)
 
     @property
+    def layers_bytes(self) -> int:
+        """Bytes of one block in each layer, together."""
+        return sum(self.layer_block_bytes(layer) for layer in self.layers if layer is not None)
+
+    @property
     def row_block_bytes(self) -> int:
         """Bytes of a row's tokens of one block, in all groups."""
         return self.block_bytes * self.groups.num_groups

@@ -109,6 +109,12 @@ class MemoryPlan:
         return max(share.block_bytes for share in self.shares)
 
     @property
+    def layers_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        ranks = range(self.resolved.layout.world_size)
+        return max(cache_spec_of(self.resolved, rank).layers_bytes for rank in ranks)
+
+    @property
     def error_result(self) -> str | None:
         """Error of a run whose memory cannot hold the weights or the cache, or whose cache cannot hold one sequence;
         None if they fit or the memory is unknown.
@@ -387,7 +393,7 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
     return [
         f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {in_all}, "
         f"{format_bytes(plan.block_bytes)} each",
-        *describe_windows(plan.resolved, plan.block_bytes),
+        *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
         f"sequences  {plan.num_blocks // plan.num_blocks_of_longest:,} of {resolved.max_model_len:,} tokens "
         f"(model.max_model_len) fit at once{where}; scheduler.max_num_seqs is {num_seqs:,}",
         *describe_states(states, max(share.weights_bytes for share in plan.shares)),
@@ -426,7 +432,7 @@ def _describe_unsized(plan: MemoryPlan) -> list[str]:
     lines = [
         f"blocks     {source}: {format_bytes(plan.block_bytes)} each, {plan.num_blocks_of_longest:,} for a sequence of "
         f"{plan.resolved.max_model_len:,} tokens (model.max_model_len)",
-        *describe_windows(plan.resolved, plan.block_bytes),
+        *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
         *_describe_slot(plan),
         f"swap       {_swap_space(plan)}",
     ]

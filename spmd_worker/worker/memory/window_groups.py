@@ -23,8 +23,10 @@ def reason_of(resolved: ResolvedRun) -> str:
     return _choose(resolved)[1]
 
 
-def describe_windows(resolved: ResolvedRun, block_bytes: int) -> list[str]:
-    """The plan's line about windows; nothing for a model without any."""
+def describe_windows(resolved: ResolvedRun, block_bytes: int, layers_bytes: int) -> list[str]:
+    """The plan's line about windows; nothing for a model without any. A block of one group has `block_bytes`, of all
+    layers `layers_bytes`.
+    """
     groups, length, block_size = grouping_of(resolved).groups, resolved.max_model_len, resolved.config.cache.block_size
     if not any(windows_of(resolved.model_config)) or resolved.model_config.is_encoder:
         return []
@@ -34,10 +36,10 @@ def describe_windows(resolved: ResolvedRun, block_bytes: int) -> list[str]:
     kept = f"all {num_full:,} blocks in each of {groups.num_full} full groups" if groups.num_full else ""
     in_window = min(groups.num_window_blocks(block_size), num_full)
     kept += f"{' and ' if kept else ''}at most {in_window:,} in each of {groups.num_windows} window groups"
-    row_bytes, all_bytes = num_blocks * block_bytes, num_full * groups.num_groups * block_bytes
+    row_bytes, all_bytes = format_bytes(num_blocks * block_bytes), format_bytes(num_full * layers_bytes)
     return [
-        f"windows    blocks behind windows of {_words(groups.windows)} go back to the pool (cache.window_groups): a row of "
-        f"{length:,} tokens has {kept}, {format_bytes(row_bytes)} instead of {format_bytes(all_bytes)}"
+        f"windows    blocks behind windows of {_words(groups.windows)} go back to the pool (cache.window_groups): a "
+        f"row of {length:,} tokens has {kept}, {row_bytes} instead of {all_bytes}"
     ]
 
 
