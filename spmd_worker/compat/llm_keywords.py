@@ -139,6 +139,7 @@ class LLMKeywords(_Others, total=False):
     gpu_memory_utilization: float | None
     swap_space: float | None
     enable_prefix_caching: bool | None
+    window_groups: bool | None
     num_state_snapshots: int | None
     host_tier_gib: float | None
     connector: str | None
