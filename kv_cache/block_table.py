@@ -22,12 +22,17 @@ class TableChange:
 
 @dataclass(slots=True)
 class BlockTable:
-    """`block_ids[i]` holds the tokens at positions i * block_size up to (i + 1) * block_size."""
+    """`block_ids[i]` holds the tokens at positions i * block_size up to (i + 1) * block_size; with several groups of
+    layers entry i * num_groups + g does for group g, and window groups have dropped their first `num_dropped` blocks
+    (`layer_groups.py`).
+    """
 
     block_ids: list[BlockId] = field(default_factory=list)
+    num_dropped: int = 0
 
     @property
     def num_blocks(self) -> int:
+        """Number of entries, of all groups."""
         return len(self.block_ids)
 
     def apply(self, change: TableChange) -> None:

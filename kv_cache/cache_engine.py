@@ -1,14 +1,16 @@
 """Tensors of the KV cache and the moves of blocks between and within them.
 
 Knows nothing of tables, and never looks inside a block: the attention backend decides how one layer's keys and values
-are packed in a block shape. Layers whose blocks have one shape share a tensor.
+are packed in a block shape. Layers whose blocks have one shape share a tensor; with several groups of layers all share
+one, in which a block has its group's layers side by side.
 
 Shapes: tensors of the device [layers of the shape, num_device_blocks, *block_shape],
-        tensors of the host   [layers of the shape, num_host_blocks, *block_shape].
+        tensors of the host   [layers of the shape, num_host_blocks, *block_shape];
+        with several groups   [1, num_device_blocks or num_host_blocks, elements of a block].
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +63,7 @@ class CacheEngine:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """[layers of the shape, num_device_blocks, *block_shape] of each shape, between `allocate` and `release`."""
+        """All tensors, between `allocate` and `release`."""
         assert self._tensors is not None, "the cache is not allocated"
         return self._tensors
 
@@ -93,6 +95,8 @@ class CacheEngine:
                 f"one block of one layer is {layer_bytes}"
             )
             shapes.append((self.spec.num_layers_of(layer), self.num_device_blocks, *block_shape))
+        if self.spec.group_of:
+            shapes = [(1, self.num_device_blocks, self.spec.block_bytes // self.dtype.itemsize)]
         if self.states is not None:
             self.states.allocate()
         # A tensor created in inference mode could not be written outside it, and the cache outlives both.
@@ -105,8 +109,22 @@ class CacheEngine:
             self._host = tuple([new_host_memory(each, self.num_host_blocks) for each in self._tensors])
 
     def _by_layer(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        if self.spec.group_of:
+            return tuple(self._in_groups(tensors[0][0]))
         left = {shape: iter(tensor) for shape, tensor in zip(self.spec.shapes, tensors, strict=True)}
         return tuple([None if layer is None else next(left[layer]) for layer in self.spec.layers])
+
+    def _in_groups(self, blocks: Tensor) -> Iterator[Tensor | None]:
+        """Each layer's part of the blocks of its group, [blocks, elements] -> [blocks, *block_shape]."""
+        shape_of = dict(zip(self.spec.shapes, self.block_shapes, strict=True))
+        starts = [0] * self.spec.groups.num_groups
+        for layer, group in zip(self.spec.layers, self.spec.group_of, strict=True):
+            if layer is None:
+                yield None
+                continue
+            first, shape = starts[group], shape_of[layer]
+            starts[group] += math.prod(shape)
+            yield blocks[:, first : starts[group]].view(-1, *shape)
 
     def release(self) -> None:
         """Drop both caches with their contents. Views keep the memory alive, so drop them first."""

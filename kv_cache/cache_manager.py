@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from kv_cache.block import BlockHash, BlockId, num_blocks_for
+from kv_cache.block import BlockHash, BlockId
 from kv_cache.block_ops import BlockOps
 from kv_cache.block_pool import BlockPool
 from kv_cache.block_table import BlockTable
 from kv_cache.connector import Connector, Transfers
 from kv_cache.device_tables import DeviceTables, count_listings
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 from kv_cache.outside_transfers import OutsideTransfers
 from kv_cache.swap_space import SwapSpace
 
@@ -25,12 +26,15 @@ class CacheManager(DeviceTables):
         num_host_blocks: int = 0,
         connector: Connector | None = None,
         outside: OutsideTransfers | None = None,
+        groups: LayerGroups = ONE_GROUP,
     ) -> None:
         """`num_host_blocks`: capacity of the swap space; `connector`: receives evicted blocks that have a hash;
         `outside`, instead: saves blocks as soon as they are complete. The rest is as in `DeviceTables`.
         """
         assert connector is None or outside is None, "one connector at most"
-        super().__init__(BlockPool(num_blocks, records_evictions=connector is not None), block_size, watermark_blocks)
+        assert not groups.num_windows or (connector is None and outside is None), "connectors keep all of a row"
+        pool = BlockPool(num_blocks, records_evictions=connector is not None)
+        super().__init__(pool, block_size, watermark_blocks, groups)
         self._swap = SwapSpace(num_host_blocks)
         self._transfers = Transfers(connector) if connector is not None else outside
 
@@ -85,7 +89,7 @@ class CacheManager(DeviceTables):
 
     def num_missing(self, hashes: Sequence[BlockHash]) -> int:
         """Number of the last `hashes` that are not on the device."""
-        return len(hashes) - len(self._pool.find_chain(hashes))
+        return len(hashes) - self.num_prefix_blocks(self.find_prefix(hashes))
 
     def is_outside(self, block_hash: BlockHash) -> bool:
         """Whether a block is known to exist outside the engine."""
@@ -102,23 +106,36 @@ class CacheManager(DeviceTables):
         the host has too few free blocks or the step being planned is still to fill a block. `hashes` are those of the
         table's leading full blocks.
         """
-        block_ids = table.block_ids
+        block_ids, names = self.owned(table), self._names(table, hashes)
         if any(block_id in self._fresh or self._moves.receives(block_id) for block_id in block_ids):
             return None
-        if not self._swap.can_store(len(block_ids), hashes):
+        if not self._swap.can_store(len(block_ids), names):
             return None
-        host_table, copied = self._swap.store(len(block_ids), hashes)
+        host_table, copied = self._swap.store(len(block_ids), names)
         for index in copied:
             self._moves.swap_out(block_ids[index], host_table.block_ids[index])
+        host_table.num_dropped = table.num_dropped
         self.release(table)
         return host_table
+
+    def _names(self, table: BlockTable, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """Names of the leading blocks of `owned`, of a device or host table with leading full blocks of `hashes`."""
+        if not self.groups.num_windows:
+            return hashes
+        num_full = self.groups.num_full
+        return [
+            name
+            for index, block_hash in enumerate(hashes)
+            for name in self.groups.names(block_hash)[: num_full if index < table.num_dropped else None]
+        ]
 
     def can_swap_in(
         self, host_table: BlockTable, hashes: Sequence[BlockHash], num_tokens: int, *, keep_watermark: bool = False
     ) -> bool:
         """Whether enough blocks are free for a swapped-out table, extended to `num_tokens`."""
-        held = self._pool.find_all(hashes[: host_table.num_blocks])
-        num_blocks = max(host_table.num_blocks, num_blocks_for(num_tokens, self.block_size))
+        held = self._pool.find_all(self._names(host_table, hashes)[: host_table.num_blocks])
+        num_blocks = self.groups.num_blocks(num_tokens, self.block_size, host_table.num_dropped)
+        num_blocks = max(host_table.num_blocks, num_blocks)
         num_new = num_blocks - len(held) + self._pool.num_free_among(held.values())
         return self._are_free(num_new, keep_watermark)
 
@@ -127,19 +144,29 @@ class CacheManager(DeviceTables):
 
         Blocks that the device still holds, or holds again, are shared and not moved.
         """
-        held = self._pool.find_all(hashes[: host_table.num_blocks])
+        names = self._names(host_table, hashes)
+        held = self._pool.find_all(names[: host_table.num_blocks])
         self._pool.share(held.values())
         allocated = iter(self._take(host_table.num_blocks - len(held)))
-        table = BlockTable(
-            [held[index] if index in held else next(allocated) for index in range(host_table.num_blocks)]
-        )
-        for index, (host_block, block_id) in enumerate(zip(host_table.block_ids, table.block_ids, strict=True)):
+        block_ids = [held[index] if index in held else next(allocated) for index in range(host_table.num_blocks)]
+        for index, (host_block, block_id) in enumerate(zip(host_table.block_ids, block_ids, strict=True)):
             if index not in held:
                 self._moves.swap_in(host_block, block_id)
-                if index < len(hashes):
-                    self._pool.set_hash(block_id, hashes[index])
+                if index < len(names):
+                    self._pool.set_hash(block_id, names[index])
+        table = BlockTable(self._with_left_over(block_ids, host_table.num_dropped), host_table.num_dropped)
         self._swap.release(host_table, is_read=True)
         return table
+
+    def _with_left_over(self, block_ids: list[BlockId], num_dropped: int) -> list[BlockId]:
+        """The entries of a table from its `owned` blocks."""
+        if not num_dropped:
+            return block_ids
+        num_full, left_over = self.groups.num_full, [BlockId(0)] * self.groups.num_windows
+        entries: list[BlockId] = []
+        for first in range(0, num_dropped * num_full, num_full) if num_full else [0] * num_dropped:
+            entries += [*block_ids[first : first + num_full], *left_over]
+        return entries + block_ids[num_dropped * num_full :]
 
     def release_host(self, host_table: BlockTable) -> None:
         """Free a swapped-out table that is not needed any more."""
@@ -210,7 +237,8 @@ class CacheManager(DeviceTables):
         if self._transfers is not None:
             self._transfers.check_integrity()
             transferred = self._transfers.owned_block_ids()
-        for block_id, num_listed in enumerate(count_listings([*tables, BlockTable(transferred)], self.num_blocks)):
+        owned = [BlockTable(self.owned(table)) for table in tables]
+        for block_id, num_listed in enumerate(count_listings([*owned, BlockTable(transferred)], self.num_blocks)):
             ref_count = self._pool.ref_count(BlockId(block_id))
             assert ref_count == num_listed, f"block {block_id} counts {ref_count} owners, {num_listed} tables list it"
 

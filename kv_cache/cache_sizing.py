@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kv_cache.block import num_blocks_for
 from kv_cache.cache_spec import CacheSpec
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -76,9 +76,9 @@ class CacheNeed:
     max_num_seqs: int
     max_model_len: int
 
-    def num_blocks(self, block_size: int) -> int:
-        """Most blocks that are ever in use at once."""
-        return self.max_num_seqs * num_blocks_for(self.max_model_len, block_size)
+    def num_blocks(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> int:
+        """Most blocks that are ever in use at once, of all groups of layers."""
+        return self.max_num_seqs * groups.num_blocks(self.max_model_len, block_size)
 
     def __str__(self) -> str:
         return (
@@ -100,14 +100,14 @@ def size_cache(
 ) -> CacheSizing:
     """Size the cache of one rank.
 
-    `num_blocks` is used as given and needs no measurement. Without it: `memory_utilization` of the memory less weights,
+    `num_blocks`, of all groups each, is used as given. Without it: `memory_utilization` of the memory less weights,
     activations and the rest, from 0 (see `check_cache_holds_one_sequence`) to what `need` can use. `swap_space_bytes`
     is this rank's own, and `need` caps it too; if it is part of the measured memory (`is_swap_space_on_device`: the
     CPU) the cache gets that much less. `states` take their memory before blocks do, on the device and on the host.
     """
     num_host_blocks = num_swap_blocks(spec, swap_space_bytes - states.host_bytes, need)
     if num_blocks is not None:
-        num_device_blocks, lines = num_blocks, ["set by cache.num_blocks"]
+        num_device_blocks, lines = num_blocks * spec.groups.num_groups, ["set by cache.num_blocks"]
     else:
         assert measurement is not None, "without cache.num_blocks the number of blocks needs a measurement"
         swap_bytes = num_host_blocks * spec.block_bytes + states.host_bytes if is_swap_space_on_device else 0
@@ -115,7 +115,7 @@ def size_cache(
     header = f"cache on the device: {_describe_blocks(num_device_blocks, spec)}, {format_bytes(spec.block_bytes)} each"
     swap = f"swap space on the host: {_describe_blocks(num_host_blocks, spec)}"
     swap_lines = [f"limited by need: {need} use at most {num_host_blocks} blocks"]
-    if num_host_blocks < need.num_blocks(spec.block_size):
+    if num_host_blocks < need.num_blocks(spec.block_size, spec.groups):
         swap_lines = ["set by cache.swap_space_gib"] if swap_space_bytes else []
     if num_blocks is not None and states.note:
         lines.append(f"states {states.note}")
@@ -130,12 +130,12 @@ def num_swap_blocks(spec: CacheSpec, swap_space_bytes: int, need: CacheNeed) -> 
     """Number of host blocks: no more than are ever swapped out at once."""
     if swap_space_bytes <= 0:
         return 0
-    return min(num_fitting(swap_space_bytes, spec, need), need.num_blocks(spec.block_size))
+    return min(num_fitting(swap_space_bytes, spec, need), need.num_blocks(spec.block_size, spec.groups))
 
 
 def num_fitting(num_bytes: int, spec: CacheSpec, need: CacheNeed) -> int:
     """Number of blocks in `num_bytes`. If no layer keeps keys, a block takes no bytes, and the need decides."""
-    return max(0, num_bytes // spec.block_bytes) if spec.block_bytes else need.num_blocks(spec.block_size)
+    return max(0, num_bytes // spec.block_bytes) if spec.block_bytes else need.num_blocks(spec.block_size, spec.groups)
 
 
 def check_cache_holds_one_sequence(
@@ -145,24 +145,27 @@ def check_cache_holds_one_sequence(
     *,
     is_profiled: bool = False,
     has_swap_space_on_device: bool = False,
+    groups: LayerGroups = ONE_GROUP,
 ) -> None:
     """Raise ValueError unless the longest allowed sequence fits when it runs alone: else it could never finish.
 
     `is_profiled`: the number was measured and is not `cache.num_blocks`; `has_swap_space_on_device`: swap space uses
-    some of that memory. The error then names other ways out.
+    some of that memory. The error then names other ways out. `num_blocks` are of any of the `groups`.
     """
-    num_tokens = num_blocks * block_size
-    if num_tokens >= max_model_len:
+    num_groups, num_needed = groups.num_groups, groups.num_blocks(max_model_len, block_size)
+    num_tokens = num_blocks // num_groups * block_size
+    if num_blocks >= num_needed:
         return
+    of_groups = f" in {num_groups} groups of layers" if num_groups > 1 else ""
     if is_profiled:
         raise ValueError(
-            f"memory holds {num_blocks} cache blocks, {num_tokens} tokens, but model.max_model_len is {max_model_len}: "
-            f"raise cache.gpu_memory_utilization or lower model.max_model_len"
+            f"memory holds {num_blocks} cache blocks{of_groups}, {num_tokens} tokens, but model.max_model_len is "
+            f"{max_model_len}: raise cache.gpu_memory_utilization or lower model.max_model_len"
             f"{' or cache.swap_space_gib' if has_swap_space_on_device else ''}"
         )
     raise ValueError(
-        f"cache.num_blocks={num_blocks} holds {num_tokens} tokens but model.max_model_len is {max_model_len}: "
-        f"raise cache.num_blocks to at least {num_blocks_for(max_model_len, block_size)} or lower max_model_len"
+        f"cache.num_blocks={num_blocks // num_groups} holds {num_tokens} tokens but model.max_model_len is "
+        f"{max_model_len}: raise cache.num_blocks to at least {-(-num_needed // num_groups)} or lower max_model_len"
     )
 
 
@@ -184,7 +187,7 @@ def _profiled_blocks(
 ) -> tuple[int, list[str]]:
     allowed_bytes = int(measurement.total_bytes * memory_utilization)
     left_bytes = measurement.left_bytes(memory_utilization) - swap_bytes - states.device_bytes
-    num_left, num_useful = num_fitting(left_bytes, spec, need), need.num_blocks(spec.block_size)
+    num_left, num_useful = num_fitting(left_bytes, spec, need), need.num_blocks(spec.block_size, spec.groups)
     note = f" ({measurement.activation_note})" if measurement.activation_note else ""
     lines = [
         f"device memory {format_bytes(measurement.total_bytes)}, of which cache.gpu_memory_utilization="
@@ -203,6 +206,11 @@ def _profiled_blocks(
 
 
 def _describe_blocks(num_blocks: int, spec: CacheSpec) -> str:
+    if spec.groups.num_groups > 1:
+        return (
+            f"{num_blocks} blocks of {spec.block_size} tokens in one of {spec.groups.num_groups} groups of layers "
+            f"({format_bytes(num_blocks * spec.block_bytes)})"
+        )
     return (
         f"{num_blocks} blocks of {spec.block_size} tokens "
         f"({num_blocks * spec.block_size} tokens, {format_bytes(num_blocks * spec.block_bytes)})"

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
+
 _STATE_BYTES: Final = 4
 """Bytes of a number of a state, float32 whatever the model's dtype is."""
 
@@ -54,18 +56,23 @@ class CacheSpec:
 
     `layers` has an entry for each layer of the stage, None for one that keeps no keys and values of its own; `states`
     too, None for one without a state; it is empty if no layer of the model, of any stage, has one. `dtype_bytes` are
-    the bytes of one element, `block_size` the tokens of one block.
+    the bytes of one element, `block_size` the tokens of one block. `group_of` has each layer's group; it is empty if
+    there is one. A layer that reads another one's keys is of that one's group.
     """
 
     layers: tuple[BlockLayer | None, ...]
     dtype_bytes: int
     block_size: int
     states: tuple[StateLayer | None, ...] = ()
+    groups: LayerGroups = ONE_GROUP
+    group_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = (len(self.layers), self.dtype_bytes, self.block_size)
         assert min(sizes) >= 1, f"every size of a cache is at least 1: {self}"
         assert len(self.states) in (0, len(self.layers)), f"states are of each layer: {self}"
+        num_grouped = len(self.layers) if self.groups.num_groups > 1 else 0
+        assert len(self.group_of) == num_grouped, f"each layer is of a group: {self}"
 
     @property
     def num_layers(self) -> int:
@@ -82,8 +89,10 @@ class CacheSpec:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every layer has blocks, all of one shape."""
-        return self.layers[0] is not None and self.num_layers_of(self.layers[0]) == self.num_layers
+        """Whether every layer has blocks, all of one shape and of one group."""
+        return (
+            not self.group_of and self.layers[0] is not None and self.num_layers_of(self.layers[0]) == self.num_layers
+        )
 
     def layer_block_bytes(self, layer: BlockLayer) -> int:
         """Bytes of one block in such a layer, keys and values."""
@@ -91,8 +100,21 @@ class CacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers, keys and values; 0 if no layer has blocks."""
+        """Bytes of one block in all layers of its group, keys and values; 0 if no layer has blocks."""
+        sums = [0] * self.groups.num_groups
+        for layer, group in zip(self.layers, self.group_of or (0,) * self.num_layers, strict=True):
+            sums[group] += 0 if layer is None else self.layer_block_bytes(layer)
+        return max(sums)
+
+    @property
+    def layers_bytes(self) -> int:
+        """Bytes of one block in each layer, together."""
         return sum(self.layer_block_bytes(layer) for layer in self.layers if layer is not None)
+
+    @property
+    def row_block_bytes(self) -> int:
+        """Bytes of a row's tokens of one block, in all groups."""
+        return self.block_bytes * self.groups.num_groups
 
     @property
     def slot_bytes(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from kv_cache.block import BlockHash, BlockId, num_blocks_for
 from kv_cache.block_pool import BlockPool
 from kv_cache.block_table import BlockTable, TableChange
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 from kv_cache.pending_moves import PendingMoves
 
 
@@ -28,10 +29,13 @@ class DeviceTables(ABC):
     the tables of that step are not released before it is handed out: the blocks would be found and never written.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, watermark_blocks: int) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, watermark_blocks: int, groups: LayerGroups = ONE_GROUP
+    ) -> None:
         """`watermark_blocks`: free blocks that `keep_watermark=True` leaves; may be set again at any time."""
         assert block_size >= 1, f"block_size={block_size}"
         self._pool = pool
+        self.groups, self.num_groups = groups, groups.num_groups
         self.block_size = block_size
         self.watermark_blocks = watermark_blocks
         self._moves = PendingMoves()
@@ -83,7 +87,7 @@ class DeviceTables(ABC):
         first_changed = shared_indices[0] if shared_indices else table.num_blocks
         suffix = table.block_ids[first_changed:]
         for index, block_id in zip(shared_indices, allocated[:num_shared]):
-            if index * self.block_size < first_token:
+            if index // self.num_groups * self.block_size < first_token:
                 self._moves.copy(table.block_ids[index], block_id)
             self._pool.release((table.block_ids[index],))
             suffix[index - first_changed] = block_id
@@ -92,36 +96,63 @@ class DeviceTables(ABC):
         return change
 
     def begin_block(self, table: BlockTable, num_tokens: int) -> BlockId:
-        """`extend` by one token if `num_tokens` fill the blocks: no shared one is written. Returns the new block."""
+        """`extend` by one token if `num_tokens` fill the blocks: no shared one is written. Returns the new block, of a
+        cache with one group.
+        """
         (block_id,) = self.begin_blocks((table,), (num_tokens,))
         return block_id
 
     def begin_blocks(self, tables: Sequence[BlockTable], nums_tokens: Sequence[int]) -> list[BlockId]:
-        """`begin_block` of several tables, in order."""
-        allocated = self._take(len(tables))
-        for table, num_tokens, block_id in zip(tables, nums_tokens, allocated, strict=True):
-            assert num_tokens == len(table.block_ids) * self.block_size, (
+        """`begin_block` of several tables, in order: the new blocks of the first one's groups, then of the next's."""
+        num_groups = self.num_groups
+        allocated = self._take(len(tables) * num_groups)
+        for index, (table, num_tokens) in enumerate(zip(tables, nums_tokens, strict=True)):
+            assert num_tokens * num_groups == len(table.block_ids) * self.block_size, (
                 f"{num_tokens} tokens do not fill the {table.num_blocks} blocks of the table"
             )
-            table.block_ids.append(block_id)
+            table.block_ids += allocated[index * num_groups : (index + 1) * num_groups]
         return allocated
+
+    def drop_unseen(self, table: BlockTable, num_tokens: int) -> None:
+        """Release the window groups' blocks that no token after `num_tokens` sees, nor the last of them: it may be
+        computed again.
+        """
+        end = self.groups.num_unseen(max(num_tokens - 1, 0), self.block_size)
+        if end > table.num_dropped:
+            first, num_groups = table.num_dropped, self.num_groups
+            entries = table.block_ids[first * num_groups : end * num_groups]
+            self._pool.release(
+                [block_id for index, block_id in enumerate(entries) if index % num_groups >= self.groups.num_full]
+            )
+            table.num_dropped = end
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks. Allocates no block: the first of the two to write to a block copies it.
 
         The new sequence has the tokens that earlier steps wrote, even if the old table is extended already.
         """
-        self._pool.share(table.block_ids)
-        return BlockTable(list(table.block_ids))
+        self._pool.share(self.owned(table))
+        return BlockTable(list(table.block_ids), table.num_dropped)
 
     def release(self, table: BlockTable) -> None:
         """Free all blocks of a table and empty it. The tail goes first, so the head of a chain is evicted last."""
+        block_ids = self.owned(table)
         if self._fresh:
-            assert not any(block_id in self._fresh for block_id in table.block_ids), (
-                f"a table is released before the step that fills its blocks is handed out: {table.block_ids}"
+            assert not any(block_id in self._fresh for block_id in block_ids), (
+                f"a table is released before the step that fills its blocks is handed out: {block_ids}"
             )
-        self._pool.release(reversed(table.block_ids))
+        self._pool.release(reversed(block_ids))
         table.block_ids.clear()
+        table.num_dropped = 0
+
+    def owned(self, table: BlockTable) -> list[BlockId]:
+        """The blocks of a table, in its order, without entries that are left over."""
+        if not table.num_dropped:
+            return table.block_ids
+        num_groups, num_full = self.num_groups, self.groups.num_full
+        end = table.num_dropped * num_groups
+        kept = [block_id for index, block_id in enumerate(table.block_ids[:end]) if index % num_groups < num_full]
+        return kept + table.block_ids[end:]
 
     def set_hashes(
         self, table: BlockTable, hashes: Sequence[BlockHash], first_index: int, num_written_tokens: int
@@ -131,15 +162,25 @@ class DeviceTables(ABC):
         Blocks past `num_written_tokens` are filled by the step being planned, the others were by earlier ones. If
         another block has the hash already, a block stays without one.
         """
+        if self.groups.num_windows:
+            self._set_group_hashes(table, hashes, first_index, num_written_tokens)
+            return
         block_ids = table.block_ids[first_index : len(hashes)]
         num_written = num_written_tokens // self.block_size - first_index
         for place in self._pool.set_hashes(block_ids, hashes[first_index:]):
             if place >= num_written:
                 self._fresh[block_ids[place]] = None
 
-    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """The blocks that hold the beginning of a sequence, as many as are found."""
-        return self._pool.find_chain(hashes)
+    def _set_group_hashes(
+        self, table: BlockTable, hashes: Sequence[BlockHash], first_index: int, num_written_tokens: int
+    ) -> None:
+        num_groups, num_full, num_written = self.num_groups, self.groups.num_full, num_written_tokens // self.block_size
+        for index in range(first_index, len(hashes)):
+            first = num_full if index < table.num_dropped else num_groups
+            block_ids = table.block_ids[index * num_groups : index * num_groups + first]
+            for place in self._pool.set_hashes(block_ids, self.groups.names(hashes[index])[:first]):
+                if index >= num_written:
+                    self._fresh[block_ids[place]] = None
 
     def holder(self, block_hash: BlockHash) -> BlockId | None:
         """The block that a hash finds."""
@@ -150,16 +191,75 @@ class DeviceTables(ABC):
         self._pool.share(prefix)
         self._pool.release(reversed(prefix))
 
-    def can_start(self, prefix: Sequence[BlockId], num_tokens: int, *, keep_watermark: bool = False) -> bool:
-        """Whether enough blocks are free for a new table of `num_tokens` that begins with the blocks of `prefix`."""
-        num_new = num_blocks_for(num_tokens, self.block_size) - len(prefix)
-        return self._are_free(num_new + self._pool.num_free_among(prefix), keep_watermark)
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Entries of a table for the beginning of a sequence, as far as it is found: `num_prefix_tokens` tokens. Those
+        of window groups that the next token does not see are left over.
+        """
+        if not self.groups.num_windows:
+            return self._pool.find_chain(hashes)
+        found = self._find_groups(hashes)
+        num_found = self._last_complete(found)
+        num_unseen = self.groups.num_unseen(num_found * self.block_size, self.block_size)
+        block_ids: list[BlockId] = []
+        for index, ids in enumerate(found[:num_found]):
+            assert all(
+                block_id is not None for block_id in ids[: None if index >= num_unseen else self.groups.num_full]
+            )
+            block_ids += [BlockId(0) if block_id is None else block_id for block_id in ids]
+        return block_ids
+
+    def _find_groups(self, hashes: Sequence[BlockHash]) -> list[list[BlockId | None]]:
+        """Each group's block of the leading hashes, as many as full groups have."""
+        found, find, num_full = [], self._pool.find, self.groups.num_full
+        for block_hash in hashes:
+            ids = [find(name) for name in self.groups.names(block_hash)]
+            if None in ids[:num_full]:
+                break
+            found.append(ids)
+        return found
+
+    def _last_complete(self, found: Sequence[Sequence[BlockId | None]]) -> int:
+        """Most leading blocks behind which a token finds its window in window groups."""
+        count, index = len(found), len(found)
+        while count and index > self.groups.num_unseen(count * self.block_size, self.block_size):
+            index -= 1
+            if None in found[index]:
+                count = index
+        return count
+
+    def num_prefix_blocks(self, prefix: Sequence[BlockId]) -> int:
+        """Number of blocks of tokens that a found prefix has."""
+        return len(prefix) // self.num_groups
+
+    def num_prefix_tokens(self, prefix: Sequence[BlockId]) -> int:
+        return len(prefix) // self.num_groups * self.block_size
+
+    def _table_of(self, prefix: Sequence[BlockId]) -> BlockTable:
+        num_tokens = self.num_prefix_tokens(prefix)
+        return BlockTable(list(prefix), self.groups.num_unseen(num_tokens, self.block_size))
+
+    def can_start(
+        self, prefix: Sequence[BlockId], num_tokens: int, *, keep_watermark: bool = False, num_given: int = 0
+    ) -> bool:
+        """Whether enough blocks are free for a new table of `num_tokens` that begins with the blocks of `prefix`, and
+        is given the keys of `num_given` tokens.
+        """
+        if not self.groups.num_windows:
+            num_new = num_blocks_for(num_tokens, self.block_size) - len(prefix)
+            return self._are_free(num_new + self._pool.num_free_among(prefix), keep_watermark)
+        table = self._table_of(prefix)
+        block_ids = self.owned(table)
+        num_blocks = self.groups.num_blocks(num_tokens, self.block_size, table.num_dropped, num_given)
+        num_new = num_blocks - len(block_ids)
+        return self._are_free(max(num_new, 0) + self._pool.num_free_among(block_ids), keep_watermark)
 
     def adopt(self, table: BlockTable, prefix: Sequence[BlockId]) -> None:
         """Start an empty table with found blocks, as one more owner of each."""
         assert not table.block_ids, table
-        self._pool.share(prefix)
-        table.block_ids += prefix
+        found = self._table_of(prefix)
+        self._pool.share(self.owned(found))
+        table.block_ids += found.block_ids
+        table.num_dropped = found.num_dropped
 
     def _are_free(self, num_blocks: int, keep_watermark: bool) -> bool:
         return num_blocks + (self.watermark_blocks if keep_watermark else 0) <= self._pool.num_free_blocks
@@ -169,17 +269,18 @@ class DeviceTables(ABC):
         """Allocate blocks of the pool; moves and contents that were pending for them are dropped or stored first."""
 
     def _num_appended(self, table: BlockTable, num_tokens: int) -> int:
-        return max(0, num_blocks_for(num_tokens, self.block_size) - table.num_blocks)
+        return max(0, num_blocks_for(num_tokens, self.block_size) * self.num_groups - table.num_blocks)
 
     def _shared_indices(self, table: BlockTable, first_token: int, num_tokens: int) -> list[int]:
         assert 0 <= first_token <= num_tokens, f"positions {first_token} up to {num_tokens}"
-        assert first_token <= table.num_blocks * self.block_size, (
+        num_groups = self.num_groups
+        assert first_token * num_groups <= table.num_blocks * self.block_size, (
             f"{first_token} written tokens do not fit the {table.num_blocks} blocks of the table"
         )
         if first_token == num_tokens:
             return []
-        end = min(table.num_blocks, num_blocks_for(num_tokens, self.block_size))
-        touched = range(first_token // self.block_size, end)
+        end = min(table.num_blocks, num_blocks_for(num_tokens, self.block_size) * num_groups)
+        touched = range(first_token // self.block_size * num_groups, end)
         return [index for index in touched if self._pool.is_shared(table.block_ids[index])]
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from kv_cache.block import num_blocks_for
 from kv_cache.cache_sizing import StateSizing, format_bytes
 from kv_cache.cache_spec import CacheSpec, StateLayer
 
@@ -41,8 +40,9 @@ class StateNeed:
 
     def blocks_bytes(self, spec: CacheSpec) -> int:
         """Bytes that the states must leave: those of the given blocks, else of the longest sequence."""
-        num_blocks = self.num_blocks or num_blocks_for(self.max_model_len, spec.block_size)
-        return num_blocks * spec.block_bytes
+        if self.num_blocks:
+            return self.num_blocks * spec.row_block_bytes
+        return spec.groups.num_blocks(self.max_model_len, spec.block_size) * spec.block_bytes
 
 
 def size_states(spec: CacheSpec, need: StateNeed, left_bytes: int, *, swap_space_bytes: int = 0) -> StateSizing:
@@ -64,7 +64,7 @@ def _num_seqs(spec: CacheSpec, need: StateNeed, left_bytes: int, num_fitting: in
     if num_seqs is None:
         sequence_bytes = spec.slot_bytes
         if need.num_blocks is None:
-            sequence_bytes += TOKENS_A_SEQUENCE * spec.block_bytes // spec.block_size
+            sequence_bytes += TOKENS_A_SEQUENCE * spec.row_block_bytes // spec.block_size
         num_useful = left_bytes // sequence_bytes if sequence_bytes else _UNLIMITED
         num_seqs = max(1, min(need.most_seqs, num_useful, num_fitting))
     if num_seqs <= num_fitting or need.num_blocks is not None:
@@ -100,7 +100,7 @@ def _num_snapshots(spec: CacheSpec, need: StateNeed, left_bytes: int, num_seqs: 
 
 def slot_tokens(spec: CacheSpec) -> int:
     """Tokens whose keys and values take as much memory as a slot; 0 if tokens take none."""
-    return -(-spec.slot_bytes * spec.block_size // spec.block_bytes) if spec.block_bytes else 0
+    return -(-spec.slot_bytes * spec.block_size // spec.row_block_bytes) if spec.block_bytes else 0
 
 
 def _describe(spec: CacheSpec, num_seqs: int, num_snapshots: int) -> str:

@@ -48,6 +48,7 @@ class SwapSpace:
         else:
             self._pool.release(reversed(table.block_ids))
         table.block_ids.clear()
+        table.num_dropped = 0
 
     def end_step(self) -> None:
         """End the planning of a step: the next one may overwrite what this one reads."""

@@ -142,6 +142,7 @@ class LLMKeywords(_Others, total=False):
     swap_space: float | None
     enable_prefix_caching: bool | None
     verify_hits: int | None
+    window_groups: bool | None
     num_state_snapshots: int | None
     host_tier_gib: float | None
     media_rows_gib: float | None

@@ -55,6 +55,7 @@ from spmd_worker.worker.device import check_gpus_not_shared, device_type
 from spmd_worker.worker.memory.estimate import block_copy_tokens, model_snapshot_interval, slot_copy_tokens
 from spmd_worker.worker.memory.media_memory import media_row_limits
 from spmd_worker.worker.memory.plan import check_cache_setting, num_tier_blocks
+from spmd_worker.worker.memory.window_groups import grouping_of
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence (`docs/internals/cache.md`)."""
@@ -216,7 +217,8 @@ def _load(
     # Each number fits on every rank, together with the other minimums.
     least = channel.minimum((*counts, num_tier, *of_states))
     num_blocks, num_host_blocks, num_tier, num_seqs, num_snapshots, num_host_slots = least
-    sizes = CacheSizes(num_blocks, num_host_blocks, num_tier, num_seqs + num_snapshots, num_host_slots)
+    of_states = (num_seqs + num_snapshots, num_host_slots)
+    sizes = CacheSizes(num_blocks, num_host_blocks, num_tier, *of_states, grouping_of(resolved).groups)
     if has_states:
         slots = (sizes.num_state_slots, sizes.num_host_state_slots)
         together("sizing the states", partial(executor.collective_rpc, "initialize_states", args=slots))
@@ -284,7 +286,7 @@ def _new_replica(
     """This rank's replica of the scheduler, empty."""
     config, model_config = resolved.config, resolved.model_config
     dtype, device = resolved.dtype, resolved.device_type
-    copy_tokens = block_copy_tokens(model_config, dtype, config.cache.block_size, device)
+    copy_tokens = block_copy_tokens(model_config, dtype, config.cache.block_size, device) / sizes.groups.num_groups
     limits = SchedulerLimits(
         max_num_seqs,
         config.scheduler.max_num_batched_tokens,

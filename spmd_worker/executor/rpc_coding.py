@@ -12,6 +12,7 @@ from dataclasses import is_dataclass
 from typing import Any, Final
 
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
+from kv_cache.layer_groups import LayerGroups
 from spmd_worker.base.config import schema
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import (
@@ -61,6 +62,7 @@ _RECORDS: Final[dict[str, type]] = {
         ExpertsConfig,
         FormatGroup,
         LatentConfig,
+        LayerGroups,
         Logprob,
         MambaConfig,
         ModelConfig,

@@ -309,7 +309,8 @@ class DecoderStack(nn.Module):
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]
-            part, residual = layer(part, residual, ropes, layer_cache, metadata, leaves_out, **options)
+            of_layer = metadata.of_layer(index)
+            part, residual = layer(part, residual, ropes, layer_cache, of_layer, leaves_out, **options)
             if media is not None and index < len(added):
                 residual.index_add_(0, media.places, added[index])
         if wanted is not None and len(added) == len(cache):

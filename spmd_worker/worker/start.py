@@ -139,7 +139,8 @@ def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     if is_on_cpu:
         kinds = list(zip(spec.layers, spec.states or (None,) * spec.num_layers, strict=True))
         num_layers = max(2, 1 + max(map(kinds.index, kinds)))
-        spec = replace(spec, layers=spec.layers[:num_layers], states=spec.states[:num_layers])
+        parts = (spec.layers[:num_layers], spec.states[:num_layers], spec.group_of[:num_layers])
+        spec = replace(spec, layers=parts[0], states=parts[1], group_of=parts[2])
     engine = loaded.new_cache_engine(spec, num_blocks, 0)
     # A pooled row must start at its first token, and the CPU's attention holds nothing of a row's length.
     has_chunk = not is_on_cpu and pooling is None
@@ -191,7 +192,8 @@ def allocate(
     )
     event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters, prompt_adapters)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
-    mirror = Mirror(num_device_blocks, block_size, resolved.num_steps_ahead, rules, num_slots[0])
+    sizes = (num_device_blocks, block_size, resolved.num_steps_ahead)
+    mirror = Mirror(*sizes, rules, num_slots[0], spec.groups.num_groups)
     return RunningWorker(
         loaded,
         caches,

@@ -13,6 +13,7 @@ from mirror_state import SequenceState, mirror_slots, mirror_state
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.lockstep.difference import Record
 from spmd_worker.replica.lockstep.digest import ChainedDigest
@@ -45,6 +46,11 @@ class Ways:
     num_state_slots: int = 0
     num_host_state_slots: int = 0
     verify_hits: int = 0
+    groups: LayerGroups = ONE_GROUP
+
+    @property
+    def num_blocks(self) -> int:
+        return NUM_BLOCKS if self.groups is ONE_GROUP else 12 * self.groups.num_groups
 
     def new_scheduler(self, chunked: bool) -> Scheduler:
         limits = SchedulerLimits(
@@ -56,7 +62,8 @@ class Ways:
             verify_hits=self.verify_hits,
         )
         tier = HostTier(self.num_tier_blocks) if self.num_tier_blocks else None
-        cache = CacheManager(NUM_BLOCKS, BLOCK_SIZE, num_host_blocks=self.num_host_blocks, connector=tier)
+        sizes = (self.num_blocks, BLOCK_SIZE)
+        cache = CacheManager(*sizes, num_host_blocks=self.num_host_blocks, connector=tier, groups=self.groups)
         slots = StateSlots(self.num_state_slots, self.num_host_state_slots, grid=4) if self.num_state_slots else None
         return Scheduler(limits, cache, StopChecker((EOS,), MAX_MODEL_LEN, None), state_slots=slots)
 
@@ -71,6 +78,15 @@ WAYS = (
     Ways(caching=True, num_state_slots=10, verify_hits=2),
     Ways(caching=True, preemption="swap", num_host_blocks=40, num_state_slots=16, num_host_state_slots=8),
 )
+_GROUPS = LayerGroups(1, 2, (6,), 48)
+GROUPED_WAYS = (
+    Ways(groups=_GROUPS),
+    Ways(caching=True, preemption="swap", num_host_blocks=60, groups=_GROUPS),
+    Ways(
+        caching=True, preemption="swap", num_host_blocks=60, num_state_slots=9, num_host_state_slots=4, groups=_GROUPS
+    ),
+)
+"""With windows."""
 
 
 Look = Callable[[StepPlan, tuple[ScheduledSequence, ...]], None]
@@ -98,7 +114,8 @@ class History:
 
     def __post_init__(self) -> None:
         self.schedulers = (self.ways.new_scheduler(self.chunked), self.ways.new_scheduler(self.chunked))
-        self.mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE, num_state_slots=self.ways.num_state_slots)
+        given = {"num_state_slots": self.ways.num_state_slots, "num_groups": self.ways.groups.num_groups}
+        self.mirror = Mirror(self.ways.num_blocks, BLOCK_SIZE, **given)
         self.heads = [tuple(self.chance.randrange(6) for _ in range(length)) for length in (6, 9, 12)]
 
     def step(self, events: tuple[Event, ...]) -> None:
@@ -260,9 +277,10 @@ def run_history(
     max_output_tokens: int = 20,
     nums_of_ids: tuple[int, ...] = (1,),
     look: Look | None = None,
+    all_ways: tuple[Ways, ...] = WAYS,
 ) -> History:
     """`num_steps` at random, and more until nothing is left."""
-    ways = WAYS[seed // 2 % len(WAYS)]
+    ways = all_ways[seed // 2 % len(all_ways)]
     history = History(random.Random(seed), bool(seed & 1), max_output_tokens, ways, nums_of_ids)
     history.look = look or history.look
     for _ in range(num_steps):

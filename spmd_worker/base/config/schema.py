@@ -415,6 +415,11 @@ class CacheConfig:
         "difference ends the run with an error; 0: none",
         least=0,
     )
+    window_groups: bool = option(
+        True,
+        "layers with sliding windows have block tables of their own, so blocks behind a window go back to the pool, "
+        "where that pays; false: every layer keeps all tokens of a row",
+    )
     num_state_snapshots: int | None = option(
         None,
         "recurrent states that are kept where prompts may be found again, for models that have states; null: twice "

@@ -33,12 +33,12 @@ def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_mod
         estimate_tokens(inputs, shares_prefixes=config.cache.enable_prefix_caching)
         // config.parallel.data_parallel_size
         // spec.block_size
-        * spec.block_bytes,
-        highest_num_seqs(config) * -(-max_model_len // spec.block_size) * spec.block_bytes,
+        * spec.row_block_bytes,
+        highest_num_seqs(config) * spec.groups.num_blocks(max_model_len, spec.block_size) * spec.block_bytes,
         host.available_bytes() // _FREE_MEMORY_DIVISOR // num_ranks,
     )
     if config.cache.num_blocks is not None:
-        num_bytes = min(num_bytes, config.cache.num_blocks * spec.block_bytes)
+        num_bytes = min(num_bytes, config.cache.num_blocks * spec.row_block_bytes)
     try:
         reserve = HostReserve()
     except OSError as error:

@@ -200,7 +200,11 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             max_prompt_adapters=header.max_prompt_adapters or 1,
         ),
         executor=ExecutorConfig(backend="uniproc"),
-        cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks or None),
+        cache=CacheConfig(
+            block_size=header.block_size,
+            num_blocks=header.num_blocks // header.groups.num_groups or None,
+            window_groups=header.num_window_groups > 0,
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=header.max_num_seqs,
             max_num_batched_tokens=header.max_num_batched_tokens,

@@ -75,7 +75,7 @@ class Replay:
         self.scheduler = _new_replica(header, tokenizer)
         rules = AdapterRules(self.scheduler.adapters.has, header.max_loras)
         sizes = (header.num_blocks, header.block_size, header.num_steps_ahead)
-        self.mirror = Mirror(*sizes, rules, header.num_state_slots)
+        self.mirror = Mirror(*sizes, rules, header.num_state_slots, header.groups.num_groups)
         self.num_steps = 0
         self.num_equal_digests = 0
         self.num_requests = 0
@@ -304,6 +304,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.num_tier_blocks,
         header.num_state_slots,
         header.num_host_state_slots,
+        header.groups,
     )
     adapters = AdapterRegistry(header.max_cpu_loras, map(_pinned, header.adapters))
     prompt_adapters = AdapterRegistry(header.max_prompt_adapters, map(_pinned, header.prompt_adapters), PROMPT)

@@ -24,6 +24,7 @@ from types import UnionType
 from typing import Any, BinaryIO, Final, get_args, get_origin, get_type_hints
 from zlib import crc32
 
+from kv_cache.layer_groups import LayerGroups
 from spmd_worker.base.errors import StepLogError
 from spmd_worker.base.files import JsonError, create_job_file, open_regular_file, parse_json_object
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
@@ -53,7 +54,8 @@ class StepLogHeader:
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
     swapping a state, `snapshot_interval` and `verify_hits` are as in `SchedulerLimits`. A model that takes images keeps
-    `num_media_rows` rows, and has the limits of `MediaRowLimits`.
+    `num_media_rows` rows, and has the limits of `MediaRowLimits`. `num_full_groups`, `num_window_groups` and `windows`
+    are those of `LayerGroups`.
     """
 
     code: str
@@ -107,6 +109,9 @@ class StepLogHeader:
     max_encode_patches: int = 0
     sees_whole_image: bool = False
     verify_hits: int = 0
+    num_full_groups: int = 1
+    num_window_groups: int = 0
+    windows: tuple[int, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property
@@ -130,6 +135,12 @@ class StepLogHeader:
         limits = (self.max_num_batched_tokens, self.enable_chunked_prefill)
         given = (self.num_media_rows, self.max_encode_patches, self.tensor_parallel_size, self.sees_whole_image)
         return MediaRowLimits(*given, *limits)
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Groups of layers with block tables of their own."""
+        num_step_tokens = self.max_num_batched_tokens if self.windows else 0
+        return LayerGroups(self.num_full_groups, self.num_window_groups, self.windows, num_step_tokens)
 
     @property
     def num_in_flight(self) -> int:

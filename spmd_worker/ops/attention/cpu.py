@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kv_cache.layer_groups import MAX_GROUPS
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.attention.backend import AttentionBackend
@@ -81,8 +82,8 @@ class CpuBackend(AttentionBackend):
         self._attend_projected = library.functions[f"attend_projected_{dtype_name(dtype)}"]
         self._may_use_amx = library.has_amx
         self.arithmetic = f"{library.instruction_set}, AMX {'in use' if library.has_amx else 'not used'}"
-        # All layers of a step share one metadata: the first converts and checks it.
-        self._checked: _CheckedMetadata | None = None
+        # All layers of a group share one metadata: the first converts and checks it.
+        self._checked: dict[int, _CheckedMetadata] = {}
 
     def block_shape(
         self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True
@@ -213,9 +214,11 @@ class CpuBackend(AttentionBackend):
 
     def _check(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _CheckedMetadata:
         num_blocks = layer_cache.shape[0]
-        checked = self._checked
+        checked = self._checked.get(id(metadata))
         if checked is None or checked.source is not metadata or checked.num_blocks != num_blocks:
-            checked = self._checked = _check_metadata(metadata, num_blocks, self._block_size)
+            if len(self._checked) >= MAX_GROUPS:
+                self._checked.clear()
+            checked = self._checked[id(metadata)] = _check_metadata(metadata, num_blocks, self._block_size)
         return checked
 
 

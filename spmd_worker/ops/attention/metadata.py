@@ -27,6 +27,9 @@ class AttentionMetadata:
     layers with states take them; None if the model has no such layer. `last_visible` int32 [T]: the position of the
     last key that a token sees, its own or a later one of the step, in ascending order within a sequence; a window
     counts from the token's own. None: the token's own. A sequence of one token sees nothing later.
+
+    With block tables of several groups of layers `group_of` has the group of each layer of the stage, and `others` the
+    metadata of all groups but the first, which differ in `block_tables`, `token_blocks` and `slots`.
     """
 
     query_starts: tuple[int, ...]
@@ -42,10 +45,17 @@ class AttentionMetadata:
     kind: int = 0
     segments: StateSegments | None = None
     last_visible: Tensor | None = None
+    others: tuple["AttentionMetadata", ...] = ()
+    group_of: tuple[int, ...] = ()
 
     @property
     def is_causal(self) -> bool:
         return not self.sees_later and self.last_visible is None
+
+    def of_layer(self, index: int) -> "AttentionMetadata":
+        """The metadata of a layer of the stage."""
+        group = self.group_of[index] if self.group_of else 0
+        return self.others[group - 1] if group else self
 
     def num_later_keys(self, window: int) -> int:
         """Number of later keys that a token may see: 0 for causal attention."""

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kv_cache.layer_groups import MAX_GROUPS
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.triton import attention, rows
@@ -105,10 +106,10 @@ class TritonFixedAttention:
 
 
 class TritonBackend(AttentionBackend):
-    """Implements `attention.backend.AttentionBackend`. A step's first layer plans its work."""
+    """Implements `attention.backend.AttentionBackend`. The first layer of a group plans a step's work."""
 
     def __init__(self) -> None:
-        self._planned: _Planned | None = None
+        self._planned: dict[int, _Planned] = {}
 
     def block_shape(
         self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True
@@ -167,10 +168,13 @@ class TritonBackend(AttentionBackend):
         return self._planned_step(metadata, layer_cache).slots if fixed is None else fixed.slots
 
     def _planned_step(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _Planned:
-        if self._planned is None or self._planned.source is not metadata:
+        planned = self._planned.get(id(metadata))
+        if planned is None or planned.source is not metadata:
+            if len(self._planned) >= MAX_GROUPS:
+                self._planned.clear()
             slots = _slots_of(metadata, layer_cache.shape[3])
-            self._planned = _Planned(metadata, slots.to(torch.int32))
-        return self._planned
+            planned = self._planned[id(metadata)] = _Planned(metadata, slots.to(torch.int32))
+        return planned
 
     def _plan(
         self, queries: Tensor, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int

@@ -62,7 +62,8 @@ class _Decoding(NamedTuple):
 class Mirror:
     """The sequences of every request that was scheduled and has not ended, in a cache of `num_blocks` device blocks,
     or, with 0, without one. With `num_steps_ahead` plans come before the ids that they append are read: `take_sampled`.
-    `adapters` None: no request may have one. `num_state_slots` is 0 in a model without recurrent states.
+    `adapters` None: no request may have one. `num_state_slots` is 0 in a model without recurrent states. Tables have
+    `num_groups` entries for each block (`kv_cache/layer_groups.py`); the mirror does not know which are left over.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class Mirror:
         num_steps_ahead: int = 0,
         adapters: AdapterRules | None = None,
         num_state_slots: int = 0,
+        num_groups: int = 1,
     ) -> None:
         assert num_blocks >= 0, num_blocks
         assert block_size >= 1, block_size
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.block_size, self.num_groups = block_size, num_groups
         self._num_steps_ahead, self._adapters = num_steps_ahead, adapters
         self.media_rows: dict[bytes, None] = {}
         """Names of the images whose rows are kept."""
@@ -137,16 +139,24 @@ class Mirror:
         if not plan.state_ops.is_empty:
             self._state_check(plan).check_state_ops(last.sequences)
         if plan.continuing_blocks:
-            num_new = PlanCheck(plan, self._groups, {}, self.num_blocks, self.block_size).num_new_blocks()
-        size = self.block_size
+            sizes = (self.num_blocks, self.block_size)
+            num_new = PlanCheck(plan, self._groups, {}, *sizes, num_groups=self.num_groups).num_new_blocks()
+        size, num_groups = self.block_size, self.num_groups
         lacking = [index for index, end in enumerate(last.ends) if end % size == 0]
-        return all(index in num_new for index in lacking if last.ends[index] >= len(last.tables[index]) * size)
+        return all(
+            index in num_new for index in lacking if last.ends[index] * num_groups >= len(last.tables[index]) * size
+        )
 
     def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
         """`apply` for any plan."""
         sizes = (self.num_blocks, self.block_size)
         state = (self._groups, self._sequences, *sizes, self._step, self._last_rows)
-        check = PlanCheck(plan, *state, allows_ahead=self._num_steps_ahead > 0, adapters=self._adapters)
+        check = PlanCheck(
+            *(plan, *state),
+            allows_ahead=self._num_steps_ahead > 0,
+            adapters=self._adapters,
+            num_groups=self.num_groups,
+        )
         continuing = check.check()
         self._state_check(plan).check(continuing)
         self.media_rows = MediaCheck(plan, self._groups, self.media_rows).check(continuing)

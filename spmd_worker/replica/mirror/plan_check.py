@@ -27,7 +27,7 @@ class AdapterRules(NamedTuple):
 class PlanCheck:
     """One check of one plan against `groups`, and the `sequences` of all of them, which are at step `step` (None:
     before the first). Without blocks, sequences are computed completely at once. With `allows_ahead` the rows of that
-    step, `last_rows`, may go ahead of the ids that it samples.
+    step, `last_rows`, may go ahead of the ids that it samples. Tables have `num_groups` entries for each block.
     """
 
     def __init__(
@@ -42,11 +42,12 @@ class PlanCheck:
         *,
         allows_ahead: bool = False,
         adapters: AdapterRules | None = None,
+        num_groups: int = 1,
     ) -> None:
         self._plan, self._groups, self._sequences = plan, groups, sequences
         self._step, self._last_rows = step, last_rows
         self._num_blocks, self._block_size, self._allows_ahead = num_blocks, block_size, allows_ahead
-        self._adapters = adapters
+        self._adapters, self._num_groups = adapters, num_groups
 
     def check(self) -> list[MirroredSequence]:
         """Raise MirrorError unless all of the plan follows from the mirror's state; returns the continuing rows."""
@@ -76,16 +77,20 @@ class PlanCheck:
         return continuing
 
     def num_new_blocks(self) -> dict[int, int]:
-        """Number of new blocks by index in `continuing`. Raises MirrorError for blocks that do not exist."""
+        """Number of new entries of tables by index in `continuing`. Raises MirrorError for blocks that do not exist."""
         plan = self._plan
         num_new_blocks: dict[int, int] = {}
         for index, _ in plan.continuing_blocks:
             num_new_blocks[index] = num_new_blocks.get(index, 0) + 1
         self._check_blocks("continuing_blocks", [block_id for _, block_id in plan.continuing_blocks])
         is_outside = any(not 0 <= index < len(plan.continuing) for index in num_new_blocks)
-        if is_outside or (not plan.continuing_num_ids and len(num_new_blocks) != len(plan.continuing_blocks)):
+        num_groups = self._num_groups
+        are_uneven = any(count % num_groups for count in num_new_blocks.values())
+        has_several = not plan.continuing_num_ids and len(num_new_blocks) * num_groups != len(plan.continuing_blocks)
+        if is_outside or are_uneven or has_several:
             indices = [index for index, _ in plan.continuing_blocks]
             rule = f"different ones from 0 to {len(plan.continuing) - 1}"
+            rule += f", {num_groups} times each" if num_groups > 1 else ""
             self._reject("continuing_blocks", f"at indices {indices}", rule)
         return num_new_blocks
 
@@ -103,7 +108,7 @@ class PlanCheck:
                 rule = f"computed to {sequence.num_tokens}, its last token"
                 self._reject("continuing", f"computed to {end}", rule, *key)
             last = end - 1 + (num_ids[index] if num_ids else 1)
-            if last >= (len(sequence.block_ids) + num_new_blocks.get(index, 0)) * self._block_size:
+            if last >= self._num_covered(len(sequence.block_ids) + num_new_blocks.get(index, 0)):
                 self._reject("continuing", f"without a block for token {last}", "a block for it", *key)
         self._check_listed_once()
         if plan.num_ahead:
@@ -127,11 +132,11 @@ class PlanCheck:
 
     def _to_check(self, sequences: list[MirroredSequence]) -> list[int]:
         """Indices of the sequences whose tokens are not all computed, or whose blocks are full."""
-        size = self._block_size
+        size, num_groups = self._block_size, self._num_groups
         return [
             index
             for index, each in enumerate(sequences)
-            if (end := each.num_computed_tokens + each.num_scheduled_tokens) >= len(each.block_ids) * size
+            if (end := each.num_computed_tokens + each.num_scheduled_tokens) * num_groups >= len(each.block_ids) * size
             or end != each.num_prompt_tokens + len(each.output_token_ids)
         ]
 
@@ -268,7 +273,10 @@ class PlanCheck:
         first, num_scheduled = data.num_computed_tokens, data.num_scheduled_tokens
         end = first + num_scheduled
         is_all = (first, end) == (0, num_tokens)
-        has_blocks = end <= num_blocks * self._block_size if self._num_blocks else is_all
+        has_blocks = end <= self._num_covered(num_blocks) if self._num_blocks else is_all
+        if num_blocks % self._num_groups:
+            rule = f"a multiple of {self._num_groups}, the groups of layers"
+            self._reject("block_ids", f"{num_blocks} blocks", rule, request.request_id, data.sample_index)
         max_samples = request.sampling.num_sequences - data.sample_index if end == num_tokens else 0
         if 0 <= first < end <= num_tokens and has_blocks and 0 <= data.num_samples <= max_samples:
             return
@@ -290,6 +298,10 @@ class PlanCheck:
         )
         _, name, value, rule = next(each for each in rules if not each[0])
         self._reject(name, value, rule, request.request_id, data.sample_index)
+
+    def _num_covered(self, num_entries: int) -> int:
+        """Number of tokens whose keys and values a table of so many entries has room for."""
+        return num_entries // self._num_groups * self._block_size
 
     def _reject(self, name: str, value: object, expected: object, *key: int) -> NoReturn:
         """`key`: the request's id, and the sample's index if it is about one."""

@@ -67,7 +67,13 @@ class Allocator:
         """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
         hashes = self._prefix_hashes(sequence)
         found = self._cache.find_prefix(hashes)
-        return found if self.states is None else found[: self.states.num_usable(hashes, len(found))]
+        while self.states is not None:
+            # Both a snapshot and the window before it must be there.
+            num_usable = self.states.num_usable(hashes, self._cache.num_prefix_blocks(found))
+            if num_usable == self._cache.num_prefix_blocks(found):
+                break
+            found = self._cache.find_prefix(hashes[:num_usable])
+        return found
 
     def must_wait(self, sequence: Sequence, prefix: Sized[BlockId]) -> bool:
         """Whether a running sequence will soon make a snapshot that a waiting one could begin from. No other that could
@@ -75,7 +81,7 @@ class Allocator:
         """
         if self.states is None or sequence.status is SequenceStatus.SWAPPED:
             return False
-        return self.states.is_expected(self._prefix_hashes(sequence), len(prefix))
+        return self.states.is_expected(self._prefix_hashes(sequence), self._cache.num_prefix_blocks(prefix))
 
     def prefix_hashes(self, sequence: Sequence, weight_version: int | None) -> list[BlockHash]:
         """Names of the leading blocks of a new sequence that may be found, on the device or outside; with the weights
@@ -101,7 +107,8 @@ class Allocator:
         if sequence.status is SequenceStatus.SWAPPED:
             hashes = self._computed_hashes(sequence)
             return self._cache.can_swap_in(sequence.host_table, hashes, num_tokens, keep_watermark=keep_watermark)
-        return self._cache.can_start(prefix, num_tokens, keep_watermark=keep_watermark)
+        num_given = sequence.request.num_given_tokens
+        return self._cache.can_start(prefix, num_tokens, keep_watermark=keep_watermark, num_given=num_given)
 
     def allocate(
         self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId], following: Sequence | None = None
@@ -119,10 +126,10 @@ class Allocator:
                 self.states.swap_in(sequence)
         else:
             if self.states is not None:
-                self._start_state(self.states, sequence, len(prefix), following)
+                self._start_state(self.states, sequence, self._cache.num_prefix_blocks(prefix), following)
             self._cache.adopt(sequence.table, prefix)
-            sequence.num_computed_tokens = len(prefix) * self._cache.block_size
-            sequence.num_hashed_blocks = len(prefix)
+            sequence.num_computed_tokens = self._cache.num_prefix_tokens(prefix)
+            sequence.num_hashed_blocks = self._cache.num_prefix_blocks(prefix)
             num_found = sequence.num_computed_tokens
             self._counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_found)
             sequence.num_lost_tokens = 0
@@ -148,13 +155,15 @@ class Allocator:
         self._set_full_block_hashes(sequence, num_written_tokens=first)
         return change
 
-    def begin_block(self, sequence: Sequence) -> BlockId:
-        """`extend` by one token for a sequence whose blocks are full. Returns the new block."""
-        (block_id,) = self.begin_blocks((sequence,))
-        return block_id
+    def drop_unseen(self, running: Iterable[Sequence]) -> None:
+        """Give back the blocks behind windows. Call before a step's decisions."""
+        for sequence in running:
+            self._cache.drop_unseen(sequence.table, sequence.num_computed_tokens)
 
     def begin_blocks(self, sequences: Sized[Sequence]) -> list[BlockId]:
-        """`begin_block` of several sequences, in order."""
+        """`extend` by one token for sequences whose blocks are full, in order. Returns the new blocks, as many of each
+        sequence as there are groups of layers.
+        """
         firsts = [sequence.num_computed_tokens for sequence in sequences]
         block_ids = self._cache.begin_blocks([sequence.table for sequence in sequences], firsts)
         for sequence, first in zip(sequences, firsts):
@@ -257,7 +266,8 @@ class Allocator:
     def _swap_out(self, sequence: Sequence) -> bool:
         # A one-token prompt whose first step sampled nothing has no computed tokens: there is nothing to copy.
         num_computed = sequence.num_computed_tokens
-        if not num_computed or not self._preemption.prefers_swap(num_computed, sequence.table.num_blocks):
+        num_blocks = len(self._cache.owned(sequence.table))
+        if not num_computed or not self._preemption.prefers_swap(num_computed, num_blocks):
             return False
         if self.states is not None and not self.states.can_swap_out(sequence):
             return False
@@ -277,7 +287,7 @@ class Allocator:
         self, states: SequenceStates, sequence: Sequence, num_blocks: int, following: Sequence | None
     ) -> None:
         hashes = self._prefix_hashes(sequence)
-        num_matched, num_shared = len(self._cache.find_prefix(hashes)), 0
+        num_matched, num_shared = self._cache.num_prefix_blocks(self._cache.find_prefix(hashes)), 0
         if following is not None and following.status is not SequenceStatus.SWAPPED:
             pairs = zip(hashes, self._prefix_hashes(following))
             num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 from kv_cache.outside_transfers import OutsideTransfers
 from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
@@ -17,7 +18,8 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 class CacheSizes(NamedTuple):
     """Blocks that fit on every rank: on the device, in swap space, and in the offload tier for evicted prefixes. Then
-    slots of recurrent states, on the device and in swap space: 0 in a model without any.
+    slots of recurrent states, on the device and in swap space: 0 in a model without any. Blocks are of any of the
+    `groups` of layers.
     """
 
     num_blocks: int
@@ -25,6 +27,7 @@ class CacheSizes(NamedTuple):
     num_tier_blocks: int = 0
     num_state_slots: int = 0
     num_host_state_slots: int = 0
+    groups: LayerGroups = ONE_GROUP
 
 
 def new_scheduler(
@@ -47,6 +50,7 @@ def new_scheduler(
         num_host_blocks=sizes.num_host_blocks,
         connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
         outside=outside,
+        groups=sizes.groups,
     )
 
     def new_decoder(sequence: Sequence) -> IncrementalDecoder:

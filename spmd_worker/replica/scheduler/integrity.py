@@ -20,6 +20,10 @@ def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_
     for sequence in running:
         num_ahead = sequence.num_computed_tokens - sequence.num_tokens
         assert num_ahead <= (len(sequence.output_token_ids) < sequence.num_outputs_ahead), sequence.key
+        # The last computed token may be computed again.
+        num_unseen = cache.groups.num_unseen(max(sequence.num_computed_tokens - 1, 0), cache.block_size)
+        num_dropped = sequence.table.num_dropped
+        assert num_dropped <= num_unseen, f"{sequence.key} dropped {num_dropped} blocks and sees all after {num_unseen}"
     for sequence in waiting:
         is_swapped = sequence.status is SequenceStatus.SWAPPED
         num_computed, host_table = sequence.num_computed_tokens, sequence.host_table

@@ -105,6 +105,8 @@ class Planner:
     def decide(self) -> Decisions:
         """Decide and account for it: allocate blocks, move sequences, count tokens as computed."""
         self._allocator.make_snapshots(self._queues.running)
+        if self._cache.groups.num_windows:
+            self._allocator.drop_unseen(self._queues.running)
         decisions, num_tokens = Decisions(), self._token_budget()
         is_short = self._preempt_for_blocks(num_tokens)
         budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))
@@ -137,7 +139,8 @@ class Planner:
         num_running = len(self._queues.running)
         self._allows_ahead = self._limits.num_steps_ahead > 0
         # Each needs at most its tokens' blocks, and one more if they begin or end inside one.
-        if self._cache.num_free_blocks >= num_tokens // self._cache.block_size + 2 * num_running:
+        most_blocks = num_tokens // self._cache.block_size + 2 * num_running
+        if self._cache.num_free_blocks >= most_blocks * self._cache.num_groups:
             return False
         if self._allows_ahead and self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
             self._allows_ahead = False
@@ -191,7 +194,7 @@ class Planner:
         return served
 
     def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
-        block_size, allows_ahead = self._cache.block_size, self._allows_ahead
+        block_size, num_groups, allows_ahead = self._cache.block_size, self._cache.num_groups, self._allows_ahead
         served = self._served()
         if allows_ahead:
             served = self._decide_ahead(served, budget, decisions)
@@ -207,9 +210,13 @@ class Planner:
                 budget.num_tokens -= 1
                 decisions.continuing.append(sequence)
             # Most blocks are allocated here: the token is the first of a new block, and nothing else needs deciding.
-            elif is_decode and num_computed == len(sequence.table.block_ids) * block_size and not sequence.must_compile:
+            elif (
+                is_decode
+                and num_computed * num_groups == len(sequence.table.block_ids) * block_size
+                and not sequence.must_compile
+            ):
                 if self._has_blocks(sequence, 1, budget):
-                    decisions.blocks.append((len(decisions.continuing), self._allocator.begin_block(sequence)))
+                    self._begin_block(sequence, len(decisions.continuing), decisions.blocks)
                     budget.num_tokens -= 1
                     decisions.continuing.append(sequence)
             elif num_tokens:
@@ -218,11 +225,14 @@ class Planner:
                 if num_computed % block_size:
                     sequence.num_computed_tokens += 1
                 elif self._has_blocks(sequence, 1, budget):
-                    decisions.ahead_blocks.append((len(decisions.ahead), self._allocator.begin_block(sequence)))
+                    self._begin_block(sequence, len(decisions.ahead), decisions.ahead_blocks)
                 else:
                     continue
                 budget.num_tokens -= 1
                 decisions.ahead.append(sequence)
+
+    def _begin_block(self, sequence: Sequence, index: int, blocks: list[tuple[int, BlockId]]) -> None:
+        blocks.extend([(index, block_id) for block_id in self._allocator.begin_blocks((sequence,))])
 
     def _decide_ahead(self, running: list[Sequence], budget: StepBudget, decisions: Decisions) -> list[Sequence]:
         """Decide for all that go ahead of their ids, at once, and return the others. If the budget may be short, decide
@@ -248,13 +258,15 @@ class Planner:
             others = running[num_leading:]
             beginning = [index for index in beginning if index < num_leading]
             del ahead[num_leading:]
-        if len(ahead) > budget.num_tokens or len(beginning) > self._cache.num_free_blocks:
+        num_groups = self._cache.num_groups
+        if len(ahead) > budget.num_tokens or len(beginning) * num_groups > self._cache.num_free_blocks:
             ahead.clear()
             return running
         begun: dict[int, None] = {}
         if beginning:
             new_blocks = self._allocator.begin_blocks([ahead[index] for index in beginning])
-            decisions.ahead_blocks.extend(zip(beginning, new_blocks, strict=True))
+            indices = [index for index in beginning for _ in range(num_groups)]
+            decisions.ahead_blocks.extend(zip(indices, new_blocks, strict=True))
             begun = dict.fromkeys(beginning)
         for index, sequence in enumerate(ahead):
             if index not in begun:
@@ -353,7 +365,7 @@ class Planner:
             running.sort(key=service_order)
 
     def _may_join(self, sequence: Sequence, prefix: list[BlockId], num_samples: int, budget: StepBudget) -> bool:
-        num_there = max(len(prefix) * self._cache.block_size, sequence.request.num_given_tokens)
+        num_there = max(self._cache.num_prefix_tokens(prefix), sequence.request.num_given_tokens)
         num_uncomputed = min(sequence.num_tokens - num_there, sequence.num_uncomputed_tokens)
         if not self._limits.enable_chunked_prefill and num_uncomputed > budget.num_tokens:
             return False
@@ -381,7 +393,8 @@ class Planner:
         num_spared = self._limits.watermark_blocks_per_sequence * num_running
         loading = [sequence.num_tokens for waits in self._queues.loading.values() for sequence in waits]
         num_reserved = sum([num_blocks_for(num_tokens, self._cache.block_size) for num_tokens in loading])
-        self._cache.watermark_blocks = max(self._min_watermark_blocks, num_spared) + num_reserved
+        num_blocks = max(self._min_watermark_blocks, num_spared) + num_reserved
+        self._cache.watermark_blocks = num_blocks * self._cache.num_groups
 
     def _end_of_chunk(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> int:
         """Number of the next `num_tokens` tokens to compute now: a chunk ends where a snapshot is made, and before an

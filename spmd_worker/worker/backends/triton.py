@@ -37,7 +37,15 @@ from spmd_worker.replica.grammar.row_grammar import BITS
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
-from spmd_worker.worker.runner.dummy_steps import greedy_step, max_step, prompt_step, warm_up_steps, with_adapter
+from spmd_worker.worker.memory.window_groups import grouping_of
+from spmd_worker.worker.runner.dummy_steps import (
+    greedy_step,
+    in_groups,
+    max_step,
+    prompt_step,
+    warm_up_steps,
+    with_adapter,
+)
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.step_graphs import CudaGraph, StepGraph, StepGraphs
 
@@ -118,19 +126,25 @@ class TritonDevice(DeviceBackend):
 
     def can_record(self, tensor: GroupHandle) -> bool:
         # A recorded step has fixed launches. NCCL's sums may wait on the host; pooling models compute large chunks,
-        # which keep a GPU busy anyway; segments of states have no fixed tensors yet.
+        # which keep a GPU busy anyway; segments of states and tables of several groups have no fixed tensors yet.
         model_config = self.resolved.model_config
-        if self.resolved.config.executor.enforce_eager or model_config.pooling is not None or model_config.has_states:
+        if self.resolved.config.executor.enforce_eager or model_config.pooling is not None or self._unrecorded:
             return False
         return tensor.size == 1 or isinstance(tensor.fast, PeerSums)
+
+    @property
+    def _unrecorded(self) -> str:
+        """Why no step is recorded, in words; empty if steps may be."""
+        if self.resolved.model_config.has_states:
+            return "of models with recurrent states"
+        has_groups = grouping_of(self.resolved).groups.num_groups > 1
+        return "with block tables of several groups of layers (cache.window_groups)" if has_groups else ""
 
     def new_graphs(
         self, model: DecoderForCausalLM, tensor: GroupHandle, adapters: LoadedAdapters | None = None
     ) -> StepGraphs | None:
-        if self.resolved.model_config.has_states and not self.resolved.config.executor.enforce_eager:
-            logger.info(
-                "steps of models with recurrent states are not recorded as CUDA graphs", extra=SAME_ON_EVERY_RANK
-            )
+        if self._unrecorded and not self.resolved.config.executor.enforce_eager:
+            logger.info("steps %s are not recorded as CUDA graphs", self._unrecorded, extra=SAME_ON_EVERY_RANK)
         new_graph = self.graph_maker() if self.can_record(tensor) else None
         if new_graph is None:
             return None
@@ -177,7 +191,7 @@ class TritonDevice(DeviceBackend):
             sizes = (max_model_len, block_size, pooling)
             steps = (max_step(num_tokens, 1, *sizes), max_step(1, 1, *sizes))
         for number, scheduled in enumerate(steps):
-            runner.forward(number, scheduled)
+            runner.forward(number, in_groups(scheduled, runner.num_groups))
             runner.sample()
         self.warm_up_masks(runner)
         with nullcontext(0) if runner.adapters is None else runner.adapters.placeholder() as adapter:
@@ -190,7 +204,8 @@ class TritonDevice(DeviceBackend):
             counts = [size for size in graphs.sizes if size < max_seqs]
             for number, count in enumerate((max_seqs, *reversed(counts))):
                 for each in adapters:
-                    runner.forward(number, with_adapter(greedy_step(count, block_size, num_blocks), each))
+                    step = in_groups(greedy_step(count, block_size, num_blocks), runner.num_groups)
+                    runner.forward(number, with_adapter(step, each))
                     runner.sample()
 
     def _warm_up_matmuls(self, runner: ModelRunner, num_blocks: int, adapters: Sequence[int]) -> None:
@@ -208,7 +223,8 @@ class TritonDevice(DeviceBackend):
             num_tokens.add(triton_adapters.MAX_FEW_ROWS + 1)
         for number, count in enumerate(sorted(num_tokens, reverse=True)):
             for adapter in adapters:
-                runner.forward(number, with_adapter(prompt_step(count, *sizes, model_config.pooling), adapter))
+                step = in_groups(prompt_step(count, *sizes, model_config.pooling), runner.num_groups)
+                runner.forward(number, with_adapter(step, adapter))
                 runner.sample()
         if runner.sampler is None:
             return

@@ -16,8 +16,10 @@ from kv_cache.cache_sizing import (
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.state_sizing import StateNeed, size_states
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.ranks.topology import stage_of
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, adapter_bytes, cache_spec, weights_bytes
+from spmd_worker.worker.memory.window_groups import group_of_stage, grouping_of
 
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
 """Per rank."""
@@ -31,7 +33,7 @@ def check_cache_setting(resolved: ResolvedRun) -> None:
     """Raise ConfigError if `cache.num_blocks` cannot hold one sequence; measured sizes are checked later."""
     num_blocks = resolved.config.cache.num_blocks
     if num_blocks is not None and not resolved.model_config.is_encoder:
-        check_cache_blocks(resolved, num_blocks, 0)
+        check_cache_blocks(resolved, num_blocks * grouping_of(resolved).groups.num_groups, 0)
 
 
 def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -44,6 +46,7 @@ def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_b
             resolved.max_model_len,
             is_profiled=cache.num_blocks is None,
             has_swap_space_on_device=resolved.device_type == "cpu" and num_host_blocks > 0,
+            groups=grouping_of(resolved).groups,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -80,7 +83,7 @@ def check_memory(
     num_blocks = resolved.config.cache.num_blocks
     if num_blocks is None or resolved.model_config.is_encoder:
         return
-    needed = num_local_ranks * num_blocks * spec.block_bytes
+    needed = num_local_ranks * num_blocks * spec.row_block_bytes
     if needed > total_bytes:
         raise ConfigError(
             f"cache.num_blocks={num_blocks} is too large: {ranks} would hold {format_bytes(needed)} of blocks, and "
@@ -112,8 +115,12 @@ def resolve_cache_need(resolved: ResolvedRun) -> CacheNeed:
 
 def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
     """One rank's share of the cache."""
-    block_size = resolved.config.cache.block_size
-    return cache_spec(resolved.model_config, resolved.layout, rank, resolved.dtype, block_size)
+    block_size, model_config, grouping = resolved.config.cache.block_size, resolved.model_config, grouping_of(resolved)
+    spec = cache_spec(model_config, resolved.layout, rank, resolved.dtype, block_size)
+    if not grouping.groups.num_windows:
+        return spec
+    indices = stage_of(resolved.layout, model_config, rank).indices
+    return replace(spec, groups=grouping.groups, group_of=group_of_stage(grouping, model_config, indices))
 
 
 def adapters_bytes_of(resolved: ResolvedRun, rank: int) -> int:
@@ -173,7 +180,7 @@ def _size_states(
     """
     left_bytes = measurement.left_bytes(resolved.config.cache.gpu_memory_utilization)
     if resolved.device_type == "cpu":
-        most_blocks = resolve_cache_need(resolved).num_blocks(spec.block_size)
+        most_blocks = resolve_cache_need(resolved).num_blocks(spec.block_size, spec.groups)
         most_bytes = most_blocks * spec.block_bytes + resolved.max_num_seqs * spec.slot_bytes
         left_bytes -= min(swap_space_bytes, most_bytes)
     try:

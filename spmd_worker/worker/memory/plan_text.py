@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Final
 
-from kv_cache.block import num_blocks_for
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, StateSizing, format_bytes, num_swap_blocks
+from kv_cache.layer_groups import LayerGroups
 from kv_cache.state_sizing import describe_slot
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
@@ -42,6 +42,7 @@ from spmd_worker.worker.memory.plan import (
     size_rank,
 )
 from spmd_worker.worker.memory.plan_states import describe_states, fewest_states
+from spmd_worker.worker.memory.window_groups import describe_windows, grouping_of
 from spmd_worker.worker.stored_experts import planned_stored_experts
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
@@ -79,8 +80,12 @@ class MemoryPlan:
 
     @property
     def num_blocks_of_longest(self) -> int:
-        """Blocks of a sequence of `max_model_len` tokens."""
-        return num_blocks_for(self.resolved.max_model_len, self.resolved.config.cache.block_size)
+        """Most blocks of a sequence of `max_model_len` tokens, of all groups of layers."""
+        return self.groups.num_blocks(self.resolved.max_model_len, self.resolved.config.cache.block_size)
+
+    @property
+    def groups(self) -> LayerGroups:
+        return grouping_of(self.resolved).groups
 
     @property
     def num_blocks(self) -> int | None:
@@ -104,6 +109,12 @@ class MemoryPlan:
     @property
     def block_bytes(self) -> int:
         return max(share.block_bytes for share in self.shares)
+
+    @property
+    def layers_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        ranks = range(self.resolved.layout.world_size)
+        return max(cache_spec_of(self.resolved, rank).layers_bytes for rank in ranks)
 
     @property
     def error_result(self) -> str | None:
@@ -405,9 +416,13 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
     reasons = list(takewhile(lambda line: line.startswith(" "), fewest.reason.splitlines()[1:]))
     states, num_seqs = plan.states, plan.states.num_seqs or resolved.max_num_seqs
     where = " in each replica" if resolved.layout.data_parallel_size > 1 else ""
+    in_all = f"{plan.num_blocks * block_size:,} tokens in all"
+    if plan.groups.num_groups > 1:
+        in_all = f"each of one of {plan.groups.num_groups} groups of layers"
     return [
-        f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {plan.num_blocks * block_size:,} tokens "
-        f"in all, {format_bytes(plan.block_bytes)} each",
+        f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {in_all}, "
+        f"{format_bytes(plan.block_bytes)} each",
+        *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
         f"sequences  {plan.num_blocks // plan.num_blocks_of_longest:,} of {resolved.max_model_len:,} tokens "
         f"(model.max_model_len) fit at once{where}; scheduler.max_num_seqs is {num_seqs:,}",
         *describe_states(states, max(share.weights_bytes for share in plan.shares)),
@@ -446,6 +461,7 @@ def _describe_unsized(plan: MemoryPlan) -> list[str]:
     lines = [
         f"blocks     {source}: {format_bytes(plan.block_bytes)} each, {plan.num_blocks_of_longest:,} for a sequence of "
         f"{plan.resolved.max_model_len:,} tokens (model.max_model_len)",
+        *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
         *_describe_slot(plan),
         f"swap       {_swap_space(plan)}",
     ]

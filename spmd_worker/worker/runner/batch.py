@@ -10,7 +10,7 @@ T: tokens of the step; S: sequences; R: rows that sample.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any
@@ -73,10 +73,13 @@ def build_batch(
     slot_of: SlotOf | None = None,
     has_states: bool = False,
     vision: VisionConfig | None = None,
+    num_groups: int = 1,
+    group_of: tuple[int, ...] = (),
 ) -> Batch:
     """Lay out a step. `scheduled` comes from the mirror, in plan order; `rows` are those of `rows_to_sample`, if they
     are known. Rows of an encoder have blocks for this step only, one row after another. `slot_of` None: no row has an
     adapter. `has_states`: the model's rows have recurrent states. `vision`: how the model takes images, if it does.
+    Tables have entries of `num_groups` groups of layers, `group_of` each layer's.
     """
     counts = [each.num_scheduled_tokens for each in scheduled]
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
@@ -84,7 +87,8 @@ def build_batch(
     positions = _positions(firsts, counts, starts[-1])
     rope_regimes = np.repeat([each.sequence.request.rope_regime for each in scheduled], counts)
     block_ids = _step_blocks(counts, block_size) if is_encoder else [each.sequence.block_ids for each in scheduled]
-    tables = _block_tables(block_ids)
+    # [S, blocks of the longest] of each group
+    tables, *other_tables = (_block_tables(block_ids)[:, group::num_groups] for group in range(num_groups))
     sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
     sequences = [each.sequence for each in scheduled]
     of_images = (vision, media_of_step(vision, sequences), firsts, counts)
@@ -99,6 +103,13 @@ def build_batch(
         segments=_segments(scheduled, starts, firsts, device) if has_states else None,
         last_visible=None if last_visible is None else _to(last_visible.astype(np.int32), device),
     )
+    if other_tables:
+        token_blocks = [each[sequence_of_token, positions // block_size] for each in other_tables]
+        others = [
+            replace(attention, block_tables=_to(each, device), token_blocks=_to(blocks, device))
+            for each, blocks in zip(other_tables, token_blocks)
+        ]
+        attention = replace(attention, others=tuple(others), group_of=group_of)
     types = _token_types(scheduled, counts) if is_encoder else None
     adapters = adapter_slots(sequences, slot_of)
     return Batch(
@@ -143,6 +154,8 @@ def wanted_tokens(scheduled: Sequence[ScheduledSequence], batch: Batch) -> tuple
     other outputs too, or would leave out too few tokens.
     """
     attention = batch.attention
+    # The last layer's.
+    attention = attention.of_layer(len(attention.group_of) - 1)
     sampling = [index for index, each in enumerate(scheduled) if each.num_samples]
     if attention.query_starts[-1] - len(sampling) < _MIN_LEFT_OUT:
         return None

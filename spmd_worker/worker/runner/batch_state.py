@@ -8,7 +8,8 @@ order, sends what differs from the last step's layout.
 Slots are only a cache: they are compared with what the step needs, so any plan may follow any other, and a sequence
 that lost its slot is sent completely when it is scheduled again.
 
-T: tokens of the step; S: sequences; R: rows that sample; B: blocks of the longest table.
+T: tokens of the step; S: sequences; R: rows that sample; B: blocks of the longest table; G: groups of layers. A slot
+has a row of the tables for each group: row slot * G + g.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +51,7 @@ _BLOCKS: Final = attrgetter("block_ids")
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Row `index` of the tables, where the device has the first `num_known` blocks of `table`."""
+    """Rows of number `index` of the tables, where the device has the first `num_known` entries of `table`."""
 
     index: int
     table: list[BlockId] | None = None
@@ -83,10 +84,10 @@ class _Layout:
 
 
 class _Sent(NamedTuple):
-    """Numbers of one step on the device. int64: `token_ids`, `positions`, `token_blocks`, `token_offsets` [T],
-    `rope_positions` [3 * T], if rows have three positions, and `places`, new entries' indices into the tables; int32:
-    `token_slots` [T], `lengths` [S], `blocks`, the entries, `firsts` [S], first positions, if the model has states, and
-    `last_visible` [T] if tokens see later ones.
+    """Numbers of one step on the device. int64: `token_ids`, `positions` [T], `token_blocks` [G * T], `token_offsets`
+    [T], `rope_positions` [3 * T], if rows have three positions, and `places`, new entries' indices into the tables;
+    int32: `token_slots` [G * T], `lengths` [S], `blocks`, the entries, `firsts` [S], first positions, if the model has
+    states, and `last_visible` [T] if tokens see later ones.
     """
 
     token_ids: Tensor
@@ -115,9 +116,12 @@ class BatchState:
         *,
         has_states: bool = False,
         vision: VisionConfig | None = None,
+        num_groups: int = 1,
+        group_of: tuple[int, ...] = (),
     ) -> None:
         self._vision = vision
         self._block_size, self._device, self._slot_of, self._has_states = block_size, device, slot_of, has_states
+        self._num_groups, self._group_of = num_groups, group_of
         self._slots: dict[MirroredSequence, _Slot] = {}
         """The least recently used first."""
         self._free: list[_Slot] = []
@@ -148,16 +152,18 @@ class BatchState:
             query_starts=layout.query_starts,
             context_lengths=tuple(layout.ends.tolist()),
             block_tables=self._tables[:, : layout.width].index_select(0, layout.slots),
-            token_blocks=sent.token_blocks,
+            token_blocks=sent.token_blocks[: len(sent.positions)],
             token_offsets=sent.token_offsets,
             starts=layout.starts,
             lengths=sent.lengths,
-            slots=sent.token_slots,
+            slots=sent.token_slots[: len(sent.positions)],
             segments=None
             if layout.state_slots is None
             else StateSegments(layout.state_slots, layout.starts, sent.firsts),
             last_visible=sent.last_visible if len(sent.last_visible) else None,
         )
+        if self._num_groups > 1:
+            attention = self._in_groups(attention, layout, sent)
         return Batch(
             token_ids=sent.token_ids,
             positions=sent.positions,
@@ -168,6 +174,21 @@ class BatchState:
             adapter_slots=layout.adapter_slots,
             rope_positions=None if layout.deltas is None else sent.rope_positions.view(3, -1),
         )
+
+    def _in_groups(self, first: AttentionMetadata, layout: _Layout, sent: _Sent) -> AttentionMetadata:
+        """The metadata of the first group, with that of the others."""
+        num_tokens, tables, others = len(sent.positions), self._tables[:, : layout.width], []
+        for group in range(1, self._num_groups):
+            of_group = slice(group * num_tokens, (group + 1) * num_tokens)
+            others.append(
+                replace(
+                    first,
+                    block_tables=tables.index_select(0, layout.slots + group),
+                    token_blocks=sent.token_blocks[of_group],
+                    slots=sent.token_slots[of_group],
+                )
+            )
+        return replace(first, others=tuple(others), group_of=self._group_of)
 
     def forget(self, finished_sequences: Sequence[SequenceKey], finished_request_ids: Sequence[RequestId]) -> None:
         """Free the slots of finished sequences."""
@@ -186,7 +207,7 @@ class BatchState:
         sequences = layout.sequences
         grown = _grown(sequences, layout.own_slots)
         if grown:
-            width = max([layout.width, *[len(sequence.block_ids) for sequence, _ in grown]])
+            width = max([layout.width, *[self._num_blocks(sequence) for sequence, _ in grown]])
             self._grow_tables(len(sequences), width)
             layout = replace(layout, width=width)
         places, blocks = self._new_blocks(grown)
@@ -208,7 +229,7 @@ class BatchState:
         firsts: Integers,
     ) -> tuple[_Layout, _Sent]:
         """Any step. `firsts` are the sequences' first positions."""
-        width = max(map(len, map(_BLOCKS, sequences)))
+        width = max(map(len, map(_BLOCKS, sequences))) // self._num_groups
         self._grow_tables(len(sequences), width)
         own_slots = self._take_slots(sequences)
         places, blocks = self._new_blocks(_grown(sequences, own_slots))
@@ -222,7 +243,7 @@ class BatchState:
         three, last_visible = rope_positions_of(*of_images), last_visible_of(*of_images)
         of_tokens = (token_blocks, offsets, _NONE if three is None else three.ravel())
         of_step = (token_ids(scheduled), positions, *of_tokens, places)
-        of_layout = (slot_indices, regimes.repeat(counts), (starts[1:] - 1).repeat(num_samples))
+        of_layout = (slot_indices * self._num_groups, regimes.repeat(counts), (starts[1:] - 1).repeat(num_samples))
         adapters = adapter_slots(sequences, self._slot_of)
         of_adapters = _NONE if adapters is None else adapters.repeat(counts)
         first, held = (firsts, state_slots(sequences)) if self._has_states else (_NONE, _NONE)
@@ -250,22 +271,28 @@ class BatchState:
         )
         return layout, _Sent(*longs, *ints)
 
+    def _num_blocks(self, sequence: MirroredSequence) -> int:
+        return len(sequence.block_ids) // self._num_groups
+
     def _grow_tables(self, num_sequences: int, width: int) -> None:
         """Enlarge the tables for `num_sequences` of `width` blocks; their contents are kept."""
-        num_slots, max_blocks = self._tables.shape
+        num_rows, max_blocks = self._tables.shape
+        num_groups = self._num_groups
+        num_slots = num_rows // num_groups
         if _SLOTS_A_SEQUENCE * num_sequences <= num_slots and width <= max_blocks:
             return
         shape = (
             max(num_slots, _power_of_two(_SLOTS_A_SEQUENCE * num_sequences)),
             max(max_blocks, _power_of_two(width)),
         )
+        num_new, shape = shape[0], (shape[0] * num_groups, shape[1])
         assert shape[0] * shape[1] < _MAX_INDEX, shape
         tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        tables[:num_slots, :max_blocks] = self._tables
+        tables[:num_rows, :max_blocks] = self._tables
         host_tables = np.zeros(shape, dtype=np.int32)
-        host_tables[:num_slots, :max_blocks] = self._host_tables
+        host_tables[:num_rows, :max_blocks] = self._host_tables
         self._tables, self._host_tables = tables, host_tables
-        self._free += [_Slot(index) for index in range(num_slots, shape[0])]
+        self._free += [_Slot(index) for index in range(num_slots, num_new)]
 
     def _take_slots(self, sequences: list[MirroredSequence]) -> list[_Slot]:
         """Sequences without a slot take a free one, or that of the least recently used sequence."""
@@ -286,25 +313,34 @@ class BatchState:
         """Table entries that the device lacks: indices and blocks. A table that was changed other than by appending is
         a new list (`mirror.py`).
         """
-        width = self._tables.shape[1]
+        width, num_groups = self._tables.shape[1], self._num_groups
         indices: list[int] = []
         blocks: list[BlockId] = []
         for sequence, slot in grown:
             table = sequence.block_ids
             known = slot.num_known if slot.table is table else 0
             assert known <= len(table), (known, len(table))
-            indices += range(slot.index * width + known, slot.index * width + len(table))
-            blocks += table[known:]
+            for group in range(num_groups):
+                start = (slot.index * num_groups + group) * width
+                indices += range(start + known // num_groups, start + len(table) // num_groups)
+                blocks += table[known + group :: num_groups]
             slot.table, slot.num_known = table, len(table)
         places, values = np.array(indices, dtype=np.int64), np.array(blocks, dtype=np.int64)
         self._host_tables.ravel()[places] = values
         return places, values
 
     def _of_tokens(self, slots: Integers, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Block, offset in it, and slot in the cache of each token; given each one's row of the tables and position."""
+        """Block [G * T], offset in it [T], and slot in the cache [G * T] of each token; given each one's slot and
+        position.
+        """
         numbers, offsets = np.divmod(positions, self._block_size)
-        blocks = self._host_tables[slots, numbers].astype(np.int64)
-        return blocks, offsets, blocks * self._block_size + offsets
+        num_groups = self._num_groups
+        if num_groups == 1:
+            blocks = self._host_tables[slots, numbers].astype(np.int64)
+            return blocks, offsets, blocks * self._block_size + offsets
+        rows = slots * num_groups + np.arange(num_groups)[:, None]
+        in_groups = self._host_tables[rows, numbers].astype(np.int64)
+        return in_groups.ravel(), offsets, (in_groups * self._block_size + offsets).ravel()
 
     def _send(self, longs: Sequence[Integers], ints: Sequence[Integers]) -> tuple[list[Tensor], list[Tensor]]:
         """Copy arrays of numbers below 2^31 to the device in one copy, as int32; `longs` become int64 there. Each is

@@ -128,6 +128,13 @@ def with_adapter(scheduled: Sequence[ScheduledSequence], adapter: int) -> tuple[
     return tuple(scheduled)
 
 
+def in_groups(scheduled: Sequence[ScheduledSequence], num_groups: int) -> tuple[ScheduledSequence, ...]:
+    """The same step, whose rows' blocks serve every group of layers: what they hold means nothing."""
+    for each in scheduled:
+        each.sequence.block_ids = [block_id for block_id in each.sequence.block_ids for _ in range(num_groups)]
+    return tuple(scheduled)
+
+
 def _sequence(
     index: int,
     sampling: SamplingParams,
@@ -165,6 +172,7 @@ def prepared_step(
     stack = model.model
     all_layers = stack.layers
     stack.layers = all_layers[: engine.spec.num_layers]
+    grouped = [in_groups(scheduled, engine.spec.groups.num_groups) for scheduled in steps]
     try:
         engine.allocate()
         for tensor in engine.tensors:
@@ -174,7 +182,7 @@ def prepared_step(
             runner = new_runner(engine)
             adapters = runner.adapters
             with nullcontext(0) if adapters is None else adapters.placeholder() as adapter:
-                for scheduled in steps:
+                for scheduled in grouped:
                     runner.forward(0, with_adapter(scheduled, adapter))
                     runner.sample()
 

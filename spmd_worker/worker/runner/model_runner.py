@@ -143,6 +143,8 @@ class ModelRunner:
                 *(block_size, self._device, self._slot_of),
                 has_states=self._has_states,
                 vision=model.model_config.vision,
+                num_groups=self.num_groups,
+                group_of=cache_engine.spec.group_of,
             )
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
         self._rows = RowsToSample()
@@ -151,6 +153,11 @@ class ModelRunner:
         self._pending: _Forwarded | None = None
         self._sending: Transfer | None = None
         self._expected: deque[Transfer] = deque()
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers with block tables of their own."""
+        return self._cache_engine.spec.groups.num_groups
 
     def expect(self, num_tokens: int) -> None:
         """Start to receive the previous stage's hidden states of the next unexpected step, of `num_tokens`."""
@@ -172,13 +179,14 @@ class ModelRunner:
             has_ids = not self._chosen.are_all(scheduled, num_ahead)
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
-            rows = self._rows.of(scheduled)
             batch = build_batch(
-                *(scheduled, self._block_size, self._device, rows),
+                *(scheduled, self._block_size, self._device, self._rows.of(scheduled)),
                 is_encoder=is_encoder,
                 slot_of=self._slot_of,
                 has_states=self._has_states,
                 vision=self.model.model_config.vision,
+                num_groups=self.num_groups,
+                group_of=self._cache_engine.spec.group_of,
             )
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
@@ -191,7 +199,7 @@ class ModelRunner:
             (tensor,) = self._cache_engine.tensors
             cache = tensor.expand(self.model.stage.num_layers, *tensor.shape[1:])
         if self.prefixes is not None:
-            self.prefixes.write(scheduled, cache)
+            self.prefixes.write(scheduled, cache, self.num_groups, self._cache_engine.spec.group_of)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)

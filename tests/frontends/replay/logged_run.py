@@ -154,6 +154,7 @@ class LoggedRun:
             header.block_size,
             num_host_blocks=header.num_host_blocks,
             connector=HostTier(header.num_tier_blocks) if header.num_tier_blocks else None,
+            groups=header.groups,
         )
         checker = StopChecker(header.eos_token_ids, header.max_model_len, new_decoder)
         slots = StateSlots(header.num_state_slots, header.num_host_state_slots) if header.num_state_slots else None

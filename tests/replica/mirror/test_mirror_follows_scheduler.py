@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from step_histories import History, run_history
+from step_histories import GROUPED_WAYS, History, run_history
 
 from spmd_worker.replica.mirror.mirror import Mirror, MirrorError
 from spmd_worker.replica.scheduler.allocator import Allocator
@@ -44,6 +44,14 @@ def seen_in_histories(nums_of_ids: tuple[int, ...]) -> dict[str, int]:
 def test_mirror_equals_scheduler_in_short_random_histories():
     for seed in range(120):
         run_history(seed, num_steps=4, max_output_tokens=8)
+
+
+@pytest.mark.parametrize("nums_of_ids", [(1,), (0, 1, 1, 3)])
+def test_mirror_equals_scheduler_with_window_groups(nums_of_ids: tuple[int, ...]):
+    histories = [run_history(seed, num_steps=12, nums_of_ids=nums_of_ids, all_ways=GROUPED_WAYS) for seed in range(12)]
+    counters = [history.schedulers[0].counters for history in histories]
+    assert sum(each.num_swapped_out for each in counters) > 0
+    assert sum(each.num_cached_prompt_tokens for each in counters) > 0
 
 
 @pytest.mark.stress

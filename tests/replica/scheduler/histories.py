@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler_runs import EOS, Row, Run
 
 from kv_cache.block_ops import BlockOps
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 
 MAX_MODEL_LEN = 24
 
@@ -67,6 +68,10 @@ limits = st.fixed_dictionaries(
 ).map(lambda drawn: {**drawn, "ahead": drawn["ahead"] if drawn["virtual_engines"] == 1 else 0})
 
 
+window_limits = st.sampled_from([(1, 1, (3,)), (1, 2, (5,)), (0, 1, (2,)), (2, 1, (7, 4)), (1, 1, (-6,))])
+"""Groups of layers: with full attention, with windows, and the windows; below 0 the size of chunks."""
+
+
 state_limits = st.fixed_dictionaries(
     {
         "snapshot_slots": st.sampled_from([0, 1, 2, 20]),
@@ -82,9 +87,12 @@ state_limits = st.fixed_dictionaries(
 def new_run(limits: dict[str, Any], kind: type[Run] = Run) -> Run:
     """A cache that holds the longest sequence, as the engine demands, and a few blocks more."""
     given = dict(limits)
-    num_blocks = -(-MAX_MODEL_LEN // given["block_size"]) + given.pop("spare_blocks")
     if not given["chunked"]:
         given["max_num_batched_tokens"] = max(given["max_num_batched_tokens"], MAX_MODEL_LEN)
+    num_full, *windows = given.pop("groups", (1,))
+    groups = LayerGroups(num_full, *windows, given["max_num_batched_tokens"]) if windows else ONE_GROUP
+    num_blocks = groups.num_blocks(MAX_MODEL_LEN, given["block_size"]) + given.pop("spare_blocks")
+    given["groups"] = groups
     return kind(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **given)
 
 

@@ -15,6 +15,7 @@ from visible_states import VisibleStates
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 from kv_cache.outside_transfers import OutsideTransfers
 from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.mirror.mirror import Mirror
@@ -95,8 +96,11 @@ class Run:
         interval: int = 0,
         media: MediaRowLimits = NO_MEDIA,
         verify_hits: int = 0,
+        groups: LayerGroups = ONE_GROUP,
     ) -> None:
-        """`snapshot_slots`: the model has recurrent states, and so many slots more than sequences run."""
+        """`snapshot_slots`: the model has recurrent states, and so many slots more than sequences run. `groups` have
+        windows, or none.
+        """
         self.cache = CacheManager(
             num_blocks,
             block_size,
@@ -104,6 +108,7 @@ class Run:
             num_host_blocks=num_host_blocks,
             connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
             outside=None if saves_outside is None else OutsideTransfers(saves=saves_outside),
+            groups=groups,
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens, slot_copy_tokens)
         counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras, interval, media, verify_hits)
@@ -113,9 +118,10 @@ class Run:
         self.adapters = AdapterRegistry(max_adapters if max_loras else 0)
         checker = StopChecker((EOS,), max_model_len, new_decoder)
         self.scheduler = Scheduler(self.limits, self.cache, checker, self.adapters, state_slots=self.slots)
-        self.mirror = Mirror(num_blocks, block_size, ahead, AdapterRules(self.adapters.has, max_loras), num_slots)
+        rules = AdapterRules(self.adapters.has, max_loras)
+        self.mirror = Mirror(num_blocks, block_size, ahead, rules, num_slots, groups.num_groups)
         self.states = VisibleStates(num_slots, host_slots)
-        self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks)
+        self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks, groups)
         self.ended: dict[int, SequenceGroup] = {}
         self.last_plan = StepPlan(0)
         self._num_requests = 0

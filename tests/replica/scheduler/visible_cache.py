@@ -1,4 +1,5 @@
-"""Device, host and tier with contents one can see: what plans say is done to cells, and every row reads back its past.
+"""Device, host and tier with contents one can see: what plans say is done to cells, and every row reads back its past,
+as far as each group of layers sees it.
 
 A cell stands for the keys and values of one position: it knows the cell before it, its token and the epoch it was
 computed in, so nothing of another beginning, or from before a reset, reads right by chance. Knows plans as a worker
@@ -8,6 +9,7 @@ does. Knows nothing of schedulers.
 from collections.abc import Container, Sequence
 
 from kv_cache.block_ops import BlockOps
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 from spmd_worker.replica.mirror.records import MirroredSequence
 from spmd_worker.replica.sequence.hit_comparison import CachedCopy
 from spmd_worker.replica.sequence.sequence import SequenceKey
@@ -21,8 +23,15 @@ Cells = list[list[int]]
 class VisibleCache:
     """`run_step` for each step, `finish_transfer` for each transfer, `forget` where nothing old may be found later."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, num_slots: int) -> None:
-        self._block_size = block_size
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int,
+        num_slots: int,
+        groups: LayerGroups = ONE_GROUP,
+    ) -> None:
+        self._block_size, self._groups = block_size, groups
         self._device, self._host, self._places = (
             [[RUBBISH] * block_size for _ in range(count)] for count in (num_blocks, num_host_blocks, num_slots)
         )
@@ -90,31 +99,65 @@ class VisibleCache:
 
     def _write(self, rows: list[MirroredSequence]) -> None:
         """Rows may begin behind what another row of the step writes, whichever comes first in the plan."""
+        groups = range(self._groups.num_groups)
         for row in rows:
             for position in _new_positions(row):
-                assert self._get(row, position) != TO_BE_WRITTEN, f"two rows write position {position} of {row}"
-                self._set(row, position, TO_BE_WRITTEN)
+                for group in groups:
+                    cell = self._get(row, position, group)
+                    assert cell != TO_BE_WRITTEN, f"two rows write position {position} of {row}"
+                    self._set(row, position, group, TO_BE_WRITTEN)
         left = rows
         while left:
-            ready = [row for row in left if self._get(row, row.num_computed_tokens - 1) != TO_BE_WRITTEN]
+            ready = [
+                row
+                for row in left
+                if all(self._get(row, row.num_computed_tokens - 1, each) != TO_BE_WRITTEN for each in groups)
+            ]
             assert ready, f"these rows wait for each other: {left}"
             for row in ready:
                 for position in _new_positions(row):
-                    token_id = _content(row, position, *row.token_ids(position, position + 1))
-                    self._set(row, position, self._number(self._get(row, position - 1), token_id))
+                    content = _content(row, position, *row.token_ids(position, position + 1))
+                    for group in groups:
+                        number = self._number(self._get(row, position - 1, self._source(position, group)), content)
+                        self._set(row, position, group, number)
             left = [row for row in left if row not in ready]
 
+    def _source(self, position: int, group: int) -> int:
+        """The group that has the cell before `position`: a full one, where a chunk of positions begins."""
+        is_seen = group < self._groups.num_full or self._groups.first_visible(position) < position
+        return group if is_seen else 0
+
     def _check_history(self, row: MirroredSequence, *, is_new: bool) -> None:
-        before = ROOT - row.request.adapter
+        for group in range(self._groups.num_groups):
+            is_full = group < self._groups.num_full
+            first = 0 if is_full else self._groups.first_visible(row.num_computed_tokens)
+            self._check_group(row, group, first, is_new=is_new)
+
+    def _check_group(self, row: MirroredSequence, group: int, first: int, *, is_new: bool) -> None:
+        """The cells from position `first` on."""
+        before = ROOT - row.request.adapter if first == 0 else None
         end = row.num_computed_tokens + row.num_scheduled_tokens
-        for position, token_id in enumerate(row.token_ids(0, end)):
-            cell = self._get(row, position)
+        for position, token_id in enumerate(row.token_ids(first, end), first):
+            cell = self._get(row, position, group)
             where = f"request {row.request.request_id}, sample {row.sample_index}, position {position} of {end}"
             assert cell not in (RUBBISH, TO_BE_WRITTEN), f"{where}: nothing is there"
+            if before is None:
+                before = self._cell_before(row, cell, first, where)
             content = (before, _content(row, position, token_id))
             assert self._contents[cell][:2] == content, f"{where}: {self._contents[cell]} follows {before}"
             assert not is_new or self._contents[cell][2] == self._epoch, f"{where}: found, but forgotten before"
             before = cell
+
+    def _cell_before(self, row: MirroredSequence, cell: int, first: int, where: str) -> int:
+        """The number of the cell before `cell`, whose past must be the row's: its blocks are dropped."""
+        found = self._contents[cell][0]
+        before = found
+        for token_id in reversed(row.token_ids(0, first)):
+            assert before >= 0, f"{where}: its past begins at another position"
+            assert self._contents[before][1] == token_id, f"{where}: its past is another row's"
+            before = self._contents[before][0]
+        assert before == ROOT - row.request.adapter, f"{where}: its past has another beginning, {before}"
+        return found
 
     def _number(self, before: int, token_id: int) -> int:
         content = (before, token_id, self._epoch)
@@ -123,13 +166,17 @@ class VisibleCache:
             self._contents.append(content)
         return number
 
-    def _get(self, row: MirroredSequence, position: int) -> int:
+    def _get(self, row: MirroredSequence, position: int, group: int) -> int:
         if position < 0:
             return ROOT - row.request.adapter
-        return self._device[row.block_ids[position // self._block_size]][position % self._block_size]
+        return self._block(row, position, group)[position % self._block_size]
 
-    def _set(self, row: MirroredSequence, position: int, cell: int) -> None:
-        self._device[row.block_ids[position // self._block_size]][position % self._block_size] = cell
+    def _set(self, row: MirroredSequence, position: int, group: int, cell: int) -> None:
+        self._block(row, position, group)[position % self._block_size] = cell
+
+    def _block(self, row: MirroredSequence, position: int, group: int) -> list[int]:
+        entry = position // self._block_size * self._groups.num_groups + group
+        return self._device[row.block_ids[entry]]
 
 
 def _content(row: MirroredSequence, position: int, token_id: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoding_steps import decoding
-from step_histories import BLOCK_SIZE, run_history
+from step_histories import BLOCK_SIZE, GROUPED_WAYS, WAYS, Ways, run_history
 
 from kv_cache.block import BlockId, num_blocks_for
 from spmd_worker.replica.mirror.mirror import Mirror, MirroredSequence, ScheduledSequence
@@ -48,18 +48,30 @@ def assert_same(kept: Batch, anew: Batch) -> None:
             ours, theirs = getattr(own.segments, name), getattr(other.segments, name)
             assert ours.dtype == theirs.dtype == torch.int32, name
             assert torch.equal(ours, theirs), name
+    assert own.group_of == other.group_of
+    for ours, theirs in zip(own.others, other.others, strict=True):
+        assert torch.equal(ours.token_blocks, theirs.token_blocks)
+        assert ours.slots is not None
+        assert ours.slots.tolist() == (theirs.token_blocks * BLOCK_SIZE + theirs.token_offsets).tolist()
+        for row, length in enumerate(theirs.context_lengths):
+            blocks = slice(num_blocks_for(length, BLOCK_SIZE))
+            assert ours.block_tables[row, blocks].tolist() == theirs.block_tables[row, blocks].tolist(), row
 
 
 class Compared:
     """Looks at the steps of histories: each is laid out with what was kept, and anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 1) -> None:
         self.num_steps = self.num_further = self.num_with_states = 0
+        self._grouped: dict[str, Any] = {"num_groups": num_groups, "group_of": tuple(range(num_groups))}
         self.begin()
 
     def begin(self) -> None:
         """Another history, of a model with states or without."""
-        self._states = {has_states: BatchState(BLOCK_SIZE, CPU, has_states=has_states) for has_states in (False, True)}
+        self._states = {
+            has_states: BatchState(BLOCK_SIZE, CPU, has_states=has_states, **self._grouped)
+            for has_states in (False, True)
+        }
         self._layout = None
 
     def __call__(self, plan: StepPlan, scheduled: tuple[ScheduledSequence, ...]) -> None:
@@ -69,7 +81,8 @@ class Compared:
             return
         has_states = scheduled[0].sequence.state_slot >= 0
         state = self._states[has_states]
-        assert_same(state.build(scheduled), build_batch(scheduled, BLOCK_SIZE, CPU, has_states=has_states))
+        anew = build_batch(scheduled, BLOCK_SIZE, CPU, has_states=has_states, **self._grouped)
+        assert_same(state.build(scheduled), anew)
         self.num_steps += 1
         self.num_with_states += has_states
         layout = state._layout
@@ -78,12 +91,17 @@ class Compared:
         self._layout = layout
 
 
-def compare(num_histories: int, nums_of_ids: tuple[int, ...] = (1,)) -> Compared:
-    compared = Compared()
+def compare(num_histories: int, nums_of_ids: tuple[int, ...] = (1,), all_ways: tuple[Ways, ...] = WAYS) -> Compared:
+    compared = Compared(all_ways[0].groups.num_groups)
     for seed in range(num_histories):
         compared.begin()
-        run_history(seed, num_steps=25, nums_of_ids=nums_of_ids, look=compared)
+        run_history(seed, num_steps=25, nums_of_ids=nums_of_ids, look=compared, all_ways=all_ways)
     return compared
+
+
+def test_kept_batches_equal_rebuilt_in_groups():
+    compared = compare(6, all_ways=GROUPED_WAYS)
+    assert min(compared.num_further, compared.num_with_states) > 20
 
 
 def test_kept_batches_equal_rebuilt_for_any_schedule():

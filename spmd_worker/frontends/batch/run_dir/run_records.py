@@ -96,4 +96,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         max_encode_patches=limits.media.max_encode_patches,
         sees_whole_image=limits.media.sees_whole_image,
         verify_hits=limits.verify_hits,
+        num_full_groups=cache.groups.num_full,
+        num_window_groups=cache.groups.num_windows,
+        windows=cache.groups.windows,
     )

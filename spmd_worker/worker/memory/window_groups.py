@@ -1,0 +1,105 @@
+"""Groups of a run's layers (`kv_cache/layer_groups.py`), or the reason for one group: the same on every rank."""
+
+from functools import lru_cache
+from typing import Final
+
+from kv_cache.block import num_blocks_for
+from kv_cache.cache_sizing import format_bytes
+from kv_cache.layer_groups import MAX_GROUPS, MAX_WASTE, ONE_GROUP, Grouping, group_layers, wasted_share
+from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.memory.estimate import block_layer
+
+_FULL: Final = 0
+
+
+def grouping_of(resolved: ResolvedRun) -> Grouping:
+    """Groups of all layers of the model."""
+    return _choose(resolved)[0]
+
+
+def reason_of(resolved: ResolvedRun) -> str:
+    """Why layers with windows keep all tokens; empty if they do not, or if there are none."""
+    return _choose(resolved)[1]
+
+
+def describe_windows(resolved: ResolvedRun, block_bytes: int, layers_bytes: int) -> list[str]:
+    """The plan's line about windows; nothing for a model without any. A block of one group has `block_bytes`, of all
+    layers `layers_bytes`.
+    """
+    groups, length, block_size = grouping_of(resolved).groups, resolved.max_model_len, resolved.config.cache.block_size
+    if not any(windows_of(resolved.model_config)) or resolved.model_config.is_encoder:
+        return []
+    if not groups.num_windows:
+        return [f"windows    layers with windows keep all tokens of a row: {reason_of(resolved)}"]
+    num_full, num_blocks = num_blocks_for(length, block_size), groups.num_blocks(length, block_size)
+    kept = f"all {num_full:,} blocks in each of {groups.num_full} full groups" if groups.num_full else ""
+    in_window = min(groups.num_window_blocks(block_size), num_full)
+    kept += f"{' and ' if kept else ''}at most {in_window:,} in each of {groups.num_windows} window groups"
+    row_bytes, all_bytes = format_bytes(num_blocks * block_bytes), format_bytes(num_full * layers_bytes)
+    return [
+        f"windows    blocks behind windows of {_words(groups.windows)} go back to the pool (cache.window_groups): a "
+        f"row of {length:,} tokens has {kept}, {row_bytes} instead of {all_bytes}"
+    ]
+
+
+def _words(windows: tuple[int, ...]) -> str:
+    return ", ".join(f"{each:,}" if each > 0 else f"chunks of {-each:,}" for each in windows) + " tokens"
+
+
+def windows_of(model_config: ModelConfig) -> tuple[int, ...]:
+    """What tokens see of each layer's keys, as in `LayerGroups`: the most that the layer itself or one that reads its
+    keys does.
+    """
+    layers = model_config.layers
+    windows = [layer.window or -layer.chunk for layer in layers]
+    for index, layer in enumerate(layers):
+        source = layer.kv_layer
+        if source is not None and windows[source] != windows[index]:
+            windows[source] = _FULL
+    return tuple(windows)
+
+
+def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
+    config, model_config = resolved.config, resolved.model_config
+    sizes = (config.scheduler.max_num_batched_tokens, config.cache.block_size, resolved.max_model_len)
+    windows = windows_of(model_config)
+    one = Grouping(ONE_GROUP, (0,) * len(windows))
+    if model_config.is_encoder or not any(windows):
+        return one, ""
+    if not config.cache.window_groups:
+        return one, "cache.window_groups=false"
+    if config.cache.connector is not None or config.cache.host_tier_gib:
+        key = "cache.connector" if config.cache.connector is not None else "cache.host_tier_gib"
+        return one, f"{key} keeps blocks of all layers"
+    kept = [block_layer(layer, layer.full_share) for layer in model_config.layers]
+    return _group(tuple(0 if each is None else each.token_size for each in kept), windows, *sizes)
+
+
+@lru_cache(maxsize=16)
+def _group(
+    token_sizes: tuple[int, ...], windows: tuple[int, ...], num_step_tokens: int, block_size: int, max_model_len: int
+) -> tuple[Grouping, str]:
+    found = group_layers(token_sizes, windows, num_step_tokens)
+    one = Grouping(ONE_GROUP, (0,) * len(windows))
+    wasted, groups = wasted_share(token_sizes, found), found.groups
+    if not groups.num_windows:
+        return one, ""
+    if wasted > MAX_WASTE:
+        return one, f"at most {MAX_GROUPS} groups as large as each other would leave {wasted:.0%} of the memory unused"
+    num_blocks = groups.num_blocks(max_model_len, block_size)
+    if num_blocks >= groups.num_groups * num_blocks_for(max_model_len, block_size) * (1 - wasted):
+        return one, (
+            f"a row of model.max_model_len={max_model_len} tokens is no longer than a window and a step of "
+            f"scheduler.max_num_batched_tokens={num_step_tokens} tokens"
+        )
+    return Grouping(groups, found.group_of if groups.num_groups > 1 else ()), ""
+
+
+def group_of_stage(grouping: Grouping, model_config: ModelConfig, indices: range) -> tuple[int, ...]:
+    """The group of each of a stage's layers: that of the layer whose keys it reads; empty if there is one group."""
+    if grouping.groups.num_groups == 1:
+        return ()
+    layers = model_config.layers
+    sources = [index if (source := layers[index].kv_layer) is None else source for index in indices]
+    return tuple([grouping.group_of[source] for source in sources])
