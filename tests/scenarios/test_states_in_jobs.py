@@ -34,15 +34,15 @@ from spmd_worker.ranks.environment import RankEnvironment
 NUM_ROWS = 120
 
 
-def write_rows(folder: Path, num_rows: int = NUM_ROWS) -> None:
-    """Rows with a common beginning of 70 tokens, which sample."""
+def write_rows(folder: Path, num_rows: int = NUM_ROWS, shorter: int = 1) -> None:
+    """Rows with a common beginning of 70 tokens; every second one samples."""
     chance = random.Random(5)
     head = [chance.randrange(5, 90) for _ in range(70)]
     rows = [
         {
-            "prompt_token_ids": head + [chance.randrange(5, 90) for _ in range(1 + index % 60)],
-            "max_tokens": 20 + index % 30,
-            "temperature": float(index % 2),
+            "prompt_token_ids": head + [chance.randrange(5, 90) for _ in range(1 + index % (60 // shorter))],
+            "max_tokens": (20 + index % 30) // shorter,
+            "temperature": 4.0 * (index % 2),
             "ignore_eos": True,
         }
         for index in range(num_rows)
@@ -95,21 +95,22 @@ def test_killed_job_resumes_to_equal_bytes(name: str, tmp_path: Path) -> None:
     tested, chance = SHAPES[name], random.Random(f"{SEED} {name}")
 
     def attempt(folder: Path, layout: str, **more: tuple[str, ...]) -> Attempt:
-        options = (f"model.path={tested.folder()}", "cache.num_blocks=160", "cache.num_state_snapshots=8")
+        options = (f"model.path={tested.folder()}", "cache.num_blocks=160", "scheduler.max_num_seqs=16")
         return Attempt(folder, layout, *options, **more)
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-        write_rows(folder)
+        write_rows(folder, shorter=2)
     *struck, last = tested.layouts
     assert attempt(whole, struck[0]).close() == 0, (whole / "log").read_text()
-    num_steps = 0
+    num_steps_before = 0
     for layout, victim in zip(struck, (None, chance.randrange(2)), strict=True):
-        num_steps += chance.randrange(25, 45)
+        num_steps = chance.randrange(20, 30)
         started = attempt(killed, layout, script=slow_after(num_steps, killed))
-        started.wait_for_steps(num_steps)
+        started.wait_for_steps(num_steps_before + num_steps)
         started.kill(victim)
+        num_steps_before = (killed / "out.jsonl.run" / "steps.csv").read_bytes().count(b"\n")
     assert attempt(killed, last).close() == 0, (killed / "log").read_text()
     assert (killed / "out.jsonl").read_bytes() == (whole / "out.jsonl").read_bytes()
     metrics = json.loads((killed / "out.jsonl.run" / "metrics.json").read_text())

@@ -166,6 +166,7 @@ def _falcon_layers(reader: ConfigReader, layers: Layers) -> Layers:
         layers,
         norm,
         "projectors_bias",
+        norm_rounds_once=norm != "none",
         multipliers=_numbers(reader, "ssm_multipliers", 5),
         in_multiplier=reader.number("ssm_in_multiplier", 1.0),
         out_multiplier=reader.number("ssm_out_multiplier", 1.0),
