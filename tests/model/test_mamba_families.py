@@ -548,6 +548,23 @@ def test_omitted_keys_have_the_defaults_of_transformers(model_type: str, keys: d
         assert experts.num_chosen == theirs.num_experts_per_tok
 
 
+def test_nemotron_reads_keys_of_other_mamba_models():
+    """transformers lets them win over its own."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 16, "vocab_size": 300, "layers_block_type": ["mamba"]}
+    own = {"n_groups": 4, "conv_kernel": 3, "use_conv_bias": True, "time_step_limit": [0.0, 9.0]}
+    others = {"mamba_n_groups": 2, "mamba_d_conv": 5, "mamba_conv_bias": False, "mamba_dt_limit": [0.1, 0.5]}
+    theirs = AutoConfig.for_model("nemotron_h", **sizes, **own, **others)
+    config = {"architectures": ["NemotronHForCausalLM"], **sizes, **own}
+    plain, ours = (model_config_of({**config, **more}, Path("config.json")).layers[0].mamba for more in ({}, others))
+    assert plain is not None
+    assert ours is not None
+    expected = (theirs.n_groups, theirs.conv_kernel, theirs.use_conv_bias, tuple(theirs.time_step_limit))
+    assert (
+        (ours.num_groups, ours.kernel_size, ours.has_conv_bias, ours.dt_limits) == expected == (2, 5, False, (0.1, 0.5))
+    )
+    assert (plain.num_groups, plain.kernel_size, plain.has_conv_bias, plain.dt_limits) == (4, 3, True, (0.0, 9.0))
+
+
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron", {"layers_block_type": ["mamba", "conv"]}, r"layers_block_type=\[.*must list 2 of mamba"),
     ("nemotron", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "must list 2 of mamba"),
