@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 
-PROMPTS = mixed_prompts(4, 40, seed=3) * 2
+PROMPTS = [[token % 96 for token in prompt] for prompt in mixed_prompts(4, 40, seed=3)] * 2
 ROLLOUT = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, ignore_eos=True)
 EQUAL, ONE_SYNC_BEHIND = 5e-6, 1e-2
 
