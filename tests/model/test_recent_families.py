@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from state_segments import CHUNKS
 from thread_groups import on_ranks
 from torch import Tensor
+from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
@@ -396,6 +397,17 @@ def test_broken_config_error_names_key_and_rule(name: str, keys: dict[str, Any],
     config = json.loads((recent_folder(name) / "config.json").read_text())
     with pytest.raises(ModelConfigError, match=message):
         model_config_of({**config, **keys}, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("is_null", [True, False])
+def test_gemma4_without_rope_parameters_has_those_of_the_class(is_null: bool):
+    config = json.loads((recent_folder("gemma4") / "config.json").read_text())
+    del config["rope_parameters"]
+    theirs = AutoConfig.for_model(**config).rope_parameters
+    ours = model_config_of({**config, **({"rope_parameters": None} if is_null else {})}, Path("config.json"))
+    full, sliding = (theirs[kind] for kind in ("full_attention", "sliding_attention"))
+    assert [each.rope_theta for each in ours.ropes] == [full["rope_theta"], sliding["rope_theta"]] == [1e6, 1e4]
+    assert [each.partial_factor for each in ours.ropes] == [full["partial_rotary_factor"], 1.0]
 
 
 def test_bare_llama4_file_has_the_defaults_of_transformers():
