@@ -30,11 +30,17 @@ class ByteDifference(NamedTuple):
     second: float
 
 
-def differing_blocks(engine: CacheEngine, pairs: Sequence[Pair]) -> ByteDifference | None:
-    """The first pair of blocks that differ in any layer; None if all are equal."""
-    if all(_are_equal(tensor, pairs) for tensor in engine.tensors):
+def differing_blocks(engine: CacheEngine, pairs: Sequence[Pair], group: int = 0) -> ByteDifference | None:
+    """The first pair of blocks of a group of layers that differ in any of these; None if all are equal."""
+    layers: list[tuple[int, Tensor | None]] = list(enumerate(engine.layer_caches))
+    tensors = list(engine.tensors)
+    if engine.spec.group_of:
+        # A block may be larger than its group's layers: nothing is in the rest.
+        layers = [each for each in layers if engine.spec.group_of[each[0]] == group]
+        tensors = [each.unsqueeze(0) for _, each in layers if each is not None]
+    if all(_are_equal(tensor, pairs) for tensor in tensors):
         return None
-    return _first_difference(pairs, [("block", layer, each) for layer, each in enumerate(engine.layer_caches)])
+    return _first_difference(pairs, [("block", layer, each) for layer, each in layers])
 
 
 def differing_states(engine: CacheEngine, pairs: Sequence[Pair]) -> ByteDifference | None:

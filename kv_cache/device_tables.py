@@ -188,8 +188,9 @@ class DeviceTables(ABC):
 
     def touch(self, prefix: Sequence[BlockId]) -> None:
         """Make found blocks the last to be evicted, the head of the chain last of all."""
-        self._pool.share(prefix)
-        self._pool.release(reversed(prefix))
+        block_ids = self.owned(self._table_of(prefix))
+        self._pool.share(block_ids)
+        self._pool.release(reversed(block_ids))
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Entries of a table for the beginning of a sequence, as far as it is found: `num_prefix_tokens` tokens. Those

@@ -1,5 +1,6 @@
 """A rank's part of the verification of prefix-cache hits: what was found, and what was computed again, byte by byte."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from kv_cache.byte_comparison import ByteDifference, differing_blocks, differing_states
@@ -25,12 +26,14 @@ class HitComparer:
         """
         for each in plan.hit_comparisons:
             sequence = self._mirror.held(each.key)
-            if each.blocks:
-                blocks = [(copy.number, sequence.block_ids[copy.block_index]) for copy in each.blocks]
-                difference = differing_blocks(self._engine, blocks)
+            for group in range(self._num_groups):
+                copies = self._of_group(each.blocks, group)
+                blocks = [(copy.number, sequence.block_ids[copy.block_index]) for copy in copies]
+                difference = differing_blocks(self._engine, blocks, group) if blocks else None
                 if difference is not None:
-                    copy = each.blocks[difference.pair]
-                    raise self._error(plan.step, sequence, f"block {copy.number}", copy, difference)
+                    copy = copies[difference.pair]
+                    of_tokens = copy._replace(block_index=copy.block_index // self._num_groups)
+                    raise self._error(plan.step, sequence, f"block {copy.number}", of_tokens, difference)
             if each.states:
                 states = [(copy.number, sequence.state_slot) for copy in each.states]
                 difference = differing_states(self._engine, states)
@@ -38,6 +41,13 @@ class HitComparer:
                     copy = each.states[difference.pair]
                     what = f"the snapshot in state slot {copy.number}"
                     raise self._error(plan.step, sequence, what, copy, difference)
+
+    @property
+    def _num_groups(self) -> int:
+        return self._engine.spec.groups.num_groups
+
+    def _of_group(self, copies: Sequence[CachedCopy], group: int) -> list[CachedCopy]:
+        return [copy for copy in copies if copy.block_index % self._num_groups == group]
 
     def _error(
         self, step: int, sequence: MirroredSequence, what: str, copy: CachedCopy, difference: ByteDifference

@@ -81,6 +81,7 @@ WAYS = (
 _GROUPS = LayerGroups(1, 2, (6,), 48)
 GROUPED_WAYS = (
     Ways(groups=_GROUPS),
+    Ways(caching=True, groups=_GROUPS, verify_hits=2),
     Ways(caching=True, preemption="swap", num_host_blocks=60, groups=_GROUPS),
     Ways(
         caching=True, preemption="swap", num_host_blocks=60, num_state_slots=9, num_host_state_slots=4, groups=_GROUPS

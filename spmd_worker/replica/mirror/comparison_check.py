@@ -7,9 +7,10 @@ from spmd_worker.replica.sequence.hit_comparison import HitComparison
 from spmd_worker.replica.sequence.step import StepPlan
 
 
-def check_comparisons(plan: StepPlan, num_blocks: int, block_size: int, num_slots: int) -> None:
+def check_comparisons(plan: StepPlan, num_blocks: int, block_size: int, num_slots: int, num_groups: int = 1) -> None:
     """Raise MirrorError, before anything has changed, for a comparison that cannot be made. The plan's groups are
-    checked already; there are `num_blocks` blocks and `num_slots` slots of states on the device.
+    checked already; there are `num_blocks` blocks and `num_slots` slots of states on the device, and tables have
+    entries of `num_groups` groups of layers.
     """
     if not plan.hit_comparisons:
         return
@@ -25,7 +26,7 @@ def check_comparisons(plan: StepPlan, num_blocks: int, block_size: int, num_slot
         for copy in comparison.blocks:
             if not 0 <= copy.number < num_blocks:
                 _reject(plan, comparison, f"block {copy.number}", f"from 0 to {num_blocks - 1}")
-            if not 0 <= copy.block_index < end // block_size:
+            if not 0 <= copy.block_index < end // block_size * num_groups:
                 _reject(plan, comparison, f"index {copy.block_index}", f"that of a block below token {end}")
         for copy in comparison.states:
             if not 0 <= copy.number < num_slots:

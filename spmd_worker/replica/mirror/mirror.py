@@ -160,7 +160,7 @@ class Mirror:
         continuing = check.check()
         self._state_check(plan).check(continuing)
         self.media_rows = MediaCheck(plan, self._groups, self.media_rows).check(continuing)
-        check_comparisons(plan, *sizes, len(self._owners))
+        check_comparisons(plan, *sizes, len(self._owners), self.num_groups)
         self._step = plan.step
         self._forget(plan)
         self._move_states(plan.state_ops)

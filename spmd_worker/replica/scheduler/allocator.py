@@ -198,7 +198,8 @@ class Allocator:
         can_verify = verifier.can_verify(sequence.num_tokens, prefix) and may_join()
         if not verifier.chooses_hit(can_verify=can_verify):
             return False
-        verifier.begin(sequence, self._prefix_hashes(sequence)[: len(prefix)], prefix)
+        hashes = self._prefix_hashes(sequence)[: self._cache.num_prefix_blocks(prefix)]
+        verifier.begin(sequence, hashes, prefix)
         return True
 
     def end_of_chunk(self, sequence: Sequence, num_tokens: int) -> int:

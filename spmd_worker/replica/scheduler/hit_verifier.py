@@ -4,7 +4,7 @@ The canary of everything that keeps, moves and finds blocks and states: a byte t
 computed, or that depended on what was computed beside it, is an error and not an answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
@@ -78,13 +78,13 @@ class HitVerifier:
 
     def can_verify(self, num_tokens: int, prefix: Sized[BlockId]) -> bool:
         """Whether a sequence of `num_tokens` fits beside what it has found."""
-        num_all = num_tokens + len(prefix) * self._cache.block_size
+        num_all = num_tokens + self._cache.num_prefix_tokens(prefix)
         has_slots = self._slots is None or self._slots.num_free_slots > 1
         return has_slots and self._cache.can_start(prefix, num_all, keep_watermark=True)
 
     def begin(self, sequence: Sequence, hashes: Sized[BlockHash], prefix: Sized[BlockId]) -> None:
         """Compare a joining sequence, which starts from nothing, with the blocks of `prefix`, that `hashes` name."""
-        assert len(hashes) == len(prefix) > 0, (len(hashes), len(prefix))
+        assert len(hashes) == self._cache.num_prefix_blocks(prefix) > 0, (len(hashes), len(prefix))
         self._cache.touch(prefix)
         if self._slots is not None:
             self._slots.touch(hashes[-1])
@@ -110,8 +110,9 @@ class HitVerifier:
     def note_blocks(self, sequence: Sequence, hashes: Sized[BlockHash], first_index: int) -> None:
         """Note who computed the blocks of a table, from `first_index` on, that now have their `hashes`."""
         for index in range(first_index, len(hashes)):
-            if self._cache.holder(hashes[index]) == sequence.table.block_ids[index]:
-                self.block_writers.note(hashes[index], sequence.request.request_id)
+            for entry, name in self._entries(hashes, index):
+                if self._cache.holder(name) == sequence.table.block_ids[entry]:
+                    self.block_writers.note(name, sequence.request.request_id)
 
     def take(self) -> tuple[HitComparison, ...]:
         """Comparisons of the step that was just decided. Call before its plan is handed out."""
@@ -130,9 +131,12 @@ class HitVerifier:
     def _compare(self, verification: _Verification) -> HitComparison | None:
         sequence, hashes, first = verification.sequence, verification.hashes, verification.num_computed
         end = min(len(hashes), sequence.num_computed_tokens // self._cache.block_size)
-        blocks = [copy for index in range(first, end) if (copy := self._cached_block(sequence, hashes, index))]
+        blocks: list[CachedCopy] = []
+        for index in range(first, end):
+            copies = self._cached_blocks(sequence, hashes, index)
+            blocks += copies
+            verification.is_complete = verification.is_complete and len(copies) >= self._num_found(hashes, index)
         verification.num_computed = end
-        verification.is_complete = verification.is_complete and len(blocks) == end - first
         states: tuple[CachedCopy, ...] = ()
         if end == len(hashes):
             del self._active[sequence.key]
@@ -143,13 +147,26 @@ class HitVerifier:
             self._counters.num_unverified_hits += not verification.is_complete
         return HitComparison(sequence.key, tuple(blocks), states) if blocks or states else None
 
-    def _cached_block(self, sequence: Sequence, hashes: Sized[BlockHash], index: int) -> CachedCopy | None:
-        """The first copy of a block, unless it was evicted: then the second one may have its name."""
-        name = hashes[index]
-        block_id = self._cache.holder(name)
-        if block_id is None or block_id == sequence.table.block_ids[index]:
-            return None
-        return CachedCopy(index, block_id, name, self.block_writers.of(name))
+    def _entries(self, hashes: Sized[BlockHash], index: int) -> Iterable[tuple[int, BlockHash]]:
+        """Entries of a table for one block of tokens, one for each group of layers, and their names."""
+        groups = self._cache.groups
+        names = groups.names(hashes[index]) if groups.num_groups > 1 else hashes[index : index + 1]
+        return enumerate(names, index * groups.num_groups)
+
+    def _num_found(self, hashes: Sized[BlockHash], index: int) -> int:
+        """Number of a hit's blocks of `index`: none of window groups behind what the next token sees."""
+        groups, size = self._cache.groups, self._cache.block_size
+        is_unseen = index < groups.num_unseen(len(hashes) * size, size)
+        return groups.num_full if is_unseen else groups.num_groups
+
+    def _cached_blocks(self, sequence: Sequence, hashes: Sized[BlockHash], index: int) -> list[CachedCopy]:
+        """The first copies of a block, unless they were evicted: then the second ones may have their names."""
+        copies = []
+        for entry, name in self._entries(hashes, index):
+            block_id = self._cache.holder(name)
+            if block_id is not None and block_id != sequence.table.block_ids[entry]:
+                copies.append(CachedCopy(entry, block_id, name, self.block_writers.of(name)))
+        return copies
 
     def _cached_state(self, slots: StateSlots, sequence: Sequence, hashes: Sized[BlockHash]) -> tuple[CachedCopy, ...]:
         end, name = len(hashes), hashes[-1]

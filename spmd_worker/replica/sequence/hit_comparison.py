@@ -12,7 +12,7 @@ UNKNOWN_WRITER: Final = -1
 
 
 class CachedCopy(NamedTuple):
-    """Something in the cache with a name: block `number`, which holds what block `block_index` of the sequence's table
+    """Something in the cache with a name: block `number`, which holds what entry `block_index` of the sequence's table
     should; or the snapshot in slot `number`, the state after that block. `writer`: the request that computed it.
     """
 

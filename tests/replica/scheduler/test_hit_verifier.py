@@ -210,11 +210,12 @@ def test_crowded_histories_verify_many_hits(states: dict[str, int], flow: dict[s
 
 def test_history_sees_a_wrong_comparison(monkeypatch: pytest.MonkeyPatch):
     """Negative control: blocks are compared that do not hold the same tokens."""
-    block_of = HitVerifier._cached_block
+    blocks_of = HitVerifier._cached_blocks
 
-    def next_block(self: HitVerifier, sequence, hashes, index):
-        return block_of(self, sequence, hashes, index)._replace(number=random.Random(index).randrange(12))
+    def next_blocks(self: HitVerifier, sequence, hashes, index):
+        copies = blocks_of(self, sequence, hashes, index)
+        return [each._replace(number=random.Random(index).randrange(12)) for each in copies]
 
-    monkeypatch.setattr(HitVerifier, "_cached_block", next_block)
+    monkeypatch.setattr(HitVerifier, "_cached_blocks", next_blocks)
     with pytest.raises(AssertionError, match=r"^block \d+ (has|is compared with itself)"):
         random_history(2, Run(**CROWDED, verify_hits=1), by_position)
