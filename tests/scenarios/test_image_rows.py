@@ -236,10 +236,12 @@ def test_images_that_never_fit_are_refused(llm: LLM, expected: list[Any], monkey
         assert answers(llm, PROMPTS[3:4], PARAMS[3:4]) == expected[3:4]
 
 
-def test_runs_outside_a_prompt_are_refused(llm: LLM):
+def test_prompts_that_images_do_not_fit_are_refused(llm: LLM):
     short = {**PROMPTS[0], "prompt_token_ids": PROMPTS[0]["prompt_token_ids"][:12]}
     with pytest.raises(PromptsRefusedError, match="ends at 13, the prompt has 12 tokens"):
         answers(llm, [short], PARAMS[:1])
+    with pytest.raises(PromptsRefusedError, match="truncate_prompt_tokens and images exclude each other"):
+        answers(llm, PROMPTS[:1], [SamplingParams(truncate_prompt_tokens=15)])
 
 
 def main(model: Path, folder: Path, **layout: Any) -> None:
