@@ -47,7 +47,9 @@ def test_tower_weights_sleep_change_and_are_saved(llm: LLM, tmp_path: Path):
     with LLM(model=str(tmp_path / "state"), dtype="float32", load_format="sharded_state") as saved:
         assert torch.equal(rows(saved), before)
 
-    llm.update_weights([(WEIGHT, files[WEIGHT] * 2)], partial=True)
+    llm.start_weight_update(partial=True)
+    llm.update_weights([(WEIGHT, files[WEIGHT] * 2)])
+    llm.finish_weight_update()
     assert not torch.equal(rows(llm), before)
     llm.sleep(level=2)
     llm.wake_up()
