@@ -541,6 +541,25 @@ def test_wrong_and_missing_delta_weights_are_reported(tmp_path: Path):
             new_model(tmp_path / word)
 
 
+def test_olmo_hybrid_as_transformers_saves_it_is_read(tmp_path: Path):
+    """Convolutions in equal thirds, of other widths than keys and values, and norms by the names of other layers'."""
+    delta_reference("olmo_hybrid").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = [len(tensors[f"model.layers.0.linear_attn.{part}_conv1d.weight"]) for part in "qkv"]
+    assert stored == [27, 27, 26]
+    assert "model.layers.1.feedforward_layer_norm.weight" in tensors
+    assert worst_error("olmo_hybrid", our_logits(tmp_path)) < TOLERANCE
+
+    def weights(folder: Path) -> list[Tensor]:
+        return on_ranks(2, lambda group: new_model(folder, group).model.layers[0].linear_attn.conv.weight)
+
+    assert all(map(torch.equal, weights(tmp_path), weights(delta_folder("olmo_hybrid"))))
+    name = "model.layers.0.linear_attn.v_conv1d.weight"
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="conv1d"):
+        new_model(tmp_path)
+
+
 def test_layers_for_speculation_and_images_are_skipped(tmp_path: Path):
     """Files of text alone may have the names of those with images too."""
     shutil.copytree(delta_folder("qwen3_5"), tmp_path / "other")
