@@ -39,7 +39,7 @@ _SIGNATURES: Final = {
     "argmax": f"{_ROWS} pp i",
     "short_conv": "pii pi pp ppp i ip i",
     "scan_delta": "pi pi pi pp p ppp i iiii fi p i",
-    "gated_norm": "pi pi iii pi fii p i",
+    "gated_norm": "pi pi iii pi fiii p i",
     "prob_sums": f"{_ROWS} pp p i",
     "invert_cdf": f"{_ROWS} pp pp p",
     "count_above": f"{_ROWS} p p i",
