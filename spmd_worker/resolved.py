@@ -337,8 +337,8 @@ def _check_states(config: RunConfig, model_config: ModelConfig) -> None:
         )
     if cache.enable_prefix_caching and not config.scheduler.enable_chunked_prefill:
         logger.warning(
-            "scheduler.enable_chunked_prefill=false computes a prompt in one piece, so no state is kept inside it: in "
-            "a model with recurrent states a prompt finds no prefix of another; leave it out to reuse prefixes",
+            "scheduler.enable_chunked_prefill=false computes a prompt in one piece, so it keeps no state inside: with "
+            "recurrent states a prompt finds no prefix of another; leave it out to reuse prefixes",
             extra=SAME_ON_EVERY_RANK,
         )
     key = f"cache.connector={cache.connector}" if cache.connector else f"cache.host_tier_gib={cache.host_tier_gib:g}"
