@@ -60,6 +60,11 @@ class LayerGroups:
         """First position that the token at `position` sees in some window group."""
         return min([position // -each * -each if each < 0 else max(position - each + 1, 0) for each in self.windows])
 
+    @property
+    def lookback(self) -> int:
+        """Lower bound of how far a token sees: what `num_unseen` counts is at least so far behind."""
+        return max([each for each in self.windows if each > 0], default=1)
+
     def num_unseen(self, position: int, block_size: int) -> int:
         """Number of leading blocks that tokens from `position` on do not see in window groups."""
         return self.first_visible(position) // block_size if self.windows else 0
