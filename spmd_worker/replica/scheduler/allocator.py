@@ -104,8 +104,7 @@ class Allocator:
         if sequence.status is SequenceStatus.SWAPPED:
             hashes = self._computed_hashes(sequence)
             return self._cache.can_swap_in(sequence.host_table, hashes, num_tokens, keep_watermark=keep_watermark)
-        num_given = sequence.request.num_given_tokens
-        return self._cache.can_start(prefix, num_tokens, keep_watermark=keep_watermark, num_given=num_given)
+        return self._cache.can_start(prefix, num_tokens, keep_watermark=keep_watermark)
 
     def allocate(
         self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId], following: Sequence | None = None
