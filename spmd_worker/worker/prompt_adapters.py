@@ -90,8 +90,8 @@ class WorkerPromptAdapters:
         shortest = min(map(abs, self._windows), default=adapter.num_tokens + 1)
         if adapter.num_tokens >= shortest:
             raise AdapterError(
-                f"{adapter.subject}: {adapter.num_tokens} virtual tokens of keys and values fill a window of {shortest} "
-                f"tokens, and blocks behind windows go back to the pool: set cache.window_groups=false"
+                f"{adapter.subject}: {adapter.num_tokens} virtual tokens of keys and values fill a window of "
+                f"{shortest} tokens, and blocks behind windows go back to the pool: set cache.window_groups=false"
             )
         sizes = (self._stage, self._tensor_ranks)
         return StagedPromptAdapter(
