@@ -38,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
     "max_model_len": 128,
+    "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
     "block_size": 4,
     "num_blocks": 400,
@@ -126,7 +127,7 @@ def test_scores_and_aborts_keep_bits():
     )
     found = []
     for is_grouped in (False, True):
-        with LLM(folder, **SETTINGS, max_num_batched_tokens=24, window_groups=is_grouped) as llm:
+        with LLM(folder, **{**SETTINGS, "max_num_batched_tokens": 24}, window_groups=is_grouped) as llm:
             params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1)
             outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
             found.append([[each.prompt_logprobs, each.outputs[0].token_ids] for each in outputs])
