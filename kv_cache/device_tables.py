@@ -239,18 +239,14 @@ class DeviceTables(ABC):
         num_tokens = self.num_prefix_tokens(prefix)
         return BlockTable(list(prefix), self.groups.num_unseen(num_tokens, self.block_size))
 
-    def can_start(
-        self, prefix: Sequence[BlockId], num_tokens: int, *, keep_watermark: bool = False, num_given: int = 0
-    ) -> bool:
-        """Whether enough blocks are free for a new table of `num_tokens` that begins with the blocks of `prefix`, and
-        is given the keys of `num_given` tokens.
-        """
+    def can_start(self, prefix: Sequence[BlockId], num_tokens: int, *, keep_watermark: bool = False) -> bool:
+        """Whether enough blocks are free for a new table of `num_tokens` that begins with the blocks of `prefix`."""
         if not self.groups.num_windows:
             num_new = num_blocks_for(num_tokens, self.block_size) - len(prefix)
             return self._are_free(num_new + self._pool.num_free_among(prefix), keep_watermark)
         table = self._table_of(prefix)
         block_ids = self.owned(table)
-        num_blocks = self.groups.num_blocks(num_tokens, self.block_size, table.num_dropped, num_given)
+        num_blocks = self.groups.num_blocks(num_tokens, self.block_size, table.num_dropped)
         num_new = num_blocks - len(block_ids)
         return self._are_free(max(num_new, 0) + self._pool.num_free_among(block_ids), keep_watermark)
 

@@ -19,7 +19,9 @@ What holds:
    a block writes it after the last step that read it.
 5. A prefix of n blocks is found if full groups have all of them, and window groups those that the token behind sees.
    Each group's block has a name of its own, so an evicted one is missing in its group alone.
-6. Without windows everything is as with one group: one entry a block, and nothing is dropped.
+6. Keys that are given in place of a prompt's first tokens (prefix tuning) are fewer than a window, so none is dropped
+   before they are written.
+7. Without windows everything is as with one group: one entry a block, and nothing is dropped.
 """
 
 from collections.abc import Sequence
@@ -60,6 +62,11 @@ class LayerGroups:
         """First position that the token at `position` sees in some window group."""
         return min([position // -each * -each if each < 0 else max(position - each + 1, 0) for each in self.windows])
 
+    @property
+    def lookback(self) -> int:
+        """Lower bound of how far a token sees: what `num_unseen` counts is at least so far behind."""
+        return max([each for each in self.windows if each > 0], default=1)
+
     def num_unseen(self, position: int, block_size: int) -> int:
         """Number of leading blocks that tokens from `position` on do not see in window groups."""
         return self.first_visible(position) // block_size if self.windows else 0
@@ -70,15 +77,12 @@ class LayerGroups:
         """
         return (self.num_step_tokens + max(map(abs, self.windows)) - 1) // block_size + 2
 
-    def num_blocks(self, num_tokens: int, block_size: int, num_dropped: int = 0, num_given: int = 0) -> int:
-        """Most blocks that a row of `num_tokens` has at once, in all groups, if it has dropped some already. It begins
-        with `num_given` tokens beside those of its first step.
-        """
+    def num_blocks(self, num_tokens: int, block_size: int, num_dropped: int = 0) -> int:
+        """Most blocks that a row of `num_tokens` has at once, in all groups, if it has dropped some already."""
         num_full = num_blocks_for(num_tokens, block_size)
         if not self.num_windows:
             return self.num_full * num_full
-        num_in_window = self.num_window_blocks(block_size) + num_blocks_for(num_given, block_size)
-        num_in_window = min(max(num_full - num_dropped, 0), num_in_window)
+        num_in_window = min(max(num_full - num_dropped, 0), self.num_window_blocks(block_size))
         return self.num_full * num_full + self.num_windows * num_in_window
 
     def names(self, block_hash: BlockHash) -> list[BlockHash]:

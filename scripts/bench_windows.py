@@ -1,8 +1,8 @@
 """Rows of a small Gemma 3-like model with and without block tables of window groups: blocks in use, and seconds.
 
-    python scripts/bench_windows.py [--num-tokens 32000] [--num-rows 4] [--num-new 32]
+    python scripts/bench_windows.py [--num-tokens 32000] [--num-rows 1] [--num-new 32]
 
-12 layers, two of them with full attention, the others with a window of 1,024 tokens; random weights. Prints a line for
+6 layers, the last with full attention, the others with a window of 1,024 tokens; random weights. Prints a line for
 each turn, and one JSON object at the end.
 """
 
@@ -23,10 +23,10 @@ CONFIG = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 4,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 64,
     "max_position_embeddings": 131072,
@@ -39,7 +39,7 @@ CONFIG = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-tokens", type=int, default=32_000, help="tokens of each prompt")
-    parser.add_argument("--num-rows", type=int, default=4, help="rows, all of them there at once")
+    parser.add_argument("--num-rows", type=int, default=1, help="rows, all of them there at once")
     parser.add_argument("--num-new", type=int, default=32, help="tokens that each row generates")
     return parser.parse_args()
 

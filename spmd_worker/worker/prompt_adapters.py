@@ -46,10 +46,13 @@ class WorkerPromptAdapters:
         dtype: torch.dtype,
         stage: Stage,
         tensor_ranks: tuple[int, int],
+        windows: tuple[int, ...] = (),
     ) -> None:
+        """`windows` behind which blocks go back to the pool (`LayerGroups`)."""
         self.ids: dict[int, int] = {}
         self._rows, self._prefixes = rows, prefixes
         self._model_config, self._dtype, self._stage, self._tensor_ranks = model_config, dtype, stage, tensor_ranks
+        self._windows = windows
         self._read: tuple[int, PromptAdapter | None, str] | None = None
 
     def stage(self, int_id: int, path: str, num_tokens: int) -> tuple[int, str]:
@@ -84,6 +87,12 @@ class WorkerPromptAdapters:
         if adapter.kind == EMBEDDINGS:
             rows = rows_for(adapter, self._model_config, self._dtype)
             return StagedPromptAdapter(change, rows=rows if self._rows is not None else None)
+        shortest = min(map(abs, self._windows), default=adapter.num_tokens + 1)
+        if adapter.num_tokens >= shortest:
+            raise AdapterError(
+                f"{adapter.subject}: {adapter.num_tokens} virtual tokens of keys and values fill a window of "
+                f"{shortest} tokens, and blocks behind windows go back to the pool: set cache.window_groups=false"
+            )
         sizes = (self._stage, self._tensor_ranks)
         return StagedPromptAdapter(
             change, keys_values=keys_values_for(adapter, self._model_config, self._dtype, *sizes)

@@ -188,7 +188,7 @@ def allocate(
     dtype, tensor = getattr(torch, resolved.dtype), opened.groups.tensor
     stores = (runner.rows, runner.prefixes)
     prompt_adapters = WorkerPromptAdapters(
-        *stores, resolved.model_config, dtype, model.stage, (tensor.rank, tensor.size)
+        *stores, resolved.model_config, dtype, model.stage, (tensor.rank, tensor.size), spec.groups.windows
     )
     event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters, prompt_adapters)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers

@@ -52,6 +52,8 @@ def test_first_visible_position(windows: tuple[int, ...], position: int, expecte
     assert groups.first_visible(position) == expected
     assert groups.num_unseen(position, 4) == expected // 4
     assert ONE_GROUP.num_unseen(position, 4) == 0
+    # The scheduler asks only where as much is behind a row's last computed token.
+    assert groups.num_unseen(position, 4) <= max(position + 1 - groups.lookback, 0) // 4
 
 
 def written(manager: CacheManager, num_tokens: int, step: int = 4) -> BlockTable:

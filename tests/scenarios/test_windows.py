@@ -4,18 +4,21 @@ Each run checks queues, tables and pools against each other after every step (SP
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_folders import write_prompt_adapter
 from conv_checkpoints import conv_folder
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
 from recent_checkpoints import recent_folder
 from state_rows import answers_of, state_rows
 
-from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.errors import ConfigError
+from spmd_worker import LLM, PromptAdapterRequest, SamplingParams
+from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.engine.engine import CHECK_VARIABLE
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 FOLDERS = {
     "gemma3": family_folder,
@@ -35,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
     "max_model_len": 128,
+    "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
     "block_size": 4,
     "num_blocks": 400,
@@ -111,8 +115,6 @@ def test_long_row_fits_where_it_did_not():
     ],
 )
 def test_plan_says_why_all_tokens_are_kept(options: dict[str, Any], reason: str):
-    from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
-
     with LLM(family_folder("gemma3"), **{**SETTINGS, **options}) as llm:
         assert llm.llm_engine.scheduler.cache.groups.num_windows == 0
         assert reason in describe_plan(make_plan(llm.llm_engine.resolved))
@@ -125,7 +127,7 @@ def test_scores_and_aborts_keep_bits():
     )
     found = []
     for is_grouped in (False, True):
-        with LLM(folder, **SETTINGS, max_num_batched_tokens=24, window_groups=is_grouped) as llm:
+        with LLM(folder, **{**SETTINGS, "max_num_batched_tokens": 24}, window_groups=is_grouped) as llm:
             params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1)
             outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
             found.append([[each.prompt_logprobs, each.outputs[0].token_ids] for each in outputs])
@@ -133,4 +135,25 @@ def test_scores_and_aborts_keep_bits():
             llm.wake_up()
             again = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
             found.append([[each.prompt_logprobs, each.outputs[0].token_ids] for each in again])
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_given_keys_fill_no_window(tmp_path: Path):
+    width = 7 * 2 * 2 * 16
+    folders = [write_prompt_adapter(tmp_path / f"{count}", width, count, 1, "PREFIX_TUNING") for count in (4, 5)]
+    few, many = (
+        PromptAdapterRequest(folder.name, count, str(folder), count)
+        for folder, count in zip(folders, (4, 5), strict=True)
+    )
+    params, found = SamplingParams(max_tokens=12, temperature=0, logprobs=1), []
+    for is_grouped in (False, True):
+        with LLM(family_folder("gemma3"), **SETTINGS, window_groups=is_grouped) as llm:
+            rows = [{"prompt_token_ids": [5 + each for each in range(30)]}]
+            for _ in range(2):
+                found.append(answers_of(llm.generate(rows, params, prompt_adapter_request=few, use_tqdm=False)))
+            if is_grouped:
+                with pytest.raises(
+                    AdapterError, match=r"5 virtual tokens .* fill a window of 5 tokens, .*window_groups"
+                ):
+                    llm.generate(rows, params, prompt_adapter_request=many, use_tqdm=False)
     assert found[0] == found[1] == found[2] == found[3]

@@ -107,8 +107,7 @@ class Allocator:
         if sequence.status is SequenceStatus.SWAPPED:
             hashes = self._computed_hashes(sequence)
             return self._cache.can_swap_in(sequence.host_table, hashes, num_tokens, keep_watermark=keep_watermark)
-        num_given = sequence.request.num_given_tokens
-        return self._cache.can_start(prefix, num_tokens, keep_watermark=keep_watermark, num_given=num_given)
+        return self._cache.can_start(prefix, num_tokens, keep_watermark=keep_watermark)
 
     def allocate(
         self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId], following: Sequence | None = None
@@ -157,8 +156,11 @@ class Allocator:
 
     def drop_unseen(self, running: Iterable[Sequence]) -> None:
         """Give back the blocks behind windows. Call before a step's decisions."""
+        # Hot path: a decoding row drops a block once in as many steps as it has tokens.
+        block_size, lookback = self._cache.block_size, self._cache.groups.lookback
         for sequence in running:
-            self._cache.drop_unseen(sequence.table, sequence.num_computed_tokens)
+            if sequence.num_computed_tokens - lookback >= (sequence.table.num_dropped + 1) * block_size:
+                self._cache.drop_unseen(sequence.table, sequence.num_computed_tokens)
 
     def begin_blocks(self, sequences: Sized[Sequence]) -> list[BlockId]:
         """`extend` by one token for sequences whose blocks are full, in order. Returns the new blocks, as many of each

@@ -33,14 +33,19 @@ def describe_windows(resolved: ResolvedRun, block_bytes: int, layers_bytes: int)
     if not groups.num_windows:
         return [f"windows    layers with windows keep all tokens of a row: {reason_of(resolved)}"]
     num_full, num_blocks = num_blocks_for(length, block_size), groups.num_blocks(length, block_size)
-    kept = f"all {num_full:,} blocks in each of {groups.num_full} full groups" if groups.num_full else ""
     in_window = min(groups.num_window_blocks(block_size), num_full)
-    kept += f"{' and ' if kept else ''}at most {in_window:,} in each of {groups.num_windows} window groups"
+    kept = f"at most {in_window:,} blocks in {_groups(groups.num_windows, 'window')}"
+    if groups.num_full:
+        kept = f"all {num_full:,} blocks in {_groups(groups.num_full, 'full')}, {kept}"
     row_bytes, all_bytes = format_bytes(num_blocks * block_bytes), format_bytes(num_full * layers_bytes)
     return [
         f"windows    blocks behind windows of {_words(groups.windows)} go back to the pool (cache.window_groups): a "
         f"row of {length:,} tokens has {kept}, {row_bytes} instead of {all_bytes}"
     ]
+
+
+def _groups(count: int, kind: str) -> str:
+    return f"the {kind} group of layers" if count == 1 else f"each of {count} {kind} groups of layers"
 
 
 def _words(windows: tuple[int, ...]) -> str:

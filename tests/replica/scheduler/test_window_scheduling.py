@@ -14,6 +14,8 @@ from kv_cache.block_table import BlockTable
 from kv_cache.cache_manager import CacheManager
 from kv_cache.device_tables import DeviceTables
 from kv_cache.layer_groups import LayerGroups
+from spmd_worker.replica.scheduler.allocator import Allocator
+from spmd_worker.replica.sequence.sequence import Sequence
 
 GROUPS = LayerGroups(1, 2, (5,), 16)
 CROWDED: dict[str, Any] = {
@@ -97,8 +99,14 @@ def test_row_begins_where_its_window_is_found():
     assert run.step()[0].first == 36
 
 
-def one_token_early(num_unseen: Any) -> Any:
-    return lambda self, position, block_size: num_unseen(self, position + 2, block_size)
+def too_early(drop_unseen: Any) -> Any:
+    """Blocks go back while the next token, or one that is computed again, still sees their last position."""
+
+    def dropped(self: Allocator, running: list[Sequence]) -> None:
+        for sequence in running:
+            self._cache.drop_unseen(sequence.table, sequence.num_computed_tokens + 2)
+
+    return dropped
 
 
 def without_the_window(last_complete: Any) -> Any:
@@ -133,7 +141,7 @@ def names_of_others(names: Any) -> Any:
 
 
 FAULTS = [
-    (LayerGroups, "num_unseen", one_token_early),
+    (Allocator, "drop_unseen", too_early),
     (DeviceTables, "_last_complete", without_the_window),
     (DeviceTables, "fork", uncounted),
     (DeviceTables, "drop_unseen", not_counted_as_dropped),
@@ -142,7 +150,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "fault"), FAULTS, ids=[each[1] for each in FAULTS])
+@pytest.mark.parametrize(("owner", "name", "fault"), FAULTS)
 def test_histories_detect_fault_of_windows(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Any):
     """Negative control: each breaks a row, a count or the promise that the longest row fits."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
