@@ -30,6 +30,8 @@ _ACTIVATIONS: Final = {
     "relu": "relu",
 }
 _SEPARATE: Final = ("q_proj", "k_proj", "v_proj")
+_MAX_SIDE: Final = 1 << 16
+"""Pixels."""
 
 
 class UnknownTowerError(ModelConfigError):
@@ -53,7 +55,7 @@ def _side(reader: ConfigReader, key: str, default: int) -> int:
         if not value or any(each != value[0] for each in value):
             raise reader.error(key, f"must be one length for both sides{_WAY_OUT}")
         value = value[0]
-    return checked_integer(value, reader.where(key), 1, 1 << 16)
+    return checked_integer(value, reader.where(key), 1, _MAX_SIDE)
 
 
 def _activation(reader: ConfigReader, key: str, default: str, known: Mapping[str, str] = _ACTIVATIONS) -> str:
@@ -290,12 +292,17 @@ def _llava_onevision(files: _Files) -> VisionConfig:
     if beginning != "anyres_max" or not number.isdecimal() or not 0 < int(number) < 1000:
         raise files.whole.error("vision_aspect_ratio", f"must be anyres_max_ and a number{_WAY_OUT}")
     pinpoints = files.whole.get("image_grid_pinpoints") or _every_pinpoint(tower.crop_size)
-    is_list = isinstance(pinpoints, list) and all(isinstance(each, list) and len(each) == 2 for each in pinpoints)
-    if not is_list or any(not isinstance(side, int) or side % tower.crop_size for each in pinpoints for side in each):
+    if not isinstance(pinpoints, list) or not all(_is_pinpoint(each, tower.crop_size) for each in pinpoints):
         rule = f"must list sizes, [height, width], of squares of {tower.crop_size} pixels{_WAY_OUT}"
         raise files.whole.error("image_grid_pinpoints", rule)
     tower = replace(tower, pinpoints=tuple([(each[0], each[1]) for each in pinpoints]), max_crops=int(number))
     return VisionConfig("llava_onevision", image_token_id=_image_token(files, 151646), tower=tower)
+
+
+def _is_pinpoint(given: Any, side: int) -> bool:
+    if not isinstance(given, list) or len(given) != 2:  # height and width
+        return False
+    return all(isinstance(each, int) and 0 < each <= _MAX_SIDE and not each % side for each in given)
 
 
 def _every_pinpoint(side: int) -> list[list[int]]:
