@@ -1,4 +1,4 @@
-"""How config.json and the image processor's file are read: defaults of transformers' classes, and bad values."""
+"""Reading of config.json and of the image processor's file: defaults of transformers' classes, and bad values."""
 
 import json
 from dataclasses import replace
