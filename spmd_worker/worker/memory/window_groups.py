@@ -19,7 +19,7 @@ def grouping_of(resolved: ResolvedRun) -> Grouping:
 
 
 def reason_of(resolved: ResolvedRun) -> str:
-    """Why layers with windows keep all tokens; empty if they do not, or if there are none."""
+    """The reason for layers with windows to keep all tokens; empty if they do not, or if there are none."""
     return _choose(resolved)[1]
 
 
@@ -53,9 +53,7 @@ def _words(windows: tuple[int, ...]) -> str:
 
 
 def windows_of(model_config: ModelConfig) -> tuple[int, ...]:
-    """What tokens see of each layer's keys, as in `LayerGroups`: the most that the layer itself or one that reads its
-    keys does.
-    """
+    """Windows of all layers, as in `LayerGroups`; 0, all tokens, where a layer that reads the keys has another."""
     layers = model_config.layers
     windows = [layer.window or -layer.chunk for layer in layers]
     for index, layer in enumerate(layers):
