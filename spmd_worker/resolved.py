@@ -31,6 +31,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_NUM_SEQS: Final = 256
+_DEFAULT_MAX_IMAGE_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,12 @@ class ResolvedRun:
         return self.layout.pipeline_parallel_size + self.num_steps_ahead
 
     @property
+    def max_image_tokens(self) -> int:
+        """The most tokens of an image; 0 if the model takes none."""
+        most = getattr(self.config.limits, "max_image_tokens", _DEFAULT_MAX_IMAGE_TOKENS)
+        return 0 if self.model_config.vision is None else int(most)
+
+    @property
     def model_folder(self) -> Path:
         return self.location.folder
 
@@ -91,11 +98,17 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
             "config.json is enough)"
         )
     location = find_model(config)
-    resolved = resolve(config, read_model_files(location.folder), device_type, location)
+    files = read_model_files(location.folder, with_images=takes_images(config))
+    resolved = resolve(config, files, device_type, location)
     if config.plan:
         return resolved
     tokenizer = Tokenizer.open_if_present(location.folder)
     return replace(resolved, tokenizer=tokenizer, model_config=_with_tokenizer_eos(resolved.model_config, tokenizer))
+
+
+def takes_images(config: RunConfig) -> bool:
+    """Whether rows may have images: only then the tower of a model is loaded."""
+    return bool(getattr(config.limits, "max_images", 0))
 
 
 def _with_tokenizer_eos(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -38,6 +38,8 @@ from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_n
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
+from spmd_worker.model.towers.new_tower import new_tower
+from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
 from spmd_worker.model.weights.store import WeightStore
@@ -359,6 +361,11 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
+        vision = model_config.vision
+        self.tower: Tower | None = None
+        """Makes the rows of images, on the first stage of a model that takes them."""
+        if stage.is_first and vision is not None and vision.tower is not None:
+            self.tower = new_tower(context, vision, model_config.embedding_size)
         self.pooler: Pooler | None = None
         """Replaces the token head on the last stage of a pooling model."""
         if stage.is_last and model_config.pooling is not None:

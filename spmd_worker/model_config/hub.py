@@ -42,8 +42,10 @@ TOKENIZER_FILES: Final = (
     *("special_tokens_map.json", "chat_template*", "additional_chat_templates/*.jinja"),
 )
 """Patterns of a tokenizer's files."""
-_FILES: Final = (*_SETTINGS, *_WEIGHTS, *TOKENIZER_FILES)
-"""Files to fetch: weights as safetensors, configuration, tokenizer. No code and no pickle."""
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+"""Numbers by which images are prepared."""
+_FILES: Final = (*_SETTINGS, *_WEIGHTS, *TOKENIZER_FILES, *PROCESSOR_FILES)
+"""Files to fetch: weights as safetensors, configuration, tokenizer, image processor. No code and no pickle."""
 _NOT_FETCHED: Final = ("*/*.safetensors*", "tokenizer*/*", "consolidated*")
 """Weights and tokenizers in folders inside, and copies of the weights under other names. Folders of modules are fetched
 once they are known.

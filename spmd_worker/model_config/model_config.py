@@ -22,6 +22,7 @@ from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart, Windows
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
+from spmd_worker.model_config.families.vision_rows import read_vision, with_processor
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.layer_elements import layer_elements
 from spmd_worker.model_config.pooling import (
@@ -43,6 +44,7 @@ from spmd_worker.model_config.rope import (
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
+from spmd_worker.model_config.tower_elements import tower_elements
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.model_config.weight_format import Quantization
 
@@ -203,6 +205,11 @@ class ModelConfig:
         return self.num_embedding_parameters + sum(self.layer_parameters) + num_norms * self.norm_parameters
 
     @property
+    def num_tower_parameters(self) -> int:
+        """Parameters of the tower, which `num_parameters` does not count; 0 without one."""
+        return 0 if self.vision is None else tower_elements(self.vision, self.embedding_size)
+
+    @property
     def num_embedding_parameters(self) -> int:
         """Embeddings, of positions too, their projections and head together."""
         num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
@@ -260,8 +267,9 @@ class ModelFiles:
     sees_later: str | None = None
 
 
-def read_model_files(model_folder: Path) -> ModelFiles:
+def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelFiles:
     """Read each file once. The end-of-sequence ids of `generation_config.json` come before those of `config.json`.
+    Without `with_images` a model that takes them runs with text alone: its tower is not loaded.
 
     Raises ModelConfigError.
     """
@@ -280,8 +288,11 @@ def read_model_files(model_folder: Path) -> ModelFiles:
         config["eos_token_id"] = generation["eos_token_id"]
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
-    model_config = model_config_of(config, path)
+    model_config = model_config_of(config, path, with_images=with_images)
     family = family_of(model_config.architecture)
+    if model_config.vision is not None:
+        vision = with_processor(model_config.vision, family.vision, *_image_processor(model_folder))
+        model_config = replace(model_config, vision=vision)
     names = tensor_names(model_folder) if _is_tied_by_class(config, family) else ()
     if names:
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
@@ -292,6 +303,17 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
     return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config))
+
+
+def _image_processor(model_folder: Path) -> tuple[Mapping[str, Any], Path]:
+    """Contents of the image processor's file, {} if there is none, and its path."""
+    path, newer = model_folder / "preprocessor_config.json", model_folder / "processor_config.json"
+    if path.exists():
+        return _json_object(_content(path), path), path
+    if not newer.exists():
+        return {}, path
+    found = _json_object(_content(newer), newer).get("image_processor")
+    return found if isinstance(found, dict) else {}, newer
 
 
 def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:
@@ -327,11 +349,14 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
         raise ModelConfigError(f"{path} {error}") from None
 
 
-def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
-    """Model config of `config`, the contents of `path`, which is used in errors alone."""
+def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool = False) -> ModelConfig:
+    """Model config of `config`, the contents of `path`, which is used in errors alone. `with_images`: see
+    `read_model_files`.
+    """
     given = config
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = family_of(architecture)
+    vision_row = family.vision if with_images else ""
     if family.text is not None:
         config = _text_part(config, path, family)
         family = _family_of_text(family.text, given, path) if family.text.families else family
@@ -376,6 +401,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         image_layers=_image_layers(reader, family),
         num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
         num_layer_inputs=_num_layer_inputs(reader, layers, vocab_size),
+        vision=read_vision(vision_row, given, path, hidden_size, layers[0].norm.eps) if vision_row else None,
     )
 
 

@@ -11,13 +11,13 @@ from typing import Any, Final
 from spmd_worker.base.errors import SaveError
 from spmd_worker.base.files import parse_json_object, read_regular_file
 from spmd_worker.base.staged_folder import copy_durably, write_durably
-from spmd_worker.model_config.hub import TOKENIZER_FILES
+from spmd_worker.model_config.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.model_config.sentence_folder import module_folders, pooling_files
 from spmd_worker.model_config.tensor_names import INDEX_FILE, STATE_FILE
 
 CONFIG_FILE: Final = "config.json"
-_OF_SETTINGS: Final = ("generation_config.json", *TOKENIZER_FILES)
+_OF_SETTINGS: Final = ("generation_config.json", *PROCESSOR_FILES, *TOKENIZER_FILES)
 _OF_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", STATE_FILE)
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _TIE: Final = "tie_word_embeddings"

@@ -2,13 +2,104 @@
 
 from dataclasses import dataclass
 
+Numbers = tuple[float, float, float]
+"""One for each channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerNames:
+    """Checkpoint names of a tower and its projector. Those of a layer follow `layers` and its index; `mlp` are up and
+    down, or gate, up and down. `norms` precede attention and feed-forward; `scales` multiply their outputs. "" or () if
+    there is no such tensor. `aliases` map beginnings of names in other files, and in memory, to the ones here, the
+    first that fits. Tensors that match one of the regular expressions `unused` are in files and not in the tower.
+    """
+
+    beginnings: tuple[str, ...]
+    layers: str
+    qkv: tuple[str, ...]
+    output: str
+    norms: tuple[str, str]
+    mlp: tuple[str, ...]
+    patches: str
+    positions: str = ""
+    class_token: str = ""
+    first_norm: str = ""
+    last_norm: str = ""
+    query_norm: str = ""
+    key_norm: str = ""
+    scales: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TowerConfig:
+    """Sizes of a tower and its projector. `num_layers` are those that run. An image is cut into patches of `patch_size`
+    pixels a side, each `num_frames` times. `norm` is "layer" or "rms". Feed-forwards are gated if `is_gated`.
+
+    Positions are a table of `num_positions` rows, or angles to the base `rope_theta`, or both; 0 for none. Squares of
+    `crop_size` pixels a side are read one by one if it is above 0. Layers but `full_layers` see windows of
+    `window_size` pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
+
+    The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens`
+    is the number of tokens of a square. `pinpoints` are the sizes of pictures made of squares, in pixels, and pictures
+    of more than `max_crops` squares are resampled to that (LLaVA-OneVision). `drops_first_row`: the first of a square's
+    rows, a class token's, takes no token.
+    """
+
+    names: TowerNames
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    activation: str
+    eps: float
+    norm: str = "layer"
+    is_gated: bool = False
+    has_qkv_bias: bool = True
+    has_bias: bool = True
+    has_patch_bias: bool = True
+    num_frames: int = 1
+    num_positions: int = 0
+    rope_theta: float = 0.0
+    crop_size: int = 0
+    window_size: int = 0
+    full_layers: tuple[int, ...] = ()
+    added_layers: tuple[int, ...] = ()
+    drops_first_row: bool = False
+    projector_size: int = 0
+    projector_activation: str = "gelu"
+    projector_has_bias: bool = True
+    projector_eps: float = 1e-6
+    num_crop_tokens: int = 0
+    pinpoints: tuple[tuple[int, int], ...] = ()
+    max_crops: int = 0
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def padded_head_size(self) -> int:
+        """Size of a head in attention, which takes multiples of 16: the numbers after its own are 0."""
+        return -(-self.head_size // _HEAD_SIZE_STEP) * _HEAD_SIZE_STEP
+
+    @property
+    def num_patch_numbers(self) -> int:
+        return 3 * self.num_frames * self.patch_size**2
+
+
+_HEAD_SIZE_STEP = 16
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
     """`kind` is a row of `families/vision_rows.py`, `image_token_id` the id of tokens that take rows. Behind each of
     the first `num_added` layers rows are added to the residual stream. `merge_size` patches a side make a token.
     `has_three_positions`: tokens of an image have positions of time, line and column. `sees_whole_image`: tokens of an
-    image attend to all of it.
+    image attend to all of it. `tower` is None if rows are made elsewhere, as in tests. Pixels are normalised by
+    `image_mean` and `image_std` after `rescale_factor`.
     """
 
     kind: str
@@ -17,3 +108,7 @@ class VisionConfig:
     merge_size: int = 1
     has_three_positions: bool = False
     sees_whole_image: bool = False
+    tower: TowerConfig | None = None
+    image_mean: Numbers = (0.5, 0.5, 0.5)
+    image_std: Numbers = (0.5, 0.5, 0.5)
+    rescale_factor: float = 1 / 255

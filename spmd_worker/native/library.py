@@ -28,6 +28,7 @@ _SIGNATURES: Final = {
     "rms_norm": f"{_STRIDED} iii pf p i",
     "add_rms_norm": "pi pi ii pf i",
     "rotate": f"{_STRIDED} iii pp pi i",
+    "rotate_once": f"{_STRIDED} iii pp p i",
     "silu_and_mul": f"{_ROWS} p i",
     "activate": f"{_ROWS} ii p i",
     "bound": f"{_ROWS} f p i",

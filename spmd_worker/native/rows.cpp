@@ -66,6 +66,19 @@ void rotate(
   });
 }
 
+template <class Element>
+void rotate_once(
+    const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
+    const float* cos, const float* sin, Element* to, int64_t num_threads) {
+  const int64_t half = size / 2;
+  parallel_for(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+    for (int64_t head = 0; head < num_heads; ++head)
+      rotate_row_once(
+          x + token * token_stride + head * head_stride, half, cos + token * half, sin + token * half,
+          to + (token * num_heads + head) * size);
+  });
+}
+
 // ---- SiLU ---------------------------------------------------------------------------------------------------------
 
 template <class Element>
@@ -99,7 +112,7 @@ void activate_rows(
   });
 }
 
-// `kind`: 0 SiLU, 1 GELU with tanh, 2 GELU, 3 ReLU, 4 its square.
+// `kind`: 0 SiLU, 1 GELU with tanh, 2 GELU, 3 ReLU, 4 its square, 5 x times a logistic function of 1.702 x.
 template <class Element>
 void activate(
     const Element* x, int64_t stride, int64_t num_tokens, int64_t size, bool is_gate, int64_t kind, Element* to,
@@ -114,7 +127,8 @@ void activate(
     case 1: return all([](Floats each) { return gelu_tanh(each); });
     case 2: return all([](Floats each) { return gelu(each); });
     case 3: return all(relu);
-    default: return all([&](Floats each) { return relu(each) * relu(each); });
+    case 4: return all([&](Floats each) { return relu(each) * relu(each); });
+    default: return all([](Floats each) { return quick_gelu(each); });
   }
 }
 
@@ -208,6 +222,11 @@ void argmax(
       int64_t size, const Element* cos, const Element* sin, Element* to, int64_t to_token_stride,                      \
       int64_t num_threads) {                                                                                           \
     rotate(x, token_stride, head_stride, num_tokens, num_heads, size, cos, sin, to, to_token_stride, num_threads);     \
+  }                                                                                                                    \
+  extern "C" void spmd_rotate_once_##name(                                                                             \
+      const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,              \
+      int64_t size, const float* cos, const float* sin, Element* to, int64_t num_threads) {                            \
+    rotate_once(x, token_stride, head_stride, num_tokens, num_heads, size, cos, sin, to, num_threads);                 \
   }                                                                                                                    \
   extern "C" void spmd_silu_and_mul_##name(                                                                            \
       const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {    \

@@ -144,6 +144,11 @@ SPMD_INLINE Floats silu(Floats x) {
   return x / (broadcast(1.0f) + exp2(x * broadcast(-1.44269504088896340736f)));
 }
 
+// x / (1 + e^(-1.702 x)).
+SPMD_INLINE Floats quick_gelu(Floats x) {
+  return x / (broadcast(1.0f) + exp2(x * broadcast(-1.702f * 1.44269504088896340736f)));
+}
+
 // x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), as x times a logistic function (https://arxiv.org/abs/1606.08415).
 SPMD_INLINE Floats gelu_tanh(Floats x) {
   const Floats inner = x * fused(x * x, broadcast(0.044715f), broadcast(1.0f));

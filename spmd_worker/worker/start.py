@@ -30,7 +30,7 @@ from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
-from spmd_worker.worker.memory.estimate import activation_bytes
+from spmd_worker.worker.memory.estimate import activation_bytes, tower_bytes
 from spmd_worker.worker.memory.media_memory import media_rows_bytes_of
 from spmd_worker.worker.memory.plan import (
     adapters_bytes_of,
@@ -80,10 +80,18 @@ def measure(loaded: LoadedModel, spec: CacheSpec) -> CacheSizing:
     opened = loaded.opened
     measurement = MemoryMeasurement(0, 0, 0, 0)
     if not is_size_known(opened.resolved):
-        measurement = measure_step(loaded, spec)
+        measurement = _with_tower(loaded, measure_step(loaded, spec))
         if opened.backend.can_record(opened.groups.tensor):
             measurement = replace(measurement, activation_bytes=2 * measurement.activation_bytes)
     return size_rank(opened.resolved, opened.environment.rank, measurement)
+
+
+def _with_tower(loaded: LoadedModel, measurement: MemoryMeasurement) -> MemoryMeasurement:
+    """At least the activations of the tower, which the measured step does not run."""
+    resolved, size = loaded.opened.resolved, 0
+    if loaded.model.tower is not None:
+        size = tower_bytes(resolved.model_config, resolved.dtype, resolved.max_image_tokens)
+    return replace(measurement, activation_bytes=max(measurement.activation_bytes, size))
 
 
 def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
@@ -106,6 +114,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         scheduler.max_num_batched_tokens,
         resolved.max_num_seqs,
         resolved.config.model.quantization,
+        resolved.max_image_tokens,
     )
     measurement = measure_host(weights, estimate, environment.local_world_size)
     is_scarce = not is_estimate_enough(resolved, rank, measurement)

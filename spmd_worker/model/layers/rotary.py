@@ -20,7 +20,7 @@ T: tokens of the step; D: head size; R: rotated elements of a head.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,13 +43,20 @@ class Angles:
     is_plain: bool
     query_factors: Tensor | None = None
 
+    def to(self, device: torch.device) -> "Angles":
+        """The same on a device."""
+        return replace(self, cos=self.cos.to(device), sin=self.sin.to(device))
+
     def rotate(self, kernels: Kernels, x: Tensor) -> Tensor:
         """[T, heads, D] -> [T, heads, D]."""
         if not self.cos.shape[1]:
             return x
-        if self.cos.dtype != x.dtype:
-            return self.rotate(kernels, x.to(self.cos.dtype)).to(x.dtype)
         size = 2 * self.cos.shape[1]
+        if self.cos.dtype != x.dtype:
+            assert self.cos.dtype == torch.float32, self.cos.dtype
+            if size == x.shape[-1] and not self.is_interleaved:
+                return kernels.rotate_once(x, self.cos, self.sin)
+            return self.rotate(kernels, x.float()).to(x.dtype)
         if size == x.shape[-1] and not self.is_interleaved:
             return kernels.rotate(x, self.cos, self.sin)
         rotated = x[..., :size]

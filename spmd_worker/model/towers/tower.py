@@ -6,7 +6,7 @@ A tower sees one image a call, so an image's rows do not depend on what is besid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmd_worker.media.prepared import ImagePixels
 
@@ -23,3 +23,11 @@ class TowerRows:
 
 MakeRows = Callable[[ImagePixels], TowerRows]
 """A tower, or a table of rows in its place."""
+
+
+class Tower(nn.Module):
+    """A module that is a `MakeRows`. Every rank of the first stage has all of it."""
+
+    def forward(self, image: ImagePixels) -> TowerRows:
+        """The rows of one image; with the same bits on any number of threads if the kernels are compiled."""
+        raise NotImplementedError

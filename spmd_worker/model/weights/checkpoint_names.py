@@ -21,6 +21,8 @@ from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+TOWER: Final = "tower."
+"""The beginning of our names of a tower's parameters."""
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
 _IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """Stacks that transformers makes in memory of separate experts, [experts, outputs, inputs], and their matrices. Those
@@ -37,6 +39,8 @@ class CheckpointNames:
     def __init__(self, model_config: ModelConfig, stage: Stage) -> None:
         names, pooling = model_config.names, model_config.pooling
         self._model_config, self._stage, self._names = model_config, stage, names
+        tower = None if model_config.vision is None else model_config.vision.tower
+        self._tower = None if tower is None else tower.names
         self._has_head = pooling is None or bool(pooling.label_token_ids)
         self._is_tied = model_config.has_tied_embeddings
         self._head = f"{names.head}.weight"
@@ -113,6 +117,10 @@ class CheckpointNames:
 
     def _pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
         """A layer's slice with the checkpoint's names and shapes: several if a fused tensor has one part per head."""
+        if piece.parameter_name.startswith(TOWER):
+            # Layers of towers know the checkpoint's names.
+            yield piece
+            return
         module, _, leaf = piece.checkpoint_name.rpartition(".")
         found = _LAYER.match(piece.checkpoint_name)
         if found is None:
@@ -186,9 +194,22 @@ class CheckpointNames:
 
     def _table_name(self, given_name: str) -> str:
         """The table's name of a tensor, which may be given by an alias or without the prefix."""
-        name = self._by_mixer(self._names.canonical(given_name))
+        name = self._of_tower(self._by_mixer(self._names.canonical(given_name)))
         full_name = name if name.startswith(self._unprefixed) else self._optional_prefix + name
         return full_name if self._is_known(full_name) and not self._is_known(name) else name
+
+    def _of_tower(self, name: str) -> str:
+        """The table's name of a tower's tensor, which files may call otherwise."""
+        for beginning, ours in () if self._tower is None else self._tower.aliases:
+            if name.startswith(beginning):
+                return ours + name.removeprefix(beginning)
+        return name
+
+    def _is_of_tower(self, name: str) -> bool:
+        """Whether the tensor is of a tower that runs, or should be."""
+        if self._tower is None or not name.startswith(self._tower.beginnings):
+            return False
+        return not any(re.fullmatch(each, name) for each in self._tower.unused)
 
     def _by_mixer(self, name: str) -> str:
         """The table's name of a tensor that transformers calls otherwise in layers with one mixer."""
@@ -204,7 +225,9 @@ class CheckpointNames:
     def _is_known(self, name: str) -> bool:
         """Whether the tensor is of a module of the model, perhaps a part of a quantised weight, or derived."""
         module = name.rpartition(".")[0]
-        return module in self._top_modules or self._layer_of(name) is not None or self.is_derived(name)
+        if module in self._top_modules or self._layer_of(name) is not None:
+            return True
+        return self._is_of_tower(name) or self.is_derived(name)
 
     def _stacked_parts(
         self, index: int, inside: str, experts: ExpertsConfig, given: TensorView, shape: Sequence[int]
@@ -301,10 +324,10 @@ class CheckpointNames:
         return is_for_images or name.startswith(self._names.ignored_prefixes)
 
     def is_derived(self, name: str) -> bool:
-        """Whether the tensor is not needed: frequencies, masks, a tied head, later layers, other input than text, keys
-        of layers that read those of others.
+        """Whether the tensor is not needed: frequencies, masks, a tied head, later layers, other input than what the
+        model takes, keys of layers that read those of others.
         """
-        if name.rpartition(".")[0] in self._head_modules:
+        if name.rpartition(".")[0] in self._head_modules or self._is_of_tower(name):
             return False
         is_ignored = name.endswith(self._names.ignored) or self._is_beside_text(name)
         has_no_head = self._is_tied or not self._has_head

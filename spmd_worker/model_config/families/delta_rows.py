@@ -158,17 +158,15 @@ _QWEN3_5_MOE: Final = replace(
 
 def _beside_images(row: Family, models: str) -> Family:
     names = replace(next_to(row.names, "visual"), ignored_prefixes=row.names.ignored_prefixes, aliases={})
-    return replace(row, models=models, names=names, text=TextPart())
+    return replace(row, models=models, names=names, text=TextPart(), vision="qwen3_5")
 
 
 DELTA_ROWS: Final[dict[str, Family]] = {
     "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": _beside_images(
-        _QWEN3_5, "Qwen3.5, Qwen3.6, dense, the text: 0.8B, 2B, 4B, 9B, 27B"
-    ),
+    "Qwen3_5ForConditionalGeneration": _beside_images(_QWEN3_5, "Qwen3.5, Qwen3.6, dense: 0.8B, 2B, 4B, 9B, 27B"),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": _beside_images(
-        _QWEN3_5_MOE, "Qwen3.5, Qwen3.6 with experts, the text: 35B-A3B, 122B-A10B, 397B-A17B"
+        _QWEN3_5_MOE, "Qwen3.5, Qwen3.6 with experts: 35B-A3B, 122B-A10B, 397B-A17B"
     ),
     "Qwen3NextForCausalLM": replace(
         _QWEN3_5,

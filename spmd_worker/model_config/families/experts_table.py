@@ -158,7 +158,8 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         },
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
-        models="Qwen3-VL with experts, the text: 30B-A3B, 235B-A22B",
+        models="Qwen3-VL with experts: 30B-A3B, 235B-A22B",
+        vision="qwen3_vl",
         names=next_to(Names(stacked=_EXPERT_STACKS), "visual"),
         attention=Attention(qk_norm="head"),
         feed_forward=FeedForward(bias=False),

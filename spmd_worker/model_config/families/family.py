@@ -316,6 +316,8 @@ class Family:
     from the file and the layers, in order. `ropes` gives all ropes of such a family instead of `rope`; then `layers`
     sets each layer's.
 
+    `vision` is the row of `vision_rows.py` by which the model takes images, "" for text alone.
+
     `layer` names the kind of layer if it has arithmetic that no part describes, "" for the plain one: a model's layers
     are then the `Layer` of the module of this name next to the decoder. Plans do not count the weights that it adds.
 
@@ -335,6 +337,7 @@ class Family:
     embedding: Embedding = Embedding()
     head: Head = Head()
     text: TextPart | None = None
+    vision: str = ""
     images: ImageLayers | None = None
     encoder: Encoder | None = None
     file_keys: Mapping[str, str] = field(default_factory=dict)

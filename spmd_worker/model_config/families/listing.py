@@ -12,12 +12,12 @@ from spmd_worker.model_config.quantization import READ_METHODS
 
 def describe_families() -> str:
     """Tables in Markdown: architectures that run, encoders, and known ones that do not, with the reason."""
-    runs = [(name, family.models, _unsupported_values(family)) for name, family in FAMILIES.items()]
+    runs = [(name, family.models, _input(family), _unsupported_values(family)) for name, family in FAMILIES.items()]
     encoders = [(name, family.models, _unsupported_values(family)) for name, family in ENCODERS.items()]
     unsupported = [(", ".join(names), reason) for reason, names in UNSUPPORTED.items()]
     return "\n".join(
         [
-            *_table(("architecture", "models", "rejected if config.json has"), runs),
+            *_table(("architecture", "models", "input", "rejected if config.json has"), runs),
             "",
             *_table(("encoder, which pools", "models", "rejected if config.json has"), encoders),
             "",
@@ -35,6 +35,10 @@ def describe_families() -> str:
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     for row in (head, ("---",) * len(head), *rows):
         yield f"| {' | '.join(row)} |"
+
+
+def _input(family: Family) -> str:
+    return "text and images" if family.vision else "text"
 
 
 def _unsupported_values(family: Family) -> str:

@@ -67,11 +67,13 @@ def _text_of(
     tie_of_text: str = "never",
     ties_by_default: bool = False,
     defaults: Mapping[str, Any] | None = None,
+    vision: str = "",
 ) -> Family:
     """A model whose text is of one of these kinds, the first if a file has none. `defaults` are of every kind."""
     return Family(
         models=models,
         names=names,
+        vision=vision,
         text=TextPart(
             tie=tie_of_text,
             ties_by_default=ties_by_default,
@@ -111,7 +113,8 @@ _KIMI: Final = replace(
 
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "Mistral3ForConditionalGeneration": Family(
-        models="Mistral Small 3.1, 3.2 and 4, Ministral 3, the text",
+        models="Mistral Small 3.1, 3.2 and 4, Ministral 3",
+        vision="mistral3",
         # Only Mistral Small 4 has experts.
         names=inside_language_model(MISTRAL4_NAMES),
         text=TextPart(
@@ -124,25 +127,34 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         ),
     ),
     "LlavaForConditionalGeneration": _text_of(
-        "LLaVA 1.5, Pixtral, the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3", tie_of_text="also"
+        "LLaVA 1.5, Pixtral",
+        _LLAVA_NAMES,
+        *("llama", "mistral", "qwen2", "qwen3"),
+        tie_of_text="also",
+        vision="llava",
     ),
     "LlavaNextForConditionalGeneration": _text_of(
         "LLaVA 1.6 (NeXT), the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3"
     ),
     "LlavaOnevisionForConditionalGeneration": _text_of(
-        "LLaVA-OneVision, the text", _LLAVA_NAMES, "qwen2", "qwen3", "llama", tie_of_text="also"
+        "LLaVA-OneVision",
+        _LLAVA_NAMES,
+        *("qwen2", "qwen3", "llama"),
+        tie_of_text="also",
+        vision="llava_onevision",
     ),
     "VipLlavaForConditionalGeneration": _text_of("ViP-LLaVA, the text", _LLAVA_NAMES, "llama", "mistral"),
     "InternVLForConditionalGeneration": _text_of(
-        "InternVL 3 and 3.5, dense, in transformers' form, the text",
+        "InternVL 3 and 3.5, dense, in transformers' form",
         _LLAVA_NAMES,
         "qwen2",
         "qwen3",
         "llama",
         ties_by_default=True,
+        vision="internvl",
     ),
-    "Idefics3ForConditionalGeneration": _text_of("Idefics3, the text", _SMOLVLM_NAMES, "llama"),
-    "SmolVLMForConditionalGeneration": _text_of("SmolVLM, SmolVLM2, the text", _SMOLVLM_NAMES, "llama"),
+    "Idefics3ForConditionalGeneration": _text_of("Idefics3", _SMOLVLM_NAMES, "llama", vision="smolvlm"),
+    "SmolVLMForConditionalGeneration": _text_of("SmolVLM, SmolVLM2", _SMOLVLM_NAMES, "llama", vision="smolvlm"),
     "LlavaNextVideoForConditionalGeneration": _text_of(
         "LLaVA-NeXT-Video, the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", tie_of_text="also"
     ),

@@ -96,6 +96,10 @@ class AttentionBackend(Protocol):
         """
         return None
 
+    def of_sequences(self, head_size: int, block_size: int) -> "AttentionBackend":
+        """A backend of the same kind for heads of `head_size`, a multiple of 16, in blocks of `block_size`."""
+        return self
+
     def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> JoinedLayers | None:
         """All layers of a stage in one call, with the same results; None if not supported."""
         return None

@@ -167,6 +167,9 @@ class CpuBackend(AttentionBackend):
         )
         return output
 
+    def of_sequences(self, head_size: int, block_size: int) -> "CpuBackend":
+        return CpuBackend(self._library, self._dtype, (head_size,), block_size)
+
     def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> "CpuLayers | None":
         joined = join_layers(self._library, layers, self._block_size, group)
         return None if joined is None else CpuLayers(self, joined)

@@ -114,6 +114,11 @@ class TritonBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         return (1 + has_values, num_kv_heads, block_size, head_size)
 
+    def of_sequences(self, head_size: int, block_size: int) -> "TritonBackend":
+        # A step of the text keeps its own plan.
+        del head_size, block_size
+        return TritonBackend()
+
     def write(self, key: Tensor, value: Tensor | None, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
         rows.write_rows(key, value, layer_cache, self._slots(metadata, layer_cache))
 

@@ -270,12 +270,15 @@ class Kernels(Protocol):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[T, heads, D] rotated by angles of cosines and sines [T, D / 2], halves paired as Hugging Face pairs them."""
 
+    def rotate_once(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`rotate` by float32 angles, computed in float32 and rounded once."""
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """[T, I] -> [T, I]: `activation` is "silu", "gelu_tanh", "gelu" (https://arxiv.org/abs/1606.08415), "relu" or
-        "relu2", its square (https://arxiv.org/abs/2109.08668).
+        """[T, I] -> [T, I]: `activation` is "silu", "gelu_tanh", "gelu" (https://arxiv.org/abs/1606.08415), "relu",
+        "relu2", its square (https://arxiv.org/abs/2109.08668), or "quick_gelu", x * sigmoid(1.702 * x).
         """
 
     def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -354,6 +357,10 @@ class QuantisedKernels(Kernels, Protocol):
     @property
     def head(self) -> Kernels | None:
         """Kernels of the token head, if it keeps the model's dtype; None: it is quantised too."""
+
+    @property
+    def plain(self) -> Kernels:
+        """The same device's kernels without quantised weights."""
 
     def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
         """`repack_` for some inputs of rows [n, in] whose maximum magnitudes are `maxima`, float32 [n]: quantises all

@@ -147,6 +147,10 @@ class ReferenceFp8Kernels(Fp8Packing, ReferenceKernels):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.weights, self.head = dtype, Fp8Weights(dtype), ReferenceKernels()
 
+    @property
+    def plain(self) -> Kernels:
+        return self.head
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Weights that are not packed are multiplied too."""
         if not is_packed(weight):

@@ -166,6 +166,10 @@ class Int8Kernels(Int8Packing, ReferenceKernels):
     def integer(self) -> "Int8Kernels":
         return self
 
+    @property
+    def plain(self) -> ReferenceKernels:
+        return ReferenceKernels()
+
     def row_maxima(self, x: Tensor) -> Tensor:
         return row_maxima(x)
 

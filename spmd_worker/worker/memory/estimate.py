@@ -17,6 +17,7 @@ from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.model_config.tower_elements import tower_activations
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, stage_of, vocabulary_rows
 
@@ -86,7 +87,8 @@ def weights_bytes(
     if model_config.is_encoder and model_config.pooling is not None and stage.is_last:
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
     head_bias = num_rows * (model_config.has_head_bias and has_head) * stage.is_last
-    num_bytes = (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
+    tower = stage.is_first * model_config.num_tower_parameters
+    num_bytes = (tables + layers + norm + head_bias + tower) * DTYPE_BYTES[dtype] + float32_bytes
     num_bytes -= _bytes_saved(model_config, layout, rank, dtype, stored)
     if quantization is not None:
         shapes = quantised_shapes(model_config, layout, rank, has_head=quantization == "int8")
@@ -210,8 +212,10 @@ def activation_bytes(
     num_tokens: int,
     num_rows: int,
     quantization: str | None = None,
+    num_image_tokens: int = 0,
 ) -> int:
-    """Peak bytes of a step of `num_tokens` tokens, of which `num_rows` are sampled.
+    """Peak bytes of a step of `num_tokens` tokens, of which `num_rows` are sampled, or of the tower for an image of
+    `num_image_tokens`, which precedes it on the first stage.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gate and up columns and their product; fused layers hold one of each at the same time. Heads with partial or
@@ -232,6 +236,9 @@ def activation_bytes(
     per_token += 5 * model_config.layer_inputs_size
     if model_config.is_encoder:
         return num_tokens * per_token * DTYPE_BYTES[dtype]
+    of_tower = (
+        tower_bytes(model_config, dtype, num_image_tokens) if stage_of(layout, model_config, rank).is_first else 0
+    )
     num_shard_rows = rank_vocabulary_rows(model_config, layout)
     logits = num_rows * (num_shard_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     quantised = 0
@@ -239,7 +246,15 @@ def activation_bytes(
         quantised = max(model_config.hidden_size, num_columns)
         if layout.tensor_parallel_size > 1 and quantization == "int8":
             quantised += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
-    return num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits
+    return max(num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits, of_tower)
+
+
+def tower_bytes(model_config: ModelConfig, dtype: str, num_image_tokens: int) -> int:
+    """Peak bytes of the tower for an image of so many tokens; 0 without a tower."""
+    if model_config.vision is None:
+        return 0
+    elements, float32 = tower_activations(model_config.vision, num_image_tokens)
+    return elements * DTYPE_BYTES[dtype] + float32 * DTYPE_BYTES["float32"]
 
 
 def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:

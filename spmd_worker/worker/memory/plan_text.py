@@ -202,7 +202,16 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
         tuple(dict.fromkeys(share for _, share in rank_layers(model_config, layout, rank))),
         rank_vocabulary_rows(model_config, layout),
         weights,
-        activation_bytes(model_config, layout, rank, resolved.dtype, num_tokens, num_rows, quantization),
+        activation_bytes(
+            model_config,
+            layout,
+            rank,
+            resolved.dtype,
+            num_tokens,
+            num_rows,
+            quantization,
+            resolved.max_image_tokens,
+        ),
         spec.block_bytes,
         spec.slot_bytes,
     )

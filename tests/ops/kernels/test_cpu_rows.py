@@ -78,6 +78,8 @@ def test_strided_heads_are_normed_and_rotated(instruction_set, dtype, head_size)
     whole = kernels.full_norm(heads.contiguous(), weight, None, EPS, offset=1.0, is_centred=False)
     assert torch.equal(kernels.full_norm(heads, weight, None, EPS, offset=1.0, is_centred=False), whole)
     assert torch.equal(kernels.rotate(heads, cos, sin), reference.rotate(heads, cos, sin))
+    exact = (cos.float() + 2**-12, sin.float() - 2**-12)
+    assert torch.equal(kernels.rotate_once(heads, *exact), reference.rotate_once(heads, *exact))
 
 
 @each_library
@@ -91,7 +93,7 @@ def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
 @each_library
 @each_dtype
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu"])
 def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activation):
     kernels, gate_up = kernels_for(instruction_set), numbers(37, 2 * size, dtype=dtype)
     rounding = 2e-6 if dtype == torch.float32 else 2**-7

@@ -101,6 +101,10 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
     def integer(self) -> "Int8CpuKernels":
         return self
 
+    @property
+    def plain(self) -> CpuKernels:
+        return CpuKernels(self._library)
+
     def pack_gated(self, weight: Tensor) -> Tensor:
         return self.weights.pack(weight, row_maxima(weight), is_gated=True)
 

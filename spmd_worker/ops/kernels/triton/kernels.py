@@ -65,6 +65,10 @@ class TritonKernels(ReferenceKernels):
 class PackedTritonKernels(TritonKernels):
     """Base of kernels whose packed weights (`byte_rows.is_packed`) have GEMMs of their own, `_multiply`."""
 
+    @property
+    def plain(self) -> TritonKernels:
+        return TritonKernels()
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if not is_packed(weight):
             return super().linear(x, weight, bias, out)

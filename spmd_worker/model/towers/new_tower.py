@@ -1,0 +1,46 @@
+"""Builds the tower of a model that takes images."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.towers.attention import BLOCK_SIZE
+from spmd_worker.model.towers.pixtral import Mistral3Tower, PixtralTower
+from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen3Tower
+from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
+from spmd_worker.model.towers.tower import Tower
+from spmd_worker.model_config.vision_config import VisionConfig
+from spmd_worker.ranks.communicator import single_group
+
+_CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] = {
+    "qwen3_vl": Qwen3Tower,
+    "qwen2_5_vl": Qwen2_5Tower,
+    "gemma3": Gemma3Tower,
+    "llava": LlavaTower,
+    "llava_onevision": OnevisionTower,
+    "internvl": InternvlTower,
+    "mistral3": Mistral3Tower,
+    "pixtral": PixtralTower,
+    "smolvlm": SmolvlmTower,
+}
+
+
+def new_tower(context: LayerContext, vision: VisionConfig, hidden_size: int) -> Tower:
+    """The tower, complete on this rank and uninitialised. `hidden_size` is the text's."""
+    assert vision.tower is not None, vision
+    return _CLASSES[vision.kind](_own_context(context, vision.tower.padded_head_size), vision, hidden_size)
+
+
+def _own_context(context: LayerContext, head_size: int) -> LayerContext:
+    """The context of one rank, with kernels that quantise nothing and attention over blocks of an image."""
+    kernels = context.kernels if context.quantised is None else context.quantised.plain
+    return replace(
+        context,
+        tensor_group=single_group(context.tensor_group.ranks[context.tensor_group.rank]),
+        kernels=kernels,
+        quantised=None,
+        attention=context.attention.of_sequences(head_size, BLOCK_SIZE),
+        expert_layout=None,
+        stored_experts={},
+    )

@@ -1,0 +1,48 @@
+"""Pixels of an image -> patches: what a tower's first linear layer takes.
+
+Pixels are normalised by a table of 768 numbers, with the bits of the image processors that use Pillow. N: patches; P:
+side of a patch.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spmd_worker.media.prepared import ImagePixels
+from spmd_worker.model_config.vision_config import VisionConfig
+
+
+class PixelTable(nn.Module):
+    """uint8 [height, width, 3] -> float32 [3, height, width]."""
+
+    def __init__(self, vision: VisionConfig, device: torch.device) -> None:
+        super().__init__()
+        # (x * factor - mean) / std, each step rounded to float32.
+        levels = (np.arange(256, dtype=np.float64) * vision.rescale_factor).astype(np.float32)
+        pairs = zip(vision.image_mean, vision.image_std, strict=True)
+        table = np.stack([(levels - np.float32(mean)) / np.float32(std) for mean, std in pairs])
+        self._table, self._device = torch.from_numpy(table), device
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        table = self._table.to(pixels.device)
+        return torch.stack([table[channel][pixels[:, :, channel].int()] for channel in range(3)])
+
+    def planes(self, image: ImagePixels) -> list[Tensor]:
+        """float32 [3, height, width] of each square of the image, or of the image itself."""
+        # Arrays of received pixels are read-only.
+        return [self(torch.tensor(each, device=self._device)) for each in image.crops]
+
+
+def patches_of(plane: Tensor, patch_size: int, num_frames: int = 1, merge_size: int = 1) -> Tensor:
+    """float32 [3, height, width] -> [N, 3 * frames * P * P], every frame the same. Patches are in order of lines, or of
+    squares of `merge_size` patches a side.
+    """
+    _, height, width = plane.shape
+    rows, columns = height // patch_size, width // patch_size
+    assert (rows * patch_size, columns * patch_size) == (height, width), (plane.shape, patch_size)
+    assert rows % merge_size == columns % merge_size == 0, (rows, columns, merge_size)
+    squares = plane.view(
+        3, rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size
+    ).permute(1, 4, 2, 5, 0, 3, 6)
+    frames = squares.unsqueeze(5).expand(*squares.shape[:5], num_frames, patch_size, patch_size)
+    return frames.reshape(rows * columns, -1)

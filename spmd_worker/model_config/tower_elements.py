@@ -1,0 +1,72 @@
+"""Numbers of a tower's parameters and of its activations, from sizes: a plan of a run counts memory by them. A test
+compares them with the parameters of real towers.
+"""
+
+from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
+
+_ROW_STEP = 16
+"""Gates are padded to multiples of so many rows."""
+
+
+def tower_elements(vision: VisionConfig, hidden_size: int) -> int:
+    """Elements of all parameters of the tower and its projector, for a text of `hidden_size`; 0 without a tower."""
+    config = vision.tower
+    if config is None:
+        return 0
+    names, size = config.names, config.hidden_size
+    patches = size * (config.num_patch_numbers + config.has_patch_bias)
+    positions = size * (config.num_positions + bool(names.class_token))
+    # The last norm is always a LayerNorm.
+    norms = bool(names.first_norm) * _norm_elements(config, size) + bool(names.last_norm) * 2 * size
+    around = patches + positions + norms
+    return around + config.num_layers * _layer_elements(config) + _projector_elements(vision, config, hidden_size)
+
+
+def _norm_elements(config: TowerConfig, size: int) -> int:
+    return size * (2 if config.norm == "layer" else 1)
+
+
+def _layer_elements(config: TowerConfig) -> int:
+    size, inner, bias = config.hidden_size, config.intermediate_size, config.has_bias
+    qkv = 3 * size * (size + config.has_qkv_bias)
+    gates = 2 * (inner + -inner % _ROW_STEP) * (size + bias) if config.is_gated else inner * (size + bias)
+    linears = qkv + size * (size + bias) + gates + size * (inner + bias)
+    others = (2 * bool(config.names.query_norm) + len(config.names.scales)) * size
+    return linears + others + 2 * _norm_elements(config, size)
+
+
+def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: int) -> int:
+    size = config.hidden_size
+    width = size * vision.merge_size**2
+    if vision.kind.startswith("qwen"):
+        linears = width * (width + 1) + hidden_size * (width + 1)
+        merger = linears + _norm_elements(config, size)
+        return merger + vision.num_added * (linears + _norm_elements(config, width))
+    if vision.kind == "gemma3":
+        return size + size * hidden_size
+    if vision.kind == "smolvlm":
+        return hidden_size * width
+    inputs, inner, bias = width if vision.kind == "internvl" else size, config.projector_size, config.projector_has_bias
+    linears = inner * (inputs + bias) + hidden_size * (inner + bias)
+    others = {"internvl": 2 * width, "mistral3": size + size * width, "llava_onevision": hidden_size}
+    return linears + others.get(vision.kind, 0)
+
+
+def tower_activations(vision: VisionConfig, num_tokens: int) -> tuple[int, int]:
+    """Elements of the model's dtype, and of float32, that a tower holds at its peak for an image of `num_tokens`.
+
+    It has the residual stream, its norm, queries, keys and values, rotated, padded and in blocks, and their outputs.
+    Before the first layer it has pixels and patches in float32. Feed-forwards are computed for some patches at a time.
+    """
+    config = vision.tower
+    if config is None:
+        return 0, 0
+    num_patches, size = num_tokens * vision.merge_size**2, config.hidden_size
+    padded = config.num_heads * config.padded_head_size
+    per_patch = 8 * size + 2 * padded + 3 * padded * (padded != size) + padded
+    gates = min(num_patches, _MOST_ROWS) * 4 * config.intermediate_size
+    rotated = 4 * size if config.rope_theta else 0
+    return num_patches * per_patch + gates, num_patches * max(3 * config.num_patch_numbers, rotated)
+
+
+_MOST_ROWS = 16384

@@ -1,0 +1,280 @@
+"""Towers of every kind against transformers: rows of images, kernels, weights by name, and what makes rows wrong."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from thread_groups import on_ranks
+from torch import Tensor
+from vision_checkpoints import CASES, IMAGE_TOKEN, image_of, their_rows, vision_folder, vision_reference
+
+from spmd_worker.base.errors import CheckpointError
+from spmd_worker.media.prepared import ImagePixels
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.registry import build_model
+from spmd_worker.model_config.model_config import ModelConfig, read_model_files
+from spmd_worker.native.library import native_library
+from spmd_worker.ops.attention.cpu import CpuBackend
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.cpu.int8 import int8_kernels
+from spmd_worker.ops.kernels.cpu.native import cpu_kernels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.topology import RankLayout, Stage
+from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
+
+TOLERANCE = 2e-5
+EVERY = sorted(CASES)
+CPU = torch.device("cpu")
+
+
+def context(dtype: torch.dtype = torch.float32, *, is_native: bool = True, is_int8: bool = False) -> LayerContext:
+    library = native_library()
+    assert not isinstance(library, str), library
+    attention = CpuBackend(library, dtype, (16,), 16) if is_native else SdpaBackend()
+    kernels: Any = cpu_kernels(dtype)[0] if is_native else ReferenceKernels()
+    quantised = int8_kernels(dtype)[0] if is_int8 else None
+    return LayerContext(single_group(), quantised or kernels, attention, dtype, CPU, quantised=quantised)
+
+
+def config_of(name: str, **changes: Any) -> ModelConfig:
+    """Of the case's folder, with some numbers of its tower, or of its vision, changed."""
+    config = read_model_files(vision_folder(name), with_images=True).model_config
+    vision = config.vision
+    assert vision is not None
+    assert vision.tower is not None
+    own = {key: value for key, value in changes.items() if hasattr(vision, key)}
+    tower = replace(vision.tower, **{key: value for key, value in changes.items() if key not in own})
+    return replace(config, vision=replace(vision, tower=tower, **own))
+
+
+def new_model(
+    name: str, config: ModelConfig | None = None, *, is_packed: bool = True, **options: Any
+) -> DecoderForCausalLM:
+    model = build_model(context(**options), config or config_of(name))
+    with model.weights.open(vision_folder(name)) as source:
+        model.weights.fill(source)
+    if is_packed:
+        model.pack_weights()
+    return model
+
+
+@torch.inference_mode()
+def our_rows(model: DecoderForCausalLM, image: ImagePixels) -> tuple[Tensor, ...]:
+    assert model.tower is not None
+    found = model.tower(image)
+    return found.rows, *found.added
+
+
+def difference(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
+    """The largest of any rows, relative to their largest number; infinite for other shapes."""
+    if [each.shape for each in ours] != [each.shape for each in theirs]:
+        return math.inf
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_rows_equal_those_of_transformers(name: str):
+    images = [image_of(name, number) for number in range(3)]
+    expected = [their_rows(name, image) for image in images]
+    for is_native in (True, False):
+        model = new_model(name, is_native=is_native)
+        found = [our_rows(model, image) for image in images]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert difference(mine, theirs) < TOLERANCE
+        # Nothing is left of the images before.
+        again = our_rows(model, images[0])
+        assert all(map(torch.equal, again, found[0]))
+
+
+CONTROLS: dict[str, list[dict[str, Any]]] = {
+    "qwen3_vl": [
+        {"rope_theta": 100.0},
+        {"activation": "silu"},
+        {"added_layers": (0, 1, 2)},
+        {"image_mean": (0.5,) * 3},
+    ],
+    "qwen3_5": [{"rope_theta": 100.0}],
+    "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
+    "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
+    "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
+    "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
+    "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],
+    "internvl_of_6b": [{"eps": 1e-6}],
+    "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
+    "pixtral": [{"activation": "silu"}],
+    "smolvlm": [{"num_heads": 1}],
+}
+
+
+@pytest.mark.parametrize("name", sorted(CONTROLS))
+def test_comparison_detects_changed_numbers(name: str):
+    """Negative control: each makes rows differ."""
+    numbers = range(3) if name == "llava_onevision" else (2,)
+    images = [image_of(name, number) for number in numbers]
+    expected = [their_rows(name, image) for image in images]
+    for changes in CONTROLS[name]:
+        model = new_model(name, config_of(name, **changes))
+        pairs = zip(images, expected, strict=True)
+        assert any(difference(our_rows(model, image), rows) > 10 * TOLERANCE for image, rows in pairs), changes
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_bfloat16_rows_are_near(name: str):
+    model, image = new_model(name, dtype=torch.bfloat16), image_of(name, 0)
+    ours = tuple([each.float() for each in our_rows(model, image)])
+    theirs = tuple([each.float() for each in their_rows(name, image, torch.bfloat16)])
+    assert difference(ours, theirs) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3_vl_heads_of_24", torch.bfloat16),
+        ("qwen2_5_vl", torch.float32),
+        pytest.param("llava", torch.bfloat16, marks=pytest.mark.matrix),
+        pytest.param("gemma3", torch.float32, marks=pytest.mark.matrix),
+    ],
+)
+def test_rows_do_not_depend_on_threads(name: str, dtype: torch.dtype):
+    model, image = new_model(name, dtype=dtype), image_of(name, 2)
+    with threads(1):
+        alone = our_rows(model, image)
+    with threads(2):
+        together = our_rows(model, image)
+    assert all(map(torch.equal, alone, together))
+
+
+def test_squares_do_not_see_each_other():
+    model, image = new_model("smolvlm"), image_of("smolvlm", 1)
+    (rows,) = our_rows(model, image)
+    alone = [our_rows(model, replace(image, crops=(crop,)))[0] for crop in image.crops]
+    assert torch.equal(rows, torch.cat(alone))
+
+
+def test_towers_of_int8_models_are_not_quantised():
+    name = "qwen3_vl"
+    ours, plain = (our_rows(new_model(name, is_int8=is_int8), image_of(name, 0)) for is_int8 in (True, False))
+    assert all(map(torch.equal, ours, plain))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_weights_go_by_the_names_of_files_and_memory(name: str):
+    model, files = new_model(name), load_file(vision_folder(name) / "model.safetensors")
+    names = {ours: each for each, tensor in files.items() for ours in model.weights.names.parts(each, tensor.shape)}
+    with model.as_checkpoint() as view:
+        assert all(torch.equal(tensor, files[names[each]]) for each, tensor in view.named_parameters())
+    image, memory = image_of(name, 0), vision_reference(name).state_dict()
+    before = our_rows(model, image)
+    model.load_weights([(each, -tensor) for each, tensor in memory.items()])
+    assert not torch.equal(our_rows(model, image)[0], before[0])
+    model.load_weights(list(memory.items()))
+    assert all(map(torch.equal, our_rows(model, image), before))
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_onevision"])
+def test_hub_names_of_a_vision_model_load(name: str, tmp_path: Path):
+    """Files from before transformers 5 have one more module, and what the tower leaves out."""
+    files = load_file(vision_folder(name) / "model.safetensors")
+    older = {each.replace("vision_tower.", "vision_tower.vision_model."): tensor for each, tensor in files.items()}
+    older["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(36)[None]
+    save_file(older, tmp_path / "model.safetensors")
+    model = build_model(context(), config_of(name))
+    with model.weights.open(tmp_path) as source:
+        model.weights.fill(source)
+    model.pack_weights()
+    image = image_of(name, 0)
+    assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
+
+
+def test_missing_and_unknown_tower_tensors_are_errors(tmp_path: Path):
+    name = "qwen3_vl"
+    files = load_file(vision_folder(name) / "model.safetensors")
+    files["model.visual.blocks.4.norm1.weight"] = files.pop("model.visual.blocks.3.norm1.weight")
+    save_file(files, tmp_path / "model.safetensors")
+    model = build_model(context(), config_of(name))
+    with model.weights.open(tmp_path) as source, pytest.raises(CheckpointError) as caught:
+        model.weights.fill(source)
+    assert "model.visual.blocks.3.norm1.weight" in str(caught.value)
+    assert "model.visual.blocks.4.norm1.weight" in str(caught.value)
+
+
+def test_text_alone_has_no_tower():
+    config = read_model_files(vision_folder("qwen3_vl")).model_config
+    model = new_model("qwen3_vl", config)
+    assert config.vision is None
+    assert model.tower is None
+    assert not any("visual" in each for each in model.weights.tensors)
+    with pytest.raises(AssertionError):
+        our_rows(model, image_of("qwen3_vl", 0))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_dummy_weights_fill_towers(name: str):
+    model = build_model(context(), config_of(name))
+    model.weights.fill(model.weights.dummy())
+    model.pack_weights()
+    assert all(each.isfinite().all() for each in our_rows(model, image_of(name, 1)))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_vision_config_says_what_images_need(name: str):
+    vision = config_of(name).vision
+    assert vision is not None
+    assert vision.image_token_id == IMAGE_TOKEN
+    image, rows = image_of(name, 0), their_rows(name, image_of(name, 0))
+    assert vision.num_added == len(rows) - 1
+    assert vision.has_three_positions == name.startswith("qwen")
+    assert vision.sees_whole_image == (name == "gemma3")
+    if name.startswith(("qwen", "mistral3", "pixtral", "gemma3")):
+        assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_planned_parameters_are_those_of_towers(name: str):
+    config = config_of(name)
+    tower = build_model(replace(context(), device=torch.device("meta")), config).tower
+    assert tower is not None
+    assert config.num_tower_parameters == sum(each.numel() for each in tower.parameters())
+    text = replace(config, vision=None)
+    layout, planned = RankLayout(1), []
+    for each in (config, text):
+        planned.append(weights_bytes(each, layout, 0, "float32", "cuda"))
+        assert activation_bytes(each, layout, 0, "float32", 8, 1, num_image_tokens=4096) > 0
+    assert planned[0] - planned[1] == 4 * config.num_tower_parameters
+
+
+def test_every_rank_of_the_first_stage_has_the_tower():
+    name, config = "qwen3_vl", config_of("qwen3_vl")
+    image, expected = image_of(name, 1), our_rows(new_model(name), image_of(name, 1))
+
+    def run(group: GroupHandle) -> tuple[Tensor, ...]:
+        model = build_model(replace(context(), tensor_group=group), config)
+        with model.weights.open(vision_folder(name)) as source:
+            model.weights.fill(source)
+        model.pack_weights()
+        return our_rows(model, image)
+
+    for rows in on_ranks(2, run):
+        assert all(map(torch.equal, rows, expected))
+    later = build_model(context(), config, Stage(1, 1, is_first=False, is_last=True))
+    assert later.tower is None
+    assert "model.visual.pos_embed.weight" in later.weights.tensors

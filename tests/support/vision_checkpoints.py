@@ -1,0 +1,212 @@
+"""Small random checkpoints of models that take images, written by transformers, with images and transformers' rows.
+
+No weight is what a mistake would leave it at, and epsilons are large enough to be seen.
+"""
+
+import json
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from run_folder import made_once
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spmd_worker.media.prepared import ImagePixels
+from spmd_worker.model.towers.squares import best_resolution
+
+IMAGE_TOKEN = 60
+MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.2, 0.25)
+SIDE = 84
+"""Pixels of a square of LLaVA and LLaVA-OneVision."""
+PINPOINTS = [[SIDE * rows, SIDE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+_TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 0.03,
+}
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+_QWEN = {"depth": 4, "hidden_size": 32, "intermediate_size": 52, "num_heads": 2, "out_hidden_size": 32}
+_ROPE = {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [4, 2, 2]}
+_VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
+_PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        "Qwen3VL",
+        {"rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+        {"vision_config": {**_QWEN, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2, 1]}},
+    ),
+    "qwen3_vl_heads_of_24": (
+        "Qwen3VL",
+        {"rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+        {"vision_config": {**_QWEN, "hidden_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [1]}},
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+            "linear_num_key_heads": 2,
+        }
+        | {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        {"vision_config": {**_QWEN, "num_position_embeddings": 64}},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"rope_parameters": _ROPE},
+        {"vision_config": {**_QWEN, "window_size": 112, "fullatt_block_indexes": [1, 3]}},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {},
+        {"vision_config": {**_VIT, "image_size": 112, "vision_use_head": False}, "mm_tokens_per_image": 16},
+    ),
+    "llava": (
+        "Llava",
+        {"model_type": "llama"},
+        {"vision_config": {**_VIT, "model_type": "clip_vision_model", "projection_dim": 32}},
+    ),
+    "llava_of_siglip": (
+        "Llava",
+        {"model_type": "qwen2"},
+        {"vision_config": {**_VIT, "model_type": "siglip_vision_model"}, "vision_feature_select_strategy": "full"},
+    ),
+    "llava_onevision": (
+        "LlavaOnevision",
+        {"model_type": "qwen2"},
+        {"vision_config": {**_VIT, "model_type": "siglip_vision_model"}, "image_grid_pinpoints": PINPOINTS}
+        | {"vision_aspect_ratio": "anyres_max_4"},
+    ),
+    "internvl": (
+        "InternVL",
+        {"model_type": "qwen2"},
+        {"vision_config": {**_TOWER, "image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True}},
+    ),
+    "internvl_of_6b": (
+        "InternVL",
+        {"model_type": "qwen2"},
+        {
+            "vision_config": {**_TOWER, "image_size": [56, 56], "patch_size": [14, 14], "norm_type": "rms_norm"}
+            | {"use_qk_norm": True, "use_mean_pooling": False, "layer_norm_eps": 0.03}
+        },
+    ),
+    "mistral3": ("Mistral3", {"model_type": "mistral"}, {"vision_config": _PIXTRAL, "spatial_merge_size": 2}),
+    "pixtral": (
+        "Llava",
+        {"model_type": "mistral"},
+        {
+            "vision_config": {**_PIXTRAL, "hidden_act": "gelu"},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+    ),
+    "smolvlm": ("SmolVLM", {"model_type": "llama"}, {"vision_config": {**_VIT, "image_size": 56}, "scale_factor": 2}),
+}
+_ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
+
+
+def vision_folder(name: str) -> Path:
+    """The checkpoint of a case, written once a run."""
+    return made_once(f"vision {name}", lambda folder: _write(folder, name))
+
+
+@cache
+def vision_reference(name: str) -> PreTrainedModel:
+    """transformers' model of the folder."""
+    model_class = getattr(transformers, f"{CASES[name][0]}ForConditionalGeneration")
+    return model_class.from_pretrained(vision_folder(name), dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def _write(folder: Path, name: str) -> None:
+    family, text, beside = CASES[name]
+    sizes = {**_TEXT, **text}
+    config = getattr(transformers, f"{family}Config")(text_config=sizes, **{**_ALWAYS_BESIDE, **beside})
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
+    _stir(model)
+    model.save_pretrained(folder)
+    processor = {"image_mean": MEAN, "image_std": STD}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+@torch.no_grad()
+def _stir(model: PreTrainedModel) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for _, value in sorted(model.named_parameters()):
+        noise = torch.randn(value.shape, generator=generator)
+        if value.ndim < 2:
+            value.copy_(1 + 0.3 * noise)
+        else:
+            value.copy_(noise * (1.4 / value[0].numel() ** 0.5))
+
+
+def _pixels(generator: np.random.Generator, height: int, width: int) -> Any:
+    return generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+GRIDS = ((4, 6), (2, 4), (12, 10))
+"""Patches of images of any size."""
+SIZES = ((100, 140), (84, 70), (500, 490))
+"""Images of LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
+
+
+def image_of(name: str, number: int) -> ImagePixels:
+    """One of three images, of random pixels, as a processor prepares it."""
+    generator, config = np.random.default_rng(number), vision_reference(name).config
+    patch = config.vision_config.patch_size
+    if name.startswith(("qwen", "mistral3", "pixtral")):
+        grid = GRIDS[number]
+        return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
+    side = config.vision_config.image_size
+    side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
+    size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm")) else 1
+    if name == "llava_onevision":
+        height, width = best_resolution(size, tuple([(each[0], each[1]) for each in PINPOINTS]))
+        count = 1 + height * width // SIDE**2
+    crops = tuple([_pixels(generator, side, side) for _ in range(count)])
+    return ImagePixels(crops, (side // patch, side // patch), size)
+
+
+def normalised(pixels: Any, mean: tuple[float, ...] = MEAN, std: tuple[float, ...] = STD) -> Tensor:
+    """Float32 [3, height, width]."""
+    levels = torch.from_numpy((pixels.astype(np.float64) / 255).astype(np.float32)).permute(2, 0, 1)
+    return (levels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+
+
+def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
+    planes = torch.stack([normalised(each) for each in image.crops])
+    if name.startswith("qwen"):
+        (rows, columns), size = image.grid, config.vision_config.patch_size
+        squares = planes[0].view(3, rows // 2, 2, size, columns // 2, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
+        frames = squares.unsqueeze(5).expand(*squares.shape[:5], 2, size, size)
+        grid = torch.tensor([[1, rows, columns]])
+        return {"pixel_values": frames.reshape(rows * columns, -1), "image_grid_thw": grid}
+    sizes = torch.tensor([image.size if name == "llava_onevision" else image.crops[0].shape[:2]])
+    if name in ("mistral3", "pixtral"):
+        return {"pixel_values": planes, "image_sizes": sizes}
+    if name == "llava_onevision":
+        return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
+    return {"pixel_values": planes[None] if name == "smolvlm" else planes}
+
+
+@torch.no_grad()
+def their_rows(name: str, image: ImagePixels, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Rows of the image's tokens, then those of each layer that adds some."""
+    model = vision_reference(name)
+    model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
+    inputs = _inputs(name, image, model.config)
+    if not name.startswith("qwen"):
+        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    found = model.model.get_image_features(**inputs)
+    rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in found.pooler_output])
+    added = getattr(found, "deepstack_features", None) or []
+    return rows, *[each[0] if isinstance(each, list | tuple) else each for each in added]
