@@ -24,6 +24,7 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
+    StepMedia,
     TokenRows,
     TokenTypeEmbedding,
     VocabularyParallelEmbedding,
@@ -260,6 +261,8 @@ class DecoderStack(nn.Module):
         adapters: StepAdapters | None = None,
         given: TokenRows | None = None,
         states: Sequence[LayerStates | None] = (),
+        rope_positions: Tensor | None = None,
+        media: StepMedia | None = None,
     ) -> Tensor:
         """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` of each layer
         [blocks, ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
@@ -271,16 +274,26 @@ class DecoderStack(nn.Module):
 
         `states` are those of each layer, if any layer has them.
 
+        `rope_positions` int64 [3, T] turn queries and keys in place of `positions`, which address the cache. `media`
+        are rows of images, on the first stage: tokens' own ids there, perhaps beyond the vocabulary, do not count, and
+        `media.added` is added to the stream behind the first layers. The same bits in any chunks.
+
         `adapters` of the step's rows add to outputs of linear layers, which are stored therefore; other rows keep their
         bits. If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits. Else all layers may
         be one call, or attention and gates one with the GEMM before.
         """
-        ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
-        residual = self._embed(token_ids, positions, token_types, adapters, given) if self._stage.is_first else incoming
+        of_tokens = (positions, rope_regimes, self.dtype, rope_positions)
+        ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
+        residual = incoming
+        if self._stage.is_first:
+            residual = self._embed(token_ids, positions, token_types, adapters, given, media)
         assert residual is not None, "a stage after the first needs the residual stream"
         inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, residual, adapters)
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
-        joined = self.joined_layers if is_fused else None
+        added = () if media is None else media.added
+        assert len(added) <= len(self.layers), (len(added), len(self.layers))
+        # Joined layers are causal, and nothing is added between them.
+        joined = self.joined_layers if is_fused and not added and metadata.last_visible is None else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
         part = None
@@ -288,7 +301,7 @@ class DecoderStack(nn.Module):
             assert isinstance(cache, Tensor), "joined layers have blocks of one shape"
             part = joined.run(residual, (ropes[0].cos, ropes[0].sin), cache[:num_joined], metadata, adapters)
         for index in range(num_joined, len(cache)):
-            leaves_out = wanted if index == len(cache) - 1 else None
+            leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
             layer = self.layers[index]
             options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused}
             if states:
@@ -297,6 +310,10 @@ class DecoderStack(nn.Module):
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]
             part, residual = layer(part, residual, ropes, layer_cache, metadata, leaves_out, **options)
+            if media is not None and index < len(added):
+                residual.index_add_(0, media.places, added[index])
+        if wanted is not None and len(added) == len(cache):
+            part, residual = None if part is None else part[wanted.rows], residual[wanted.rows]
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
         hidden = _normed(self.norm, part, residual)
@@ -320,7 +337,10 @@ class DecoderStack(nn.Module):
         token_types: Tensor | None,
         adapters: StepAdapters | None,
         given: TokenRows | None,
+        media: StepMedia | None,
     ) -> Tensor:
+        if media is not None:
+            token_ids = token_ids.index_fill(0, media.places, 0)
         x: Tensor = self.embed_tokens(token_ids, given)
         if self._multiplier != 1.0:
             rows = None if given is None or self._multiplies_rows else x[given.places]
@@ -329,6 +349,9 @@ class DecoderStack(nn.Module):
                 x = x.index_copy_(0, given.places, rows)
         if self.project_in is not None:
             x = self.project_in(x, adapters)
+        if media is not None:
+            is_scaled = self._multiplier != 1.0 and self._multiplies_rows
+            x = x.index_copy_(0, media.places, media.rows * self._multiplier if is_scaled else media.rows)
         if self.embed_token_types is not None:
             x = x + self.embed_token_types(torch.zeros_like(token_ids) if token_types is None else token_types)
         x = x + self.embed_positions(positions, token_ids) if self._has_positions else x

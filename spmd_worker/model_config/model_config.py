@@ -41,6 +41,7 @@ from spmd_worker.model_config.rope import (
     read_local_rope,
     read_rope,
     rotated_layers,
+    with_sections,
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
@@ -578,6 +579,8 @@ def _ropes(
     found = read_rope(reader, max_positions, head_size, rope.rotary_size_key, may_be_partial=rope.may_be_partial)
     found = found if rope.adjust is None else rope.adjust(found, reader, head_size)
     found = replace(found, is_interleaved=rope.is_interleaved, is_backward=rope.is_backward, rounding=rope.rounding)
+    if rope.sections:
+        found = with_sections(found, reader, rope.sections, interleaves=rope.interleaves_sections)
     if thetas is None:
         return (found,)
     if found.rope_type == "yarn" and any(0 < theta <= 1 for theta in thetas):

@@ -33,6 +33,10 @@ class RopeParameters:
     (1 + `query_growth` * log(1 + floor((position + `growth_offset`) / original length))). `is_backward`: angles are
     negative. `rounding` lists the values rounded to the model's dtype: "each step" (cosines, sines, multiplications and
     additions), "angles" (cosines and sines, and the result), or "result", the result alone; the others are float32.
+
+    `sections`, if there are any, are the numbers of pairs that turn by a token's position in time, its line and its
+    column (https://arxiv.org/abs/2409.12191), which differ in images: one section after another or, with
+    `interleaves_sections`, a pair of each in turn as far as section and head go, and time's behind.
     """
 
     size: int
@@ -58,6 +62,24 @@ class RopeParameters:
     is_backward: bool = False
     short_mscale: float = 0.0
     long_mscale: float = 0.0
+    sections: tuple[int, ...] = ()
+    interleaves_sections: bool = False
+
+    @property
+    def takes_three_positions(self) -> bool:
+        """Whether the frequencies are those of all positions, so that a token's may differ among pairs."""
+        return self.rope_type not in ("dynamic", "longrope") and not self.query_growth
+
+    @property
+    def pair_axes(self) -> tuple[int, ...]:
+        """Of each pair the position that turns it: 0 time, 1 line, 2 column. Empty without sections."""
+        if not self.interleaves_sections:
+            return tuple([axis for axis, count in enumerate(self.sections) for _ in range(count)])
+        axes = [0] * (self.rotary_size // 2)
+        for axis in (1, 2):
+            for pair in range(axis, min(3 * self.sections[axis], len(axes)), 3):
+                axes[pair] = axis
+        return tuple(axes)
 
     @property
     def rotary_size(self) -> int:
@@ -92,6 +114,30 @@ def given_rope(reader: ConfigReader) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise ModelConfigError(f"{reader.where(key)}={shown(given)} must be an object")
     return given
+
+
+def with_sections(
+    rope: RopeParameters, reader: ConfigReader, default: Sequence[int], *, interleaves: bool
+) -> RopeParameters:
+    """The rope with `mrope_section`, or the class's own sections where a file has none and they fit. Raises
+    ModelConfigError.
+    """
+    given, num_pairs = given_rope(reader), rope.rotary_size // 2
+    sections, key = given.get("mrope_section"), f"{reader.path}: rope mrope_section"
+    if given.get("mrope_interleaved", interleaves) is not interleaves:
+        raise ModelConfigError(
+            f"{reader.path}: rope mrope_interleaved={shown(given['mrope_interleaved'])} must be "
+            f"{str(interleaves).lower()}: models of this architecture are computed that way alone"
+        )
+    if sections is None:
+        fits = interleaves or sum(default) == num_pairs
+        return replace(rope, sections=tuple(default), interleaves_sections=interleaves) if fits else rope
+    if not isinstance(sections, list) or len(sections) != 3:
+        raise ModelConfigError(f"{key}={shown(sections)} must list three numbers of pairs: time, line and column")
+    sections = tuple([checked_integer(each, key, 0, MAX_INT) for each in sections])
+    if not interleaves and sum(sections) != num_pairs:
+        raise ModelConfigError(f"{key}={list(sections)} must add up to {num_pairs}, the rotated pairs of a head")
+    return replace(rope, sections=sections, interleaves_sections=interleaves)
 
 
 def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:

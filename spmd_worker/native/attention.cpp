@@ -73,6 +73,7 @@ struct Attention {
   float cap;    // of scores, to base 2; 0: none
   int64_t window;  // below 0: its magnitude is the size of chunks
   int64_t ahead;  // number of later keys that a row sees; 0: attention is causal
+  const int32_t* last_keys;  // last position that each token of the step sees, in order; null: by `ahead`
   bool has_amx;
   const float* sinks = nullptr;  // one logit per query head, of a key without a value; null: no sinks
 
@@ -89,6 +90,7 @@ struct Attention {
   }
 
   int64_t last_visible(int sequence, int64_t position) const {
+    if (last_keys != nullptr) return last_keys[query_starts[sequence + 1] - context_lengths[sequence] + position];
     return ahead > 0 ? std::min(position + ahead, context_lengths[sequence] - 1) : position;
   }
 
@@ -446,15 +448,15 @@ struct Attention {
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
-      int64_t window, int64_t ahead, const float* sinks, int64_t latent_size, Type::Element* output,                   \
-      int64_t may_use_amx, int64_t num_threads) {                                                                      \
+      int64_t window, int64_t ahead, const int32_t* last_visible, const float* sinks, int64_t latent_size,             \
+      Type::Element* output, int64_t may_use_amx, int64_t num_threads) {                                                                      \
     const float log2_of_e = 1.44269504088896340736f;                                                                   \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size),                \
          int(latent_size)},                                                                                            \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
-        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, may_use_amx != 0 && amx::is_granted(),     \
-        sinks};                                                                                                        \
+        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, last_visible,                              \
+        may_use_amx != 0 && amx::is_granted(), sinks};                                                                                                        \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 

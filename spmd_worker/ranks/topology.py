@@ -182,6 +182,7 @@ def check_divides(layout: RankLayout, model_config: ModelConfig) -> None:
     divide.
     """
     _check_stages(layout, model_config)
+    _check_images(layout, model_config)
     size = layout.tensor_parallel_size
     problem = _shard_problem(size, model_config, layout.experts)
     if problem:
@@ -219,6 +220,29 @@ def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
         raise ConfigError(
             f"{option} makes {sum(layers)} layers and the model has {model_config.num_layers}, of which each stage "
             f"takes one at least: give numbers that add up, such as [{example}], or leave it null"
+        )
+
+
+def _check_images(layout: RankLayout, model_config: ModelConfig) -> None:
+    """Raise ConfigError for a model that takes images and cannot place their tokens, or add their rows to its first
+    layers.
+    """
+    vision = model_config.vision
+    if vision is None:
+        return
+    way_out = "set limits.max_images=0 to run it with text alone"
+    first = stage_of(layout, model_config, 0)
+    if vision.num_added > first.num_layers:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size={layout.pipeline_parallel_size} leaves {first.num_layers} layers to the "
+            f"first stage, and rows of images are added behind the first {vision.num_added} (deepstack): give it "
+            f"those with parallel.pipeline_layers, lower the number of stages, or {way_out}"
+        )
+    unplaced = [rope.rope_type for rope in model_config.ropes if not (rope.sections and rope.takes_three_positions)]
+    if vision.has_three_positions and (unplaced or not model_config.ropes):
+        raise ConfigError(
+            f"tokens of images have three positions, which this model's rope of type {(unplaced or ['none'])[0]} has "
+            f"no sections for, or does not scale for: {way_out}"
         )
 
 

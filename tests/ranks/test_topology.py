@@ -1,10 +1,13 @@
 """Which rank does what, and what torchrun's environment says."""
 
+from dataclasses import replace
+
 import pytest
 
 from spmd_worker.base.config.schema import ParallelConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.model_config.model_config import model_config_of
+from spmd_worker.model_config.model_config import RopeParameters, model_config_of
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
 from spmd_worker.ranks.topology import (
     RankLayout,
@@ -179,3 +182,29 @@ def test_invalid_stages_error_suggests_a_valid_cut(layout: RankLayout, message: 
 def test_parallel_config_sets_the_layers_per_stage():
     assert layout_of(ParallelConfig(2, 2, 1, [4, 6])) == RankLayout(2, 2, 1, (4, 6))
     assert layout_of(ParallelConfig()) == RankLayout(1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rope", "vision", "message"),
+    [
+        (
+            RankLayout(1, 2, 1, (2, 8)),
+            {},
+            {"num_added": 3},
+            r"=2 leaves 2 layers .*first 3 \(deepstack\).*max_images=0",
+        ),
+        (RankLayout(1, 1), {"sections": ()}, {}, "type default has no sections"),
+        (RankLayout(1, 1), {"rope_type": "dynamic", "factor": 2.0}, {}, "type dynamic has no sections"),
+    ],
+)
+def test_images_without_places_are_refused(
+    layout: RankLayout, rope: dict[str, object], vision: dict[str, object], message: str
+):
+    """Rows are added behind layers of the first stage; positions are three numbers."""
+    plain = RopeParameters(8, sections=(1, 1, 2))
+    images = VisionConfig("", 3, has_three_positions=True)
+    good = replace(SHAPE, ropes=(plain,), vision=replace(images, num_added=3))
+    check_divides(RankLayout(1, 2, 1, (3, 7)), good)
+    check_divides(layout, replace(good, ropes=(replace(plain, **rope),), vision=None))
+    with pytest.raises(ConfigError, match=message):
+        check_divides(layout, replace(good, ropes=(replace(plain, **rope),), vision=replace(images, **vision)))

@@ -185,7 +185,7 @@ def _without_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[
 
 def _newer_rope(config: dict[str, Any]) -> dict[str, Any]:
     """The config with the sections of positions in an image, which are equal for text."""
-    sections = {"mrope_section": [1, 2, 1], "mrope_interleaved": True}
+    sections = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     rope = config.get("rope_parameters")
     newer = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
     return config if rope is None else {**newer, "rope_parameters": {**rope, **sections}}

@@ -6,7 +6,7 @@ last chunks of several in one batch. Unwritten places of the cache hold NaN thro
 
 import math
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Sizes:
     score_cap: float = 0.0
     has_sinks: bool = False
     sees_later: bool = False
+    images: tuple[range, ...] = ()
+    """Tokens that see all of their range."""
 
     @property
     def num_heads(self) -> int:
@@ -69,6 +71,12 @@ def sequence(length: int, sizes: Sizes, seed: int = 0) -> Sequence:
     return Sequence(torch.randn(length, num_heads, sizes.head_size, generator=generator).to(sizes.dtype), sizes)
 
 
+def last_seen(sizes: Sizes, positions: Tensor) -> Tensor:
+    """int32: the position of the last key that each token sees, of its image or its own."""
+    ends = {token: image.stop - 1 for image in sizes.images for token in image}
+    return torch.tensor([ends.get(token, token) for token in positions.tolist()], dtype=torch.int32)
+
+
 def formula(one: Sequence) -> Tensor:
     """float64 [length, heads, head size], written down as it is in the paper."""
     query, key, value = (part.double() for part in one.parts)
@@ -79,11 +87,12 @@ def formula(one: Sequence) -> Tensor:
     positions = torch.arange(one.length)
     distances = positions - positions.unsqueeze(1)
     is_visible = distances <= (one.length if one.sizes.sees_later else 0)
+    is_visible |= positions <= last_seen(one.sizes, positions).unsqueeze(1)
     if one.sizes.window < 0:
         quotients = positions // -one.sizes.window
         is_visible &= quotients.unsqueeze(1) == quotients
     elif one.sizes.window:
-        is_visible &= distances.abs() < one.sizes.window
+        is_visible &= (-distances if one.sizes.images else distances.abs()) < one.sizes.window
     scores = scores.masked_fill(~is_visible, -math.inf)
     if one.sizes.sinks is not None:
         sinks = one.sizes.sinks.double().view(-1, 1, 1).expand(-1, one.length, 1)
@@ -134,6 +143,13 @@ def _cache(backend: AttentionBackend, sequences: list[Sequence], order_seed: int
     return cache, list(torch.randperm(num_blocks, generator=generator)[: sum(counts)].split(counts))
 
 
+def pieces(backend: AttentionBackend, one: Sequence, ends: list[int]) -> Tensor:
+    """The sequence alone, in steps that end there."""
+    cache, (table,) = _cache(backend, [one], order_seed=0)
+    ranges = list(pairwise([0, *ends, one.length]))
+    return torch.cat([_step(backend, cache, [one], [table], [each]) for each in ranges])
+
+
 def _step(
     backend: AttentionBackend,
     cache: Tensor,
@@ -143,6 +159,7 @@ def _step(
 ) -> Tensor:
     block_size = sequences[0].sizes.block_size
     positions = [torch.arange(start, end) for start, end in ranges]
+    sights = [last_seen(one.sizes, at) for one, at in zip(sequences, positions, strict=True)]
     padded = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int64)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
@@ -153,6 +170,7 @@ def _step(
         token_blocks=torch.cat([table[at // block_size] for table, at in zip(tables, positions, strict=True)]),
         token_offsets=torch.cat(positions) % block_size,
         sees_later=sequences[0].sizes.sees_later,
+        last_visible=torch.cat(sights) if any(one.sizes.images for one in sequences) else None,
     )
     merged = torch.cat([one.merged[start:end] for one, (start, end) in zip(sequences, ranges, strict=True)])
     query, key, value = Sequence(merged, sequences[0].sizes).parts

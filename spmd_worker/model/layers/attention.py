@@ -120,7 +120,7 @@ class Attention(nn.Module):
         projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]
-        is_one_call = is_fused and self._is_plain and wanted is None and not metadata.sees_later
+        is_one_call = is_fused and self._is_plain and wanted is None and metadata.is_causal
         if is_one_call and angles is not None and angles.is_plain:
             attended = self._backend.attend_projected(
                 projected, (angles.cos, angles.sin), layer_cache, metadata, self.num_heads, self.scale, self.window

@@ -76,6 +76,7 @@ class RotaryEmbedding:
         self._is_full = self._rotary_size == rope.size and not (rope.is_interleaved or rope.query_growth)
         self._frequencies = inverse_frequencies(rope, self._rotary_size).to(device)
         self._exponents = _exponents(self._rotary_size).double().to(device)
+        self._axes = torch.tensor(rope.pair_axes, device=device) if rope.sections else None
         self._amplitude = attention_factor(rope)
         self._amplitudes: Tensor | None = None
         """That of short and that of long rows, if they differ."""
@@ -86,11 +87,19 @@ class RotaryEmbedding:
         """Whether full heads rotate in halves, rounded at each step, as in fused kernels; float32 never rounds."""
         return self._is_full and (self._rope.rounding == "each step" or dtype == torch.float32)
 
-    def angles(self, positions: Tensor, regimes: Tensor, dtype: torch.dtype) -> Angles:
+    def angles(
+        self, positions: Tensor, regimes: Tensor, dtype: torch.dtype, rope_positions: Tensor | None = None
+    ) -> Angles:
         """int64 [T] positions and regimes -> angles for tensors of `dtype`, computed in float32 and rounded to `dtype`
-        unless `RopeParameters.rounding` is "result".
+        unless `RopeParameters.rounding` is "result". With `rope_positions`, int64 [3, T], pairs turn by the position
+        of their section; three equal numbers give the bits of one.
         """
-        radians = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
+        turned_by = positions.float().unsqueeze(1)
+        if rope_positions is not None:
+            assert self._axes is not None, "a model whose tokens have three positions has sections"
+            # Contiguous: cosines of strided tensors may have other bits.
+            turned_by = rope_positions.t().float().index_select(1, self._axes)
+        radians = turned_by * self._frequencies_at(positions, regimes)
         amplitude = self._amplitude if self._amplitudes is None else self._amplitudes[regimes].unsqueeze(1)
         cos, sin = radians.cos() * amplitude, radians.sin() * amplitude
         sin = -sin if self._rope.is_backward else sin

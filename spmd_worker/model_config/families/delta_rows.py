@@ -158,7 +158,8 @@ _QWEN3_5_MOE: Final = replace(
 
 def _beside_images(row: Family, models: str) -> Family:
     names = replace(next_to(row.names, "visual"), ignored_prefixes=row.names.ignored_prefixes, aliases={})
-    return replace(row, models=models, names=names, text=TextPart(), vision="qwen3_5")
+    rope = Rope(may_be_partial=True, sections=(11, 11, 10), interleaves_sections=True)
+    return replace(row, models=models, names=names, rope=rope, text=TextPart(), vision="qwen3_5")
 
 
 DELTA_ROWS: Final[dict[str, Family]] = {

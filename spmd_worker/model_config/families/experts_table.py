@@ -162,6 +162,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         vision="qwen3_vl",
         names=next_to(Names(stacked=_EXPERT_STACKS), "visual"),
         attention=Attention(qk_norm="head"),
+        rope=Rope(sections=(24, 20, 20), interleaves_sections=True),
         feed_forward=FeedForward(bias=False),
         experts=ExpertsFamily(default_count=60, **_QWEN, renormalises=True),
         text=TextPart(),

@@ -177,7 +177,8 @@ class Rope:
     layer has none). `thetas_key` lists the base of each layer, 0 for one without. `may_be_partial`:
     `partial_rotary_factor` counts, or in older files `rotary_size_key`, the number of rotated elements of a head.
     `is_interleaved`, `is_backward` and `rounding` are as in `RopeParameters`. `adjust` changes the rope for one
-    architecture, from the file and the head size.
+    architecture, from the file and the head size. `sections`, of models whose tokens have three positions, are those of
+    files that have none (`RopeParameters.sections`), and interleaved where the class does so.
     """
 
     has_local: bool = False
@@ -189,6 +190,8 @@ class Rope:
     may_be_partial: bool = False
     rotary_size_key: str = ""
     adjust: Callable[[RopeParameters, ConfigReader, int], RopeParameters] | None = None
+    sections: tuple[int, ...] = ()
+    interleaves_sections: bool = False
 
 
 @dataclass(frozen=True, slots=True)

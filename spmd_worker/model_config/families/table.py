@@ -47,6 +47,7 @@ _QWEN2_VL: Final = replace(
     _QWEN2,
     models="Qwen2-VL, the text",
     names=Names(ignored_prefixes=("visual.",), aliases={"model.language_model.": "model.", "model.visual.": "visual."}),
+    rope=Rope(sections=(16, 24, 24)),
     text=TextPart(tie="also"),
     defaults={
         "num_key_value_heads": 8,
@@ -175,6 +176,7 @@ FAMILIES: Final[dict[str, Family]] = {
         vision="qwen3_vl",
         names=next_to(Names(), "visual"),
         attention=Attention(qk_norm="head", head_size=128),
+        rope=Rope(sections=(24, 20, 20), interleaves_sections=True),
         feed_forward=FeedForward(bias=False),
         text=TextPart(),
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 500000.0},

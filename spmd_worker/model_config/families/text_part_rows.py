@@ -195,7 +195,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         models="GLM-4.1V, GLM-4.6V-Flash, the text",
         names=next_to(GLM_NAMES, "visual"),
         attention=Attention(qkv_bias=True, output_bias=False),
-        rope=Rope(is_interleaved=True, may_be_partial=True),
+        rope=Rope(is_interleaved=True, may_be_partial=True, sections=(8, 12, 12)),
         feed_forward=FeedForward(bias=False),
         text=TextPart(tie="also"),
         # The heads share the hidden size, whatever a file says.
@@ -211,7 +211,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         models="GLM-OCR, the text",
         names=replace(next_to(GLM_NAMES, "visual"), ignores_later_layers=True),
         attention=Attention(qkv_bias=False, output_bias=False),
-        rope=Rope(is_interleaved=True, may_be_partial=True),
+        rope=Rope(is_interleaved=True, may_be_partial=True, sections=(8, 12, 12)),
         feed_forward=FeedForward(bias=False),
         text=TextPart(tie="also"),
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},

@@ -68,7 +68,7 @@ class AttentionBackend(Protocol):
         value_size: int = 0,
     ) -> Tensor:
         """Attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D]: causal, unless
-        `metadata.sees_later`.
+        `metadata.sees_later`, or up to `metadata.last_visible`.
 
         `window` 0 sees all keys; above 0, the last `window` keys, the query's own included; below 0, the keys of the
         query's chunk: those at positions with the same quotient by -window. If `score_cap` is above 0,

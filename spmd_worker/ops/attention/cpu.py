@@ -60,6 +60,11 @@ class _CheckedMetadata:
     block_tables: Tensor
     token_blocks: Tensor
     token_offsets: Tensor
+    last_visible: Tensor | None
+
+    @property
+    def last_address(self) -> int | None:
+        return None if self.last_visible is None else self.last_visible.data_ptr()
 
 
 class CpuBackend(AttentionBackend):
@@ -130,7 +135,8 @@ class CpuBackend(AttentionBackend):
             *(*rows, num_heads),
             *_NOT_ROTATED,
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, score_cap, window, metadata.num_later_keys(window), None if sinks is None else sinks.data_ptr()),
+            *(scale, score_cap, window, metadata.num_later_keys(window), checked.last_address),
+            None if sinks is None else sinks.data_ptr(),
             *(value_size, output.data_ptr(), self._may_use_amx, num_threads()),
         )
         return output
@@ -146,7 +152,7 @@ class CpuBackend(AttentionBackend):
         window: int,
     ) -> Tensor:
         """`angles` have the dtype of `projected`."""
-        assert not metadata.sees_later, "this call is causal"
+        assert metadata.is_causal, "this call is causal"
         # Angles of all of a head, in halves.
         size, checked = 2 * angles[0].shape[1], self._check(metadata, layer_cache)
         cache = self._cache_arguments(layer_cache, size)
@@ -176,7 +182,7 @@ class CpuBackend(AttentionBackend):
 
     def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor, head_size: int) -> StepPointers:
         """Addresses of a step's metadata for caches like `layer_cache`; valid until the next step."""
-        assert not metadata.sees_later, "joined layers are causal"
+        assert metadata.is_causal, "joined layers are causal"
         self._cache_arguments(layer_cache, head_size)
         checked = self._check(metadata, layer_cache)
         return StepPointers(
@@ -256,7 +262,22 @@ def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: in
         block_tables=tables.contiguous(),
         token_blocks=metadata.token_blocks.contiguous(),
         token_offsets=metadata.token_offsets.contiguous(),
+        last_visible=None if metadata.last_visible is None else _checked_sight(metadata.last_visible, starts, lengths),
     )
+
+
+def _checked_sight(last_visible: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Raise AssertionError unless the last visible keys are there, at or behind their tokens, and in order."""
+    assert last_visible.dtype == torch.int32, last_visible.dtype
+    counts = starts.diff()
+    ends = lengths.repeat_interleave(counts)
+    positions = torch.arange(int(starts[-1])) + (lengths - starts[1:]).repeat_interleave(counts)
+    assert last_visible.shape == positions.shape, (last_visible.shape, positions.shape)
+    in_order = torch.ones(len(positions), dtype=torch.bool)
+    in_order[1:] = last_visible[1:] >= last_visible[:-1]
+    in_order[starts[:-1][counts > 0]] = True
+    assert bool((in_order & (positions <= last_visible) & (last_visible < ends)).all()), last_visible
+    return last_visible.contiguous()
 
 
 def _check_indices(name: str, indices: Tensor, end: int) -> None:

@@ -24,7 +24,9 @@ class AttentionMetadata:
     offset, negative for padding tokens. `fixed` belongs to the backend, for steps whose tensors keep their addresses
     (`attention.backend.FixedAttention`): the other fields except `sees_later` and `slots` are not used then.
     Fixed steps of one number of tokens and different `kind` have different launches. `segments` are the sequences as
-    layers with states take them; None if the model has no such layer.
+    layers with states take them; None if the model has no such layer. `last_visible` int32 [T]: the position of the
+    last key that a token sees, its own or a later one of the step, in ascending order within a sequence; a window
+    counts from the token's own. None: the token's own. A sequence of one token sees nothing later.
     """
 
     query_starts: tuple[int, ...]
@@ -39,6 +41,11 @@ class AttentionMetadata:
     fixed: object | None = None
     kind: int = 0
     segments: StateSegments | None = None
+    last_visible: Tensor | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        return not self.sees_later and self.last_visible is None
 
     def num_later_keys(self, window: int) -> int:
         """Number of later keys that a token may see: 0 for causal attention."""

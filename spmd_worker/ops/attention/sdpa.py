@@ -53,15 +53,28 @@ class SdpaBackend(AttentionBackend):
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
+            last = _last_visible(metadata, rows, num_keys)
             arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
             if value_size:
                 assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
+                assert last is None, "latents are seen by causal attention alone"
                 output[rows] = _attend_latents(query[rows], keys, first_key, num_keys, scale, window, value_size)
             elif score_cap > 0 or sinks is not None:
-                output[rows] = _attend_unfused(*arguments, score_cap, sinks)
+                output[rows] = _attend_unfused(*arguments, score_cap, sinks, last)
             else:
-                output[rows] = _attend_fused(*arguments)
+                output[rows] = _attend_fused(*arguments, last)
         return output
+
+
+def _last_visible(metadata: AttentionMetadata, rows: slice, num_keys: int) -> Tensor | None:
+    """Position of the last key that each query of `rows` sees; None if it is each query's own, so that a row's way to
+    be computed does not depend on others.
+    """
+    if metadata.last_visible is None:
+        return None
+    last = metadata.last_visible[rows].long()
+    own = torch.arange(num_keys - len(last), num_keys, device=last.device)
+    return last if bool((last != own).any()) else None
 
 
 def _first_visible_key(num_keys: int, num_queries: int, window: int) -> int:
@@ -92,6 +105,7 @@ def _attend_fused(
     scale: float,
     window: int,
     num_later: int,
+    last: Tensor | None = None,
 ) -> Tensor:
     """One sequence: queries [T, Hq, D] at the end of keys [L, Hkv, D]."""
     num_queries, num_heads, head_size = query.shape
@@ -101,12 +115,12 @@ def _attend_fused(
         grouped = query.view(1, k.shape[1], num_heads // k.shape[1], head_size)
         return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(1, num_heads, head_size)
     q = query.transpose(0, 1).unsqueeze(0)
-    if num_queries == num_keys and not window:
+    if num_queries == num_keys and not window and last is None:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=not num_later, scale=scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
     parts = []
     for rows in _query_slices(num_queries, num_heads, keys):
-        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, num_later)
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, num_later, last)
         parts.append(F.scaled_dot_product_attention(q[:, :, rows], k, v, mask, scale=scale, enable_gqa=True))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out.squeeze(0).transpose(0, 1)
@@ -123,6 +137,7 @@ def _attend_unfused(
     num_later: int,
     score_cap: float,
     sinks: Tensor | None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """`_attend_fused` with capped scores or sinks, which torch's fused attention does not support: in float32, with the
     scores of some queries at a time.
@@ -135,7 +150,7 @@ def _attend_unfused(
         scores = query[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
         if score_cap > 0:
             scores = (scores / score_cap).tanh() * score_cap
-        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, num_later)
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, num_later, last)
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
@@ -179,12 +194,13 @@ def _mask(
     window: int,
     device: torch.device,
     num_later: int,
+    last: Tensor | None = None,
 ) -> Tensor:
-    """Bool [queries, keys], true if a query of `rows` sees the key."""
+    """Bool [queries, keys], true if a query of `rows` sees the key; `last` replaces `num_later`."""
     first_query = num_keys - num_queries
     query_positions = torch.arange(first_query + rows.start, first_query + rows.stop, device=device).unsqueeze(1)
     key_positions = torch.arange(first_key, num_keys, device=device).unsqueeze(0)
-    mask = key_positions <= query_positions + num_later
+    mask = key_positions <= (query_positions + num_later if last is None else last[rows].unsqueeze(1))
     if window < 0:
         return mask & (key_positions >= query_positions // -window * -window)
     return mask & (key_positions > query_positions - window) if window else mask

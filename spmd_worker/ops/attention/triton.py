@@ -61,6 +61,7 @@ class TritonFixedAttention:
     def fill(self, metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
         assert metadata.starts is not None, "only for batches of `BatchState`"
         assert metadata.lengths is not None, "only for batches of `BatchState`"
+        assert metadata.is_causal, "recorded steps are causal"
         count, width = metadata.block_tables.shape
         slots = _slots_of(metadata, self._block_size)
         self._slots[: len(slots)] = slots
@@ -153,6 +154,7 @@ class TritonBackend(AttentionBackend):
         window: int,
     ) -> Tensor:
         """Queries are rotated in place."""
+        assert metadata.is_causal, "this call is causal"
         projected = projected.contiguous()
         plan = self._plan(projected, metadata, layer_cache, num_heads, window)
         rows.rotate_and_write(projected, *angles, layer_cache, self._slots(metadata, layer_cache), num_heads)
@@ -187,6 +189,7 @@ class TritonBackend(AttentionBackend):
                 itemsize=queries.element_size(),
                 later=metadata.num_later_keys(window),
                 on_device=None if starts is None or lengths is None else (starts, lengths),
+                last_visible=metadata.last_visible,
             )
         return plans[key]
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_cache.block import num_blocks_for
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.recurrent import StateSegments
@@ -29,6 +30,7 @@ from spmd_worker.replica.grammar.step_masks import ConstrainedRow
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.sampled import sample_indices
 from spmd_worker.replica.sequence.sequence import SequenceKey
+from spmd_worker.worker.runner.image_layout import last_visible_of, media_of_step, rope_positions_of
 
 Integers = NDArray[np.int64]
 
@@ -42,7 +44,8 @@ _MIN_LEFT_OUT = 32
 class Batch:
     """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]. `rows` has one entry per sample;
     it is empty if all samples need only the argmax. `token_types` is None if all are of the first type. `adapter_slots`
-    int32 [T]: slots of the tokens' adapters, -1 without one; None if no row has one.
+    int32 [T]: slots of the tokens' adapters, -1 without one; None if no row has one. `rope_positions` int64 [3, T]:
+    time, line and column of the tokens; None if no row has images, or the model has one position a token.
     """
 
     token_ids: Tensor
@@ -53,6 +56,7 @@ class Batch:
     rows: tuple[SampleRow, ...]
     token_types: Tensor | None = None
     adapter_slots: Tensor | None = None
+    rope_positions: Tensor | None = None
 
 
 SlotOf = Callable[[int], int]
@@ -68,10 +72,11 @@ def build_batch(
     is_encoder: bool = False,
     slot_of: SlotOf | None = None,
     has_states: bool = False,
+    vision: VisionConfig | None = None,
 ) -> Batch:
     """Lay out a step. `scheduled` comes from the mirror, in plan order; `rows` are those of `rows_to_sample`, if they
     are known. Rows of an encoder have blocks for this step only, one row after another. `slot_of` None: no row has an
-    adapter. `has_states`: the model's rows have recurrent states.
+    adapter. `has_states`: the model's rows have recurrent states. `vision`: how the model takes images, if it does.
     """
     counts = [each.num_scheduled_tokens for each in scheduled]
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
@@ -81,6 +86,9 @@ def build_batch(
     block_ids = _step_blocks(counts, block_size) if is_encoder else [each.sequence.block_ids for each in scheduled]
     tables = _block_tables(block_ids)
     sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
+    sequences = [each.sequence for each in scheduled]
+    of_images = (vision, media_of_step(vision, sequences), firsts, counts)
+    three, last_visible = rope_positions_of(*of_images), last_visible_of(*of_images)
     attention = AttentionMetadata(
         query_starts=starts,
         context_lengths=tuple(first + count for first, count in zip(firsts, counts, strict=True)),
@@ -89,9 +97,10 @@ def build_batch(
         token_offsets=_to(positions % block_size, device),
         sees_later=is_encoder,
         segments=_segments(scheduled, starts, firsts, device) if has_states else None,
+        last_visible=None if last_visible is None else _to(last_visible.astype(np.int32), device),
     )
     types = _token_types(scheduled, counts) if is_encoder else None
-    adapters = adapter_slots([each.sequence for each in scheduled], slot_of)
+    adapters = adapter_slots(sequences, slot_of)
     return Batch(
         token_ids=_to(token_ids(scheduled), device),
         positions=_to(positions, device),
@@ -101,6 +110,7 @@ def build_batch(
         rows=rows_to_sample(scheduled) if rows is None else rows,
         token_types=None if types is None else _to(types, device),
         adapter_slots=None if adapters is None else _to(adapters.astype(np.int32).repeat(counts), device),
+        rope_positions=None if three is None else _to(three, device),
     )
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_cache.block import BlockId
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.recurrent import StateSegments
@@ -30,6 +31,7 @@ from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequenc
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.worker.runner.batch import Batch, Integers, RowsToSample, SlotOf, adapter_slots, state_slots, token_ids
+from spmd_worker.worker.runner.image_layout import last_visible_of, media_of_step, position_delta, rope_positions_of
 
 _SLOTS_A_SEQUENCE: Final = 4
 """Slots for the sequences of a few steps in flight and for waiting ones."""
@@ -60,7 +62,7 @@ class _Layout:
     """Layout of a step. On the host: `ends` int64 [S], the tokens computed with the step, `slot_indices` int64 [S],
     `query_starts`, and `width`, the blocks of the longest table. On the device, int64: `slots` [S], `rope_regimes` [T],
     `sample_rows` [R]; int32: `starts` [S + 1], `adapter_slots` [T] if a row has an adapter, `state_slots` [S] if the
-    model has states.
+    model has states. `deltas` int64 [S], on the host: `position_delta` of each row, if rows have three positions.
     """
 
     scheduled: Sequence[ScheduledSequence]
@@ -77,23 +79,27 @@ class _Layout:
     starts: Tensor
     adapter_slots: Tensor | None
     state_slots: Tensor | None
+    deltas: Integers | None
 
 
 class _Sent(NamedTuple):
-    """Numbers of one step on the device. int64: `token_ids`, `positions`, `token_blocks`, `token_offsets` [T], and
-    `places`, new entries' indices into the tables; int32: `token_slots` [T], `lengths` [S], `blocks`, the entries, and
-    `firsts` [S], first positions, if the model has states.
+    """Numbers of one step on the device. int64: `token_ids`, `positions`, `token_blocks`, `token_offsets` [T],
+    `rope_positions` [3 * T], if rows have three positions, and `places`, new entries' indices into the tables; int32:
+    `token_slots` [T], `lengths` [S], `blocks`, the entries, `firsts` [S], first positions, if the model has states, and
+    `last_visible` [T] if tokens see later ones.
     """
 
     token_ids: Tensor
     positions: Tensor
     token_blocks: Tensor
     token_offsets: Tensor
+    rope_positions: Tensor
     places: Tensor
     token_slots: Tensor
     lengths: Tensor
     blocks: Tensor
     firsts: Tensor
+    last_visible: Tensor
 
 
 class BatchState:
@@ -102,8 +108,15 @@ class BatchState:
     """
 
     def __init__(
-        self, block_size: int, device: torch.device, slot_of: SlotOf | None = None, *, has_states: bool = False
+        self,
+        block_size: int,
+        device: torch.device,
+        slot_of: SlotOf | None = None,
+        *,
+        has_states: bool = False,
+        vision: VisionConfig | None = None,
     ) -> None:
+        self._vision = vision
         self._block_size, self._device, self._slot_of, self._has_states = block_size, device, slot_of, has_states
         self._slots: dict[MirroredSequence, _Slot] = {}
         """The least recently used first."""
@@ -143,6 +156,7 @@ class BatchState:
             segments=None
             if layout.state_slots is None
             else StateSegments(layout.state_slots, layout.starts, sent.firsts),
+            last_visible=sent.last_visible if len(sent.last_visible) else None,
         )
         return Batch(
             token_ids=sent.token_ids,
@@ -152,6 +166,7 @@ class BatchState:
             sample_rows=layout.sample_rows,
             rows=self._rows.of(scheduled),
             adapter_slots=layout.adapter_slots,
+            rope_positions=None if layout.deltas is None else sent.rope_positions.view(3, -1),
         )
 
     def forget(self, finished_sequences: Sequence[SequenceKey], finished_request_ids: Sequence[RequestId]) -> None:
@@ -178,9 +193,11 @@ class BatchState:
         last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
         positions = layout.ends - 1
         token_blocks, offsets, token_slots = self._of_tokens(layout.slot_indices, positions)
+        # A row that decodes is behind its images.
+        three = _NONE if layout.deltas is None else np.tile(positions + layout.deltas, 3)
         longs, ints = self._send(
-            (last_ids, positions, token_blocks, offsets, places),
-            (token_slots, layout.ends, blocks, positions if self._has_states else _NONE),
+            (last_ids, positions, token_blocks, offsets, three, places),
+            (token_slots, layout.ends, blocks, positions if self._has_states else _NONE, _NONE),
         )
         return layout, _Sent(*longs, *ints)
 
@@ -200,13 +217,18 @@ class BatchState:
         starts, ends = np.append(0, counts.cumsum()), firsts + counts
         positions = np.arange(starts[-1]) + (firsts - starts[:-1]).repeat(counts)
         token_blocks, offsets, token_slots = self._of_tokens(slot_indices.repeat(counts), positions)
-        of_step = (token_ids(scheduled), positions, token_blocks, offsets, places)
+        media = media_of_step(self._vision, sequences)
+        of_images = (self._vision, media, firsts, counts)
+        three, last_visible = rope_positions_of(*of_images), last_visible_of(*of_images)
+        of_tokens = (token_blocks, offsets, _NONE if three is None else three.ravel())
+        of_step = (token_ids(scheduled), positions, *of_tokens, places)
         of_layout = (slot_indices, regimes.repeat(counts), (starts[1:] - 1).repeat(num_samples))
         adapters = adapter_slots(sequences, self._slot_of)
         of_adapters = _NONE if adapters is None else adapters.repeat(counts)
-        of_states = (firsts, state_slots(sequences)) if self._has_states else (_NONE, _NONE)
+        first, held = (firsts, state_slots(sequences)) if self._has_states else (_NONE, _NONE)
+        sight = _NONE if last_visible is None else last_visible
         longs, (*ints, states_there, starts_there, adapters_there) = self._send(
-            (*of_step, *of_layout), (token_slots, ends, blocks, *of_states, starts, of_adapters)
+            (*of_step, *of_layout), (token_slots, ends, blocks, first, sight, held, starts, of_adapters)
         )
         *longs, slots, rope_regimes, sample_rows = longs
         layout = _Layout(
@@ -224,6 +246,7 @@ class BatchState:
             starts=starts_there,
             adapter_slots=None if adapters is None else adapters_there,
             state_slots=states_there if self._has_states else None,
+            deltas=None if three is None or media is None else np.array([position_delta(each) for each in media]),
         )
         return layout, _Sent(*longs, *ints)
 

@@ -139,7 +139,11 @@ class ModelRunner:
         self._has_states = model.model_config.has_states
         self._state = None
         if has_state:
-            self._state = BatchState(block_size, self._device, self._slot_of, has_states=self._has_states)
+            self._state = BatchState(
+                *(block_size, self._device, self._slot_of),
+                has_states=self._has_states,
+                vision=model.model_config.vision,
+            )
         self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
@@ -169,8 +173,13 @@ class ModelRunner:
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
             rows = self._rows.of(scheduled)
-            kinds = {"is_encoder": is_encoder, "has_states": self._has_states}
-            batch = build_batch(scheduled, self._block_size, self._device, rows, slot_of=self._slot_of, **kinds)
+            batch = build_batch(
+                *(scheduled, self._block_size, self._device, rows),
+                is_encoder=is_encoder,
+                slot_of=self._slot_of,
+                has_states=self._has_states,
+                vision=self.model.model_config.vision,
+            )
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)
@@ -209,6 +218,7 @@ class ModelRunner:
                 given=given,
                 states=() if self._cache_engine.states is None else self._cache_engine.states.layers,
                 **images,
+                rope_positions=batch.rope_positions,
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)

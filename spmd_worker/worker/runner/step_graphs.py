@@ -4,8 +4,9 @@ Steps are padded to one of a few sizes. Padding tokens change no bit of the othe
 on its batch, and attention skips them. One graph serves decode rows, prompt chunks and both together; attention may
 ask for another where it needs fewer launches (`AttentionMetadata.kind`), as for short rows that all decode. Steps with
 adapters have graphs of their own, for any adapters of their rows; they are recorded again when other layers are
-adapted. A step's inputs are copied to fixed tensors; weights and cache are read at the recorded addresses, and if these
-change, all graphs are recorded again.
+adapted. So have steps whose tokens have three positions, as those of rows with images; steps whose tokens see later
+ones have none. A step's inputs are copied to fixed tensors; weights and cache are read at the recorded addresses, and
+if these change, all graphs are recorded again.
 
 The first step of a size runs launch by launch in the same tensors, which compiles missing kernels and gives the step
 its result. Then its graph is recorded, which computes nothing. All graphs share one memory pool: they never overlap.
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 _SMALL_SIZES = (8, 16, 32, 64)
 """The kernels' tiles have 64 rows, so padding below that costs next to nothing."""
 _FINEST = 64
-_ADAPTED = "adapted layers"
+_LAYERS, _ADAPTED = "layers", "adapted layers"
+_OF_THREE_POSITIONS = " of three positions"
 _SIZES_AN_OCTAVE = 4
 """Sizes from one power of two to the next, at least _FINEST apart: at most a fifth of a larger step is padding."""
 
@@ -96,6 +98,8 @@ class StepGraphs:
         self._token_ids, self._positions, self._regimes = (
             torch.zeros(max_tokens, dtype=torch.int64, device=self._device) for _ in range(3)
         )
+        # Allocated by the first step that has some.
+        self._rope_positions = self._token_ids.new_empty((3, 0))
         self._adapter_slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=self._device)
         self._rows = torch.zeros(max_seqs, dtype=torch.int64, device=self._device)
         self._regimes_of: Tensor | None = None
@@ -115,7 +119,8 @@ class StepGraphs:
         return len(self._graphs)
 
     def takes(self, batch: Batch) -> bool:
-        return len(batch.token_ids) <= self.sizes[-1] and len(batch.attention.context_lengths) <= self._max_seqs
+        fits = len(batch.token_ids) <= self.sizes[-1] and len(batch.attention.context_lengths) <= self._max_seqs
+        return fits and batch.attention.is_causal
 
     def forward(self, batch: Batch, cache: LayerCaches, incoming: Tensor | None) -> Tensor:
         """`DecoderStack.forward` -> [T, H], which the next step overwrites."""
@@ -128,6 +133,10 @@ class StepGraphs:
             # Rows that continue keep those of the last step.
             self._regimes[:count] = batch.rope_regimes
             self._regimes_of = batch.rope_regimes
+        if batch.rope_positions is not None:
+            if not self._rope_positions.numel():
+                self._rope_positions = self._token_ids.new_zeros((3, self.sizes[-1]))
+            self._rope_positions[:, :count] = batch.rope_positions
         if incoming is not None:
             self._incoming = _allocated(self._incoming, incoming, self.sizes[-1])
             self._incoming[:count] = incoming
@@ -135,8 +144,10 @@ class StepGraphs:
         if batch.adapter_slots is not None:
             self._fill_adapters(batch.adapter_slots, size)
         metadata = self._attention.fill(batch.attention, size)
-        launch = partial(self._compute, size, cache, metadata, incoming is not None, is_adapted)
-        self._run((_ADAPTED if is_adapted else "layers", size, metadata.kind), launch)
+        has_three = batch.rope_positions is not None
+        launch = partial(self._compute, size, cache, metadata, incoming is not None, is_adapted, has_three)
+        layers = (_ADAPTED if is_adapted else _LAYERS) + _OF_THREE_POSITIONS * has_three
+        self._run((layers, size, metadata.kind), launch)
         return self._hidden[:count]
 
     def argmax(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,10 +188,16 @@ class StepGraphs:
             self._adapter_slots_of = slots
         if self._adapters.adapted_layers != self._adapted_layers:
             self._adapted_layers = self._adapters.adapted_layers
-            self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != _ADAPTED}
+            self._graphs = {key: graph for key, graph in self._graphs.items() if not key[0].startswith(_ADAPTED)}
 
     def _compute(
-        self, size: int, cache: LayerCaches, metadata: AttentionMetadata, has_incoming: bool, is_adapted: bool
+        self,
+        size: int,
+        cache: LayerCaches,
+        metadata: AttentionMetadata,
+        has_incoming: bool,
+        is_adapted: bool,
+        has_three: bool,
     ) -> None:
         self._reset_sums()
         adapters = None
@@ -188,7 +205,8 @@ class StepGraphs:
             adapters = self._adapters.step(self._adapter_slots[:size])
         tokens = (self._token_ids[:size], self._positions[:size], self._regimes[:size])
         incoming = self._incoming[:size] if has_incoming else None
-        hidden = self._model(*tokens, cache, metadata, incoming, adapters=adapters)
+        three = self._rope_positions[:, :size] if has_three else None
+        hidden = self._model(*tokens, cache, metadata, incoming, adapters=adapters, rope_positions=three)
         self._hidden = _allocated(self._hidden, hidden, self.sizes[-1])
         self._hidden[:size] = hidden
         self._reset_sums()

@@ -11,6 +11,7 @@ from device_waits import DeviceWaits
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model.layers.rotary import RotaryEmbedding, attention_factor, inverse_frequencies
 from spmd_worker.model_config.model_config import RopeParameters, model_config_of
 from spmd_worker.ops.kernels.api import Kernels
@@ -202,3 +203,60 @@ def test_backward_angles_undo_forward_ones():
     kernels = ReferenceKernels()
     torch.testing.assert_close(backward.rotate(kernels, forward.rotate(kernels, x)), x)
     assert not torch.allclose(forward.rotate(kernels, forward.rotate(kernels, x)), x)
+
+
+QWEN_VL = {
+    **SIZES,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+}
+OTHER_VL = {**QWEN_VL, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+
+
+def sections_of(keys: dict[str, Any], scaling: dict[str, Any] | None) -> RopeParameters:
+    given = {} if scaling is None else {"rope_scaling": scaling}
+    return model_config_of({**keys, **given}, "config.json").ropes[0]
+
+
+def test_sections_turn_pairs_by_their_positions():
+    interleaved = sections_of(
+        QWEN_VL, {"rope_type": "default", "mrope_section": [14, 10, 8], "mrope_interleaved": True}
+    )
+    assert (interleaved.sections, interleaved.interleaves_sections) == ((14, 10, 8), True)
+    assert interleaved.pair_axes == (0, 1, 2) * 8 + (0, 1, 0, 0, 1, 0, 0, 0)
+    one_by_one = sections_of(OTHER_VL, {"type": "mrope", "mrope_section": [8, 12, 12]})
+    assert one_by_one.pair_axes == (0,) * 8 + (1,) * 12 + (2,) * 12
+    # Those of the classes, where they fit.
+    assert sections_of(QWEN_VL, None).sections == (24, 20, 20)
+    assert sections_of(OTHER_VL, None).sections == ()
+    assert sections_of({**OTHER_VL, "head_dim": 128}, None).sections == (16, 24, 24)
+    positions = torch.arange(7) + torch.tensor([[0], [100], [2000]])
+    for rope in (interleaved, one_by_one):
+        rotary = RotaryEmbedding(rope, 100, CPU)
+        regimes = torch.zeros(7, dtype=torch.int64)
+        for dtype in (torch.float32, torch.bfloat16):
+            found = rotary.angles(positions[0], regimes, dtype, positions)
+            of_axes = [rotary.angles(each, regimes, dtype) for each in positions]
+            for pair, axis in enumerate(rope.pair_axes):
+                assert torch.equal(found.cos[:, pair], of_axes[axis].cos[:, pair])
+                assert torch.equal(found.sin[:, pair], of_axes[axis].sin[:, pair])
+            equal = rotary.angles(positions[0], regimes, dtype, positions[:1].expand(3, -1))
+            assert torch.equal(equal.cos, of_axes[0].cos), "three equal numbers are one"
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling", "words"),
+    [
+        (OTHER_VL, {"type": "mrope", "mrope_section": [8, 12, 11]}, r"\[8, 12, 11\] must add up to 32"),
+        (OTHER_VL, {"type": "mrope", "mrope_section": [16, 16]}, "three numbers"),
+        (OTHER_VL, {"type": "mrope", "mrope_section": "8, 12"}, "three numbers"),
+        (QWEN_VL, {"rope_type": "default", "mrope_section": [8, -1, 8]}, "mrope_section=-1"),
+        (QWEN_VL, {"rope_type": "default", "mrope_interleaved": False}, "mrope_interleaved=False must be true"),
+        (OTHER_VL, {"type": "mrope", "mrope_section": [8, 12, 12], "mrope_interleaved": True}, "must be false"),
+    ],
+)
+def test_sections_that_do_not_fit_are_refused(keys: dict[str, Any], scaling: dict[str, Any], words: str):
+    with pytest.raises(ModelConfigError, match=words):
+        sections_of(keys, scaling)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from native_libraries import NATIVE, each_library, library_for
-from paged_steps import Sizes, error, formula, run, sequence, together
+from paged_steps import Sizes, error, formula, pieces, run, sequence, together
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -415,3 +415,50 @@ def test_bidirectional_attention_matches_formula(instruction_set, dtype, window)
     # The control: causal attention is something else.
     causal = replace(rows[-1], sizes=replace(sizes, sees_later=False))
     assert window == 1 or not is_close(alone[-1], formula(causal), dtype)
+
+
+IMAGES = (range(1, 4), range(60, 141), range(143, 201))
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("window", [0, 20])
+def test_tokens_of_images_see_all_of_them(instruction_set, dtype, window):
+    """Images over ends of tiles and work items, longer than the window."""
+    sizes = Sizes(dtype=dtype, num_kv_heads=1, group_size=3, head_size=48, window=window, images=IMAGES)
+    one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    assert is_close(whole, formula(one), dtype)
+    for ends in ([1, 60, 142], [4, 20, 59, 141, 202], [*range(4, 60), 143, 201]):
+        assert torch.equal(pieces(backend, one, ends), whole), ends
+    text = sequence(90, replace(sizes, images=()), seed=1)
+    (beside, other) = together(backend, [text, one], [90, 60])
+    assert torch.equal(beside, run(backend, text, WHOLE)), "text beside an image"
+    assert torch.equal(other, whole[-60:])
+    # Control: causal attention is something else, but before images.
+    causal = run(backend, replace(one, sizes=replace(sizes, images=())), WHOLE)
+    assert torch.equal(causal[:1], whole[:1])
+    assert not is_close(causal, formula(one), dtype)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("score_cap", [0.0, 3.0])
+def test_plain_torch_sees_whole_images_too(window, score_cap):
+    sizes = Sizes(group_size=3, window=window, images=IMAGES, score_cap=score_cap)
+    one, text = sequence(203, sizes), sequence(90, replace(sizes, images=()), seed=1)
+    assert is_close(run(SdpaBackend(), one, WHOLE), formula(one), FLOAT32)
+    assert is_close(pieces(SdpaBackend(), one, [4, 59, 142]), formula(one), FLOAT32)
+    assert torch.equal(together(SdpaBackend(), [text, one], [90, 60])[0], run(SdpaBackend(), text, WHOLE))
+
+
+@pytest.mark.parametrize("last", [[0, 2, 2], [2, 1, 2], [1, 1, 3]], ids=["itself", "order", "end"])
+def test_sight_out_of_bounds_is_rejected(last):
+    backend = backend_for(NATIVE, Sizes())
+    cache = torch.zeros(2, *backend.block_shape(2, 16, 64))
+    tokens = (torch.tensor([[0]]), torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    good = AttentionMetadata((0, 3), (3,), *tokens, last_visible=torch.tensor([1, 1, 2], dtype=torch.int32))
+    query = torch.zeros(3, 8, 64)
+    backend.attend(query, cache, good, 1.0, 0)
+    sight = torch.tensor(last if last[0] else [0, 0, 2], dtype=torch.int32)
+    with pytest.raises(AssertionError, match="tensor"):
+        backend.attend(query, cache, replace(good, last_visible=sight), 1.0, 0)

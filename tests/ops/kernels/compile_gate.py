@@ -176,7 +176,9 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
 
 MODELS = {"llama-8b": (32, 8, 128), "qwen-0.5b": (14, 2, 64), "llama-135m": (9, 3, 64)}
 """Query heads, key-value heads, head size."""
-_POINTERS = dict.fromkeys(("items", "num_items", "starts", "lengths", "tables", "joins", "num_joins", "slots"), "*i32")
+_POINTERS = dict.fromkeys(
+    ("items", "num_items", "starts", "lengths", "tables", "joins", "num_joins", "slots", "last_visible"), "*i32"
+)
 _FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_denoms", "sinks"), "*fp32")
 _OF_ROWS = {
     **dict.fromkeys(("maxima", "factors", "min_logits", "values"), "*fp32"),
@@ -230,6 +232,7 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     yield attend_variant("attend llama-8b many sinks", *MODELS["llama-8b"], element)
     capped = attend_variant("attend 256 many cap", *HEAD_SIZES["256"], element)
     yield replace(capped, stack_bytes=8)
+    yield attend_variant("attend 256 many sight", *HEAD_SIZES["256"], element)
     for name, shape in LATENTS.items():
         for way in ("few", "few joined", "many"):
             variant = attend_variant(f"attend {name} {way}", *shape, element)
@@ -241,7 +244,9 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     yield from head_variants(element)
     types = _typed(attention_kernels.make_items, element) | dict.fromkeys(("lengths", "items", "counts"), "*i32")
     constants = {"FEW": 4, "MANY": 32, "SEGMENT": attention_kernels.SEGMENT, "BATCH": 256, "EACH": 64}
-    yield Variant("make_items", attention_kernels.make_items, types, constants, {"num_warps": 1})
+    for name, has_sight in (("make_items", False), ("make_items sight", True)):
+        chosen = constants | {"SIGHT": has_sight}
+        yield Variant(name, attention_kernels.make_items, types, chosen, {"num_warps": 1})
     for name, (heads, _, size) in (MODELS | HEAD_SIZES).items():
         types = _typed(attention_kernels.join_partials, element)
         constants = attention.join_constants(heads, size)
@@ -283,9 +288,8 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     capped, sinks = "cap" in name, "sinks" in name
     is_latent = "latent" in name
     value_size = size - 64 if is_latent else size
-    constants = attention.attend_constants(
-        tile, heads, kv_heads, size, value_size, 16, is_capped=capped, has_sinks=sinks, is_latent=is_latent
-    )
+    kind = {"is_capped": capped, "has_sinks": sinks, "is_latent": is_latent, "has_sight": "sight" in name}
+    constants = attention.attend_constants(tile, heads, kv_heads, size, value_size, 16, **kind)
     constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.
     staged = itemsize * attention_kernels.TILE * (size + (0 if is_latent else size // tile.parts))

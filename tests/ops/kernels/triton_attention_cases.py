@@ -78,9 +78,10 @@ class Step:
         splits: bool = True,
         is_causal: bool = True,
         extra: int = 0,
+        images: tuple[range, ...] = (),
         **arguments: object,
     ) -> list[torch.Tensor]:
-        """Each chunk's rows. `extra` keys too many are planned: for controls."""
+        """Each chunk's rows. `extra` keys too many are planned: for controls. Tokens of `images` see to their ends."""
         starts = [0, *itertools.accumulate(end - first for _, first, end in chunks)]
         tables = self.tables[[index for index, _, _ in chunks]]
         ends = [end + extra for _, _, end in chunks]
@@ -92,6 +93,7 @@ class Step:
             itemsize=self.cache.element_size(),
             later=of_step.num_later_keys(window),
             splits=splits,
+            last_visible=torch.cat([last_seen(first, end, images) for _, first, end in chunks]) if images else None,
         )
         queries = torch.cat([self.queries[index][first:end] for index, first, end in chunks]).flatten(1)
         out = attention.attend_pages(queries, *self.pages, plan, self.num_heads, size**-0.5, **arguments)
@@ -105,6 +107,7 @@ class Step:
         is_causal: bool = True,
         score_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        images: tuple[range, ...] = (),
     ) -> torch.Tensor:
         """In float64."""
         index, first, end = chunk
@@ -114,6 +117,8 @@ class Step:
         distance = torch.arange(end)[None] - torch.arange(first, end)[:, None]
         far = window or 2**30
         seen = (distance > -far) & (distance < (1 if is_causal else far))
+        if images:
+            seen = (distance > -far) & (torch.arange(end)[None] <= last_seen(first, end, images)[:, None])
         if window < 0:
             quotients = torch.arange(end) // -window
             seen = (distance <= 0) & (quotients[first:, None] == quotients)
@@ -123,6 +128,12 @@ class Step:
         if sinks is not None:
             scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, end - first, 1)), -1)
         return (scores.softmax(-1)[..., :end] @ v).transpose(0, 1)
+
+
+def last_seen(first: int, end: int, images: tuple[range, ...]) -> torch.Tensor:
+    """int32: of the tokens [first, end) the last key that each sees, of its image or its own."""
+    ends = {token: image.stop - 1 for image in images for token in image}
+    return integers([ends.get(token, token) for token in range(first, end)])
 
 
 def attention_is_right() -> None:
@@ -179,6 +190,24 @@ def encoders_see_both_ways() -> None:
         assert torch.equal(found[1], step.attend([chunks[1]], window, is_causal=False)[0])
     # Control.
     assert not torch.equal(found[1], step.attend([chunks[1]], 7)[0])
+
+
+def tokens_of_images_see_all_of_them() -> None:
+    """Over ends of tiles and segments, with a window shorter than an image; chunks end where no image does."""
+    images = (range(3, 5), range(10, 45), range(47, 70))
+    for heads, dtype, window in (((2, 1, 16), torch.float32, 0), ((2, 2, 16), torch.float16, 7)):
+        step = Step([71, 12], heads, dtype)
+        (whole,) = step.attend([(0, 0, 71)], window, images=images)
+        assert_near(whole, step.reference((0, 0, 71), window, images=images), dtype)
+        for first, end in itertools.pairwise((0, 3, 5, 46, 71)):
+            cut, _ = step.attend([(0, first, end), (1, 11, 12)], window, images=images)
+            assert torch.equal(cut, whole[first:end]), (first, end)
+        # What a prefix hit inside an image leaves is one chunk.
+        assert torch.equal(step.attend([(0, 16, 45)], window, images=images)[0], whole[16:45])
+        (text,) = step.attend([(0, 0, 71)], window)
+        assert torch.equal(text[:3], whole[:3])
+        # Control.
+        assert not torch.equal(text[20], whole[20])
 
 
 def a_rows_bits_do_not_depend_on_how_it_was_cut() -> None:
@@ -345,6 +374,7 @@ CASES: tuple[Callable[[], None], ...] = (
     a_window_is_right_and_what_is_before_it_is_never_read,
     capped_scores_and_sinks_are_right,
     encoders_see_both_ways,
+    tokens_of_images_see_all_of_them,
     a_rows_bits_do_not_depend_on_how_it_was_cut,
     a_rows_bits_do_not_depend_on_rows_of_a_tile,
     weights_are_summed_by_a_tree,

@@ -18,8 +18,8 @@ WIDTH, MOST, SEQUENCES = 3, 20, 10
 
 
 class Model(nn.Module):
-    """Token ids times a weight, beside positions; what comes from the stage before is added, and adapters. Its largest
-    are columns of the hidden states.
+    """Token ids times a weight, beside positions; what comes from the stage before is added, and adapters, and three
+    positions. Its largest are columns of the hidden states.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,12 @@ class Model(nn.Module):
         metadata: object,
         incoming: Tensor | None,
         adapters: Tensor | None = None,
+        rope_positions: Tensor | None = None,
     ) -> Tensor:
         self.num_tokens.append(len(ids))
         hidden = ids[:, None] * self.weight + positions[:, None] * torch.arange(WIDTH) + regimes[:, None]
         hidden = hidden if adapters is None else hidden + 100 * (adapters[:, None] + 1)
+        hidden = hidden if rope_positions is None else hidden + 1000 * rope_positions.sum(0)[:, None]
         return hidden if incoming is None else hidden + incoming
 
     def argmax_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,3 +206,18 @@ def test_failed_recording_launches_eagerly_with_one_warning(
         "permitted when stream is capturing; executor.enforce_eager=true skips the recording"
     ]
     assert (Graph.num_replayed, graphs.num_recorded) == (0, 0)
+
+
+def test_steps_with_three_positions_have_their_own_graphs(graphs: StepGraphs):
+    for number in range(3):
+        three = torch.arange(5).repeat(3, 1) + number
+        of_images = replace(batch(5), rope_positions=three)
+        assert torch.equal(graphs.forward(of_images, CACHE, None), expected(5) + 1000 * three.sum(0)[:, None])
+        assert torch.equal(graphs.forward(batch(5), CACHE, None), expected(5)), "text has none"
+    assert (graphs.num_recorded, Graph.num_replayed) == (2, 4)
+
+
+def test_steps_that_see_later_tokens_have_none(graphs: StepGraphs):
+    step = batch(5)
+    assert graphs.takes(step)
+    assert not graphs.takes(replace(step, attention=replace(step.attention, last_visible=torch.arange(5))))

@@ -120,7 +120,8 @@ def launches_of(query_starts: Sequence[int], lengths: Sequence[int], max_partial
 class PlannedAttention:
     """A step's work for one window on the device, int32, and buffers of partial results, float32.
 
-    `items` of both kinds, the few first; `counts` of both and of joins. A token sees `later` keys after its own.
+    `items` of both kinds, the few first; `counts` of both and of joins. A token sees `later` keys after its own, or
+    those up to `last_visible`.
     """
 
     items: Tensor
@@ -140,6 +141,7 @@ class PlannedAttention:
     group: int
     window: int
     later: int = 0
+    last_visible: Tensor | None = None
 
 
 def plan_attention(
@@ -155,18 +157,21 @@ def plan_attention(
     later: int = 0,
     splits: bool = True,
     on_device: tuple[Tensor, Tensor] | None = None,
+    last_visible: Tensor | None = None,
 ) -> PlannedAttention:
     """The plan of one step: queries `query_starts[i]:query_starts[i + 1]` are at the end of the `lengths[i]` keys of
     sequence i. `tables` [S, B] are on the device; `on_device`: `query_starts` and `lengths`, int32, if they are there
-    already. `itemsize` of queries and keys. If it `splits`, the only query of a sequence has an item per segment; a
-    prompt has enough items for all programs, and would need a partial row per query and segment.
+    already. `last_visible`: `AttentionMetadata.last_visible`. `itemsize` of queries and keys. If it `splits`, the only
+    query of a sequence has an item per segment; a prompt has enough items for all programs, and would need a partial
+    row per query and segment.
     """
     starts, ends = on_device or (_integers(query_starts, tables.device), _integers(lengths, tables.device))
     most = len(lengths) * -(-max(lengths, default=0) // attention_kernels.SEGMENT) if splits else 0
     sizes = (num_heads, num_kv_heads, head_size, itemsize)
     tables = tables.to(torch.int32).contiguous()
     plan = _empty_plan(query_starts[-1], starts, ends, tables, *sizes, window, later, most)
-    plan = replace(plan, launches=launches_of(query_starts, lengths, plan.max_partials))
+    launches = launches_of(query_starts, lengths, plan.max_partials)
+    plan = replace(plan, launches=launches, last_visible=last_visible)
     fill_plan(plan, len(lengths))
     return plan
 
@@ -204,15 +209,21 @@ def fill_plan(plan: PlannedAttention, num_sequences: int) -> None:
         plan.counts.zero_()
         return
     attention_kernels.make_items[(num_sequences,)](
-        *(plan.starts, plan.lengths, plan.items, plan.joins, plan.counts, num_sequences, plan.num_few),
+        *(plan.starts, plan.lengths, plan.items, plan.joins, plan.counts, _sight(plan), num_sequences, plan.num_few),
         *(plan.max_partials, plan.window or _ALL_KEYS, plan.later),
         FEW=plan.few.rows // plan.group,
         MANY=plan.many.rows // plan.group,
         SEGMENT=attention_kernels.SEGMENT,
         BATCH=_BATCH,
         EACH=_EACH,
+        SIGHT=plan.last_visible is not None,
         num_warps=1,
     )
+
+
+def _sight(plan: PlannedAttention) -> Tensor:
+    """int32: `PlannedAttention.last_visible`, or a tensor that is not read."""
+    return plan.counts if plan.last_visible is None else plan.last_visible
 
 
 def _empty_plan(
@@ -310,10 +321,10 @@ def attend_pages(
         many = plan.many
         kinds.append((plan.items[plan.num_few :], plan.counts[1:], many, num_programs(device, many.programs), False))
     kind = {"is_capped": score_cap > 0, "has_sinks": sinks is not None, "is_latent": is_latent}
-    kind["is_chunked"] = plan.window < 0
+    kind |= {"is_chunked": plan.window < 0, "has_sight": plan.last_visible is not None}
     for items, count, tile, programs, is_one in kinds:
         attention_kernels.attend[(programs,)](
-            *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores),
+            *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores, _sight(plan)),
             *(queries.stride(0), keys.stride(0), plan.tables.stride(0)),
             *(plan.window or _ALL_KEYS, plan.later, scale_log2, score_cap * _LOG2_E),
             **attend_constants(tile, *sizes, **kind),
@@ -342,6 +353,7 @@ def attend_constants(
     has_sinks: bool = False,
     is_latent: bool = False,
     is_chunked: bool = False,
+    has_sight: bool = False,
 ) -> dict[str, int]:
     """Constexprs of `attention_kernels.attend` that its items do not choose."""
     assert value_size % tile.parts == 0, (value_size, tile)
@@ -365,6 +377,7 @@ def attend_constants(
         "SINKS": has_sinks,
         "LATENT": is_latent,
         "CHUNKED": is_chunked,
+        "SIGHT": has_sight,
     }
 
 

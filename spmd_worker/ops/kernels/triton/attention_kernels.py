@@ -172,12 +172,12 @@ def _first_seen(position, window):
 
 @triton.jit
 def _item(
-    work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks, stride_query,
-    stride_page, stride_table, window, later, scale, cap,
+    work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks, last_visible,
+    stride_query, stride_page, stride_table, window, later, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LATENT: tl.constexpr, CHUNKED: tl.constexpr,
+    LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr,
 ):  # fmt: skip
     """One item, key-value head and part of the values, see `attend`."""
     heads: tl.constexpr = KV_HEADS * G
@@ -198,6 +198,8 @@ def _item(
         q1 = _load(rows, is_row, K0, K1, D)
     position = first_position + r // G
     last = tl.minimum(position + later, seen - 1)
+    if SIGHT:
+        last = tl.load(last_visible + token + r // G, mask=is_row, other=0)
     if CHUNKED:
         before = position // -window * -window - 1
         lowest = first_position // -window * -window
@@ -246,11 +248,11 @@ def _item(
 @triton.jit(do_not_specialize=["stride_table", "window", "later"])
 def attend(
     queries, keys, values, tables, items, num_items, out, partial_sums, partial_tops, partial_denoms, sinks,
-    stride_query, stride_page, stride_table, window, later, scale, cap,
+    last_visible, stride_query, stride_page, stride_table, window, later, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, LOOPS: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, LATENT: tl.constexpr, CHUNKED: tl.constexpr,
+    SINKS: tl.constexpr, LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr,
 ):  # fmt: skip
     """All items of a step, whose number `num_items` int32 [1] is read here, so that one CUDA graph serves every mix of
     lengths. If it LOOPS, any number of programs share the items; else there is a program for each, which takes fewer
@@ -258,7 +260,8 @@ def attend(
     by itself with the scores again: wide heads' sums need more registers than there are.
 
     A token sees `later` keys after its own, and of the earlier ones those less than `window` away (2**30 for all) or,
-    if CHUNKED, those of its own chunk of -window keys;
+    if CHUNKED, those of its own chunk of -window keys. If SIGHT, it sees keys up to `last_visible`, int32 [T], its own
+    or a later one, and `later` is 0.
     `sinks` float32 [Hq]. `scale` is log2(e) * the attention scale, or if CAPPED the attention scale / the cap; `cap` is
     log2(e) * the cap.
     """
@@ -268,16 +271,16 @@ def attend(
         for each in tl.range(work, count, tl.num_programs(0)):
             _item(
                 each, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
-                stride_query, stride_page, stride_table, window, later, scale, cap,
+                last_visible, stride_query, stride_page, stride_table, window, later, scale, cap,
                 KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
-                CHUNKED,
+                CHUNKED, SIGHT,
             )  # fmt: skip
     elif work < count:
         _item(
             work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
-            stride_query, stride_page, stride_table, window, later, scale, cap,
+            last_visible, stride_query, stride_page, stride_table, window, later, scale, cap,
             KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
-            CHUNKED,
+            CHUNKED, SIGHT,
         )  # fmt: skip
 
 
@@ -328,8 +331,9 @@ def _shares(queries, length, window, FEW: tl.constexpr, MANY: tl.constexpr, SEGM
 
 @triton.jit(do_not_specialize=["S", "num_few", "max_partials", "window", "later"])
 def make_items(
-    starts, lengths, items, joins, counts, S, num_few, max_partials, window, later,
+    starts, lengths, items, joins, counts, last_visible, S, num_few, max_partials, window, later,
     FEW: tl.constexpr, MANY: tl.constexpr, SEGMENT: tl.constexpr, BATCH: tl.constexpr, EACH: tl.constexpr,
+    SIGHT: tl.constexpr,
 ):  # fmt: skip
     """Items and joins of a step, one program per sequence. Queries starts[i]:starts[i + 1] are at the end of the
     lengths[i] keys of sequence i.
@@ -372,6 +376,9 @@ def make_items(
         num_tokens = tl.minimum(stop - token, MANY)
         position = length - stop + token
         seen = tl.minimum(position + num_tokens + later, length)
+        if SIGHT:
+            # In order: the last token sees most.
+            seen = tl.load(last_visible + token + num_tokens - 1, mask=number < num_own, other=0) + 1
         begin = tl.maximum(_first_seen(position, window), 0) // SEGMENT + tl.where(is_split, number, 0)
         end = tl.where(is_split, begin + 1, (seen + SEGMENT - 1) // SEGMENT)
         row, inside = items + (first + number) * 8, number < num_own
