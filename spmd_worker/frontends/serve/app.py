@@ -226,7 +226,9 @@ class ServerApp:
         """Parse the body with `read`, in a thread."""
         async with contextlib.AsyncExitStack() as held:
             data = await self._body(request, held)
-            pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
+            # A path takes few bytes, and its image may take seconds.
+            has_images = self.reader.engine_limits.images is not None and b"image" in data
+            pool = self._large_pool if len(data) > LARGE_BYTES or has_images else self._pool
             return await _in_pool(pool, lambda: read(data), request.receive)
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
