@@ -106,8 +106,7 @@ class RequestLimits:
         if rows is not None and sampling.prompt_logprobs is not None and rows.num_rows == len(prompt_token_ids):
             message = "prompt_logprobs are those of token ids, and prompt_embeds have none: leave prompt_logprobs out"
             raise RequestError("conflicting_keys", message)
-        image_token_id = self.images.image_token_id if media_items and self.images is not None else None
-        self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual, image_token_id)
+        self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual, media_items)
         if media_items:
             if rows is not None or sampling.truncate_prompt_tokens is not None:
                 key = "prompt_embeds" if rows is not None else "truncate_prompt_tokens"
@@ -165,14 +164,14 @@ class RequestLimits:
         sampling: SamplingParams,
         pooling: PoolingParams | None,
         num_virtual: int,
-        image_token_id: int | None,
+        media_items: Sequence[MediaItem],
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
         least, most = min(prompt_token_ids), max(prompt_token_ids)
-        if most == image_token_id:
+        if self._is_of_images(most, prompt_token_ids, media_items):
             # Its embedding is not looked up, and in some models there is none.
-            most = max([each for each in prompt_token_ids if each != image_token_id], default=0)
+            most = max([each for each in prompt_token_ids if each != most], default=0)
         if least < 0 or most >= self.vocab_size:
             outside = least if least < 0 else most
             raise RequestError(
@@ -183,6 +182,12 @@ class RequestLimits:
         if num_virtual + len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
             count = str(len(prompt_token_ids))
             raise self._too_long(f"{num_virtual} virtual and {count}" if num_virtual else count)
+
+    def _is_of_images(self, token_id: int, token_ids: tuple[int, ...], media_items: Sequence[MediaItem]) -> bool:
+        """Whether all tokens of an id take rows of images: one more, of a scored completion, is a token like others."""
+        if not media_items or self.images is None or token_id != self.images.image_token_id:
+            return False
+        return token_ids.count(token_id) == sum(item.num_rows for item in media_items)
 
     def _check_media(self, media_items: Sequence[MediaItem], num_tokens: int) -> None:
         code, message = self.media.refusal(media_items)

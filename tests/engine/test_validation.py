@@ -1,6 +1,7 @@
 """What an engine cannot answer is refused with a code and a way out, once a request; what names a request."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,16 @@ from ranks import REPOSITORY
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.compat.image_prompts import ImagePrompts
+from spmd_worker.compat.image_reading import LazyPreparer
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.replica.scheduler.media_rows import MediaRowLimits
+from spmd_worker.replica.sequence.media_items import MediaItem
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 LIMITS = RequestLimits(vocab_size=10, max_model_len=4, has_tokenizer=False)
@@ -35,6 +42,18 @@ def test_invalid_request_has_code_and_remedy(prompt, sampling, code, words):
     with pytest.raises(RequestError, match=words) as refused:
         LIMITS.check(prompt, SamplingParams(**sampling))
     assert refused.value.code == code
+
+
+def test_only_tokens_of_images_are_beyond_the_vocabulary():
+    images = ImagePrompts(LazyPreparer(ImagePreparer), PLACEHOLDERS["llava"], image_token_id=12)
+    limits = replace(LIMITS, max_model_len=9, images=images, media=MediaRowLimits(num_rows=8))
+    items = (MediaItem(bytes(16), ((1, 2),), 4),)
+    limits.check((1, 12, 12, 2), SamplingParams(), media_items=items)
+    for given in ((1, 12, 12, 2, 12), (1, 12, 12, 11)):
+        with pytest.raises(RequestError, match=f"token id {given[-1]} is outside"):
+            limits.check(given, SamplingParams(), media_items=items)
+    with pytest.raises(RequestError, match="token id 12 is outside"):
+        limits.check((1, 12, 12, 2), SamplingParams())
 
 
 def test_the_largest_request_that_can_be_answered_passes():

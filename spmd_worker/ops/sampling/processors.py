@@ -67,7 +67,8 @@ def _penalise(values: Tensor, row: SampleRow) -> None:
     if sampling.repetition_penalty != 1.0:
         # On the host: the size of the result depends on the values.
         seen = torch.unique(torch.tensor([*row.prompt_token_ids, *row.output_token_ids], dtype=torch.int64))
-        seen = to_device(seen, values.device)
+        # Image tokens may be beyond the vocabulary.
+        seen = to_device(seen[seen < len(values)], values.device)
         chosen = values[seen]
         penalty = min(max(sampling.repetition_penalty, 1 / MAX_LOGIT), MAX_LOGIT)
         penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp(-MAX_LOGIT, MAX_LOGIT)

@@ -57,6 +57,15 @@ ROWS = [
 ]
 
 
+def test_penalties_skip_ids_beyond_the_vocabulary():
+    logits = torch.linspace(-2, 2, VOCAB_SIZE).unsqueeze(0)
+    sampling = {"repetition_penalty": 1.7, "presence_penalty": 0.5}
+    expected = processed([row([1, 18], [4], **sampling)], logits)
+    beyond = [row([1, VOCAB_SIZE, VOCAB_SIZE + 90, 18], [4], **sampling)]
+    assert torch.equal(processed(beyond, logits), expected)
+    assert not torch.equal(expected, logits)
+
+
 @pytest.mark.parametrize("index", range(len(ROWS)))
 def test_a_row_is_processed_by_its_formulas(index: int):
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(index))
