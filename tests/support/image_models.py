@@ -30,7 +30,7 @@ OTHER: Final = noise(97, 61, 5)
 _TEXT: Final = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -44,10 +44,10 @@ _TEXT: Final = {
 _OF_KIND: Final[dict[str, dict[str, Any]]] = {
     "gemma3": {
         "sliding_window": 24,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         "query_pre_attn_scalar": 16,
     },
-    "qwen3_5": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
 }
@@ -128,8 +128,8 @@ def prompt_of(kind: str, pictures: Sequence[Pixels], text: str | None = None) ->
 
 
 @torch.no_grad()
-def their_ids(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list[int]]:
-    """transformers' ids of the prompt, and greedy ids after it."""
+def their_answer(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list[int], list[float]]:
+    """transformers' ids of the prompt, greedy ids after it, and their log-probabilities."""
     media = media_kind(kind)
     with one_axis_a_call():
         inputs = oracle_inputs(media, list(pictures))
@@ -137,10 +137,11 @@ def their_ids(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list[in
     whole = replaced(text_of(kind, len(pictures)), PLACEHOLDERS[media].marker, texts)
     ids = list(tokenizer_of_images().encode(whole).ids)
     given = _tensors(kind, inputs, torch.tensor([ids]))
-    found = image_reference(kind).generate(
-        input_ids=torch.tensor([ids]), **given, max_new_tokens=NUM_TOKENS, do_sample=False, use_cache=True
-    )
-    return ids, found[0, len(ids) :].tolist()
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    made: Any = image_reference(kind).generate(torch.tensor([ids]), **given, **options)
+    chosen = made.sequences[0, len(ids) :].tolist()
+    logprobs = [logits[0].log_softmax(0)[token].item() for logits, token in zip(made.logits, chosen, strict=True)]
+    return ids, chosen, logprobs
 
 
 def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
