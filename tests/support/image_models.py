@@ -1,4 +1,4 @@
-"""Tiny models of every kind that takes images, whole: weights, tokenizer, template and processor; and transformers' ids.
+"""Tiny whole models of every kind that takes images: weights, tokenizer, template, processor; and transformers' ids.
 
 Numbers of pictures are those of `media_models.py`, so that those of a few hundred pixels reach every size rule.
 """
@@ -25,8 +25,8 @@ from spmd_worker.media.prepared import Pixels
 KINDS: Final = (*MODELS, "qwen3_5")
 NUM_TOKENS: Final = 8
 PICTURES: Final = (noise(97, 61, 3), noise(130, 257, 4))
-OTHER: Final = noise(97, 61, 5)
-"""Of the first picture's size."""
+OTHERS: Final = (noise(97, 61, 5), PICTURES[1])
+"""Another first picture of the same size."""
 _TEXT: Final = {
     "hidden_size": 32,
     "intermediate_size": 48,
