@@ -21,8 +21,8 @@ from spmd_worker.worker.runner.media_store import MediaStore
 
 ROOMY: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_blocks": 96, "max_model_len": 192, "max_num_seqs": 6}
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=32, logprobs=1, ignore_eos=True)
-TWICE = SamplingParams(temperature=1, seed=3, n=2, max_tokens=24, logprobs=1, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True)
+FORKED = SamplingParams(temperature=1, seed=3, n=3, max_tokens=40, logprobs=1, ignore_eos=True)
 WHOLE_KINDS = ("qwen3_vl", "gemma3", "qwen3_5")
 """Kinds that go through everything: three positions and added rows, sight within an image, states."""
 RECOMPUTING = {"preemption_mode": "recompute"}
@@ -40,7 +40,7 @@ def prompts(kind: str) -> list[Any]:
     ]
 
 
-PARAMS = [GREEDY, LONG, GREEDY, TWICE, LONG]
+PARAMS = [GREEDY, LONG, GREEDY, FORKED, GREEDY]
 
 
 def answers(llm: LLM, given: list[Any], params: list[SamplingParams]) -> list[Any]:
