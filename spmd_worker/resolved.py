@@ -335,6 +335,12 @@ def _check_states(config: RunConfig, model_config: ModelConfig) -> None:
             f"cache.verify_hits={cache.verify_hits} compares a recurrent state where a chunk of a prompt ends, and "
             f"scheduler.enable_chunked_prefill=false has no chunks: enable it, or leave cache.verify_hits at 0"
         )
+    if cache.enable_prefix_caching and not config.scheduler.enable_chunked_prefill:
+        logger.warning(
+            "scheduler.enable_chunked_prefill=false computes a prompt in one piece, so it keeps no state inside: with "
+            "recurrent states a prompt finds no prefix of another; leave it out to reuse prefixes",
+            extra=SAME_ON_EVERY_RANK,
+        )
     key = f"cache.connector={cache.connector}" if cache.connector else f"cache.host_tier_gib={cache.host_tier_gib:g}"
     if cache.connector or cache.host_tier_gib:
         logger.warning(

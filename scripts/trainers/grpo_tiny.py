@@ -3,6 +3,7 @@
     python -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py
     torchrun --nproc-per-node 2 -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py --tp 2 --sleep
     torchrun --nproc-per-node 2 -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py --tp 2 --tools
+    python -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py --model qwen3_5_text --sleep
 
 After each step it prints the mean difference between the engine's log-probabilities of what it sampled and those of
 the trainer's own forward pass, with the weights of the sync before (`sampling/sampling_logp_difference` of TRL's log),
@@ -33,11 +34,25 @@ RATIOS = [f"sampling/importance_sampling_ratio/{kind}" for kind in ("min", "max"
 SHOWN = ["step", "reward", *DIFFERENCES, *RATIOS, "tools/call_frequency"]
 
 
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+}
+"""What shapes with recurrent states have besides."""
+
+
 def write_model(folder: Path, kind: str) -> None:
     """Two layers, 258 ids, the same random weights each time."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         kind,
+        **HYBRIDS.get(kind, {}),
         vocab_size=len(LETTERS) + len(SPECIAL),
         hidden_size=64,
         intermediate_size=128,
@@ -94,7 +109,9 @@ def share_of_vowels(completions: list[Any], **_: Any) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=["qwen2", "qwen3", "llama"], default="qwen2", help="Qwen2's head is tied")
+    parser.add_argument(
+        "--model", choices=["qwen2", "qwen3", "llama", *HYBRIDS], default="qwen2", help="Qwen2's head is tied"
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor_parallel_size of the engine")
     parser.add_argument("--sleep", action="store_true", help="give the engine's memory back while the trainer trains")
     parser.add_argument("--steps", type=int, default=4)

@@ -87,18 +87,18 @@ class ImagePrompts:
 @dataclass(frozen=True, slots=True)
 class _PreparedOnce:
     preparer: Preparer
-    known: dict[Hashable, tuple[tuple[Any, ...], Sequence[PreparedImage]]] = field(default_factory=dict)
+    known: dict[Hashable, tuple[tuple[Any, ...], PendingImages]] = field(default_factory=dict)
     """Images of a prompt, by their sources, which are held: the id of an object is its own as long as it exists."""
 
     def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedImage]:
+        return self.submit(sources).result()
+
+    def submit(self, sources: Sequence[Any]) -> PendingImages:
         # The images of a prompt together: how one is prepared may depend on their number.
         key = tuple([each if isinstance(each, str | bytes) else id(each) for each in sources])
         if key not in self.known:
-            self.known[key] = (tuple(sources), self.preparer.prepare(sources))
+            self.known[key] = (tuple(sources), self.preparer.submit(sources))
         return self.known[key][1]
-
-    def submit(self, sources: Sequence[Any]) -> PendingImages:
-        return self.preparer.submit(sources)
 
     def close(self) -> None:
         self.preparer.close()

@@ -109,6 +109,9 @@ class RequestLimits:
         image_token_id = self.images.image_token_id if media_items and self.images is not None else None
         self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual, image_token_id)
         if media_items:
+            if rows is not None or sampling.truncate_prompt_tokens is not None:
+                key = "prompt_embeds" if rows is not None else "truncate_prompt_tokens"
+                raise RequestError("conflicting_keys", f"{key} and images exclude each other: leave one of them out")
             self._check_media(media_items, len(prompt_token_ids))
         sampling.check()
         self._check_sampling(sampling)

@@ -197,7 +197,8 @@ class MambaConfig:
     share inputs B and C in `num_groups` groups, behind a convolution of `kernel_size` taps.
 
     `has_bias` and `has_output_bias` are of the first and of the last projection. `norm` of the gated output is
-    "grouped", a group by itself after the gate; "grouped_first", before the gate; or "none", the gate alone.
+    "grouped", a group by itself after the gate; "grouped_first", before the gate; or "none", the gate alone. With
+    `norm_rounds_once` it is float32 until its end.
     `multipliers` scale z, x, B, C and dt, outputs of the projection; `in_multiplier` its input
     and `out_multiplier` the output of the layer. dt is bounded by `dt_limits`.
     """
@@ -212,6 +213,7 @@ class MambaConfig:
     has_bias: bool = False
     has_output_bias: bool = False
     norm: str = "grouped"
+    norm_rounds_once: bool = False
     multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     in_multiplier: float = 1.0
     out_multiplier: float = 1.0

@@ -22,6 +22,18 @@ SPMD_INLINE void rotate_row(const Element* row, int64_t half, const Element* cos
   }
 }
 
+// The same with float32 angles: rounded once.
+template <class Element>
+SPMD_INLINE void rotate_row_once(const Element* row, int64_t half, const float* cos, const float* sin, Element* to) {
+  for (int64_t index = 0; index < half; index += kLanes) {
+    const int64_t count = half - index;
+    const Floats first = load_some(row + index, count), second = load_some(row + half + index, count);
+    const Floats c = load_some(cos + index, count), s = load_some(sin + index, count);
+    store_some(to + index, as_kept<float>(first * c) - as_kept<float>(second * s), count);
+    store_some(to + half + index, as_kept<float>(second * c) + as_kept<float>(first * s), count);
+  }
+}
+
 // The row of token `token`: itself, or rotated into `scratch`.
 template <class Element>
 SPMD_INLINE const Element* rotated(

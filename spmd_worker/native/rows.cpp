@@ -66,6 +66,19 @@ void rotate(
   });
 }
 
+template <class Element>
+void rotate_once(
+    const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
+    const float* cos, const float* sin, Element* to, int64_t num_threads) {
+  const int64_t half = size / 2;
+  parallel_for(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+    for (int64_t head = 0; head < num_heads; ++head)
+      rotate_row_once(
+          x + token * token_stride + head * head_stride, half, cos + token * half, sin + token * half,
+          to + (token * num_heads + head) * size);
+  });
+}
+
 // ---- SiLU ---------------------------------------------------------------------------------------------------------
 
 template <class Element>
@@ -209,6 +222,11 @@ void argmax(
       int64_t size, const Element* cos, const Element* sin, Element* to, int64_t to_token_stride,                      \
       int64_t num_threads) {                                                                                           \
     rotate(x, token_stride, head_stride, num_tokens, num_heads, size, cos, sin, to, to_token_stride, num_threads);     \
+  }                                                                                                                    \
+  extern "C" void spmd_rotate_once_##name(                                                                             \
+      const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,              \
+      int64_t size, const float* cos, const float* sin, Element* to, int64_t num_threads) {                            \
+    rotate_once(x, token_stride, head_stride, num_tokens, num_heads, size, cos, sin, to, num_threads);                 \
   }                                                                                                                    \
   extern "C" void spmd_silu_and_mul_##name(                                                                            \
       const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {    \

@@ -207,7 +207,7 @@ struct GatedNorm {
   const Element* weight;
   int64_t weight_stride;  // between groups, 0 if they share a weight
   float epsilon;
-  bool is_sigmoid, gates_first;
+  bool is_sigmoid, gates_first, rounds_once;
   Element* to;
 };
 
@@ -236,9 +236,9 @@ SPMD_INLINE void norm_group(const GatedNorm<Element>& norm, int64_t row, int64_t
   const Floats factor = broadcast(1.0f / std::sqrt(sum_of_lanes(squares) / float(norm.size) + norm.epsilon));
   for (int64_t index = 0; index < norm.size; index += kLanes) {
     const int64_t count = norm.size - index;
-    const Floats normal = as_kept<Element>(input(index) * factor);
-    Floats result = normal * load_some(weight + index, count);
-    if (!norm.gates_first) result = as_kept<Element>(result) * activated(norm, gate + index, count);
+    const auto kept = [&](Floats numbers) { return norm.rounds_once ? numbers : as_kept<Element>(numbers); };
+    Floats result = kept(input(index) * factor) * load_some(weight + index, count);
+    if (!norm.gates_first) result = kept(result) * activated(norm, gate + index, count);
     store_some(to + index, result, count);
   }
 }
@@ -268,10 +268,10 @@ void gated_norm(const GatedNorm<Element>& norm, int64_t num_threads) {
   extern "C" void spmd_gated_norm_##name(                                                                              \
       const Element* x, int64_t x_stride, const Element* gate, int64_t gate_stride, int64_t num_tokens,                \
       int64_t num_groups, int64_t size, const Element* weight, int64_t weight_stride, float epsilon,                   \
-      int64_t is_sigmoid, int64_t gates_first, Element* to, int64_t num_threads) {                                     \
+      int64_t is_sigmoid, int64_t gates_first, int64_t rounds_once, Element* to, int64_t num_threads) {                \
     gated_norm<Element>(                                                                                               \
         {x, x_stride, gate, gate_stride, num_tokens, num_groups, size, weight, weight_stride, epsilon,                 \
-         is_sigmoid != 0, gates_first != 0, to},                                                                       \
+         is_sigmoid != 0, gates_first != 0, rounds_once != 0, to},                                                     \
         num_threads);                                                                                                  \
   }
 

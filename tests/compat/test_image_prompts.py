@@ -103,6 +103,7 @@ def test_images_of_several_prompts_are_prepared_once(images: ImagePrompts, token
     of_call = images.for_call()
     found = [encoded(of_call, tokenizer, two(prompt=WRITTEN * 2)) for _ in range(3)]
     assert isinstance(images.preparer, HerePreparer)
+    of_call.preparer.submit([WIDE, HIGH])
     assert len(images.preparer.asked) == 1
     assert found[0].media[1] is found[2].media[1]
 

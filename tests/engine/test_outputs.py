@@ -1,11 +1,13 @@
 """Which sequences of a request come back, in which order, and what they tell of log-probabilities."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 import spmd_worker.engine.outputs as engine_outputs
 from spmd_worker.engine.outputs import request_output
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -94,3 +96,21 @@ def test_control_reversed_ranking_is_detected(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(engine_outputs, "_improbability", lambda sequence: sequence.cumulative_logprob)
     with control():
         test_best_samples_are_sorted_and_renumbered()
+
+
+def test_image_tokens_have_no_prompt_logprob():
+    """They kept the place of the text that follows, and the log-probability of another token."""
+    media = (MediaItem(bytes(16), ((2, 2), (5, 1)), 4),)
+    for num_virtual in (0, 1):
+        ids = (0,) * num_virtual + (4, 5, 9, 9, 6, 9, 7)
+        items = tuple([replace(each, runs=tuple([(at + num_virtual, n) for at, n in each.runs])) for each in media])
+        request = Request(
+            *(RequestId(3), ids, SamplingParams(prompt_logprobs=0), 0), num_virtual_tokens=num_virtual, media=items
+        )
+        group = SequenceGroup(request, [Sequence(request, 0, [1], finish_reason=FinishReason.LENGTH)])
+        # The workers give image tokens the entry of token 0.
+        known = [0 if each == 9 else each for each in ids]
+        group.prompt_logprobs = [None, *({each: Logprob(-1.0 - each, 1)} for each in known[1:])]
+        found = request_output(group, None, None).prompt_logprobs
+        assert found is not None
+        assert [each and next(iter(each)) for each in found] == [None, 5, None, None, 6, None, 7]

@@ -5,9 +5,9 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hybrid_runs import greedy_ids, run_rows
 from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
+from plain_models import in_tiers, new_model
 from reference_models import open_reference, random_prompt, reference_greedy, relative_error
 from safetensors.torch import load_file, save_file
 from state_segments import CHUNKS
@@ -33,7 +34,6 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import select_experts
@@ -43,7 +43,7 @@ from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import ExpertsConfig
-from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.model_config.model_config import model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels, silu
@@ -57,12 +57,7 @@ FEW = ("lfm2_biases", "lfm2_moe", "lfm3")
 """One case of each family."""
 
 
-def quick(
-    *names: str, among: Iterable[str] = FEW, rest: pytest.MarkDecorator = pytest.mark.stress
-) -> pytest.MarkDecorator:
-    """Cases; all but these are in another tier."""
-    marks = {name: [] if name in names else rest for name in among}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+quick = partial(in_tiers, among=FEW)
 
 
 @cache
@@ -77,19 +72,6 @@ def their_logits(model: Any) -> list[Tensor]:
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
-
-
-def new_model(
-    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
-) -> DecoderForCausalLM:
-    """A model with kernels of plain torch, not packed."""
-    context = LayerContext(
-        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
-    )
-    model = build_model(context, config or read_model_files(folder).model_config, stage)
-    with model.weights.open(folder) as checkpoint:
-        model.weights.fill(checkpoint)
-    return model
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")

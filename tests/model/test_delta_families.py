@@ -5,10 +5,10 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from model_configs import with_layers, with_norms, with_ropes
 from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
+from plain_models import in_tiers, new_model
 from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file, save_file
 from state_segments import CHUNKS
@@ -34,7 +35,6 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
@@ -45,7 +45,7 @@ from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels import reference_recurrent
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
-from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
 from spmd_worker.worker.memory.estimate import rank_layers, state_layer, weights_bytes
 
@@ -55,12 +55,7 @@ FEW = ("qwen3_5", "qwen3_next", "olmo_hybrid")
 """A case of each kind of names."""
 
 
-def quick(
-    *names: str, among: Iterable[str] = DELTA_CASES, rest: pytest.MarkDecorator = pytest.mark.stress
-) -> pytest.MarkDecorator:
-    """Cases; all but these are in another tier."""
-    marks = {name: [] if name in names else rest for name in among}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+quick = partial(in_tiers, among=DELTA_CASES)
 
 
 @torch.no_grad()
@@ -75,19 +70,6 @@ def expected(name: str) -> list[Tensor]:
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
-
-
-def new_model(
-    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
-) -> DecoderForCausalLM:
-    """A model with kernels of plain torch, not packed."""
-    context = LayerContext(
-        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
-    )
-    model = build_model(context, config or read_model_files(folder).model_config, stage)
-    with model.weights.open(folder) as checkpoint:
-        model.weights.fill(checkpoint)
-    return model
 
 
 def are_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
@@ -539,6 +521,25 @@ def test_wrong_and_missing_delta_weights_are_reported(tmp_path: Path):
         save_file(tensors, tmp_path / word / "model.safetensors", {"format": "pt"})
         with pytest.raises(CheckpointError, match=word):
             new_model(tmp_path / word)
+
+
+def test_olmo_hybrid_as_transformers_saves_it_is_read(tmp_path: Path):
+    """Convolutions in equal thirds, of other widths than keys and values, and norms by the names of other layers'."""
+    delta_reference("olmo_hybrid").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = [len(tensors[f"model.layers.0.linear_attn.{part}_conv1d.weight"]) for part in "qkv"]
+    assert stored == [27, 27, 26]
+    assert "model.layers.1.feedforward_layer_norm.weight" in tensors
+    assert worst_error("olmo_hybrid", our_logits(tmp_path)) < TOLERANCE
+
+    def weights(folder: Path) -> list[Tensor]:
+        return on_ranks(2, lambda group: new_model(folder, group).model.layers[0].linear_attn.conv.weight)
+
+    assert all(map(torch.equal, weights(tmp_path), weights(delta_folder("olmo_hybrid"))))
+    name = "model.layers.0.linear_attn.v_conv1d.weight"
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="conv1d"):
+        new_model(tmp_path)
 
 
 def test_layers_for_speculation_and_images_are_skipped(tmp_path: Path):

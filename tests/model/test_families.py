@@ -29,6 +29,7 @@ from image_checkpoints import AS_IN_MEMORY, NESTED
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
 from our_model import is_noticed, load_model, prompt_logits
+from plain_models import new_model
 from reference_models import random_prompt, reference_greedy, relative_error
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
@@ -39,7 +40,6 @@ from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import CheckpointError, ModelConfigError, SpmdError
-from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.context import LayerContext
@@ -79,20 +79,6 @@ def expected(name: str) -> list[Tensor]:
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
-
-
-def new_model(
-    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
-) -> DecoderForCausalLM:
-    """A model with kernels of plain torch, not packed."""
-    config = config or read_model_files(folder).model_config
-    context = LayerContext(
-        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
-    )
-    model = build_model(context, config, stage)
-    with model.weights.open(folder) as checkpoint:
-        model.weights.fill(checkpoint)
-    return model
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")

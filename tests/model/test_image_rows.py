@@ -105,6 +105,7 @@ def error_of(name: str, model: DecoderForCausalLM, rows: tuple[ImageRow, ...] | 
     return max(relative_error(each, logits_of(name, number)) for number, each in enumerate(found))
 
 
+@pytest.mark.guarantee("Models compute what transformers computes")
 @pytest.mark.parametrize("name", CASE_MARKS)
 def test_logits_are_transformers_with_images(name: str):
     assert error_of(name, model_of(name)) < TOLERANCE
@@ -135,6 +136,7 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize("control", CONTROLS)
 def test_comparison_detects_other_positions_and_sight(control: str):
     name, numbers, change = CONTROLS[control]
@@ -155,6 +157,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.guarantee("A row's answer depends on the row alone")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASE_MARKS)
 def test_rows_have_one_answer_in_any_steps(name: str, dtype: str):

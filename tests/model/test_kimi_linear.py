@@ -20,6 +20,7 @@ from model_configs import with_layers
 from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
+from plain_models import new_model
 from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file
 from state_segments import CHUNKS
@@ -33,7 +34,6 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.family import Family
@@ -42,7 +42,7 @@ from spmd_worker.model_config.model_config import ModelConfig, model_config_of, 
 from spmd_worker.model_config.rope import RopeParameters
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
 from spmd_worker.worker.memory.estimate import cache_spec, weights_bytes
 
@@ -64,18 +64,6 @@ def expected(name: str) -> list[Tensor]:
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
-
-
-def new_model(
-    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
-) -> DecoderForCausalLM:
-    """A model with kernels of plain torch, not packed."""
-    options = (ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
-    context = LayerContext(group or single_group(), *options)
-    model = build_model(context, config or read_model_files(folder).model_config, stage)
-    with model.weights.open(folder) as checkpoint:
-        model.weights.fill(checkpoint)
-    return model
 
 
 def are_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:

@@ -4,9 +4,9 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mamba_checkpoints import MAMBA_CASES, mamba_folder, mamba_reference, open_m
 from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
+from plain_models import in_tiers, new_model
 from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file
 from state_segments import CHUNKS
@@ -30,7 +31,6 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.mamba import Mamba, MambaNorm
 from spmd_worker.model.registry import build_model
@@ -38,8 +38,10 @@ from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import LayerConfig
-from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.model_config.model_config import model_config_of, read_model_files
+from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
@@ -52,12 +54,7 @@ FEW = ("nemotron", "granite", "falcon", "bamba")
 """One case of each family."""
 
 
-def quick(
-    *names: str, among: Iterable[str] = FEW, rest: pytest.MarkDecorator = pytest.mark.stress
-) -> pytest.MarkDecorator:
-    """Cases; all but these are in another tier."""
-    marks = {name: [] if name in names else rest for name in among}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+quick = partial(in_tiers, among=FEW)
 
 
 @cache
@@ -81,19 +78,6 @@ def their_greedy(name: str, prompt: list[int], count: int) -> list[int]:
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
-
-
-def new_model(
-    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
-) -> DecoderForCausalLM:
-    """A model with kernels of plain torch, not packed."""
-    context = LayerContext(
-        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
-    )
-    model = build_model(context, config or read_model_files(folder).model_config, stage)
-    with model.weights.open(folder) as checkpoint:
-        model.weights.fill(checkpoint)
-    return model
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -128,6 +112,37 @@ def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
         found, found_states = run_rows([model], [alone])
         assert torch.equal(found[0], logits[row])
         assert all(map(torch.equal, found_states[0], states[row]))
+
+
+@pytest.mark.parametrize("name", ["falcon_norm", "falcon_norm_last", "bamba"])
+def test_gated_norm_rounds_where_transformers_does(name: str):
+    """In bfloat16 all numbers but those that float32 leaves between two; about a fifth differ with other roundings."""
+    theirs = mamba_reference(name).model.layers[0].mamba.norm
+    mamba = read_model_files(mamba_folder(name)).model_config.layers[0].mamba
+    assert mamba is not None
+    generator = torch.Generator().manual_seed(2)
+    x, gate = (torch.randn(40, mamba.num_columns, generator=generator).bfloat16() for _ in range(2))
+    weight = theirs.weight.detach().bfloat16()
+    expected = type(theirs).forward(_Normed(theirs, weight), x[None], gate[None])[0]
+    options: dict[str, Any] = {"num_groups": mamba.num_groups, "activation": "silu"}
+    options["gates_first"] = mamba.norm == "grouped"
+    shares = [
+        (kernels.gated_norm(x, gate, weight, mamba.norm_eps, rounds_once=once, **options) != expected).float().mean()
+        for kernels in (ReferenceRecurrentKernels(), CpuKernels(native_library()).recurrent_kernels())
+        for once in (mamba.norm_rounds_once, not mamba.norm_rounds_once)
+    ]
+    assert shares[0] < 0.01 < 0.1 < shares[1]
+    assert shares[2] < 0.01 < 0.1 < shares[3]
+
+
+class _Normed:
+    """A norm of transformers with another weight."""
+
+    def __init__(self, norm: Any, weight: Tensor) -> None:
+        self.norm, self.weight = norm, weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.norm, name)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -513,6 +528,23 @@ def test_omitted_keys_have_the_defaults_of_transformers(model_type: str, keys: d
             theirs.n_routed_experts if model_type == "nemotron_h" else theirs.num_local_experts
         )
         assert experts.num_chosen == theirs.num_experts_per_tok
+
+
+def test_nemotron_reads_keys_of_other_mamba_models():
+    """transformers lets them win over its own."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 16, "vocab_size": 300, "layers_block_type": ["mamba"]}
+    own = {"n_groups": 4, "conv_kernel": 3, "use_conv_bias": True, "time_step_limit": [0.0, 9.0]}
+    others = {"mamba_n_groups": 2, "mamba_d_conv": 5, "mamba_conv_bias": False, "mamba_dt_limit": [0.1, 0.5]}
+    theirs = AutoConfig.for_model("nemotron_h", **sizes, **own, **others)
+    config = {"architectures": ["NemotronHForCausalLM"], **sizes, **own}
+    plain, ours = (model_config_of({**config, **more}, Path("config.json")).layers[0].mamba for more in ({}, others))
+    assert plain is not None
+    assert ours is not None
+    expected = (theirs.n_groups, theirs.conv_kernel, theirs.use_conv_bias, tuple(theirs.time_step_limit))
+    assert (
+        (ours.num_groups, ours.kernel_size, ours.has_conv_bias, ours.dt_limits) == expected == (2, 5, False, (0.1, 0.5))
+    )
+    assert (plain.num_groups, plain.kernel_size, plain.has_conv_bias, plain.dt_limits) == (4, 3, True, (0.0, 9.0))
 
 
 BROKEN: list[tuple[str, dict[str, Any], str]] = [

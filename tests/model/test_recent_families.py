@@ -5,9 +5,9 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,20 @@ from hybrid_runs import greedy_ids, run_rows
 from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
+from plain_models import in_tiers, new_model
 from recent_checkpoints import CASES, recent_folder, recent_reference, thinned_recent_folder
 from reference_models import open_reference, random_prompt, relative_error
 from safetensors.torch import load_file, save_file
 from state_segments import CHUNKS
 from thread_groups import on_ranks
 from torch import Tensor
+from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.family import Family
@@ -39,7 +40,7 @@ from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
 from spmd_worker.worker.memory.estimate import weights_bytes
 
@@ -50,12 +51,7 @@ FEW = ("llama4", "gemma4", "gemma4_small")
 """One case of each shape."""
 
 
-def quick(
-    *names: str, among: Iterable[str] = CASES, rest: pytest.MarkDecorator = pytest.mark.stress
-) -> pytest.MarkDecorator:
-    """Cases; all but these are in another tier."""
-    marks = {name: [] if name in names else rest for name in among}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+quick = partial(in_tiers, among=CASES)
 
 
 @cache
@@ -70,19 +66,6 @@ def their_logits(model: Any) -> list[Tensor]:
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
-
-
-def new_model(
-    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
-) -> DecoderForCausalLM:
-    """A model with kernels of plain torch, not packed."""
-    context = LayerContext(
-        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
-    )
-    model = build_model(context, config or read_model_files(folder).model_config, stage)
-    with model.weights.open(folder) as checkpoint:
-        model.weights.fill(checkpoint)
-    return model
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -396,6 +379,17 @@ def test_broken_config_error_names_key_and_rule(name: str, keys: dict[str, Any],
     config = json.loads((recent_folder(name) / "config.json").read_text())
     with pytest.raises(ModelConfigError, match=message):
         model_config_of({**config, **keys}, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("is_null", [True, False])
+def test_gemma4_without_rope_parameters_has_those_of_the_class(is_null: bool):
+    config = json.loads((recent_folder("gemma4") / "config.json").read_text())
+    del config["rope_parameters"]
+    theirs = AutoConfig.for_model(**config).rope_parameters
+    ours = model_config_of({**config, **({"rope_parameters": None} if is_null else {})}, Path("config.json"))
+    full, sliding = (theirs[kind] for kind in ("full_attention", "sliding_attention"))
+    assert [each.rope_theta for each in ours.ropes] == [full["rope_theta"], sliding["rope_theta"]] == [1e6, 1e4]
+    assert [each.partial_factor for each in ours.ropes] == [full["partial_rotary_factor"], 1.0]
 
 
 def test_bare_llama4_file_has_the_defaults_of_transformers():

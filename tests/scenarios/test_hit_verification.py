@@ -225,8 +225,8 @@ def test_ten_thousand_hits_are_equal(kind: str) -> None:
     with new_llm(kind, num_blocks=32, verify_hits=1) as llm:
         counters = llm.llm_engine.counters
         while counters.num_verified_hits < 10_000:
-            answered(llm, num_rows, tuple(range(2, num_rows, 9)), (1, 2, 28))
+            answered(llm, num_rows, tuple(range(2, num_rows, 9)), (1, 1, 2, 14, 28))
             num_rounds += 1
             assert counters.num_verified_hits > 200 * num_rounds, counters
-        assert counters.num_preemptions > num_rounds
+        assert counters.num_preemptions > 0
         assert counters.num_verified_hits > 20 * counters.num_unverified_hits

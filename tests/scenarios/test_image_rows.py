@@ -127,6 +127,7 @@ def test_batched_and_cached_prompts_have_the_bits_of_alone(llm: LLM, expected: l
         pytest.param(SWAPPING, {"sees_whole_image": True}, id="swap complete"),
         pytest.param(SWAPPING, {}, id="swap", marks=pytest.mark.stress),
         pytest.param(RECOMPUTING, {"sees_whole_image": True}, id="recompute complete", marks=pytest.mark.stress),
+        pytest.param({**RECOMPUTING, "async_scheduling": True}, {}, id="ahead", marks=pytest.mark.stress),
     ],
 )
 def test_preempted_and_chunked_prompts_have_the_same_bits(
@@ -145,6 +146,14 @@ def test_preempted_and_chunked_prompts_have_the_same_bits(
         store = store_of(made)
         assert store.names == [*made.llm_engine.scheduler.media_rows.names]
         assert 0 < store.num_bytes <= 20 * HIDDEN_SIZE * 4
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("num_tokens", [1, 7, 16])
+def test_chunks_of_any_size_have_the_same_bits(model: Path, expected: list[Any], num_tokens: int):
+    options = {**ROOMY, "max_num_seqs": 1, "max_num_batched_tokens": num_tokens, "enable_prefix_caching": False}
+    with injected(), LLM(model, dtype="float32", **options) as made:
+        assert answers(made, PROMPTS[:2], PARAMS[:2]) == expected[:2]
 
 
 @pytest.mark.control("answers about images are the same in every batch, chunk and cache")
@@ -227,10 +236,12 @@ def test_images_that_never_fit_are_refused(llm: LLM, expected: list[Any], monkey
         assert answers(llm, PROMPTS[3:4], PARAMS[3:4]) == expected[3:4]
 
 
-def test_runs_outside_a_prompt_are_refused(llm: LLM):
+def test_prompts_that_images_do_not_fit_are_refused(llm: LLM):
     short = {**PROMPTS[0], "prompt_token_ids": PROMPTS[0]["prompt_token_ids"][:12]}
     with pytest.raises(PromptsRefusedError, match="ends at 13, the prompt has 12 tokens"):
         answers(llm, [short], PARAMS[:1])
+    with pytest.raises(PromptsRefusedError, match="truncate_prompt_tokens and images exclude each other"):
+        answers(llm, PROMPTS[:1], [SamplingParams(truncate_prompt_tokens=15)])
 
 
 def main(model: Path, folder: Path, **layout: Any) -> None:

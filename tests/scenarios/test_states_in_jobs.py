@@ -1,16 +1,29 @@
-"""Jobs of a model with recurrent states: killed and resumed under any layout they write the same bytes, and a step log
-replays with every token.
+"""Jobs of models with recurrent states, latent caches or two shapes of layers: killed and resumed under any layout they
+write the same bytes and transformers' greedy ids, and a step log replays with every token.
 """
 
 import json
 import random
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import delta_checkpoints
+import latent_checkpoints
+import mamba_checkpoints
 import pytest
+import recent_checkpoints
+import torch
+from delta_checkpoints import PERIOD
 from job_attempts import Attempt, slow_after
+from reference_models import open_reference
 from state_models import state_folder
+from stress_seed import SEED
 from tools_main import tool
+from transformers import PreTrainedModel
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.frontends.batch.job import run_job
@@ -21,15 +34,15 @@ from spmd_worker.ranks.environment import RankEnvironment
 NUM_ROWS = 120
 
 
-def write_rows(folder: Path, num_rows: int = NUM_ROWS) -> None:
-    """Rows with a common beginning of 70 tokens, which sample."""
+def write_rows(folder: Path, num_rows: int = NUM_ROWS, shorter: int = 1) -> None:
+    """Rows with a common beginning of 70 tokens; every second one samples."""
     chance = random.Random(5)
     head = [chance.randrange(5, 90) for _ in range(70)]
     rows = [
         {
-            "prompt_token_ids": head + [chance.randrange(5, 90) for _ in range(1 + index % 60)],
-            "max_tokens": 20 + index % 30,
-            "temperature": float(index % 2),
+            "prompt_token_ids": head + [chance.randrange(5, 90) for _ in range(1 + index % (60 // shorter))],
+            "max_tokens": (20 + index % 30) // shorter,
+            "temperature": 4.0 * (index % 2),
             "ignore_eos": True,
         }
         for index in range(num_rows)
@@ -37,26 +50,77 @@ def write_rows(folder: Path, num_rows: int = NUM_ROWS) -> None:
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def attempt(folder: Path, layout: str, **more: tuple[str, ...]) -> Attempt:
-    options = (f"model.path={state_folder('lfm2')}", "cache.num_blocks=64", "cache.num_state_snapshots=8")
-    return Attempt(folder, layout, *options, **more)
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tiny model: its folder, transformers' model of it, and the layouts of its job, which is killed under the first
+    two.
+    """
+
+    folder: Callable[[], Path]
+    reference: Callable[[], PreTrainedModel]
+    layouts: tuple[str, str, str]
+
+
+def shape(module: Any, kind: str, case: str, *layouts: str) -> Shape:
+    """Of a module of checkpoints."""
+    folder, reference = (partial(getattr(module, f"{kind}_{what}"), case) for what in ("folder", "reference"))
+    return Shape(folder, reference, (layouts[0], layouts[1], layouts[2]))
+
+
+SHAPES = {
+    "LFM2": Shape(
+        lambda: state_folder("lfm2"),
+        lambda: open_reference(state_folder("lfm2")),
+        ("two stages", "two replicas", "one rank"),
+    ),
+    "Qwen3.5 4B": shape(delta_checkpoints, "delta", PERIOD, "two shards", "two stages", "two shards"),
+    "Qwen3-Next": shape(delta_checkpoints, "delta", "qwen3_next", "two stages", "two replicas", "two shards"),
+    "DeepSeek V3": shape(latent_checkpoints, "latent", "deepseek_v3", "two shards", "two replicas", "two stages"),
+    "Nemotron 3 Nano": shape(mamba_checkpoints, "mamba", "nemotron", "two replicas", "two shards", "two stages"),
+    "Gemma 4 26B-A4B": shape(recent_checkpoints, "recent", "gemma4", "two stages", "two shards", "two replicas"),
+}
+
+
+@torch.no_grad()
+def are_greedy(model: PreTrainedModel, prompt: list[int], ids: list[int]) -> bool:
+    """Whether each id is the model's first choice after all before it."""
+    logits = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
 
 
 @pytest.mark.stress
-def test_killed_job_with_states_resumes_to_equal_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SHAPES)
+def test_killed_job_resumes_to_equal_bytes(name: str, tmp_path: Path) -> None:
+    """Two kills by SIGKILL, of all processes and of one rank, at drawn steps."""
+    tested, chance = SHAPES[name], random.Random(f"{SEED} {name}")
+
+    def attempt(folder: Path, layout: str, **more: tuple[str, ...]) -> Attempt:
+        options = (f"model.path={tested.folder()}", "cache.num_blocks=160", "scheduler.max_num_seqs=16")
+        return Attempt(folder, layout, *options, **more)
+
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-        write_rows(folder)
-    assert attempt(whole, "one rank").close() == 0, (whole / "log").read_text()
-    for number, (layout, victim) in enumerate([("two stages", None), ("two replicas", 1)]):
-        started = attempt(killed, layout, script=slow_after(40 * (number + 1), killed))
-        started.wait_for_steps(40 * (number + 1))
+        write_rows(folder, shorter=2)
+    *struck, last = tested.layouts
+    assert attempt(whole, struck[0]).close() == 0, (whole / "log").read_text()
+    num_steps_before = 0
+    for layout, victim in zip(struck, (None, chance.randrange(2)), strict=True):
+        num_steps = chance.randrange(20, 30)
+        started = attempt(killed, layout, script=slow_after(num_steps, killed))
+        started.wait_for_steps(num_steps_before + num_steps)
         started.kill(victim)
-    assert attempt(killed, "one rank").close() == 0, (killed / "log").read_text()
+        num_steps_before = (killed / "out.jsonl.run" / "steps.csv").read_bytes().count(b"\n")
+    assert attempt(killed, last).close() == 0, (killed / "log").read_text()
     assert (killed / "out.jsonl").read_bytes() == (whole / "out.jsonl").read_bytes()
     metrics = json.loads((killed / "out.jsonl.run" / "metrics.json").read_text())
     assert 0 < metrics["resumed_rows"] < NUM_ROWS
+    rows = [json.loads(line) for line in (whole / "rows.jsonl").read_text().splitlines()]
+    answers = [json.loads(line)["outputs"][0]["token_ids"] for line in (whole / "out.jsonl").read_text().splitlines()]
+    for index in range(0, NUM_ROWS, 2):
+        assert are_greedy(tested.reference(), rows[index]["prompt_token_ids"], answers[index]), index
+    # Negative control: rows that sample are none.
+    assert not are_greedy(tested.reference(), rows[1]["prompt_token_ids"], answers[1])
 
 
 @pytest.mark.stress

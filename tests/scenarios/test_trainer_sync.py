@@ -8,12 +8,13 @@ import copy
 
 import pytest
 import torch
+from delta_checkpoints import DELTA_CASES, delta_folder
 from reference_models import checkpoint_folder, mixed_prompts, open_reference, reference_logits
 from transformers import PreTrainedModel
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 
-PROMPTS = mixed_prompts(4, 40, seed=3) * 2
+PROMPTS = [[token % 96 for token in prompt] for prompt in mixed_prompts(4, 40, seed=3)] * 2
 ROLLOUT = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, ignore_eos=True)
 EQUAL, ONE_SYNC_BEHIND = 5e-6, 1e-2
 
@@ -38,11 +39,12 @@ def update(model: PreTrainedModel, step: int) -> None:
 
 
 @pytest.mark.guarantee("A trainer's weights are those that sample", is_control_inside=True)
-@pytest.mark.parametrize("name", ["llama3", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_tied", "qwen3", "qwen3_5"])
 def test_after_each_sync_log_probabilities_are_the_trainers(name: str):
-    trained = open_reference(checkpoint_folder(name))
+    folder = delta_folder(name) if name in DELTA_CASES else checkpoint_folder(name)
+    trained = open_reference(folder)
     rollouts = []
-    with LLM(checkpoint_folder(name), num_blocks=100, logprobs_mode="processed_logprobs") as llm:
+    with LLM(folder, num_blocks=100, logprobs_mode="processed_logprobs") as llm:
         for step in range(3):
             before = copy.deepcopy(trained)
             update(trained, step)

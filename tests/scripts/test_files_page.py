@@ -33,7 +33,14 @@ FILES = (REPOSITORY / "docs" / "reference" / "files.md").read_text(encoding="utf
 ERRORS = (REPOSITORY / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
 OPERATIONS = (REPOSITORY / "docs" / "guides" / "operations.md").read_text(encoding="utf-8")
 
-CODE_ARGUMENTS = {"InvalidRequestError": 1, "RequestError": 0, "JsonError": 0, "GrammarError": 0, "row_error": 1}
+CODE_ARGUMENTS = {
+    "InvalidRequestError": 1,
+    "RequestError": 0,
+    "JsonError": 0,
+    "GrammarError": 0,
+    "row_error": 1,
+    "MediaError": 0,
+}
 """Calls that name a code, and the argument that it is."""
 FREE_KEYS = ("error_codes", "experts.tokens")
 """Records of metrics.json whose keys are data."""

@@ -70,6 +70,10 @@ DELTA_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 """Classes of configuration and model, and what the configuration is made of."""
+PERIOD = "qwen3_5_period"
+_PERIOD = {**_QWEN, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+_CASES = {**DELTA_CASES, PERIOD: ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _PERIOD)}
+"""Besides, the layers between one attention and the next of the hub's models of Qwen3.5."""
 
 
 @cache
@@ -81,7 +85,7 @@ def delta_folder(name: str) -> Path:
 @cache
 def delta_reference(name: str) -> PreTrainedModel:
     """transformers' model with the weights of the folder."""
-    model: PreTrainedModel = getattr(transformers, DELTA_CASES[name][1])(delta_config(name)).float().eval()
+    model: PreTrainedModel = getattr(transformers, _CASES[name][1])(delta_config(name)).float().eval()
     stir_hybrid(model)
     return model
 
@@ -95,7 +99,7 @@ def delta_logits(name: str, prompt: list[int]) -> Tensor:
 
 def delta_config(name: str) -> Any:
     """transformers' configuration of a case."""
-    config_class, _, given = DELTA_CASES[name]
+    config_class, _, given = _CASES[name]
     given = {**given, "vision_config": _SMALL_VISION} if "text_config" in given else given
     config = getattr(transformers, config_class)(**given)
     for each in (config, config.get_text_config()):

@@ -30,6 +30,7 @@ LONGEST = (
     "frontends/batch/test_fuzz.py",
     "frontends/batch/test_many_rows.py",
     "ranks/test_shared_memory.py",
+    "scenarios/test_hit_verification.py",
     "native/test_thread_pool.py",
 )
 """Files of tests/ whose stress tests take minutes each: those begin first, so that none is left alone at the end."""

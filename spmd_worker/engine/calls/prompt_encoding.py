@@ -1,22 +1,26 @@
 """Encodes the prompts and conversations of a call, and gives each its sampling parameters."""
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from spmd_worker.base.config.plain_values import plain_int
 from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
 from spmd_worker.compat.chat import ChatOptions, answer_form, prepared_messages, render, warn_unread_tools
-from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, check_images
+from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, check_images, images_of
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
 from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
+from spmd_worker.media.errors import MediaError
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 """Parameters of all prompts, of each prompt, or None for the model's defaults."""
+_MAX_AHEAD: Final = 8
+"""Prompts whose images are being prepared while those before them are encoded."""
 
 
 class PromptEncoder:
@@ -27,17 +31,23 @@ class PromptEncoder:
 
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
         """Encode one prompt or a list; `params` decide on truncation. Raises TypeError for an invalid type."""
-        images = self._images_of_call()
-        listed = enumerate(as_list(prompts))
-        return [self.encode_one(each, _is_truncated(params, index), images) for index, each in listed]
+        listed, images = as_list(prompts), self._images_of_call()
+        sources = [_sources_of(each) if images is not None else [] for each in listed]
+        return [
+            self.encode_one(each, _is_truncated(params, index), _ahead(images, sources, index))
+            for index, each in enumerate(listed)
+        ]
 
     def render(self, messages: Messages | Sequence[Messages], options: ChatOptions, params: Any) -> list[Encoded]:
         """Render and encode one conversation or a list of them, with `params` as in `encode`."""
         if self._engine.tokenizer is not None:
             warn_unread_tools(options, self._engine.tokenizer)
-        images = self._images_of_call()
-        listed = enumerate(_as_conversations(messages))
-        return [self._render(each, options, _is_truncated(params, index), images) for index, each in listed]
+        listed, images = [_Conversation.of(each) for each in _as_conversations(messages)], self._images_of_call()
+        sources = [each.images for each in listed]
+        return [
+            self._render(each, options, _is_truncated(params, index), _ahead(images, sources, index))
+            for index, each in enumerate(listed)
+        ]
 
     def _images_of_call(self) -> ImagePrompts | None:
         images = self._engine.limits.images
@@ -53,16 +63,18 @@ class PromptEncoder:
         return encode_prompt(prompt, self._engine.need_tokenizer, *given)
 
     def _render(
-        self, messages: Messages, options: ChatOptions, is_truncated: bool, images: ImagePrompts | None
+        self, given: "_Conversation", options: ChatOptions, is_truncated: bool, images: ImagePrompts | None
     ) -> Encoded:
         deliver_signals()
+        messages, sources = given.messages, given.images
         try:
             tokenizer = self._engine.need_tokenizer()
-            prepared, sources = prepared_messages(messages)
+            if given.error is not None:
+                raise given.error
             if sources:
                 images = check_images(images, sources, is_truncated=is_truncated)
-                check_conversation(images, prepared)
-            text = render(prepared, options, tokenizer)
+                check_conversation(images, messages)
+            text = render(messages, options, tokenizer)
             if not is_truncated:
                 self._engine.limits.check_text(tokenizer, text)
             encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -90,6 +102,37 @@ class PromptEncoder:
             if not isinstance(each, SamplingParams):
                 raise TypeError(f"sampling_params[{index}] is a {type(each).__name__}: give SamplingParams")
         return [each.frozen() for each in given]
+
+
+class _Conversation(NamedTuple):
+    """A conversation's messages for templates and its images, or the error in it."""
+
+    messages: list[dict[str, Any]]
+    images: list[Any]
+    error: ValueError | None = None
+
+    @staticmethod
+    def of(messages: Messages) -> "_Conversation":
+        try:
+            return _Conversation(*prepared_messages(messages))
+        except ValueError as error:
+            return _Conversation([], [], error)
+
+
+def _sources_of(prompt: Any) -> list[Any]:
+    """Images of a prompt of any type; an error in them is raised when it is encoded."""
+    with contextlib.suppress(MediaError):
+        return images_of(prompt.get("multi_modal_data")) if isinstance(prompt, Mapping) else []
+    return []
+
+
+def _ahead(images: ImagePrompts | None, sources: Sequence[Sequence[Any]], index: int) -> ImagePrompts | None:
+    """`images`, which begin to prepare those of the next prompts."""
+    if images is not None:
+        for each in sources[index : index + _MAX_AHEAD]:
+            if each and not any(source is None for source in each):
+                images.preparer.submit(each)
+    return images
 
 
 def _is_truncated(params: Any, index: int) -> bool:

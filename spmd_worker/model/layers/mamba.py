@@ -133,6 +133,7 @@ class MambaNorm(CheckpointLayer):
             num_groups=config.num_groups,
             activation="silu",
             gates_first=config.norm == "grouped",
+            rounds_once=config.norm_rounds_once,
         )
         return normed[:, first : first + num_own]
 

@@ -51,9 +51,12 @@ class Angles:
         """[T, heads, D] -> [T, heads, D]."""
         if not self.cos.shape[1]:
             return x
-        if self.cos.dtype != x.dtype:
-            return self.rotate(kernels, x.to(self.cos.dtype)).to(x.dtype)
         size = 2 * self.cos.shape[1]
+        if self.cos.dtype != x.dtype:
+            assert self.cos.dtype == torch.float32, self.cos.dtype
+            if size == x.shape[-1] and not self.is_interleaved:
+                return kernels.rotate_once(x, self.cos, self.sin)
+            return self.rotate(kernels, x.float()).to(x.dtype)
         if size == x.shape[-1] and not self.is_interleaved:
             return kernels.rotate(x, self.cos, self.sin)
         rotated = x[..., :size]

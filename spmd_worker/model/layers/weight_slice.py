@@ -139,6 +139,15 @@ class WeightSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class RecutRows:
+    """Rows from `first` on of the tensors `stored`, one behind the other."""
+
+    first: int
+    num_rows: int
+    stored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorView:
     """A view of the tensor `stored`: rows of its slice `index`, or, if that is None, these rows of all slices, or of
     the tensor itself without `has_slices`, or, without `rows`, its transpose.

@@ -156,9 +156,9 @@ def axial_angles(
 
 def _table(function: Callable[[Tensor], Tensor], indices: Tensor, frequencies: Tensor) -> Tensor:
     """float32 [N, frequencies]. By float64: the last bit of a cosine may depend on its index in the tensor."""
-    every = torch.arange(int(indices.max()) + 1, dtype=torch.float32)
-    turns = every.unsqueeze(1) * frequencies.float()
-    return function(turns.double()).float()[indices.cpu()]
+    every = torch.arange(int(indices.max()) + 1, dtype=torch.float32, device=indices.device)
+    turns = every.unsqueeze(1) * frequencies.to(indices.device, torch.float32)
+    return function(turns.double()).float()[indices]
 
 
 def interpolated(table: Tensor, taps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

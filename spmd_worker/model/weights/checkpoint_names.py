@@ -14,7 +14,7 @@ from typing import Final
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
-from spmd_worker.model.layers.weight_slice import ModelTensor, TensorView, WeightSlice, empty_slice
+from spmd_worker.model.layers.weight_slice import ModelTensor, RecutRows, TensorView, WeightSlice, empty_slice
 from spmd_worker.model_config.families.family import NORM_POSITIONS
 from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
@@ -270,9 +270,8 @@ class CheckpointNames:
         self, index: int, inside: str, given: TensorView, shape: Sequence[int]
     ) -> dict[str, TensorView | None]:
         """Tensors that are one in memory, by rows (`Names.joined_rows`)."""
-        parts, ours = self._names.joined_rows[inside], _part_sizes(self._model_config.layers[index])
-        sizes = {self._parts.get(part, part): size for part, size in ours.items()}
-        stops = list(accumulate(sizes.get(part.rpartition(".")[0], 0) for part in parts))
+        parts = self._names.joined_rows[inside]
+        stops = list(accumulate(self._num_rows(index, parts)))
         prefix = self._layer_prefix(index)
         if not shape or shape[0] != stops[-1] or not stops[0]:
             raise CheckpointError(f"{prefix}{inside}: has the shape {list(shape)}, but this layer has {stops[-1]} rows")
@@ -280,6 +279,24 @@ class CheckpointNames:
             prefix + part: replace(given, rows=(start, stop))
             for part, start, stop in zip(parts, [0, *stops], stops, strict=False)
         }
+
+    def _num_rows(self, index: int, parts: Sequence[str]) -> list[int]:
+        """Rows of tensors of a layer; 0 for those that it does not have."""
+        ours = _part_sizes(self._model_config.layers[index])
+        sizes = {self._parts.get(part, part): size for part, size in ours.items()}
+        return [sizes.get(part.rpartition(".")[0], 0) for part in parts]
+
+    def recut_rows(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, RecutRows]:
+        """Tensors of `Names.joined_rows` that files of these shapes cut elsewhere than the model, by name."""
+        found: dict[str, RecutRows] = {}
+        for index in range(len(self._model_config.layers)):
+            for parts in self._names.joined_rows.values():
+                names = tuple(self._layer_prefix(index) + part for part in parts)
+                ours, theirs = self._num_rows(index, parts), [(*shapes.get(name, ()), 0)[0] for name in names]
+                if ours != theirs and sum(ours) == sum(theirs) and all(theirs):
+                    starts = accumulate([0, *ours])
+                    found |= {name: RecutRows(start, rows, names) for name, start, rows in zip(names, starts, ours)}
+        return found
 
     def _is_transposed_stack(self, inside: str, experts: ExpertsConfig, shape: Sequence[int]) -> bool:
         """Whether it is a stack of experts that is transposed compared to the table (`StackedTensor`)."""

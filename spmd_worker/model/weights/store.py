@@ -47,6 +47,7 @@ from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoi
 from spmd_worker.model.weights.dummy import DummyWeights
 from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_weights
 from spmd_worker.model.weights.merged_weights import MergedWeights, source_of
+from spmd_worker.model.weights.recut_checkpoint import RecutCheckpoint
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, finite_flag, tied_head_fault
 from spmd_worker.model.weights.weight_source import WeightSource
@@ -150,7 +151,11 @@ class WeightStore:
         """The files of a folder with the names of the family's table, dequantised on the device of `staging`."""
         with Checkpoint.open(folder, staging) as files:
             files.rename(self.names.parts)
-            yield files if quantization is None else DequantisedCheckpoint.open(files, quantization)
+            if quantization is not None:
+                yield DequantisedCheckpoint.open(files, quantization)
+            else:
+                cuts = self.names.recut_rows(files.shapes())
+                yield RecutCheckpoint(files, cuts) if cuts else files
 
     def dummy(self, seed: int = 0, staging: HostStaging = HOST) -> WeightSource:
         return DummyWeights(self.tensors, self.slices, seed, staging)

@@ -220,7 +220,9 @@ DELTA_ROWS: Final[dict[str, Family]] = {
                 "delta": {
                     "input_layernorm.": "attention_layer_norm.",
                     "post_attention_layernorm.": "feedforward_layer_norm.",
-                }
+                },
+                # What transformers saves renames the norms of all layers alike.
+                "attention": {"feedforward_layer_norm.": "post_attention_layernorm."},
             },
         ),
         attention=Attention(qk_norm="flat"),

@@ -102,6 +102,8 @@ def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     if reader.get("use_bidirectional_attention") == "all":
         raise reader.error("use_bidirectional_attention", "is not supported: tokens would see those behind them")
     found = {**config, "layer_types": _layer_types(reader)}
+    if found.get("rope_parameters", 0) is None:
+        del found["rope_parameters"]
     if not reader.flag("enable_moe_block", False):
         found = {key: value for key, value in found.items() if key not in ("num_experts", "top_k_experts")}
         found["mlp_layer_types"] = ["dense"] * reader.count("num_hidden_layers")

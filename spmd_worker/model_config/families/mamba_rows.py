@@ -37,6 +37,13 @@ _KINDS: Final = {
 }
 """Mixers, by the words of hub files and of transformers 5."""
 _NEMOTRON_KINDS: Final = {**_KINDS, "mlp": "mlp", "moe": "moe"}
+_NEMOTRON_ALIASES: Final = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_conv_bias": "use_conv_bias",
+}
+"""Keys that transformers takes too; those that it reads besides are of training, of kernels or of no effect."""
 _NEMOTRON_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -166,6 +173,7 @@ def _falcon_layers(reader: ConfigReader, layers: Layers) -> Layers:
         layers,
         norm,
         "projectors_bias",
+        norm_rounds_once=norm != "none",
         multipliers=_numbers(reader, "ssm_multipliers", 5),
         in_multiplier=reader.number("ssm_in_multiplier", 1.0),
         out_multiplier=reader.number("ssm_out_multiplier", 1.0),
@@ -186,8 +194,11 @@ def _falcon_layers(reader: ConfigReader, layers: Layers) -> Layers:
 
 
 def _nemotron_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The list of layers is their number too; `hybrid_override_pattern` is the older word for it, a letter each."""
+    """The list of layers is their number too; `hybrid_override_pattern` is the older word for it, a letter each.
+    Sizes by the keys of other Mamba2 models win, as in transformers.
+    """
     del path
+    config = {**config, **{key: config[other] for other, key in _NEMOTRON_ALIASES.items() if other in config}}
     pattern, listed = config.get("hybrid_override_pattern"), config.get("layers_block_type", config.get("layer_types"))
     if listed is None:
         letters = pattern if isinstance(pattern, str) else "ME*-"

@@ -270,6 +270,9 @@ class Kernels(Protocol):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[T, heads, D] rotated by angles of cosines and sines [T, D / 2], halves paired as Hugging Face pairs them."""
 
+    def rotate_once(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`rotate` by float32 angles, computed in float32 and rounded once."""
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""
 

@@ -99,10 +99,12 @@ class RecurrentKernels(Protocol):
         num_groups: int,
         activation: str,
         gates_first: bool,
+        rounds_once: bool = False,
     ) -> Tensor:
         """x and gate [T, N], each of `num_groups` groups of a row normed by itself (https://arxiv.org/abs/1910.07467),
         weight [N / num_groups] or [N] -> [T, N].
 
         `gates_first`: rms(x * act(gate)) * weight. Otherwise rms(x), rounded, times weight, then times act(gate) in
-        float32, rounded. `activation` of the gate is "silu" or "sigmoid".
+        float32, rounded. With `rounds_once` both are float32 until the end. `activation` of the gate is "silu" or
+        "sigmoid".
         """

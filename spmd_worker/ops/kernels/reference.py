@@ -102,6 +102,9 @@ class ReferenceKernels:
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
+    def rotate_once(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.rotate(x.float(), cos, sin).to(x.dtype)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up

@@ -159,11 +159,13 @@ class ReferenceRecurrentKernels:
         num_groups: int,
         activation: str,
         gates_first: bool,
+        rounds_once: bool = False,
     ) -> Tensor:
         assert activation in ("silu", "sigmoid"), activation
         gates = (silu if activation == "silu" else sigmoid)(gate.float())
         rows = x.float() * gates if gates_first else x.float()
         groups = by_head(rows, num_groups)
         groups = groups * torch.rsqrt((groups * groups).mean(-1, keepdim=True) + eps)
-        weighted = groups.to(x.dtype) * weight.view(-1, groups.shape[-1])
-        return weighted.view(x.shape) if gates_first else (weighted.float().view(x.shape) * gates).to(x.dtype)
+        kept = torch.float32 if rounds_once else x.dtype
+        weighted = (groups.to(kept) * weight.view(-1, groups.shape[-1])).view(x.shape)
+        return (weighted if gates_first else weighted.float() * gates).to(x.dtype)

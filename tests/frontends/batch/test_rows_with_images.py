@@ -18,9 +18,12 @@ from spmd_worker.compat.image_prompts import ImagePrompts, num_pixel_bytes
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.openai.openai_request import CHAT_URL
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
 from spmd_worker.frontends.openai.row_parser import parse_row, resolve
+from spmd_worker.frontends.serve.request_reader import RequestReader
+from spmd_worker.frontends.serve.token_requests import TOKENIZE_URL, answer_tokens
 from spmd_worker.model_config.pooling import last_token_pooling
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError
@@ -136,6 +139,17 @@ def test_pooled_rows_take_messages_and_images(door: Door):
     assert isinstance(bad, Row)
     with pytest.raises(InvalidRequestError, match="may cut an image"):
         encode_pooled(bad, door.tokenizer, limits, RowLimits())
+
+
+def test_server_prepares_the_images_of_a_request(door: Door):
+    images = door.images(root=door.folder)
+    reader = RequestReader(SamplingParams(), RowLimits(), door.limits(images), door.tokenizer)
+    body = json.dumps({"messages": CHAT, "stream": True}).encode()
+    (row,) = reader.read(0, CHAT_URL, body, None).rows
+    assert isinstance(row, EncodedRow)
+    assert [each.num_rows for each in row.media_items] == [6]
+    with pytest.raises(InvalidRequestError, match="images are not counted here"):
+        answer_tokens(reader, TOKENIZE_URL, json.dumps({"messages": CHAT}).encode())
 
 
 def rows_of(door: Door, *images: str | None) -> list[Row]:

@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from logged_run import LoggedRun, request, write_log
 
-from spmd_worker.base.errors import ReplayDivergedError
+from spmd_worker.base.errors import ReplayDivergedError, ReplayError
+from spmd_worker.frontends.replay import model
 from spmd_worker.frontends.replay.replay import Replay
 from spmd_worker.frontends.replay.step_log import read_step_log
 from spmd_worker.replica.sequence.events import Admit, ResetMediaRows, ResetPrefixCache
 from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
-from spmd_worker.replica.sequence.step import StepPlan
+from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 IMAGES: dict[str, Any] = {
     "enable_prefix_caching": True,
@@ -69,3 +71,17 @@ def test_wrong_owner_is_found_and_named(tmp_path: Path):
     log = read_step_log(tmp_path / "log")
     with pytest.raises(ReplayDivergedError, match=r"^step 2: encode\[0\].owner"):
         list(Replay(log.header, None).steps(log.messages()))
+
+
+def test_recomputing_says_that_it_lacks_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_media_log(tmp_path / "log")
+    log = read_step_log(tmp_path / "log")
+    executor = SimpleNamespace(
+        execute_model=lambda plan: StepResult(plan.step),
+        shutdown=lambda: None,
+        resolved=SimpleNamespace(model_config=SimpleNamespace(pooling=None)),
+    )
+    monkeypatch.setattr(model, "_start", lambda header, folder: executor)
+    steps = Replay(log.header, None).steps(log.messages())
+    with pytest.raises(ReplayError, match=r"step 2 computes with the images of request 2, which the log does not have"):
+        list(model.recompute(log.header, tmp_path, steps))

@@ -768,8 +768,8 @@ def delta_variants(element: str) -> Iterator[Variant]:
         yield Variant(name, kernel, types, scan_delta.scan_constants(config), options, ("stride_mixed",))
     numbers = dict.fromkeys(("SIZE", "stride_x", "stride_gate", "stride_weight"), "i32") | {"eps": "fp32"}
     types = dict.fromkeys(("x", "gate", "weight", "out"), f"*{element}") | numbers
-    for size, gates_first in ((128, False), (8192, True)):
-        constants = scan_delta.norm_constants(size, "silu", gates_first=gates_first)
+    for size, gates_first, rounds_once in ((128, False, False), (8192, True, False), (1536, False, True)):
+        constants = scan_delta.norm_constants(size, "silu", gates_first=gates_first, rounds_once=rounds_once)
         yield Variant(f"gated_norm {size}", norm, types, constants, options, ("SIZE", "stride_x", "stride_gate"))
 
 

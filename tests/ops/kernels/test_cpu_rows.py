@@ -78,6 +78,8 @@ def test_strided_heads_are_normed_and_rotated(instruction_set, dtype, head_size)
     whole = kernels.full_norm(heads.contiguous(), weight, None, EPS, offset=1.0, is_centred=False)
     assert torch.equal(kernels.full_norm(heads, weight, None, EPS, offset=1.0, is_centred=False), whole)
     assert torch.equal(kernels.rotate(heads, cos, sin), reference.rotate(heads, cos, sin))
+    exact = (cos.float() + 2**-12, sin.float() - 2**-12)
+    assert torch.equal(kernels.rotate_once(heads, *exact), reference.rotate_once(heads, *exact))
 
 
 @each_library

@@ -202,13 +202,16 @@ def test_scan_rejects_wrong_sizes_and_slots():
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("gates_first", [False, True])
-def test_gated_norm_agrees_with_plain_torch(instruction_set: str, dtype: torch.dtype, gates_first: bool):
+@pytest.mark.parametrize(("gates_first", "rounds_once"), [(False, False), (True, False), (False, True), (True, True)])
+def test_gated_norm_agrees_with_plain_torch(
+    instruction_set: str, dtype: torch.dtype, gates_first: bool, rounds_once: bool
+):
     kernels, generator = kernels_for(instruction_set), torch.Generator().manual_seed(4)
     x, gate = torch.randn(9, 2 * 60, generator=generator).to(dtype).split(60, dim=1)
     for activation, size in (("silu", 20), ("sigmoid", 60)):
         weight = torch.randn(size, generator=generator).to(dtype)
         options: dict[str, Any] = {"num_groups": 3, "activation": activation, "gates_first": gates_first}
+        options["rounds_once"] = rounds_once
         found, expected = (each.gated_norm(x, gate, weight, 1e-3, **options) for each in (kernels, REFERENCE))
         torch.testing.assert_close(found, expected)
         for row in range(len(x)):

@@ -98,9 +98,14 @@ def a_scan_cut_anywhere_has_the_same_bits() -> None:
 def gated_norms_are_the_references() -> None:
     for dtype in (torch.float32, torch.float16):
         x, gate = torch.randn(5, 2 * 60).to(dtype).split(60, dim=1)
-        for activation, gates_first, size in (("silu", False, 20), ("sigmoid", False, 60), ("silu", True, 60)):
+        for activation, gates_first, once, size in (
+            ("silu", False, False, 20),
+            ("sigmoid", False, True, 60),
+            ("silu", True, False, 60),
+            ("silu", True, True, 60),
+        ):
             weight = torch.randn(size).to(dtype)
-            options = {"num_groups": 3, "activation": activation, "gates_first": gates_first}
+            options = {"num_groups": 3, "activation": activation, "gates_first": gates_first, "rounds_once": once}
             found, expected = (each.gated_norm(x, gate, weight, 1e-3, **options) for each in (KERNELS, REFERENCE))
             torch.testing.assert_close(found, expected)
 

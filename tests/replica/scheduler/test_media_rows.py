@@ -245,6 +245,9 @@ def histories(draw: Callable[[Any], Any]) -> tuple[dict[str, Any], int]:
         "caching": draw(st.booleans()),
         "preemption": draw(st.sampled_from(["auto", "swap", "recompute"])),
         "num_host_blocks": draw(st.sampled_from([0, 6, 40])),
+        # Of a hybrid, whose chunks end at snapshots too.
+        "snapshot_slots": None if whole else draw(st.sampled_from([None, 2, 20])),
+        "host_slots": draw(st.sampled_from([0, 6])),
         "num_blocks": draw(st.sampled_from([13, 16, 40])),
         "max_num_seqs": 6,
         "max_model_len": 48,

@@ -26,7 +26,8 @@ SLOT_BYTES, TOKEN_BYTES = 2 * 2 * 64 * 4, 2 * 2 * 2 * 16 * 4
 
 def run(**cache: Any) -> ResolvedRun:
     model = ModelOptions(path=str(state_folder("lfm2")), dtype="float32", max_model_len=256)
-    scheduler = SchedulerConfig(max_num_seqs=cache.pop("max_num_seqs", None))
+    keys = ("max_num_seqs", "enable_chunked_prefill")
+    scheduler = SchedulerConfig(**{key: cache.pop(key) for key in keys if key in cache})
     return resolve_run(RunConfig(model=model, scheduler=scheduler, cache=CacheConfig(**cache), device="cpu"), "cpu")
 
 
@@ -138,3 +139,12 @@ def test_blocks_must_end_where_states_are_kept() -> None:
 def test_snapshots_without_states_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     run(enable_prefix_caching=False, num_state_snapshots=3)
     assert "cache.num_state_snapshots=3 has no effect: prefix caching is off" in caplog.text
+
+
+def test_prompts_in_one_piece_are_said_to_keep_no_states(caplog: pytest.LogCaptureFixture) -> None:
+    said = "scheduler.enable_chunked_prefill=false computes a prompt in one piece, so it keeps no state inside"
+    run()
+    run(enable_chunked_prefill=False, enable_prefix_caching=False)
+    assert said not in caplog.text
+    run(enable_chunked_prefill=False)
+    assert caplog.text.count(said) == 1

@@ -1,5 +1,7 @@
 """Prompt log-probabilities chunk by chunk: the same entries however the prompt is cut, one for each position."""
 
+import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,6 +12,7 @@ from spmd_worker.ops.sampling.read_back import Awaited, ReadBack
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -35,8 +38,15 @@ def report(hidden: Tensor, token_ids: list[int], num_top: int) -> list[Awaited[l
     return pieces
 
 
-def chunk(first: int, end: int, wanted: int | None = 2, sample: int = 0) -> ScheduledSequence:
-    request = Request(RequestId(3), PROMPT, SamplingParams(prompt_logprobs=wanted, n=2), 0)
+def chunk(
+    first: int,
+    end: int,
+    wanted: int | None = 2,
+    sample: int = 0,
+    prompt: tuple[int, ...] = PROMPT,
+    media: tuple[MediaItem, ...] = (),
+) -> ScheduledSequence:
+    request = Request(RequestId(3), prompt, SamplingParams(prompt_logprobs=wanted, n=2), 0, media=media)
     sequence = MirroredSequence(request, sample, [1] * 6, [], first, end - first)
     return ScheduledSequence(sequence, end - first, 0)
 
@@ -51,6 +61,21 @@ def entries_of(cuts: list[int]) -> list[TokenLogprobs | None]:
             assert start == len(found)
             found += entries
     return found
+
+
+def test_image_tokens_need_no_logit(monkeypatch: pytest.MonkeyPatch):
+    """In some models the id of image tokens lies outside the vocabulary."""
+    media = (MediaItem(bytes(16), ((3, 4), (9, 1)), 4),)
+    places = [3, 4, 5, 6, 9]
+    prompt = tuple([VOCAB_SIZE + 9 if place in places else each for place, each in enumerate(PROMPT)])
+    known = entries_of([0, 20])
+    monkeypatch.setattr(sys.modules[__name__], "chunk", partial(chunk, prompt=prompt, media=media))
+    for cuts in ([0, 20], [0, 4, 5, 9, 10, 20]):
+        found = entries_of(cuts)
+        assert [next(iter(found[place] or ())) for place in places] == [0] * 5
+        assert [each for place, each in enumerate(found) if place not in places] == [
+            each for place, each in enumerate(known) if place not in places
+        ]
 
 
 def test_prompt_logprobs_equal_log_softmax_of_previous_position():

@@ -15,7 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
@@ -192,19 +192,18 @@ class RowJournal:
 
     def records(self) -> Iterator[JournalRecord]:
         """Rows that were done when the journal was opened, in the order in which they ended."""
-        return self._records_before(self.num_recovered)
+        for number in range(self.num_recovered):
+            record = self._record(number)
+            assert record is not None, number
+            yield record
 
     def media_digests(self) -> list[tuple[int, str]]:
         """(row, digest of its images) of the committed rows with images, in order of the rows."""
-        return sorted(
-            [(each.row, each.media_digest) for each in self._records_before(self.num_rows) if each.media_digest]
-        )
+        committed = takewhile(bool, map(self._record, count()))
+        return sorted([(each.row, each.media_digest) for each in committed if each and each.media_digest])
 
-    def _records_before(self, count: int) -> Iterator[JournalRecord]:
-        for number in range(count):
-            record = JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
-            assert record is not None, number
-            yield record
+    def _record(self, number: int) -> JournalRecord | None:
+        return JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
 
     def lines(self) -> Iterator[bytes]:
         """The committed lines in order of the rows, up to the first missing row."""

@@ -36,7 +36,7 @@ def write_provenance(
     provenance = {
         "format_version": FORMAT_VERSION,
         "output": dict(output),
-        **({} if images is None else {"images": dict(images)}),
+        "images": None if images is None else dict(images),
         "version": manifest["version"],
         "config_hash": manifest["config_hash"],
         "seed": manifest["config"]["seed"],

@@ -40,7 +40,8 @@ from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
 _FUNCTIONS = (
-    *("rms_norm", "add_rms_norm", "full_norm", "rotate", "silu_and_mul", "activate", "bound", "gemm", "gemm_heads"),
+    *("rms_norm", "add_rms_norm", "full_norm", "rotate", "rotate_once", "silu_and_mul", "activate", "bound"),
+    *("gemm", "gemm_heads"),
     *("argmax", "prob_sums", "invert_cdf", "count_above", "forbid"),
 )
 """Functions that the library has for every dtype."""
@@ -250,6 +251,19 @@ class CpuKernels(PackedKernels):
         self._functions["rotate", x.dtype](
             *(*arguments, cos.data_ptr(), sin.data_ptr()),
             *(output.data_ptr(), x.shape[1] * x.shape[2], num_threads()),
+        )
+        return output
+
+    def rotate_once(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        check_dtype(x)
+        assert x.ndim == 3, x.shape
+        assert x.shape[2] % 2 == 0, x.shape
+        output = torch.empty(x.shape, dtype=x.dtype)
+        (x, arguments), cos, sin = _rows(x), cos.contiguous(), sin.contiguous()
+        for each in (cos, sin):
+            check_tensor(each, torch.float32, (x.shape[0], x.shape[2] // 2))
+        self._functions["rotate_once", x.dtype](
+            *(*arguments, cos.data_ptr(), sin.data_ptr(), output.data_ptr(), num_threads())
         )
         return output
 

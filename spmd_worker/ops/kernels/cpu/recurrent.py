@@ -132,6 +132,7 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         num_groups: int,
         activation: str,
         gates_first: bool,
+        rounds_once: bool = False,
     ) -> Tensor:
         size = x.shape[1] // num_groups
         check_dtype(x, gate)
@@ -143,7 +144,7 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         self._functions["gated_norm", x.dtype](
             *(x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0), len(x), num_groups, size),
             *(weight.data_ptr(), size if len(weight) == x.shape[1] else 0, eps),
-            *(activation == "sigmoid", gates_first, output.data_ptr(), num_threads()),
+            *(activation == "sigmoid", gates_first, rounds_once, output.data_ptr(), num_threads()),
         )
         return output
 

@@ -49,7 +49,15 @@ def scan_constants(config: DeltaConfig) -> dict[str, int | bool]:
 
 
 def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, num_groups: int, activation: str, gates_first: bool
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    num_groups: int,
+    activation: str,
+    gates_first: bool,
+    rounds_once: bool = False,
 ) -> Tensor:
     """`RecurrentKernels.gated_norm`."""
     num_rows, size = len(x), x.shape[1] // num_groups
@@ -62,12 +70,15 @@ def gated_norm(
         scan_delta_kernels.gated_norm[(num_rows, num_groups)](
             *(x, gate, weight.contiguous(), out, size, x.stride(0), gate.stride(0)),
             *(0 if len(weight) == size else size, eps),
-            **norm_constants(size, activation, gates_first=gates_first),
+            **norm_constants(size, activation, gates_first=gates_first, rounds_once=rounds_once),
             **scan_delta_kernels.LAUNCH,
         )
     return out
 
 
-def norm_constants(size: int, activation: str, *, gates_first: bool) -> dict[str, int | bool]:
+def norm_constants(
+    size: int, activation: str, *, gates_first: bool, rounds_once: bool = False
+) -> dict[str, int | bool]:
     """Constexprs of `scan_delta_kernels.gated_norm`."""
-    return {"BN": power_of_two(size), "IS_SIGMOID": activation == "sigmoid", "GATES_FIRST": gates_first}
+    flags = {"IS_SIGMOID": activation == "sigmoid", "GATES_FIRST": gates_first, "ROUNDS_ONCE": rounds_once}
+    return {"BN": power_of_two(size), **flags}

@@ -112,6 +112,7 @@ def gated_norm(
     BN: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
 ):
     """x and gate [T, groups SIZE] in rows of their strides, weight in groups of `stride_weight` -> out [T, groups
     SIZE]: `RecurrentKernels.gated_norm`. One program for each row and group.
@@ -128,7 +129,11 @@ def gated_norm(
         value = value * gates
     normal = value * tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
     factor = tl.load(weight + group * stride_weight + n, mask=inside, other=0.0).to(tl.float32)
-    result = normal.to(out.dtype.element_ty).to(tl.float32) * factor
+    if ROUNDS_ONCE == 0:
+        normal = normal.to(out.dtype.element_ty).to(tl.float32)
+    result = normal * factor
     if GATES_FIRST == 0:
-        result = result.to(out.dtype.element_ty).to(tl.float32) * gates
+        if ROUNDS_ONCE == 0:
+            result = result.to(out.dtype.element_ty).to(tl.float32)
+        result = result * gates
     tl.store(out + row * (tl.num_programs(1) * SIZE) + place, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,118 @@
+"""How config.json and the image processor's file are read: defaults of transformers' classes, and bad values."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.families.vision_rows import VISION_ROWS, read_vision, with_processor
+from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
+
+PATH = Path("config.json")
+CLASSES = {
+    "qwen3_vl": ("Qwen3VLConfig", 3584),
+    "qwen3_5": ("Qwen3_5Config", 3584),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", 3584),
+    "gemma3": ("Gemma3Config", 2304),
+    "internvl": ("InternVLConfig", 896),
+    "mistral3": ("Mistral3Config", 4096),
+    "smolvlm": ("SmolVLMConfig", 2048),
+    "llava": ("LlavaConfig", 4096),
+    "llava_onevision": ("LlavaOnevisionConfig", 3584),
+}
+FITTING = {"gemma3": {"image_size": 896, "patch_size": 14}, "smolvlm": {"image_size": 256}}
+"""Squares that the class's own numbers of tokens divide."""
+SIZES = (
+    ("hidden_size", "hidden_size"),
+    ("intermediate_size", "intermediate_size"),
+    ("num_attention_heads", "num_heads"),
+)
+
+
+def read(row: str, config: dict[str, Any], hidden_size: int | None = None) -> tuple[VisionConfig, TowerConfig]:
+    found = read_vision(row, config, PATH, hidden_size or CLASSES[row][1], 1e-5)
+    assert found is not None
+    assert found.tower is not None
+    return found, found.tower
+
+
+@pytest.mark.parametrize("row", sorted(CLASSES))
+def test_missing_keys_have_the_defaults_of_transformers(row: str):
+    """All but the kind of the tower, which names its class."""
+    theirs = getattr(transformers, CLASSES[row][0])()
+    kind = theirs.vision_config.model_type
+    bare = type(theirs.vision_config)(**FITTING.get(row, {}))
+    vision, tower = read(row, {"vision_config": {"model_type": kind, **FITTING.get(row, {})}})
+    assert [getattr(tower, ours) for _, ours in SIZES] == [getattr(bare, key) for key, _ in SIZES]
+    side = bare.patch_size
+    assert tower.patch_size == (side if isinstance(side, int) else side[0])
+    token = getattr(theirs, "image_token_id", None)
+    assert vision.image_token_id == (theirs.image_token_index if token is None else token)
+    deepstack = getattr(bare, "deepstack_visual_indexes", ())
+    assert tower.added_layers == tuple(deepstack if row == "qwen3_vl" else ())
+    if row == "qwen2_5_vl":
+        assert (tower.window_size, tower.full_layers) == (bare.window_size, tuple(bare.fullatt_block_indexes))
+    if row == "llava":
+        assert tower.num_layers == bare.num_hidden_layers - 1
+        assert tower.drops_first_row
+    else:
+        assert tower.num_layers == bare.num_hidden_layers
+
+
+def test_every_row_is_of_a_family():
+    assert {family.vision for family in FAMILIES.values()} == {"", *VISION_ROWS}
+
+
+@pytest.mark.parametrize(
+    ("row", "whole", "vision", "words"),
+    [
+        (
+            "qwen3_vl",
+            {},
+            {"out_hidden_size": 64},
+            "vision_config.out_hidden_size=64 is not the hidden size of the text",
+        ),
+        ("qwen3_vl", {}, {"num_position_embeddings": 50}, "must be a square number"),
+        ("qwen3_vl", {}, {"deepstack_visual_indexes": [27]}, "must be a whole number from 0 to 26"),
+        ("qwen3_vl", {}, {"deepstack_visual_indexes": 8}, "must be a list of layers"),
+        ("qwen3_vl", {}, {"num_heads": 7}, "must divide hidden_size=1152"),
+        ("qwen3_vl", {}, {"hidden_act": "mish"}, "hidden_act='mish' is not supported"),
+        ("qwen3_vl", {}, {"patch_size": [16, 8]}, "must be one length for both sides"),
+        ("qwen2_5_vl", {}, {"window_size": 20}, "must hold a token of 2 patches a side"),
+        ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
+        ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),
+        ("llava", {"vision_feature_layer": -20}, {"model_type": "clip_vision_model"}, "from -13 to 12"),
+        ("llava_onevision", {"vision_aspect_ratio": "anyres"}, {"model_type": "siglip_vision_model"}, "anyres_max_"),
+        ("llava_onevision", {"image_grid_pinpoints": [[5, 5]]}, {"model_type": "siglip_vision_model"}, "of squares of"),
+        ("smolvlm", {"scale_factor": 5}, {}, "must divide a square of 7 x 7 patches"),
+        ("internvl", {"vision_feature_layer": -2}, {}, "vision_feature_layer=-2 is not supported"),
+        ("mistral3", {}, {"head_dim": 32}, "head_dim=32 is not supported, only 64"),
+        ("qwen3_vl", {"image_token_id": "x"}, {}, "image_token_id='x' must be a whole number"),
+    ],
+)
+def test_bad_values_are_errors(row: str, whole: dict[str, Any], vision: dict[str, Any], words: str):
+    with pytest.raises(ModelConfigError, match="config") as caught:
+        read(row, {**whole, "vision_config": vision})
+    assert words in str(caught.value)
+
+
+def test_unknown_towers_run_with_text_alone(caplog: pytest.LogCaptureFixture):
+    for config in ({"vision_config": {"model_type": "dinov2"}}, {"vision_feature_layer": [-2, -5]}):
+        assert read_vision("llava", config, PATH, 4096, 1e-5) is None
+    assert caplog.text.count("the model runs with text alone") == 2
+
+
+def test_processor_files_give_mean_and_deviation():
+    vision, _ = read("qwen2_5_vl", {})
+    default = with_processor(vision, "qwen2_5_vl", {}, PATH)
+    assert default.image_mean[0] == pytest.approx(0.48145466)
+    given = with_processor(vision, "qwen2_5_vl", {"image_mean": [0, 0.5, 1], "image_std": [1, 1, 2]}, PATH)
+    assert given == replace(vision, image_mean=(0.0, 0.5, 1.0), image_std=(1.0, 1.0, 2.0))
+    for wrong in ({"image_mean": [0.5]}, {"image_std": [1, 1, 0]}, {"image_mean": "0.5"}, {"rescale_factor": 0}):
+        with pytest.raises(ModelConfigError, match=next(iter(wrong))):
+            with_processor(vision, "qwen2_5_vl", json.loads(json.dumps(wrong)), PATH)
