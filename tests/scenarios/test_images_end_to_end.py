@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from image_doors import WRITTEN
-from image_models import image_model_folder, their_ids
+from image_run_models import image_model_folder, their_ids
 from media_models import noise, saved
 from PIL import Image
 
