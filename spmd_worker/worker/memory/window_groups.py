@@ -70,8 +70,11 @@ def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
     one = Grouping(ONE_GROUP, (0,) * len(windows))
     if model_config.is_encoder or not any(windows):
         return one, ""
-    if not config.cache.window_groups:
+    wanted = config.cache.window_groups
+    if wanted is False:
         return one, "cache.window_groups=false"
+    if wanted is None and resolved.device_type == "cuda" and not config.executor.enforce_eager:
+        return one, "CUDA graphs have one table; cache.window_groups=true gives blocks back and records no graphs"
     if config.cache.connector is not None or config.cache.host_tier_gib:
         key = "cache.connector" if config.cache.connector is not None else "cache.host_tier_gib"
         return one, f"{key} keeps blocks of all layers"
