@@ -180,12 +180,15 @@ CUT = {
     "qwen3_5": [{"max_num_batched_tokens": 7, **RECOMPUTING}, {"max_num_batched_tokens": 16, **SWAPPING}],
 }
 
+MARKS: dict[str, list[Any]] = {kind: [(), pytest.mark.stress] for kind in ("qwen3_vl", "gemma3")}
+MARKS["qwen3_5"] = [pytest.mark.matrix, pytest.mark.stress]
+
 
 @pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        pytest.param(kind, options, id=f"{kind} {options['preemption_mode']}", marks=[pytest.mark.stress] * number)
+        pytest.param(kind, options, id=f"{kind} {options['preemption_mode']}", marks=MARKS[kind][number])
         for kind in WHOLE_KINDS
         for number, options in enumerate(CUT[kind])
     ],
@@ -198,7 +201,6 @@ def test_cut_and_preempted_prompts_have_the_bits_of_alone(
     with noted_rows() as found, opened(kind, **small(kind, **options)) as llm:
         assert answers(llm, prompts(kind), PARAMS) == model.expected
         counters = llm.llm_engine.counters
-        assert answers(llm, prompts(kind), PARAMS) == model.expected
         assert counters.num_preemptions > 0
         assert bool(counters.num_swapped_in) == (options["preemption_mode"] == "swap")
     assert found == model.rows

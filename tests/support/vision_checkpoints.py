@@ -135,6 +135,9 @@ def _write(folder: Path, name: str) -> None:
     stir(model)
     model.save_pretrained(folder)
     processor = {"image_mean": MEAN, "image_std": STD}
+    if name.startswith("qwen"):
+        # Its class assumes 14.
+        processor["patch_size"] = model.config.vision_config.patch_size
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
