@@ -99,7 +99,7 @@ def test_generate_and_chat_reject_invalid_argument_types(llm: LLM):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"multi_modal_data": {"image": b""}}, "no key multi_modal_data: give prompt, prompt_token_ids, prompt_embeds"),
+        ({"multi_modal_data": {"image": b""}}, "this run takes no images"),
         ({"prompt_embeds": None, 3: 4}, "no key 3: give prompt, prompt_token_ids, prompt_embeds"),
     ],
 )
@@ -140,7 +140,7 @@ def test_invalid_prompt_gets_error_row_among_answers(llm: LLM):
         "has no tokens",
         "211 is outside the vocabulary of 211",
         "-1 is outside the vocabulary",
-        "a prompt has no key text: give prompt, prompt_token_ids, prompt_embeds and nothing else",
+        "a prompt has no key text: give prompt, prompt_token_ids, prompt_embeds, multi_modal_data and nothing else",
         "no tokenizer.json",
         "prompt_token_ids[0]='a' is a str: give a whole number",
         "prompt_token_ids is a NoneType: give a list of whole numbers",

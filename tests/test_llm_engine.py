@@ -76,7 +76,7 @@ def test_a_request_is_aborted_by_its_name(engine: LLMEngine):
     [
         ({"request_id": 3}, TypeError, "request_id=3 is a int: give text"),
         ({"params": {}}, TypeError, r"^sampling .*dict: .*SamplingParams"),
-        ({"prompt": {"prompt": "a", "multi_modal_data": 1}}, ValueError, "a prompt has no key multi_modal_data"),
+        ({"prompt": {"prompt": "a", "multi_modal_data": 1}}, ValueError, "multi_modal_data=1 must be a dict"),
         ({"prompt": []}, ValueError, r"prompt .*no tokens"),
         ({"prompt": "hello " * 999}, ValueError, "but max_model_len is"),
         ({"lora_request": "x"}, TypeError, "lora_request='x' is a str: give LoRARequest"),

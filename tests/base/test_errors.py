@@ -27,6 +27,7 @@ EXPECTED = {
     "PeerLostError": (RuntimeError, 1, True, False, False),
     "WorkerError": (RuntimeError, 1, False, False, True),
     "WorkerDiedError": (RuntimeError, 1, False, False, True),
+    "CacheMismatchError": (RuntimeError, 1, False, False, True),
     "MissingWeightsError": (RuntimeError, 1, False, False, False),
     "WorkerEventError": (RuntimeError, 1, False, False, True),
     "SaveError": (RuntimeError, 1, False, False, True),

@@ -181,7 +181,7 @@ def test_prompts_have_the_names_of_vllm(llm: LLM):
     outputs = llm.generate(given, GREEDY, use_tqdm=False)
     assert [output.outputs for output in outputs] == [outputs[0].outputs] * 4
     assert [output.prompt for output in outputs] == ["hello world", None, "said", "hello world"]
-    with pytest.raises(PromptsRefusedError, match=r"no key multi_modal_data: "):
+    with pytest.raises(PromptsRefusedError, match=r"this run takes no images"):
         llm.generate({"prompt": "hello", "multi_modal_data": {"image": 1}}, use_tqdm=False)
 
 

@@ -382,7 +382,7 @@ def test_broken_config_error_names_key_and_rule(name: str, keys: dict[str, Any],
 
 
 @pytest.mark.parametrize("is_null", [True, False])
-def test_gemma4_without_rope_parameters_has_those_of_the_class(is_null: bool):
+def test_gemma4_without_ropes_has_those_of_its_class(is_null: bool):
     config = json.loads((recent_folder("gemma4") / "config.json").read_text())
     del config["rope_parameters"]
     theirs = AutoConfig.for_model(**config).rope_parameters

@@ -1,4 +1,4 @@
-"""How config.json and the image processor's file are read: defaults of transformers' classes, and bad values."""
+"""Reading of config.json and of the image processor's file: defaults of transformers' classes, and bad values."""
 
 import json
 from dataclasses import replace
@@ -93,6 +93,12 @@ def test_every_row_is_of_a_family():
         ("llava", {"vision_feature_layer": -20}, {"model_type": "clip_vision_model"}, "from -13 to 12"),
         ("llava_onevision", {"vision_aspect_ratio": "anyres"}, {"model_type": "siglip_vision_model"}, "anyres_max_"),
         ("llava_onevision", {"image_grid_pinpoints": [[5, 5]]}, {"model_type": "siglip_vision_model"}, "of squares of"),
+        (
+            "llava_onevision",
+            {"image_grid_pinpoints": [[-224, 224]]},
+            {"model_type": "siglip_vision_model"},
+            "squares of",
+        ),
         ("smolvlm", {"scale_factor": 5}, {}, "must divide a square of 7 x 7 patches"),
         ("internvl", {"vision_feature_layer": -2}, {}, "vision_feature_layer=-2 is not supported"),
         ("mistral3", {}, {"head_dim": 32}, "head_dim=32 is not supported, only 64"),

@@ -20,10 +20,10 @@ from spmd_worker import LLM
 from state_rows import answers_of, state_rows
 
 folder, sizes, out = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
-rows, params = state_rows(4, num_samples=2)
+rows, params = state_rows(4, num_samples=3)
 rows = [{"prompt_token_ids": row["prompt_token_ids"][:100]} for row in rows]
 settings = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "block_size": 4, "max_num_seqs": 8}
-crowded = {"num_blocks": 11, "max_num_batched_tokens": 16, "preemption_mode": "swap", "swap_space": 0.1}
+crowded = {"num_blocks": 12, "max_num_batched_tokens": 16, "preemption_mode": "swap", "swap_space": 0.1}
 found = {}
 for name, options in {"all": {"num_blocks": 400, "window_groups": False}, "windows": crowded}.items():
     with LLM(folder, **sizes, **settings, **options) as llm:

@@ -22,6 +22,7 @@ from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 FOLDERS = {
     "gemma3": family_folder,
+    "cwm": family_folder,
     "starcoder2": family_folder,
     "gpt_oss": expert_folder,
     "lfm3": conv_folder,
@@ -29,7 +30,8 @@ FOLDERS = {
     "gemma4": recent_folder,
     "gemma4_small": recent_folder,
 }
-NUM_BLOCKS = {"gemma3": 12, "starcoder2": 32, "gpt_oss": 24, "lfm3": 32, "llama4": 40, "gemma4": 40, "gemma4_small": 40}
+NUM_BLOCKS = {"gemma3": 12, "cwm": 32, "starcoder2": 32, "gpt_oss": 24, "lfm3": 32}
+NUM_BLOCKS |= {"llama4": 40, "gemma4": 40, "gemma4_small": 40}
 """Of 4 tokens, for one row and a few."""
 kinds = pytest.mark.parametrize(
     "name", ["gemma3", *(pytest.param(each, marks=pytest.mark.stress) for each in [*FOLDERS][1:])]
@@ -92,6 +94,20 @@ def test_rows_have_the_bits_of_one_group(name: str, way: str):
         assert scheduler.counters.num_preemptions > 0
         assert (scheduler.counters.num_swapped_out > 0) == ("swap" in way)
     assert found == with_all_tokens(name)
+
+
+def test_layers_that_join_run_alone_in_groups():
+    """One call computes all of a plain model's layers, with one block table."""
+    settings = {**SETTINGS, "max_num_batched_tokens": 16}
+    rows, params = [{"prompt_token_ids": [5 + each for each in range(60)]}], SamplingParams(max_tokens=9, logprobs=1)
+    found = []
+    for is_grouped in (False, True):
+        with LLM(family_folder("cwm"), **settings, window_groups=is_grouped) as llm:
+            engine = llm.llm_engine
+            assert (engine.scheduler.cache.groups.num_windows > 0) == is_grouped
+            assert engine.executor.driver_worker.loaded.model.model.joined_layers is not None
+            found.append(answers_of(llm.generate(rows, params, use_tqdm=False)))
+    assert found[0] == found[1]
 
 
 def test_long_row_fits_where_it_did_not():

@@ -28,15 +28,21 @@ def answers_of_job(
     scheduler: SchedulerConfig | None = None,
     step_log: bool = False,
     options: Mapping[str, Any] | None = None,
+    media_root: Path | None = None,
 ) -> list[dict[str, Any]]:
     """The job's output in `folder`, in the rows' order; `output` is a name that ends with .jsonl or .parquet;
-    `options` are further keys of `model`."""
+    `options` are further keys of `model`; images are below `media_root`."""
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = RunConfig(
         model=ModelOptions(path=str(model), dtype=dtype, **(options or {})),
         cache=CacheConfig(num_blocks=num_blocks),
         scheduler=scheduler or SchedulerConfig(),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / output), step_log=step_log),
+        job=JobConfig(
+            input=str(folder / "rows.jsonl"),
+            output=str(folder / output),
+            step_log=step_log,
+            media_root=None if media_root is None else str(media_root),
+        ),
         device="cpu",
     )
     run_job(config, RankEnvironment())

@@ -132,14 +132,15 @@ def _write(folder: Path, name: str) -> None:
     sizes = {**_TEXT, **text}
     config = getattr(transformers, f"{family}Config")(text_config=sizes, **{**_ALWAYS_BESIDE, **beside})
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
-    _stir(model)
+    stir(model)
     model.save_pretrained(folder)
     processor = {"image_mean": MEAN, "image_std": STD}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
 @torch.no_grad()
-def _stir(model: PreTrainedModel) -> None:
+def stir(model: PreTrainedModel) -> None:
+    """Fill the model with numbers."""
     generator = torch.Generator().manual_seed(11)
     for _, value in sorted(model.named_parameters()):
         noise = torch.randn(value.shape, generator=generator)

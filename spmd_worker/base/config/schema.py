@@ -415,10 +415,11 @@ class CacheConfig:
         "difference ends the run with an error; 0: none",
         least=0,
     )
-    window_groups: bool = option(
-        True,
+    window_groups: bool | None = option(
+        None,
         "layers with sliding windows have block tables of their own, so blocks behind a window go back to the pool, "
-        "where that pays; false: every layer keeps all tokens of a row",
+        "where that pays; false: every layer keeps all tokens of a row; null: true where steps are not recorded as "
+        "CUDA graphs, which have one table",
     )
     num_state_snapshots: int | None = option(
         None,

@@ -229,6 +229,7 @@ class ServerApp:
         """Parse the body with `read`, in a thread."""
         async with contextlib.AsyncExitStack() as held:
             data = await self._body(request, held)
+            # A path takes few bytes, and its image may take seconds.
             pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
             pool = self._image_pool if _IMAGES_MARK in data else pool
             return await _in_pool(pool, lambda: read(data), request.receive)

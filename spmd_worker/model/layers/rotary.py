@@ -76,7 +76,7 @@ class RotaryEmbedding:
         self._is_full = self._rotary_size == rope.size and not (rope.is_interleaved or rope.query_growth)
         self._frequencies = inverse_frequencies(rope, self._rotary_size).to(device)
         self._exponents = _exponents(self._rotary_size).double().to(device)
-        self._axes = torch.tensor(rope.pair_axes, device=device) if rope.sections else None
+        self._axes = torch.tensor(rope.pair_axes).to(device) if rope.sections else None
         self._amplitude = attention_factor(rope)
         self._amplitudes: Tensor | None = None
         """That of short and that of long rows, if they differ."""

@@ -134,7 +134,7 @@ class TritonDevice(DeviceBackend):
 
     @property
     def _unrecorded(self) -> str:
-        """Why no step is recorded, in words; empty if steps may be."""
+        """The steps that are never recorded, in words; empty if there are none."""
         if self.resolved.model_config.has_states:
             return "of models with recurrent states"
         has_groups = grouping_of(self.resolved).groups.num_groups > 1

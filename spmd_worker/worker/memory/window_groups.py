@@ -19,7 +19,7 @@ def grouping_of(resolved: ResolvedRun) -> Grouping:
 
 
 def reason_of(resolved: ResolvedRun) -> str:
-    """Why layers with windows keep all tokens; empty if they do not, or if there are none."""
+    """The reason for layers with windows to keep all tokens; empty if they do not, or if there are none."""
     return _choose(resolved)[1]
 
 
@@ -53,9 +53,7 @@ def _words(windows: tuple[int, ...]) -> str:
 
 
 def windows_of(model_config: ModelConfig) -> tuple[int, ...]:
-    """What tokens see of each layer's keys, as in `LayerGroups`: the most that the layer itself or one that reads its
-    keys does.
-    """
+    """Windows of all layers, as in `LayerGroups`; 0, all tokens, where a layer that reads the keys has another."""
     layers = model_config.layers
     windows = [layer.window or -layer.chunk for layer in layers]
     for index, layer in enumerate(layers):
@@ -72,8 +70,11 @@ def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
     one = Grouping(ONE_GROUP, (0,) * len(windows))
     if model_config.is_encoder or not any(windows):
         return one, ""
-    if not config.cache.window_groups:
+    wanted = config.cache.window_groups
+    if wanted is False:
         return one, "cache.window_groups=false"
+    if wanted is None and resolved.device_type == "cuda" and not config.executor.enforce_eager:
+        return one, "CUDA graphs have one table; cache.window_groups=true gives blocks back and records no graphs"
     if config.cache.connector is not None or config.cache.host_tier_gib:
         key = "cache.connector" if config.cache.connector is not None else "cache.host_tier_gib"
         return one, f"{key} keeps blocks of all layers"

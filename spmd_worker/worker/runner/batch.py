@@ -87,8 +87,9 @@ def build_batch(
     positions = _positions(firsts, counts, starts[-1])
     rope_regimes = np.repeat([each.sequence.request.rope_regime for each in scheduled], counts)
     block_ids = _step_blocks(counts, block_size) if is_encoder else [each.sequence.block_ids for each in scheduled]
+    entries = _block_tables(block_ids)
     # [S, blocks of the longest] of each group
-    tables, *other_tables = (_block_tables(block_ids)[:, group::num_groups] for group in range(num_groups))
+    tables, *other_tables = (entries[:, group::num_groups] for group in range(num_groups))
     sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
     sequences = [each.sequence for each in scheduled]
     of_images = (vision, media_of_step(vision, sequences), firsts, counts)

@@ -45,7 +45,7 @@ def context(dtype: torch.dtype = torch.float32, *, is_native: bool = True, is_in
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    """Of the case's folder, with some numbers of its tower, or of its vision, changed."""
+    """The config of the case's folder, with some numbers of its tower, or of its vision, changed."""
     config = read_model_files(vision_folder(name), with_images=True).model_config
     vision = config.vision
     assert vision is not None

@@ -141,7 +141,7 @@ def test_snapshots_without_states_have_no_effect(caplog: pytest.LogCaptureFixtur
     assert "cache.num_state_snapshots=3 has no effect: prefix caching is off" in caplog.text
 
 
-def test_prompts_in_one_piece_are_said_to_keep_no_states(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_in_one_piece_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     said = "scheduler.enable_chunked_prefill=false computes a prompt in one piece, so it keeps no state inside"
     run()
     run(enable_chunked_prefill=False, enable_prefix_caching=False)

@@ -1,0 +1,102 @@
+"""Images through every door, calls, rows and requests: the same answer, and the same codes of what has none."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_models import PICTURES, image_folder
+from jobs_of_rows import answers_of_job, openai_row
+from media_models import saved
+from PIL import Image
+from serving import ServedHere
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.media.placeholders import PLACEHOLDERS
+
+CHAT = "/v1/chat/completions"
+SAMPLING: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+FILES = [saved(each) for each in PICTURES]
+URLS = ["data:image/png;base64," + base64.b64encode(each).decode() for each in FILES]
+TEXT = {"type": "text", "text": "\nWhat is it?"}
+
+
+def url_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def conversation(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, TEXT]}]
+
+
+def body(*urls: str) -> dict[str, Any]:
+    return {"messages": conversation(*map(url_part, urls)), **SAMPLING}
+
+
+BAD = {
+    "image_unreadable": [URLS[0], "data:image/png;base64," + base64.b64encode(FILES[0][:200]).decode()],
+    "too_many_images": [URLS[0]] * 33,
+    "image_outside_root": ["/etc/hostname"],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("root")
+    for number, data in enumerate(FILES):
+        (folder / f"{number}.png").write_bytes(data)
+    return folder
+
+
+def answers_of_calls(root: Path) -> tuple[list[tuple[str, int]], list[str]]:
+    """Text and length of the prompt, of each form of a call, and the words of errors."""
+    conversations = [
+        conversation(*map(url_part, URLS)),
+        conversation(url_part(URLS[0]), {"type": "image_pil", "image_pil": Image.fromarray(PICTURES[1])}),
+        conversation({"type": "image", "image": PICTURES[0]}, url_part(str(root / "1.png"))),
+    ]
+    bad = [conversation(*map(url_part, urls)) for urls in BAD.values()]
+    text = f"<user>{PLACEHOLDERS['qwen3_vl'].written * 2}{TEXT['text']}<answer>"
+    params, options = SamplingParams(**SAMPLING), {"device": "cpu", "allowed_local_media_path": str(root)}
+    with LLM(str(image_folder("qwen3_vl")), dtype="float32", num_blocks=128, **options) as llm:
+        outputs = llm.chat(conversations, params, use_tqdm=False)
+        outputs += llm.generate([{"prompt": text, "multi_modal_data": {"image": FILES}}], params, use_tqdm=False)
+        errors = llm.chat(bad, params, use_tqdm=False, on_error="row")
+    found = [(each.outputs[0].text, len(each.prompt_token_ids or ())) for each in outputs]
+    return found, [str(each.error) for each in errors]
+
+
+def answers_of_server() -> tuple[tuple[str, int], list[tuple[int, str]]]:
+    """Text and length of the prompt; status and code of each error."""
+    with ServedHere(model=image_folder("qwen3_vl")) as server:
+        status, served, _ = server.client.ask(CHAT, body(*URLS))
+        assert status == 200, served
+        refused = [server.client.ask(CHAT, body(*urls))[:2] for urls in BAD.values()]
+    return answer_of(served), [(status, answer["error"]["code"]) for status, answer in refused]
+
+
+def answer_of(answer: dict[str, Any]) -> tuple[str, int]:
+    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.guarantee("One image, one answer: calls, rows and requests", is_control_inside=True)
+def test_doors_of_images_give_the_same_answer(root: Path, tmp_path: Path):
+    rows: list[Any] = [
+        openai_row("urls", CHAT, body(*URLS)),
+        openai_row("paths", CHAT, body("0.png", f"file://{root}/1.png")),
+        openai_row("other", CHAT, body(URLS[1], URLS[0])),
+        {"messages": conversation({"type": "image"}, {"type": "image"}), "images": ["0.png", URLS[1]], **SAMPLING},
+        *[openai_row(code, CHAT, body(*urls)) for code, urls in BAD.items()],
+    ]
+    first, second, other, third, *bad = answers_of_job(tmp_path, image_folder("qwen3_vl"), rows, media_root=root)
+    right = answer_of(first["response"]["body"])
+    assert answer_of(second["response"]["body"]) == right
+    assert (third["outputs"][0]["text"], third["usage"]["prompt_tokens"]) == right
+    # Negative control: the other order.
+    assert answer_of(other["response"]["body"])[0] != right[0]
+    assert [each["error"]["code"] for each in bad] == list(BAD)
+    answers, words = answers_of_calls(root)
+    assert answers == [right] * 4
+    for said, wanted in zip(words, ("image 1: the image cannot be decoded", "33 images", "is outside of"), strict=True):
+        assert wanted in said
+    assert answers_of_server() == (right, [(400, code) for code in BAD])

@@ -1,0 +1,264 @@
+"""Images through whole tiny models of every kind: transformers' answers, and the same bits in every batch, chunk, cache
+and layout.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import ranks
+from image_models import KINDS, NUM_TOKENS, OTHERS, PICTURES, image_folder, prompt_of, their_answer
+
+from spmd_worker import LLM, PromptsRefusedError, SamplingParams
+from spmd_worker.replica.scheduler import allocator
+from spmd_worker.worker.runner.media_store import MediaStore
+
+ROOMY: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_blocks": 96, "max_model_len": 192, "max_num_seqs": 6}
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True)
+FORKED = SamplingParams(temperature=1, seed=3, n=3, max_tokens=40, logprobs=1, ignore_eos=True)
+WHOLE_KINDS = ("qwen3_vl", "gemma3", "qwen3_5")
+"""Kinds that go through everything: three positions and added rows, sight within an image, states."""
+RECOMPUTING = {"preemption_mode": "recompute"}
+SWAPPING = {"preemption_mode": "swap", "swap_space": 0.01}
+
+
+def prompts(kind: str) -> list[Any]:
+    """The third has the first one's ids behind another picture."""
+    return [
+        prompt_of(kind, PICTURES),
+        {"prompt": "Text and no picture, between two that have some."},
+        prompt_of(kind, OTHERS),
+        prompt_of(kind, PICTURES[:1]),
+        prompt_of(kind, [PICTURES[1], PICTURES[1]]),
+    ]
+
+
+PARAMS = [GREEDY, LONG, GREEDY, FORKED, GREEDY]
+
+
+def answers(llm: LLM, given: list[Any], params: list[SamplingParams]) -> list[Any]:
+    """Ids, samples and log-probabilities of each prompt."""
+    outputs = llm.generate(given, params, use_tqdm=False)
+    return [
+        [
+            list(output.prompt_token_ids or ()),
+            [[list(one.token_ids), [numbers_of(each) for each in one.logprobs or []]] for one in output.outputs],
+        ]
+        for output in outputs
+    ]
+
+
+def numbers_of(logprobs: dict[int, Any]) -> list[list[Any]]:
+    return [[token, each.logprob] for token, each in logprobs.items()]
+
+
+def opened(kind: str, **options: Any) -> LLM:
+    return LLM(str(image_folder(kind)), dtype="float32", **{**ROOMY, **options})
+
+
+def small(kind: str, **options: Any) -> dict[str, Any]:
+    """Too few blocks for all prompts, and memory for the rows of one large picture."""
+    num_row_bytes = 32 * 4 * (4 if kind == "qwen3_vl" else 1)
+    rows = {"media_rows_gib": (40 * num_row_bytes + 1) / 2**30, "max_encode_patches": 40}
+    return {**ROOMY, "num_blocks": 16, "max_model_len": 128, **rows, **options}
+
+
+class OpenModel:
+    """An engine with room, and each prompt's answer, alone and cold, with the digests of all images' rows."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.llm = kind, opened(kind)
+        self.expected: list[Any] = []
+        with noted_rows() as self.rows:
+            for given, params in zip(prompts(kind), PARAMS, strict=True):
+                self.llm.reset_prefix_cache()
+                self.expected += answers(self.llm, [given], [params])
+
+    def answers(self) -> list[Any]:
+        return answers(self.llm, prompts(self.kind), PARAMS)
+
+
+Models = Callable[[str], OpenModel]
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[Models]:
+    made: dict[str, OpenModel] = {}
+
+    def model(kind: str) -> OpenModel:
+        if kind not in made:
+            made[kind] = OpenModel(kind)
+        return made[kind]
+
+    yield model
+    for each in made.values():
+        each.llm.llm_engine.scheduler.check_integrity()
+        each.llm.close()
+
+
+@contextmanager
+def noted_rows() -> Iterator[dict[str, str]]:
+    """Digests of the rows that are made in the block, by image."""
+    digests: dict[str, str] = {}
+    apply = MediaStore.apply
+
+    def noted(store: MediaStore, plan: Any, *given: Any) -> None:
+        apply(store, plan, *given)
+        for media_id in store.names:
+            digests[media_id.hex()] = sha256(store._rows[media_id].numpy().tobytes()).hexdigest()
+
+    with patch.object(MediaStore, "apply", noted):
+        yield digests
+
+
+def distance(theirs: tuple[list[int], list[int], list[float]], ours: Any) -> float:
+    """The largest difference of log-probabilities; infinite if ids differ."""
+    prompt_ids, ids, logprobs = theirs
+    [[found, numbers]] = ours[1]
+    if [ours[0], found] != [prompt_ids, ids]:
+        return float("inf")
+    return max(abs(dict(each)[token] - right) for each, token, right in zip(numbers, ids, logprobs, strict=True))
+
+
+@pytest.mark.guarantee("Answers about images are those of transformers")
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_ids_are_those_of_transformers(kind: str, models: Models):
+    if kind in WHOLE_KINDS:
+        first, second = models(kind).expected[0:3:2]
+    else:
+        given = prompts(kind)
+        with opened(kind) as llm:
+            first, second = answers(llm, [given[0], given[2]], [GREEDY, GREEDY])
+    for pictures, found in ((PICTURES, first), (OTHERS, second)):
+        assert distance(their_answer(kind, pictures), found) < 2e-3
+
+
+@pytest.mark.control("Answers about images are those of transformers")
+@pytest.mark.parametrize("kind", WHOLE_KINDS)
+def test_comparison_detects_another_picture(kind: str, models: Models):
+    assert distance(their_answer(kind, OTHERS), models(kind).expected[0]) > 0.02
+
+
+@pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
+@pytest.mark.parametrize("kind", WHOLE_KINDS)
+def test_batched_and_warm_prompts_have_the_bits_of_alone(kind: str, models: Models):
+    model = models(kind)
+    model.llm.reset_prefix_cache()
+    assert model.answers() == model.expected
+    counters = model.llm.llm_engine.counters
+    before = counters.num_cached_prompt_tokens
+    assert model.answers() == model.expected
+    assert counters.num_cached_prompt_tokens > before
+    # The first prompt's keys are there, and its ids are the third's.
+    assert model.expected[0][0] == model.expected[2][0]
+    assert model.expected[0][1] != model.expected[2][1]
+
+
+@pytest.mark.control("answers about images are the same in every batch, chunk and cache")
+@pytest.mark.parametrize("kind", WHOLE_KINDS)
+def test_names_without_pictures_give_the_first_ones_answer(kind: str, models: Models, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: blocks named by ids alone."""
+    model = models(kind)
+    model.llm.reset_prefix_cache()
+    monkeypatch.setattr(allocator, "given_rows", lambda request, first: [])
+    found = [answers(model.llm, [prompts(kind)[number]], [GREEDY])[0] for number in (0, 2)]
+    assert found == [model.expected[0]] * 2
+    model.llm.reset_prefix_cache()
+
+
+CUT = {
+    "qwen3_vl": [{"max_num_batched_tokens": 7, **RECOMPUTING}, {"max_num_batched_tokens": 16, **SWAPPING}],
+    # An image of 16 tokens is never cut.
+    "gemma3": [{"max_num_batched_tokens": 16, **SWAPPING}, {"max_num_batched_tokens": 19, **RECOMPUTING}],
+    "qwen3_5": [{"max_num_batched_tokens": 7, **RECOMPUTING}, {"max_num_batched_tokens": 16, **SWAPPING}],
+}
+
+
+@pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(kind, options, id=f"{kind} {options['preemption_mode']}", marks=[pytest.mark.stress] * number)
+        for kind in WHOLE_KINDS
+        for number, options in enumerate(CUT[kind])
+    ],
+)
+def test_cut_and_preempted_prompts_have_the_bits_of_alone(
+    kind: str, options: dict[str, Any], models: Models, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SPMD_WORKER_CHECK", "1")
+    model = models(kind)
+    with noted_rows() as found, opened(kind, **small(kind, **options)) as llm:
+        assert answers(llm, prompts(kind), PARAMS) == model.expected
+        counters = llm.llm_engine.counters
+        assert answers(llm, prompts(kind), PARAMS) == model.expected
+        assert counters.num_preemptions > 0
+        assert bool(counters.num_swapped_in) == (options["preemption_mode"] == "swap")
+    assert found == model.rows
+
+
+def test_image_larger_than_a_step_is_refused_whole():
+    with opened("gemma3", max_num_batched_tokens=15) as llm:
+        with pytest.raises(PromptsRefusedError, match="max_num_batched_tokens"):
+            answers(llm, prompts("gemma3")[:1], [GREEDY])
+        assert len(answers(llm, prompts("gemma3")[1:2], [GREEDY])) == 1
+
+
+def main(kind: str, folder: Path, **layout: Any) -> None:
+    """A rank's report: answers, and digests of rows."""
+    with noted_rows() as rows, opened(kind, **layout) as llm:
+        rank = llm.llm_engine.engine_channel.rank
+        (folder / str(rank)).write_text(json.dumps([answers(llm, prompts(kind), PARAMS), rows]))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2},
+    # Rows are added behind the first three layers.
+    "pipeline": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 1]},
+    "data": {"data_parallel_size": 2},
+}
+
+
+@pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, name, marks=pytest.mark.matrix if kind == "qwen3_vl" else pytest.mark.stress)
+        for kind in WHOLE_KINDS
+        for name in LAYOUTS
+    ],
+)
+def test_two_ranks_answer_as_one(kind: str, layout: str, models: Models, tmp_path: Path):
+    model = models(kind)
+    done = ranks.run_forked([__file__, kind, tmp_path, json.dumps(LAYOUTS[layout])], 2, timeout_s=240)
+    assert done.returncode == 0, done.output
+    (first, first_rows), (second, second_rows) = (json.loads(each.read_text()) for each in sorted(tmp_path.iterdir()))
+    assert first == second
+    assert {**first_rows, **second_rows} == model.rows
+    if layout == "tensor":
+        assert first_rows == second_rows
+        assert are_close(first, model.expected)
+    else:
+        assert first == model.expected
+
+
+def are_close(found: list[Any], expected: list[Any]) -> bool:
+    """Whether prompts and ids are the same, and log-probabilities almost."""
+    for mine, right in zip(found, expected, strict=True):
+        if mine[0] != right[0] or [each[0] for each in mine[1]] != [each[0] for each in right[1]]:
+            return False
+        numbers = [[value for one in each[1] for step in one[1] for _, value in step] for each in (mine, right)]
+        if max(abs(first - second) for first, second in zip(*numbers, strict=True)) > 2e-3:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), **json.loads(sys.argv[3]))

@@ -1,0 +1,156 @@
+"""Tiny whole models of every kind that takes images: weights, tokenizer, template, processor; and transformers' ids.
+
+Numbers of pictures are those of `media_models.py`, so that those of a few hundred pixels reach every size rule.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from media_models import MODELS, byte_tokenizer, noise
+from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
+from run_folder import made_once
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
+from vision_checkpoints import CASES, stir
+
+from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.media.prepared import Pixels
+
+KINDS: Final = (*MODELS, "qwen3_5")
+NUM_TOKENS: Final = 8
+PICTURES: Final = (noise(97, 61, 3), noise(130, 257, 4))
+OTHERS: Final = (noise(97, 61, 5), PICTURES[1])
+"""Another first picture of the same size."""
+_TEXT: Final = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 0.03,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_OF_KIND: Final[dict[str, dict[str, Any]]] = {
+    "gemma3": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "query_pre_attn_scalar": 16,
+    },
+    "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "mistral3": {"sliding_window": None},
+    "pixtral": {"sliding_window": None},
+}
+_NAMED_IDS: Final = {
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "boi_token_index": "<start_of_image>",
+    "eoi_token_index": "<end_of_image>",
+}
+
+
+def media_kind(kind: str) -> str:
+    """The row of the table of placeholders and processors."""
+    return "qwen3_vl" if kind == "qwen3_5" else kind
+
+
+@cache
+def tokenizer_of_images() -> Tokenizer:
+    return byte_tokenizer()
+
+
+def image_folder(kind: str) -> Path:
+    """The model of a kind, written once a run."""
+    return made_once(f"images {kind}", lambda folder: _write(folder, kind))
+
+
+@cache
+def image_reference(kind: str) -> PreTrainedModel:
+    """transformers' model of the folder."""
+    model_class = getattr(transformers, f"{CASES[kind][0]}ForConditionalGeneration")
+    return model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def _image_token_id(kind: str) -> int:
+    found = tokenizer_of_images().token_to_id(PLACEHOLDERS[media_kind(kind)].image_token)
+    assert found is not None
+    return found
+
+
+def _write(folder: Path, kind: str) -> None:
+    family, text, beside = CASES[kind]
+    tokenizer, media = tokenizer_of_images(), MODELS[media_kind(kind)]
+    sizes = {**_TEXT, **text, **_OF_KIND.get(kind, {}), "vocab_size": tokenizer.get_vocab_size()}
+    beside = {**beside, **{key: value for key, value in media.config.items() if key != "model_type"}}
+    beside["vision_config"] = {**CASES[kind][2]["vision_config"], **media.config["vision_config"]}
+    names = {key: tokenizer.token_to_id(token) for key, token in _NAMED_IDS.items()}
+    values = {"text_config": sizes, "image_token_id": _image_token_id(kind), **names, **beside}
+    config = getattr(transformers, f"{family}Config")(**values, tie_word_embeddings=False)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
+    stir(model)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(media.settings))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template_of(kind)}))
+
+
+def template_of(kind: str) -> str:
+    """A chat template that writes a placeholder for each image part."""
+    return (
+        "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+        + PLACEHOLDERS[media_kind(kind)].written
+        + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<answer>{% endif %}"
+    )
+
+
+def text_of(kind: str, num_images: int) -> str:
+    """A prompt with a placeholder for each image."""
+    written = [PLACEHOLDERS[media_kind(kind)].written] * num_images
+    return "Look:\n" + "\nand\n".join(written) + "\nWhat is it?"
+
+
+def prompt_of(kind: str, pictures: Sequence[Pixels], text: str | None = None) -> dict[str, Any]:
+    """As `LLM.generate` takes it."""
+    return {"prompt": text or text_of(kind, len(pictures)), "multi_modal_data": {"image": list(pictures)}}
+
+
+@torch.no_grad()
+def their_answer(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list[int], list[float]]:
+    """transformers' ids of the prompt, greedy ids after it, and their log-probabilities."""
+    media = media_kind(kind)
+    with one_axis_a_call():
+        inputs = oracle_inputs(media, list(pictures))
+    texts = oracle_texts(media, inputs, len(pictures))
+    whole = replaced(text_of(kind, len(pictures)), PLACEHOLDERS[media].marker, texts)
+    ids = list(tokenizer_of_images().encode(whole).ids)
+    given = _tensors(kind, inputs, torch.tensor([ids]))
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    made: Any = image_reference(kind).generate(torch.tensor([ids]), **given, **options)
+    chosen = made.sequences[0, len(ids) :].tolist()
+    logprobs = [logits[0].log_softmax(0)[token].item() for logits, token in zip(made.logits, chosen, strict=True)]
+    return ids, chosen, logprobs
+
+
+def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
+    """What a processor of transformers gives beside the ids."""
+    names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask")
+    given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
+    types = (ids == _image_token_id(kind)).long()
+    if kind.startswith("qwen"):
+        given["mm_token_type_ids"] = types
+    if kind == "gemma3":
+        given["token_type_ids"] = types
+    return {**given, "attention_mask": torch.ones_like(ids)}
