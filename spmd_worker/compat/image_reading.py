@@ -1,9 +1,10 @@
 """Opens the images of a run's prompts: processor, limits, root and helper processes."""
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,17 +27,20 @@ _EXAMPLES: Final = ((480, 640), (1080, 1920))
 
 
 class LazyPreparer:
-    """An ImagePreparer that is made when the first prompt has images: text alone needs no Pillow."""
+    """An ImagePreparer, made when the first prompt has images: text alone needs no Pillow. Threads may share it."""
 
     def __init__(self, make: Callable[[], ImagePreparer]) -> None:
-        self._make = make
+        self._make, self._lock = make, threading.Lock()
+        self._made: ImagePreparer | None = None
 
-    @cached_property
+    @property
     def _preparer(self) -> ImagePreparer:
-        try:
-            return self._make()
-        except ConfigError as error:
-            raise MediaError("extra_missing", str(error)) from None
+        with self._lock:
+            try:
+                self._made = self._made or self._make()
+            except ConfigError as error:
+                raise MediaError("extra_missing", str(error)) from None
+            return self._made
 
     def prepare(self, sources: Sequence[Any]) -> list[PreparedImage]:
         return self._preparer.prepare(sources)
@@ -51,8 +55,10 @@ class LazyPreparer:
 
     def close(self) -> None:
         """End the helper processes, if there are any. Idempotent."""
-        if "_preparer" in vars(self):
-            vars(self).pop("_preparer").close()
+        with self._lock:
+            made, self._made = self._made, None
+        if made is not None:
+            made.close()
 
 
 def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:

@@ -39,7 +39,7 @@ class ImagePreparer:
     ) -> None:
         check_pillow()
         self.processor, self.placeholders, self.limits = processor, placeholders, limits
-        self._root = root
+        self._root, self._is_closed = root, False
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="images")
         self._idle: queue.SimpleQueue[IsolatedPreparer] = queue.SimpleQueue()
         for _ in range(num_processes):
@@ -52,7 +52,8 @@ class ImagePreparer:
         self.close()
 
     def close(self) -> None:
-        """Prompts that have not begun are cancelled."""
+        """Prompts that have not begun are cancelled; those that have end as errors, behind the image they are at."""
+        self._is_closed = True
         self._threads.shutdown(cancel_futures=True)
         with contextlib.suppress(queue.Empty):
             while True:
@@ -99,6 +100,8 @@ class ImagePreparer:
         self, helper: IsolatedPreparer, index: int, given: bytes | str | Path | Pixels, is_alone: bool
     ) -> PreparedImage:
         with _numbered(index):
+            if self._is_closed:
+                raise MediaError("image_unreadable", "the run has ended before it was prepared")
             if isinstance(given, np.ndarray):
                 digest = sha256(b"%d %d\n" % given.shape[:2] + given.tobytes()).digest()
                 return helper.prepare(given, digest, is_alone=is_alone)

@@ -307,14 +307,14 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
 
 
 def _image_processor(model_folder: Path) -> tuple[Mapping[str, Any], Path]:
-    """Contents of the image processor's file, {} if there is none, and its path."""
+    """Contents of the image processor's file, {} if there is none, and its path: as images are prepared by it, the
+    newer file comes first.
+    """
     path, newer = model_folder / "preprocessor_config.json", model_folder / "processor_config.json"
-    if path.exists():
-        return _json_object(_content(path), path), path
-    if not newer.exists():
-        return {}, path
-    found = _json_object(_content(newer), newer).get("image_processor")
-    return found if isinstance(found, dict) else {}, newer
+    found = _json_object(_content(newer), newer).get("image_processor") if newer.exists() else None
+    if isinstance(found, dict):
+        return found, newer
+    return (_json_object(_content(path), path) if path.exists() else {}), path
 
 
 def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:

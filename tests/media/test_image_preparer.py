@@ -2,8 +2,10 @@
 
 import base64
 import contextlib
+import itertools
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -154,6 +156,29 @@ def test_prompts_are_prepared_ahead_and_in_order(folder: Path):
         assert pid in children_of(os.getpid())
     assert order == [0, 1, 2, 3, 4]
     assert start_time_of(pid) is None
+
+
+def test_close_ends_a_prompt_behind_its_image(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    begun, may_go, num_prepared = threading.Event(), threading.Event(), itertools.count(1)
+
+    def prepare_held(*_: object, **__: object) -> PreparedImage:
+        next(num_prepared)
+        begun.set()
+        may_go.wait()
+        return prepare(PIXELS, media_processor(folder, "llava"), is_alone=False)
+
+    monkeypatch.setattr(IsolatedPreparer, "prepare", prepare_held)
+    preparer = ImagePreparer(media_processor(folder, "llava"), PLACEHOLDERS["llava"], LIMITS, folder, 1)
+    running, waiting = preparer.submit([FILE] * 3), preparer.submit([FILE])
+    begun.wait()
+    closing = threading.Thread(target=preparer.close)
+    closing.start()
+    wait_until(waiting.cancelled)
+    may_go.set()
+    closing.join()
+    with pytest.raises(MediaError, match="image 1: the run has ended"):
+        running.result()
+    assert next(num_prepared) == 2
 
 
 def test_memory_of_a_process_is_bounded(monkeypatch: pytest.MonkeyPatch, folder: Path):

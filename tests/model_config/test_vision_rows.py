@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import transformers
+from media_models import MODELS, media_processor
+from vision_checkpoints import vision_folder
 
 from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media.image_processor import read_image_processor
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.families.vision_rows import VISION_ROWS, read_vision, with_processor
+from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
 PATH = Path("config.json")
@@ -122,3 +126,30 @@ def test_processor_files_give_mean_and_deviation():
     for wrong in ({"image_mean": [0.5]}, {"image_std": [1, 1, 0]}, {"image_mean": "0.5"}, {"rescale_factor": 0}):
         with pytest.raises(ModelConfigError, match=next(iter(wrong))):
             with_processor(vision, "qwen2_5_vl", json.loads(json.dumps(wrong)), PATH)
+
+
+def test_tower_and_preparing_read_the_same_file(tmp_path: Path):
+    """Folders may have both files."""
+    (tmp_path / "config.json").write_text((vision_folder("gemma3") / "config.json").read_text())
+    square = {"size": {"height": 112, "width": 112}}
+    old = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "rescale_factor": 0.1, **square}
+    new = {"image_mean": [0.7, 0.6, 0.5], "image_std": [0.3, 0.2, 0.1], "rescale_factor": 0.2, **square}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(old))
+    for contents, expected in (({}, old), ({"image_processor": new}, new)):
+        (tmp_path / "processor_config.json").write_text(json.dumps(contents))
+        vision = read_model_files(tmp_path, with_images=True).model_config.vision
+        assert vision is not None
+        processor = read_image_processor(tmp_path, vision)
+        assert list(vision.image_mean) == list(processor.mean) == expected["image_mean"]
+        assert list(vision.image_std) == list(processor.std) == expected["image_std"]
+        assert vision.rescale_factor == processor.scale == expected["rescale_factor"]
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_tower_and_preparing_have_the_same_defaults(kind: str, tmp_path: Path):
+    processor = media_processor(tmp_path, kind, {"image_mean": None, "image_std": None, "rescale_factor": None})
+    vision = with_processor(VisionConfig(kind, 1), "llava" if kind == "pixtral" else kind, {}, PATH)
+    assert (vision.image_mean, vision.image_std, vision.rescale_factor) == (
+        *(processor.mean, processor.std),
+        processor.scale,
+    )

@@ -135,6 +135,9 @@ def test_preempted_and_chunked_prompts_have_the_same_bits(
 ):
     monkeypatch.setenv("SPMD_WORKER_CHECK", "1")
     options = {**options, "max_num_batched_tokens": 13} if vision else options
+    if vision:
+        with injected(**vision), LLM(model, dtype="float32", **ROOMY) as roomy:
+            expected = answers(roomy)
     with injected(**vision), LLM(model, dtype="float32", **options) as made:
         assert answers(made) == expected
         counters, warm = made.llm_engine.counters, answers(made)
@@ -195,6 +198,8 @@ def test_pixels_leave_with_their_request(llm: LLM):
     engine, store, params = llm.llm_engine, store_of(llm), SamplingParams(max_tokens=2, ignore_eos=True)
     images = [each.prepared for each in PROMPTS[0]["pictures"]]
     items = tuple(each.item for each in PROMPTS[0]["pictures"])
+    # Those of the last requests leave with the next plan.
+    engine.step()
     for _ in range(2):
         number = engine.requests.add(PROMPTS[0]["prompt_token_ids"], params, media=images, media_items=items)
     assert store.num_pixel_bytes == 2 * len(SentImage.of(images[0]).data)

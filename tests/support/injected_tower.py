@@ -79,8 +79,8 @@ def injected(**vision: Any) -> Iterator[None]:
     read, encode_one, make_store = resolved.read_model_files, PromptEncoder.encode_one, MediaStore.__init__
     forward = DecoderStack.forward
 
-    def read_with_vision(folder: Any) -> Any:
-        files = read(folder)
+    def read_with_vision(folder: Any, **options: Any) -> Any:
+        files = read(folder, **options)
         return replace(files, model_config=replace(files.model_config, vision=VisionConfig("table", IMAGE, **vision)))
 
     def encode_with_pictures(encoder: PromptEncoder, given: Any, is_truncated: bool, images: Any = None) -> Any:

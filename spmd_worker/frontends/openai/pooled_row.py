@@ -89,7 +89,7 @@ def encode_pooled(
         encoded = _truncated(prompt, tokenizer, engine, inputs.params, media)
         if encoded.media:
             with_images = encoded
-        engine.check(encoded.token_ids, pooled_sampling(params, config), params)
+        engine.check(encoded.token_ids, pooled_sampling(params, config), params, media_items=encoded.media_items)
         num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
         if most is not None and num_tokens > most:
             message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={most}"

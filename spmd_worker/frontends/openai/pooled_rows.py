@@ -54,17 +54,13 @@ class PooledRows:
     def __init__(self, engine: Engine, models: ServedModels) -> None:
         self._engine, self._models = engine, models
         self._rows: dict[RequestId, _PooledRow] = {}
-        self.num_rows = 0
+        self.num_rows = self.num_media_bytes = 0
+        """Rows that are not answered yet, and bytes of their prepared images."""
 
     @property
     def num_sequences(self) -> int:
         """Texts that are not pooled yet."""
         return len(self._rows)
-
-    @property
-    def num_media_bytes(self) -> int:
-        """Bytes of the prepared images of the admitted rows."""
-        return sum(each.images.num_bytes for each in self._rows.values())
 
     def has(self, request_id: RequestId) -> bool:
         return request_id in self._rows
@@ -81,6 +77,7 @@ class PooledRows:
         images, encoded = ImagesOfRow.of(encoded.media), replace(encoded, media=())
         self._rows |= dict.fromkeys(ids, _PooledRow(encoded, ids, images))
         self.num_rows += 1
+        self.num_media_bytes += images.num_bytes
         return None
 
     def take(self, request_id: RequestId, output: RequestOutput) -> RowAnswer | None:
@@ -90,6 +87,7 @@ class PooledRows:
         if len(pooled.outputs) < len(pooled.request_ids):
             return None
         self.num_rows -= 1
+        self.num_media_bytes -= pooled.images.num_bytes
         return self._answer(pooled, PooledOutput(tuple([pooled.outputs[each] for each in pooled.request_ids])))
 
     def _answer(self, pooled: _PooledRow, output: PooledOutput) -> RowAnswer:

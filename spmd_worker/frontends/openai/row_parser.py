@@ -222,7 +222,7 @@ def encode_row(
     token_ids = tuple(engine.truncate(token_ids, row.sampling, rows, num_virtual))
     sampling = constrained_sampling(row, text, tokenizer, chat_format)
     try:
-        engine.check(token_ids, sampling, rows=rows, num_virtual=num_virtual)
+        engine.check(token_ids, sampling, rows=rows, num_virtual=num_virtual, media_items=items)
     except RequestError as error:
         raise InvalidRequestError(error_message(row, error), error.code) from None
     echo = _echo(row, text, token_ids, tokenizer)

@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 BODY_S: Final = 60.0
 _MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
+_IMAGES_MARK: Final = b'"image'
+"""In every body with images, whose preparing takes long, and in few others: such bodies are read apart."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
@@ -91,6 +93,7 @@ class ServerApp:
         # Encoded one at a time outside the loop, which must not wait for a chat template.
         self._pool = ThreadPoolExecutor(1, "spmd-encode")
         self._large_pool = ThreadPoolExecutor(1, "spmd-encode-large")
+        self._image_pool = ThreadPoolExecutor(_MAX_LARGE, "spmd-encode-images")
         self._large = asyncio.Semaphore(_MAX_LARGE)
         self._routes = _routes(self)
 
@@ -108,7 +111,7 @@ class ServerApp:
 
     def close(self) -> None:
         """Shut down without waiting for prompts that are being encoded."""
-        for pool in (self._pool, self._large_pool):
+        for pool in (self._pool, self._large_pool, self._image_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, request: "Request") -> AsgiApp:
@@ -227,8 +230,8 @@ class ServerApp:
         async with contextlib.AsyncExitStack() as held:
             data = await self._body(request, held)
             # A path takes few bytes, and its image may take seconds.
-            has_images = self.reader.engine_limits.images is not None and b"image" in data
-            pool = self._large_pool if len(data) > LARGE_BYTES or has_images else self._pool
+            pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
+            pool = self._image_pool if _IMAGES_MARK in data else pool
             return await _in_pool(pool, lambda: read(data), request.receive)
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:

@@ -192,8 +192,8 @@ _CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 
 VISION_ROWS: Final[dict[str, VisionRow]] = {
-    "qwen3_vl": VisionRow(_qwen3_vl, _HALF, _HALF),
-    "qwen3_5": VisionRow(_qwen3_5, _HALF, _HALF),
+    "qwen3_vl": VisionRow(_qwen3_vl, _CLIP_MEAN, _CLIP_STD),
+    "qwen3_5": VisionRow(_qwen3_5, _CLIP_MEAN, _CLIP_STD),
     "qwen2_5_vl": VisionRow(_qwen2_5_vl, _CLIP_MEAN, _CLIP_STD),
     "gemma3": VisionRow(gemma3, _HALF, _HALF),
     "llava": VisionRow(_llava, _CLIP_MEAN, _CLIP_STD),

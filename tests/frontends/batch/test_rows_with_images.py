@@ -25,6 +25,7 @@ from spmd_worker.frontends.openai.row_parser import parse_row, resolve
 from spmd_worker.frontends.serve.request_reader import RequestReader
 from spmd_worker.frontends.serve.token_requests import TOKENIZE_URL, answer_tokens
 from spmd_worker.model_config.pooling import last_token_pooling
+from spmd_worker.replica.scheduler.media_rows import MediaRowLimits
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError
 
@@ -45,6 +46,7 @@ class Door:
         return image_prompts(self.folder, self.tokenizer, **preparer)
 
     def limits(self, images: ImagePrompts | None, **given: Any) -> RequestLimits:
+        given = {"media": MediaRowLimits(num_rows=4096), **given}
         return RequestLimits(self.tokenizer.vocab_size, 4096, has_tokenizer=True, images=images, **given)
 
     def resolve(self, fields: dict[str, Any], **preparer: Any) -> EncodedRow | RowError:
@@ -108,6 +110,21 @@ def test_bad_images_are_error_rows(door: Door, fields: dict[str, Any], code: str
     found = door.resolve(fields, root=door.folder)
     assert isinstance(found, RowError)
     assert (found.code, words in found.message) == (code, True), found
+
+
+@pytest.mark.parametrize("media", [MediaRowLimits(num_rows=5), MediaRowLimits(9, 9, 1, True, max_num_tokens=5)])
+def test_images_that_never_fit_are_error_rows(door: Door, media: MediaRowLimits):
+    """They would wait for ever."""
+    images = door.images()
+    generated, pooled = parse({"prompt": WRITTEN, "images": [URL]}), parse({"embed": WRITTEN, "images": [URL]})
+    assert isinstance(generated, Row)
+    assert isinstance(pooled, Row)
+    found = resolve(generated, door.tokenizer, door.limits(images, media=media))
+    assert isinstance(found, RowError)
+    assert (found.code, "6 tokens" in found.message) == ("image_too_long", True)
+    limits = door.limits(images, media=media, pooling=last_token_pooling(8))
+    with pytest.raises(InvalidRequestError, match="an image of 6 tokens"):
+        encode_pooled(pooled, door.tokenizer, limits, RowLimits())
 
 
 def test_model_without_images_rejects_rows_with_them(door: Door):

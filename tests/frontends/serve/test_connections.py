@@ -273,15 +273,15 @@ def test_long_text_is_not_encoded(client: Client, monkeypatch: pytest.MonkeyPatc
 
 
 class HeldReader:
-    """Holds the reading of large bodies; counts them."""
+    """Holds the reading of large bodies, or of those with `mark`; counts them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.may_read, self.num_begun = threading.Event(), 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mark: bytes | None = None) -> None:
+        self.may_read, self.num_begun, self._mark = threading.Event(), 0, mark
         self._read = RequestReader.read
         monkeypatch.setattr(RequestReader, "read", lambda *arguments: self.read(*arguments))
 
     def read(self, reader: RequestReader, index: int, url: str, data: bytes, custom_id: str | None) -> Any:
-        if len(data) > LARGE_BYTES:
+        if len(data) > LARGE_BYTES if self._mark is None else self._mark in data:
             self.num_begun += 1
             assert self.may_read.wait(LIMIT_S)
         return self._read(reader, index, url, data, custom_id)
@@ -306,6 +306,19 @@ def test_small_request_does_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPat
         large[0].close()
         assert reader.num_begun == 1
         assert server.client.metric("spmd_worker_serve_aborted_total") == 5
+
+
+def test_text_does_not_wait_for_images(monkeypatch: pytest.MonkeyPatch):
+    reader = HeldReader(monkeypatch, mark=b"image_url")
+    part = {"type": "image_url", "image_url": {"url": "a.png"}}
+    with ServedHere(max_queued=8) as server:
+        sent = [server.client.send(CHAT, {"messages": [{"role": "user", "content": [part]}]}) for _ in range(2)]
+        wait_until(lambda: reader.num_begun == 2)
+        assert server.client.ask(TEXT, SMALL)[0] == 200
+        reader.may_read.set()
+        assert [each.getresponse().status for each in sent] == [400, 400]
+        for each in sent:
+            each.close()
 
 
 @pytest.mark.finding(number="B2")
