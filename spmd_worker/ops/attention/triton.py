@@ -186,7 +186,13 @@ class TritonBackend(AttentionBackend):
         plans = self._planned_step(metadata, layer_cache).plans
         num_kv_heads, head_size = _heads_of(layer_cache, num_heads)
         key = (window, num_heads, num_kv_heads, head_size)
-        if key not in plans:
+        if key in plans:
+            return plans[key]
+        # Another group's plan differs in its tables alone. Layers run one after another, so they share its buffers.
+        like = next((each.plans[key] for each in self._planned.values() if key in each.plans), None)
+        if like is not None:
+            plans[key] = replace(like, tables=metadata.block_tables.to(torch.int32).contiguous())
+        else:
             starts, lengths = metadata.starts, metadata.lengths
             plans[key] = attention.plan_attention(
                 *(metadata.query_starts, metadata.context_lengths, metadata.block_tables),
