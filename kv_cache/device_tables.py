@@ -251,11 +251,17 @@ class DeviceTables(ABC):
         if not self.groups.num_windows:
             num_new = num_blocks_for(num_tokens, self.block_size) - len(prefix)
             return self._are_free(num_new + self._pool.num_free_among(prefix), keep_watermark)
-        table = self._table_of(prefix)
-        block_ids = self.owned(table)
-        num_blocks = self.groups.num_blocks(num_tokens, self.block_size, table.num_dropped)
-        num_new = num_blocks - len(block_ids)
-        return self._are_free(max(num_new, 0) + self._pool.num_free_among(block_ids), keep_watermark)
+        groups, num_groups, num_found = self.groups, self.num_groups, self.num_prefix_blocks(prefix)
+        num_all, num_dropped = num_blocks_for(num_tokens, self.block_size), self._table_of(prefix).num_dropped
+        most = groups.num_window_blocks(self.block_size)
+        in_full = [block_id for index, block_id in enumerate(prefix) if index % num_groups < groups.num_full]
+        seen = enumerate(prefix[num_dropped * num_groups :])
+        in_windows = [block_id for index, block_id in seen if index % num_groups >= groups.num_full]
+        # Found blocks that others hold are not free once this table drops them: it needs as many of its own as ever.
+        num_own = groups.num_windows * min(num_all - num_found, most) + self._pool.num_free_among(in_windows)
+        num_in_windows = min(num_own, groups.num_windows * min(num_all - num_dropped, most))
+        num_in_full = groups.num_full * (num_all - num_found) + self._pool.num_free_among(in_full)
+        return self._are_free(num_in_full + num_in_windows, keep_watermark)
 
     def adopt(self, table: BlockTable, prefix: Sequence[BlockId]) -> None:
         """Start an empty table with found blocks, as one more owner of each."""

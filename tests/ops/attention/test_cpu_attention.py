@@ -385,7 +385,7 @@ def test_only_the_last_step_is_kept():
     backend, query = backend_for(NATIVE, Sizes()), torch.zeros(1, 8, 64)
     cache = torch.zeros(4, *backend.block_shape(2, 16, 64))
     for length in (20, 21, 22):
-        first = AttentionMetadata((0, 1), tuple([length]), torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([3]))
+        first = AttentionMetadata((0, 1), (length,), torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([3]))
         other = replace(first, block_tables=torch.tensor([[2, 3]]))
         for metadata in (first, other, first):
             backend.attend(query, cache, metadata, 1.0, 0)
