@@ -21,7 +21,7 @@ from state_rows import answers_of, state_rows
 
 folder, sizes, out = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 rows, params = state_rows(4, num_samples=2)
-rows = [{"prompt_token_ids": row["prompt_token_ids"][:100]} for row in rows]
+rows = [{"prompt_token_ids": row["prompt_token_ids"][:50]} for row in rows]
 settings = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "block_size": 4, "max_num_seqs": 8}
 crowded = {"num_blocks": 11, "max_num_batched_tokens": 16, "preemption_mode": "swap", "swap_space": 0.1}
 found = {}
