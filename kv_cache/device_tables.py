@@ -198,35 +198,42 @@ class DeviceTables(ABC):
         """
         if not self.groups.num_windows:
             return self._pool.find_chain(hashes)
-        found = self._find_groups(hashes)
-        num_found = self._last_complete(found)
+        # Hot path: a long prompt that waits for blocks looks in every step. Of window groups only the window counts.
+        full = self._find_full(hashes)
+        num_found = self._last_complete(hashes[: len(full)])
         num_unseen = self.groups.num_unseen(num_found * self.block_size, self.block_size)
+        left_over = [BlockId(0)] * self.groups.num_windows
         block_ids: list[BlockId] = []
-        for index, ids in enumerate(found[:num_found]):
-            assert all(
-                block_id is not None for block_id in ids[: None if index >= num_unseen else self.groups.num_full]
-            )
-            block_ids += [BlockId(0) if block_id is None else block_id for block_id in ids]
+        for index in range(num_found):
+            block_ids += full[index]
+            block_ids += left_over if index < num_unseen else self._in_window(hashes[index])
         return block_ids
 
-    def _find_groups(self, hashes: Sequence[BlockHash]) -> list[list[BlockId | None]]:
-        """Each group's block of the leading hashes, as many as full groups have."""
-        found, find, num_full = [], self._pool.find, self.groups.num_full
+    def _find_full(self, hashes: Sequence[BlockHash]) -> list[list[BlockId]]:
+        """Full groups' blocks of the leading hashes, as many as all of them have."""
+        num_full = self.groups.num_full
+        if num_full <= 1:
+            return [[block_id] for block_id in self._pool.find_chain(hashes)] if num_full else [[] for _ in hashes]
+        found = []
         for block_hash in hashes:
-            ids = [find(name) for name in self.groups.names(block_hash)]
-            if None in ids[:num_full]:
+            ids = self._pool.find_chain(self.groups.names(block_hash)[:num_full])
+            if len(ids) < num_full:
                 break
             found.append(ids)
         return found
 
-    def _last_complete(self, found: Sequence[Sequence[BlockId | None]]) -> int:
+    def _last_complete(self, hashes: Sequence[BlockHash]) -> int:
         """Most leading blocks behind which a token finds its window in window groups."""
-        count, index = len(found), len(found)
+        count, index, num_windows = len(hashes), len(hashes), self.groups.num_windows
         while count and index > self.groups.num_unseen(count * self.block_size, self.block_size):
             index -= 1
-            if None in found[index]:
+            if len(self._in_window(hashes[index])) < num_windows:
                 count = index
         return count
+
+    def _in_window(self, block_hash: BlockHash) -> list[BlockId]:
+        """Window groups' blocks of a hash, up to the first that is not found."""
+        return self._pool.find_chain(self.groups.names(block_hash)[self.groups.num_full :])
 
     def num_prefix_blocks(self, prefix: Sequence[BlockId]) -> int:
         """Number of blocks of tokens that a found prefix has."""
@@ -244,11 +251,17 @@ class DeviceTables(ABC):
         if not self.groups.num_windows:
             num_new = num_blocks_for(num_tokens, self.block_size) - len(prefix)
             return self._are_free(num_new + self._pool.num_free_among(prefix), keep_watermark)
-        table = self._table_of(prefix)
-        block_ids = self.owned(table)
-        num_blocks = self.groups.num_blocks(num_tokens, self.block_size, table.num_dropped)
-        num_new = num_blocks - len(block_ids)
-        return self._are_free(max(num_new, 0) + self._pool.num_free_among(block_ids), keep_watermark)
+        groups, num_groups, num_found = self.groups, self.num_groups, self.num_prefix_blocks(prefix)
+        num_all, num_dropped = num_blocks_for(num_tokens, self.block_size), self._table_of(prefix).num_dropped
+        most = groups.num_window_blocks(self.block_size)
+        in_full = [block_id for index, block_id in enumerate(prefix) if index % num_groups < groups.num_full]
+        seen = enumerate(prefix[num_dropped * num_groups :])
+        in_windows = [block_id for index, block_id in seen if index % num_groups >= groups.num_full]
+        # Found blocks that others hold are not free once this table drops them: it needs as many of its own as ever.
+        num_own = groups.num_windows * min(num_all - num_found, most) + self._pool.num_free_among(in_windows)
+        num_in_windows = min(num_own, groups.num_windows * min(num_all - num_dropped, most))
+        num_in_full = groups.num_full * (num_all - num_found) + self._pool.num_free_among(in_full)
+        return self._are_free(num_in_full + num_in_windows, keep_watermark)
 
     def adopt(self, table: BlockTable, prefix: Sequence[BlockId]) -> None:
         """Start an empty table with found blocks, as one more owner of each."""

@@ -108,6 +108,33 @@ def test_dropped_blocks_are_found_until_they_are_taken():
     assert manager.num_prefix_tokens(manager.find_prefix(hashes)) == 12
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_row_behind_a_prefix_needs_its_own_window(is_held: bool):
+    """Blocks of a prefix that another row holds are not free when they are dropped."""
+    manager = CacheManager(60, 4, groups=LayerGroups(1, 1, (8,), 8))
+    first, second, hashes = BlockTable(), BlockTable(), hash_blocks(root_hash(), list(range(24)), 4)
+    manager.extend(first, 0, 24)
+    manager.set_hashes(first, hashes, 0, 0)
+    manager.take_block_ops()
+    if not is_held:
+        manager.release(first)
+    prefix, num_free = manager.find_prefix(hashes), manager.num_free_blocks
+
+    def can_start(num_blocks: int) -> bool:
+        manager.watermark_blocks = num_free - num_blocks
+        return manager.can_start(prefix, 64, keep_watermark=True)
+
+    num_needed = next(each for each in range(60) if can_start(each))
+    manager.adopt(second, prefix)
+    most = 0
+    for computed in range(24, 64, 8):
+        manager.drop_unseen(second, computed)
+        manager.extend(second, computed, computed + 8)
+        most = max(most, num_free - manager.num_free_blocks)
+        manager.check_integrity([first, second])
+    assert most <= num_needed == (15 if is_held else 21)
+
+
 def test_swapped_row_leaves_out_what_it_dropped():
     manager = CacheManager(60, 4, num_host_blocks=30, groups=GEMMA3)
     table = written(manager, 32)

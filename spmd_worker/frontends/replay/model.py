@@ -202,7 +202,8 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
         executor=ExecutorConfig(backend="uniproc"),
         cache=CacheConfig(
             block_size=header.block_size,
-            num_blocks=header.num_blocks // header.groups.num_groups or None,
+            # Of all groups each; measured numbers are no multiples.
+            num_blocks=-(-header.num_blocks // header.groups.num_groups) or None,
             window_groups=header.num_window_groups > 0,
         ),
         scheduler=SchedulerConfig(

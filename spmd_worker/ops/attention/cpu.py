@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_cache.layer_groups import MAX_GROUPS
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.attention.backend import AttentionBackend
@@ -82,7 +81,7 @@ class CpuBackend(AttentionBackend):
         self._attend_projected = library.functions[f"attend_projected_{dtype_name(dtype)}"]
         self._may_use_amx = library.has_amx
         self.arithmetic = f"{library.instruction_set}, AMX {'in use' if library.has_amx else 'not used'}"
-        # All layers of a group share one metadata: the first converts and checks it.
+        # Of the last step, by group: all layers of one share one metadata, which the first converts and checks.
         self._checked: dict[int, _CheckedMetadata] = {}
 
     def block_shape(
@@ -216,7 +215,7 @@ class CpuBackend(AttentionBackend):
         num_blocks = layer_cache.shape[0]
         checked = self._checked.get(id(metadata))
         if checked is None or checked.source is not metadata or checked.num_blocks != num_blocks:
-            if len(self._checked) >= MAX_GROUPS:
+            if any(not each.source.is_of_step(metadata) for each in self._checked.values()):
                 self._checked.clear()
             checked = self._checked[id(metadata)] = _check_metadata(metadata, num_blocks, self._block_size)
         return checked

@@ -57,6 +57,10 @@ class AttentionMetadata:
         group = self.group_of[index] if self.group_of else 0
         return self.others[group - 1] if group else self
 
+    def is_of_step(self, other: "AttentionMetadata") -> bool:
+        """Whether another one is of the same step, of the same or another group of layers."""
+        return self.context_lengths is other.context_lengths
+
     def num_later_keys(self, window: int) -> int:
         """Number of later keys that a token may see: 0 for causal attention."""
         if not self.sees_later:

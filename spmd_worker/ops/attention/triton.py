@@ -13,7 +13,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kv_cache.layer_groups import MAX_GROUPS
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.triton import attention, rows
@@ -109,6 +108,7 @@ class TritonBackend(AttentionBackend):
     """Implements `attention.backend.AttentionBackend`. The first layer of a group plans a step's work."""
 
     def __init__(self) -> None:
+        # Of the last step, by group.
         self._planned: dict[int, _Planned] = {}
 
     def block_shape(
@@ -170,7 +170,8 @@ class TritonBackend(AttentionBackend):
     def _planned_step(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _Planned:
         planned = self._planned.get(id(metadata))
         if planned is None or planned.source is not metadata:
-            if len(self._planned) >= MAX_GROUPS:
+            if any(not each.source.is_of_step(metadata) for each in self._planned.values()):
+                # Their buffers are large, and only one step's are counted as memory.
                 self._planned.clear()
             slots = _slots_of(metadata, layer_cache.shape[3])
             planned = self._planned[id(metadata)] = _Planned(metadata, slots.to(torch.int32))
@@ -185,7 +186,13 @@ class TritonBackend(AttentionBackend):
         plans = self._planned_step(metadata, layer_cache).plans
         num_kv_heads, head_size = _heads_of(layer_cache, num_heads)
         key = (window, num_heads, num_kv_heads, head_size)
-        if key not in plans:
+        if key in plans:
+            return plans[key]
+        # Another group's plan differs in its tables alone. Layers run one after another, so they share its buffers.
+        like = next((each.plans[key] for each in self._planned.values() if key in each.plans), None)
+        if like is not None:
+            plans[key] = replace(like, tables=metadata.block_tables.to(torch.int32).contiguous())
+        else:
             starts, lengths = metadata.starts, metadata.lengths
             plans[key] = attention.plan_attention(
                 *(metadata.query_starts, metadata.context_lengths, metadata.block_tables),

@@ -135,7 +135,7 @@ class HitVerifier:
         for index in range(first, end):
             copies = self._cached_blocks(sequence, hashes, index)
             blocks += copies
-            verification.is_complete = verification.is_complete and len(copies) >= self._num_found(hashes, index)
+            verification.is_complete = verification.is_complete and self._has_found(copies, hashes, index)
         verification.num_computed = end
         states: tuple[CachedCopy, ...] = ()
         if end == len(hashes):
@@ -153,11 +153,15 @@ class HitVerifier:
         names = groups.names(hashes[index]) if groups.num_groups > 1 else hashes[index : index + 1]
         return enumerate(names, index * groups.num_groups)
 
-    def _num_found(self, hashes: Sized[BlockHash], index: int) -> int:
-        """Number of a hit's blocks of `index`: none of window groups behind what the next token sees."""
+    def _has_found(self, copies: Sized[CachedCopy], hashes: Sized[BlockHash], index: int) -> bool:
+        """Whether all of a hit's blocks of `index` are among the copies. Full groups come first: of window groups none
+        is needed behind what the next token sees, but may be there.
+        """
         groups, size = self._cache.groups, self._cache.block_size
         is_unseen = index < groups.num_unseen(len(hashes) * size, size)
-        return groups.num_full if is_unseen else groups.num_groups
+        first, num_needed = index * groups.num_groups, groups.num_full if is_unseen else groups.num_groups
+        entries = [copy.block_index for copy in copies]
+        return all(entry in entries for entry in range(first, first + num_needed))
 
     def _cached_blocks(self, sequence: Sequence, hashes: Sized[BlockHash], index: int) -> list[CachedCopy]:
         """The first copies of a block, unless they were evicted: then the second ones may have their names."""

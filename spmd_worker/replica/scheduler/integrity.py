@@ -20,8 +20,9 @@ def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_
     for sequence in running:
         num_ahead = sequence.num_computed_tokens - sequence.num_tokens
         assert num_ahead <= (len(sequence.output_token_ids) < sequence.num_outputs_ahead), sequence.key
-        # The last computed token may be computed again.
-        num_unseen = cache.groups.num_unseen(max(sequence.num_computed_tokens - 1, 0), cache.block_size)
+        # The last computed token may be computed again; if it is to be, it is counted as not computed already.
+        first = sequence.num_computed_tokens - (not sequence.repeats_last)
+        num_unseen = cache.groups.num_unseen(max(first, 0), cache.block_size)
         num_dropped = sequence.table.num_dropped
         assert num_dropped <= num_unseen, f"{sequence.key} dropped {num_dropped} blocks and sees all after {num_unseen}"
     for sequence in waiting:

@@ -87,7 +87,8 @@ class _Sent(NamedTuple):
     """Numbers of one step on the device. int64: `token_ids`, `positions` [T], `token_blocks` [G * T], `token_offsets`
     [T], `rope_positions` [3 * T], if rows have three positions, and `places`, new entries' indices into the tables;
     int32: `token_slots` [G * T], `lengths` [S], `blocks`, the entries, `firsts` [S], first positions, if the model has
-    states, and `last_visible` [T] if tokens see later ones.
+    states, and `last_visible` [T] if tokens see later ones. With several groups each one's T tokens are padded to
+    aligned starts.
     """
 
     token_ids: Tensor
@@ -179,7 +180,8 @@ class BatchState:
         """The metadata of the first group, with that of the others."""
         num_tokens, tables, others = len(sent.positions), self._tables[:, : layout.width], []
         for group in range(1, self._num_groups):
-            of_group = slice(group * num_tokens, (group + 1) * num_tokens)
+            start = group * _padded(num_tokens)
+            of_group = slice(start, start + num_tokens)
             others.append(
                 replace(
                     first,
@@ -330,8 +332,8 @@ class BatchState:
         return places, values
 
     def _of_tokens(self, slots: Integers, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Block [G * T], offset in it [T], and slot in the cache [G * T] of each token; given each one's slot and
-        position.
+        """Block [G * T], offset in it [T], and slot in the cache [G * T] of each token, padded as in `_Sent`; given
+        each one's slot and position.
         """
         numbers, offsets = np.divmod(positions, self._block_size)
         num_groups = self._num_groups
@@ -339,15 +341,18 @@ class BatchState:
             blocks = self._host_tables[slots, numbers].astype(np.int64)
             return blocks, offsets, blocks * self._block_size + offsets
         rows = slots * num_groups + np.arange(num_groups)[:, None]
-        in_groups = self._host_tables[rows, numbers].astype(np.int64)
-        return in_groups.ravel(), offsets, (in_groups * self._block_size + offsets).ravel()
+        in_groups = np.zeros((num_groups, _padded(len(positions))), dtype=np.int64)
+        in_groups[:, : len(positions)] = self._host_tables[rows, numbers]
+        in_slots = in_groups * self._block_size
+        in_slots[:, : len(positions)] += offsets
+        return in_groups.ravel(), offsets, in_slots.ravel()
 
     def _send(self, longs: Sequence[Integers], ints: Sequence[Integers]) -> tuple[list[Tensor], list[Tensor]]:
         """Copy arrays of numbers below 2^31 to the device in one copy, as int32; `longs` become int64 there. Each is
         aligned to 16 bytes, because Triton recompiles a kernel for an unaligned tensor.
         """
         arrays = (*longs, *ints)
-        starts = [0, *accumulate(-(-len(each) // _ALIGNED_WORDS) * _ALIGNED_WORDS for each in arrays)]
+        starts = [0, *accumulate(_padded(len(each)) for each in arrays)]
         words = np.zeros(starts[-1], dtype=np.int32)
         for start, each in zip(starts, arrays):
             words[start : start + len(each)] = each
@@ -384,6 +389,10 @@ def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[
 def _column(getter: Callable[[Any], int], values: Sequence[object]) -> Integers:
     """int64 [len(values)]."""
     return np.fromiter(map(getter, values), np.int64, len(values))
+
+
+def _padded(count: int) -> int:
+    return -(-count // _ALIGNED_WORDS) * _ALIGNED_WORDS
 
 
 def _power_of_two(number: int) -> int:

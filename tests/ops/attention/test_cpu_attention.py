@@ -380,6 +380,18 @@ def test_metadata_out_of_bounds_is_rejected(field, value, words):
         backend.attend(query, cache, replace(good, **{field: value}), 1.0, 0)
 
 
+def test_only_the_last_step_is_kept():
+    """Its groups of layers, each checked once."""
+    backend, query = backend_for(NATIVE, Sizes()), torch.zeros(1, 8, 64)
+    cache = torch.zeros(4, *backend.block_shape(2, 16, 64))
+    for length in (20, 21, 22):
+        first = AttentionMetadata((0, 1), (length,), torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([3]))
+        other = replace(first, block_tables=torch.tensor([[2, 3]]))
+        for metadata in (first, other, first):
+            backend.attend(query, cache, metadata, 1.0, 0)
+        assert [each.source for each in backend._checked.values()] == [first, other]
+
+
 def test_what_is_not_supported_is_said_in_words():
     assert "float16" in str(cpu_backend_or_reason(torch.float16, (64,), 16))
     assert "not 72" in str(cpu_backend_or_reason(FLOAT32, (72,), 16))

@@ -18,7 +18,8 @@ CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "hidden_size": 64,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -55,7 +56,11 @@ def main() -> None:
             expected = answers_of(llm.generate(ROWS, PARAMS, use_tqdm=False))
         with LLM(name, **SETTINGS) as llm:
             together, again = (answers_of(llm.generate(ROWS, PARAMS, use_tqdm=False)) for _ in range(2))
-            found["there are two groups"] = llm.llm_engine.scheduler.cache.num_groups == 2
+            found["there are three groups"] = llm.llm_engine.scheduler.cache.num_groups == 3
+            planned = [*llm.llm_engine.executor.driver_worker.loaded.operations.attention._planned.values()]
+            # Of the last step; two groups have one window.
+            buffers = {plan.partial_sums.data_ptr() for each in planned for plan in each.plans.values()}
+            found["groups of one window share a plan"] = len(planned) == 3 and len(buffers) == 2
             found["from the cache"] = llm.llm_engine.counters.num_cached_prompt_tokens > 32 and again == together
         found["bits of one group"] = together == expected
     print(json.dumps(found))

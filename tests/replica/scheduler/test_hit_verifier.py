@@ -7,6 +7,7 @@ from histories import MAX_MODEL_LEN, random_history
 from scheduler_runs import Row, Run, asked_once, cached_run, tokens
 from test_scheduler_property import by_position
 
+from kv_cache.layer_groups import LayerGroups
 from spmd_worker.replica.scheduler.hit_verifier import HitVerifier, Writers
 from spmd_worker.replica.sequence.hit_comparison import UNKNOWN_WRITER, HitComparison
 
@@ -141,6 +142,20 @@ def test_evicted_block_is_left_out():
     assert [copy.block_index for copy in comparisons(run)[0].blocks] == [2]
     run.finish()
     assert counts(run) == (0, 1)
+
+
+@pytest.mark.parametrize(("group", "expected"), [(None, (1, 0)), (0, (0, 1)), (1, (1, 0))])
+def test_evicted_full_block_is_no_window_block(group: int | None, expected: tuple[int, int]):
+    """Of the first block of a long hit window groups' copies may be gone: the hit has none of them."""
+    given = {"verify_hits": 1, "max_num_batched_tokens": 3, "max_num_seqs": 3, "groups": LayerGroups(1, 2, (5,), 3)}
+    run = asked_once(PROMPT, **given)
+    run.admit(0, PROMPT, max_tokens=1)
+    run.step()
+    if group is not None:
+        (hashes,) = [each.hashes for each in run.scheduler._allocator._verifier._active.values()]
+        run.cache._pool.remove_hash(run.cache.groups.names(hashes[0])[group])
+    run.finish()
+    assert counts(run) == expected
 
 
 def test_snapshot_is_compared_where_a_chunk_ends():

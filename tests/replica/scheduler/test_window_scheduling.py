@@ -1,5 +1,6 @@
 """Rows whose window groups give blocks back: random histories, in which each group's rows find what they see."""
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from kv_cache.cache_manager import CacheManager
 from kv_cache.device_tables import DeviceTables
 from kv_cache.layer_groups import LayerGroups
 from spmd_worker.replica.scheduler.allocator import Allocator
-from spmd_worker.replica.sequence.sequence import Sequence
+from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sequence import Sequence, new_group
 
 GROUPS = LayerGroups(1, 2, (5,), 16)
 CROWDED: dict[str, Any] = {
@@ -97,6 +100,28 @@ def test_row_begins_where_its_window_is_found():
     pool.remove_hash(names[9])
     run.admit(0, prompt, max_tokens=1)
     assert run.step()[0].first == 36
+
+
+def test_row_without_an_id_keeps_its_window():
+    """Its last token is computed again, after a step in flight at once has seen it as computed."""
+    run = Run(virtual_engines=2, max_model_len=200, groups=LayerGroups(1, 1, (5,), 100))
+    nums_of_ids = cycle([1, 0, 0, 1, 1, 0, 1])
+    run.num_ids = lambda: next(nums_of_ids)
+    for _ in range(3):
+        run.admit(10, max_tokens=20)
+    run.finish()
+    assert len(run.tokens(2)[0]) == 20
+
+
+def test_found_prefix_looks_only_at_its_window(monkeypatch: pytest.MonkeyPatch):
+    run = Run(num_blocks=100, caching=True, max_model_len=200, groups=LayerGroups(1, 1, (5,), 100))
+    prompt, names, looked_up = tokens(10, 101), LayerGroups.names, []
+    run.admit(0, prompt, max_tokens=1)
+    run.finish()
+    monkeypatch.setattr(LayerGroups, "names", lambda *given: looked_up.append(given) or names(*given))
+    (sequence,) = new_group(Request(RequestId(9), prompt, SamplingParams(), stream=9)).sequences
+    assert run.cache.num_prefix_tokens(run.scheduler._allocator.find_prefix(sequence)) == 100
+    assert len(looked_up) == 2
 
 
 def too_early(drop_unseen: Any) -> Any:

@@ -100,7 +100,7 @@ def compare(num_histories: int, nums_of_ids: tuple[int, ...] = (1,), all_ways: t
 
 
 def test_kept_batches_equal_rebuilt_in_groups():
-    compared = compare(6, all_ways=GROUPED_WAYS)
+    compared = compare(2 * len(GROUPED_WAYS), all_ways=GROUPED_WAYS)
     assert min(compared.num_further, compared.num_with_states) > 20
 
 
@@ -215,6 +215,25 @@ def test_sent_tensors_are_aligned_to_16_bytes():
             metadata = state.build(scheduled).attention
             for tensor in (metadata.starts, metadata.lengths, metadata.block_tables):
                 assert tensor.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("num_groups", [2, 3])
+def test_tensors_of_each_group_are_aligned(num_groups: int):
+    grouped: dict[str, Any] = {"num_groups": num_groups, "group_of": tuple(range(num_groups))}
+    state = BatchState(BLOCK_SIZE, CPU, **grouped)
+    for num_rows in (7, 6, 5, 1):
+        steps = decoding(num_rows, 30 + num_rows, BLOCK_SIZE, 3)
+        for scheduled, _ in zip(steps, range(2)):
+            for each in scheduled:
+                ids = each.sequence.block_ids[:]
+                each.sequence.block_ids = [BlockId(block) for block in ids for _ in range(num_groups)]
+            batch = state.build(scheduled)
+            assert_same(batch, build_batch(scheduled, BLOCK_SIZE, CPU, **grouped))
+            for metadata in (batch.attention, *batch.attention.others):
+                for tensor in (metadata.slots, metadata.token_blocks, metadata.block_tables):
+                    assert tensor.data_ptr() % 16 == 0
+            for each in scheduled:
+                each.sequence.block_ids = each.sequence.block_ids[::num_groups]
 
 
 def test_evicted_sequence_is_sent_again_completely(monkeypatch: pytest.MonkeyPatch):
