@@ -190,7 +190,10 @@ def share_of_vowels(completions: list[Any], **_: Any) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--model", choices=["qwen2", "qwen3", "llama", *HYBRIDS, *IMAGE_MODELS], default="qwen2", help="Qwen2's head is tied"
+        "--model",
+        choices=["qwen2", "qwen3", "llama", *HYBRIDS, *IMAGE_MODELS],
+        default="qwen2",
+        help="Qwen2's head is tied",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor_parallel_size of the engine")
     parser.add_argument("--sleep", action="store_true", help="give the engine's memory back while the trainer trains")
