@@ -61,7 +61,7 @@ BODY_S: Final = 60.0
 _MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
 _IMAGES_MARK: Final = b'"image'
-"""In every body with images, whose preparing takes long, and in few others: such bodies are read apart."""
+"""Mark of bodies with images, whose preparing takes long: such bodies are read apart."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
