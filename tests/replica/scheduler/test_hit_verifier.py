@@ -146,7 +146,7 @@ def test_evicted_block_is_left_out():
 
 @pytest.mark.parametrize(("group", "expected"), [(None, (1, 0)), (0, (0, 1)), (1, (1, 0))])
 def test_evicted_full_block_is_no_window_block(group: int | None, expected: tuple[int, int]):
-    """Of the first block of a long hit window groups' copies may be gone: the hit has none of them."""
+    """Window groups' copies of a long hit's first block may be gone: the hit has none of them."""
     given = {"verify_hits": 1, "max_num_batched_tokens": 3, "max_num_seqs": 3, "groups": LayerGroups(1, 2, (5,), 3)}
     run = asked_once(PROMPT, **given)
     run.admit(0, PROMPT, max_tokens=1)
