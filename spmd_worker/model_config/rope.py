@@ -72,7 +72,7 @@ class RopeParameters:
 
     @property
     def pair_axes(self) -> tuple[int, ...]:
-        """Of each pair the position that turns it: 0 time, 1 line, 2 column. Empty without sections."""
+        """The position that turns each pair: 0 time, 1 line, 2 column. Empty without sections."""
         if not self.interleaves_sections:
             return tuple([axis for axis, count in enumerate(self.sections) for _ in range(count)])
         axes = [0] * (self.rotary_size // 2)

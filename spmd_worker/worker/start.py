@@ -88,7 +88,7 @@ def measure(loaded: LoadedModel, spec: CacheSpec) -> CacheSizing:
 
 
 def _with_tower(loaded: LoadedModel, measurement: MemoryMeasurement) -> MemoryMeasurement:
-    """At least the activations of the tower, which the measured step does not run."""
+    """Activations of the tower at least, which the measured step does not run."""
     resolved, size = loaded.opened.resolved, 0
     if loaded.model.tower is not None:
         size = tower_bytes(resolved.model_config, resolved.dtype, resolved.max_image_tokens)

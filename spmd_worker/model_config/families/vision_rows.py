@@ -29,6 +29,7 @@ _ACTIVATIONS: Final = {
     "swish": "silu",
     "relu": "relu",
 }
+_MOST_LAYERS: Final = 1 << 16
 _SEPARATE: Final = ("q_proj", "k_proj", "v_proj")
 
 
@@ -148,13 +149,15 @@ def _qwen2_5_vl(files: _Files) -> VisionConfig:
     merge_size, window = files.vision.count("spatial_merge_size", 2), _side(files.vision, "window_size", 112)
     if window < merge_size * sizes["patch_size"]:
         raise files.vision.error("window_size", f"must hold a token of {merge_size} patches a side{_WAY_OUT}")
+    # Its class's default names layers that a shallow tower lacks.
+    full_layers = _layers(files.vision, "fullatt_block_indexes", [7, 15, 23, 31], _MOST_LAYERS)
     tower = TowerConfig(
         names=_qwen_names("visual.", mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
         norm="rms",
         is_gated=True,
         has_patch_bias=False,
         window_size=window,
-        full_layers=_layers(files.vision, "fullatt_block_indexes", [7, 15, 23, 31], sizes["num_layers"]),
+        full_layers=tuple([each for each in full_layers if each < sizes["num_layers"]]),
         **sizes,
     )
     return _qwen_vision(files, "qwen2_5_vl", tower, 151655)

@@ -56,7 +56,7 @@ def last_visible_of(
 
 
 def position_delta(media: Media) -> int:
-    """What is added to the index of a token behind all images of a row to get its position."""
+    """Difference between position and index of a token behind all images of a row."""
     return sum(max(item.grid) - item.num_rows for item in media if item.grid[0])
 
 
