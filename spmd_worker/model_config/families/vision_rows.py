@@ -32,6 +32,8 @@ from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, Visi
 
 logger = logging.getLogger(__name__)
 
+_MOST_LAYERS: Final = 1 << 16
+
 # ---- Qwen ----------------------------------------------------------------------------------------------------------
 
 
@@ -101,13 +103,15 @@ def _qwen2_5_vl(files: VisionFiles) -> VisionConfig:
     merge_size, window = files.vision.count("spatial_merge_size", 2), side_of(files.vision, "window_size", 112)
     if window < merge_size * sizes["patch_size"]:
         raise files.vision.error("window_size", f"must hold a token of {merge_size} patches a side{WAY_OUT}")
+    # Its class's default names layers that a shallow tower lacks.
+    full_layers = layers_of(files.vision, "fullatt_block_indexes", [7, 15, 23, 31], _MOST_LAYERS)
     tower = TowerConfig(
         names=_qwen_names("visual.", mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
         norm="rms",
         is_gated=True,
         has_patch_bias=False,
         window_size=window,
-        full_layers=layers_of(files.vision, "fullatt_block_indexes", [7, 15, 23, 31], sizes["num_layers"]),
+        full_layers=tuple([each for each in full_layers if each < sizes["num_layers"]]),
         **sizes,
     )
     return _qwen_vision(files, "qwen2_5_vl", tower, 151655)
