@@ -335,7 +335,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         return self.executor.is_sleeping
 
     def reset_encoder_cache(self) -> None:
-        """No effect: text models have no encoder cache."""
+        """Same as `LLM.reset_mm_cache`: encoded images are all that is kept of them."""
+        self.reset_mm_cache()
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Same as `LLM.apply_model`."""

@@ -125,6 +125,19 @@ def check_conversation(images: ImagePrompts, messages: Sequence[Mapping[str, Any
                 images.placeholders.check_reserved(text)
 
 
+def check_sizes(images: Sequence[PreparedImage]) -> None:
+    """Check that no image was resized, cut or padded. Raises MediaError."""
+    for number, image in enumerate(images, 1):
+        if image.pixels.shapes != (image.pixels.size,):
+            height, width = image.pixels.size
+            shapes = ", ".join(f"{shape[1]}x{shape[0]}" for shape in image.pixels.shapes)
+            raise MediaError(
+                "images_unsupported",
+                f"image {number} of {width}x{height} pixels would be prepared as {shapes}, which do_resize=False "
+                f"forbids: give it in a size that the model takes, or leave do_resize out",
+            )
+
+
 def num_pixel_bytes(images: Sequence[PreparedImage]) -> int:
     """Bytes of memory of prepared images."""
     return sum(crop.nbytes for image in images for crop in image.pixels.crops)

@@ -92,7 +92,7 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "wake_up": "as `LLM`'s",
     "is_sleeping": "",
     "reset_mm_cache": "as `LLM`'s",
-    "reset_encoder_cache": "no effect",
+    "reset_encoder_cache": "as `reset_mm_cache`",
     "collective_rpc": "as `LLM`'s",
     "apply_model": "as `LLM`'s",
     "add_lora": "on all ranks together, or on none; other weights under a loaded id need `load_inplace`",

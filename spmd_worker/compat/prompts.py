@@ -7,7 +7,7 @@ from typing import Any, Final, NotRequired, TypedDict
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.compat.image_prompts import TRUNCATED, ImagePrompts, check_images, images_of
+from spmd_worker.compat.image_prompts import TRUNCATED, ImagePrompts, check_images, check_sizes, images_of
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
@@ -64,7 +64,10 @@ ReadRows = Callable[[Any], PromptRows]
 """Checks a tensor of `prompt_embeds`. Raises ValueError."""
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds")
-_EMPTY_KEYS: Final = ("mm_processor_kwargs", "token_type_ids")
+_PROCESSOR_KEY: Final = "mm_processor_kwargs"
+_KEPT_SIZES: Final = {"do_resize": False}
+"""Value of a prompt's `mm_processor_kwargs`, from callers that have resized its images (ms-swift)."""
+_EMPTY_KEYS: Final = (_PROCESSOR_KEY, "token_type_ids")
 """Further keys of vLLM's, accepted if empty."""
 _MEDIA_KEYS: Final = ("multi_modal_data", "multi_modal_uuids")
 """Images, and names of theirs, which are not used: an image has the name of its pixels."""
@@ -211,9 +214,12 @@ def _encode_mapping(
         return salted
     given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
     given = [key for key in given if key not in ("prompt_embeds", *_MEDIA_KEYS) or prompt[key] is not None]
+    given = [key for key in given if key != _PROCESSOR_KEY or prompt[key] != _KEPT_SIZES]
     unknown = [str(key) for key in given if key not in (*_PROMPT_KEYS, *_MEDIA_KEYS)]
     if unknown:
         known = ", ".join((*_PROMPT_KEYS, _MEDIA_KEYS[0]))
+        if _PROCESSOR_KEY in unknown:
+            return Encoded(None, (), f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
         return Encoded(None, (), f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
     try:
         sources = images_of(prompt.get("multi_modal_data"))
@@ -251,17 +257,24 @@ def _encode_with_images(
         tokenizer = need_tokenizer()
         if encoded.is_ids:
             token_ids = as_token_ids(prompt["prompt_token_ids"])
-            encoded.media = images.prepare(sources)
+            encoded.media = _prepared(prompt, sources, images)
             made = images.of_ids(token_ids, encoded.media, partial(tokenizer.encode, add_special_tokens=False))
         else:
             if check_text is not None:
                 check_text(tokenizer, text)
-            encoded.media = images.prepare(sources)
+            encoded.media = _prepared(prompt, sources, images)
             made = images.of_text(text or "", encoded.media, tokenizer.encode)
         encoded.token_ids, encoded.media_items = made
     except (ConfigError, ValueError, TypeError) as error:
         encoded.error = str(error)
     return encoded
+
+
+def _prepared(prompt: Mapping[str, Any], sources: Sequence[Any], images: ImagePrompts) -> tuple[PreparedImage, ...]:
+    made = images.prepare(sources)
+    if prompt.get(_PROCESSOR_KEY) == _KEPT_SIZES:
+        check_sizes(made)
+    return made
 
 
 def _encode_rows(prompt: Mapping[str, Any], read_rows: ReadRows) -> Encoded:

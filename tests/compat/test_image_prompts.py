@@ -83,6 +83,7 @@ def test_sources_of_one_picture_have_one_name(folder: Path, tokenizer: Tokenizer
         ({"prompt": "a", "multi_modal_data": {"image": {"image_embeds": 1}}}, {}, "give the images themselves"),
         ({"prompt": "a", "multi_modal_data": [1]}, {}, "multi_modal_data=[1] must be a dict"),
         ({"prompt": WRITTEN, "multi_modal_data": {"image": "a.png"}}, {}, "a.png"),
+        (two(prompt=WRITTEN, mm_processor_kwargs={"max_pixels": 9}), {}, "give others to LLM(...)"),
     ],
 )
 def test_unanswerable_image_prompt_says_why(
@@ -91,6 +92,21 @@ def test_unanswerable_image_prompt_says_why(
     found = encoded(images, tokenizer, prompt, **given)
     assert words in (found.error or "")
     assert found.media_items == ()
+
+
+@pytest.mark.parametrize(("shape", "is_kept"), [((64, 96), True), ((64, 90), False)])
+def test_images_resized_before_keep_their_sizes(
+    images: ImagePrompts, tokenizer: Tokenizer, shape: tuple[int, int], is_kept: bool
+):
+    prompt = {"prompt": WRITTEN, "multi_modal_data": {"image": noise(*shape)}}
+    plain = encoded(images, tokenizer, prompt)
+    found = encoded(images, tokenizer, {**prompt, "mm_processor_kwargs": {"do_resize": False}})
+    assert plain.error is None
+    if is_kept:
+        assert (found.error, found.token_ids, found.media_items) == (None, plain.token_ids, plain.media_items)
+    else:
+        assert found.error is not None
+        assert "image 1 of 90x64 pixels would be prepared as 96x64" in found.error
 
 
 def test_prompt_without_images_is_as_before(images: ImagePrompts, tokenizer: Tokenizer):

@@ -1,7 +1,8 @@
 """The part of an adapter that text computes with.
 
-PEFT's `all-linear` adapts the towers of a model for images too. Their weights are not loaded, and no row runs them, so
-an adapter's matrices for them are left out.
+PEFT's `all-linear` adapts the towers of a model for images too. Where only the text of a model runs (`max_images=0`, or
+a tower that is not supported) an adapter's matrices for them are left out. A tower that runs has no adapters: rows with
+images would have other answers than the adapter's, so it is refused.
 """
 
 import logging
@@ -17,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 def text_part(source: AdapterSource, names: CheckpointNames) -> AdapterSource:
     """The adapter without modules, and full weights, of what text does not run; says once how many those are. Raises
-    AdapterError if nothing is left, and for a module that is not linear.
+    AdapterError if nothing is left, for modules of a tower that runs, and for a module that is not linear.
     """
+    _check_tower(source, names)
     modules = {name: each for name, each in source.modules.items() if not names.is_beside_text(f"{name}.weight")}
     saved = {name: each for name, each in source.saved.items() if not names.is_beside_text(name)}
     left_out = [name for name in (*source.modules, *source.saved) if name not in modules and name not in saved]
@@ -37,3 +39,14 @@ def text_part(source: AdapterSource, names: CheckpointNames) -> AdapterSource:
         extra=SAME_ON_EVERY_RANK,
     )
     return replace(source, modules=modules, saved=saved)
+
+
+def _check_tower(source: AdapterSource, names: CheckpointNames) -> None:
+    modules = [*source.modules, *(name.removesuffix(".weight") for name in source.saved)]
+    found = [name for name in modules if names.is_of_tower(f"{name}.weight")]
+    if found:
+        raise AdapterError(
+            f"{source.subject}: adapts {len(found)} modules of the model's tower, such as {found[0]}, which rows with "
+            f"images run, and a tower takes no adapters: train with exclude_modules, merge the adapter with PEFT's "
+            f"merge_and_unload, or run the text alone with limits.max_images=0"
+        )

@@ -205,6 +205,10 @@ class CheckpointNames:
                 return ours + name.removeprefix(beginning)
         return name
 
+    def is_of_tower(self, given_name: str) -> bool:
+        """Whether the tensor that a file or a trainer calls so is of a tower that runs, or should be."""
+        return self._is_of_tower(self._table_name(given_name))
+
     def _is_of_tower(self, name: str) -> bool:
         """Whether the tensor is of a tower that runs, or should be."""
         if self._tower is None or not name.startswith(self._tower.beginnings):
