@@ -19,7 +19,7 @@ from spmd_worker.model_config.byte_rows import fits_bytes
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MAX_INPUTS
-from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, has_image_processor, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.ranks.expert_layout import expert_layout_of
 from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, shard_range
@@ -98,7 +98,15 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
             "config.json is enough)"
         )
     location = find_model(config)
-    files = read_model_files(location.folder, with_images=takes_images(config))
+    with_images = takes_images(config) and (config.plan or has_image_processor(location.folder))
+    files = read_model_files(location.folder, with_images=with_images)
+    if takes_images(config) and not with_images and files.model_config.has_tower:
+        logger.warning(
+            "%s has neither preprocessor_config.json nor processor_config.json, which say how images are prepared: the "
+            "run takes no images; add the file of the model, or set limits.max_images=0",
+            location.folder,
+            extra=SAME_ON_EVERY_RANK,
+        )
     resolved = resolve(config, files, device_type, location)
     if config.plan:
         return resolved
@@ -108,7 +116,7 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
 
 def takes_images(config: RunConfig) -> bool:
     """Whether rows may have images: only then the tower of a model is loaded."""
-    return bool(getattr(config.limits, "max_images", 0))
+    return config.limits.max_images > 0
 
 
 def _with_tokenizer_eos(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -14,7 +14,10 @@ from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.media_items import MediaItem
 
-UNSUPPORTED: Final = "this run takes no images: the model is for text, or limits.max_images is 0"
+UNSUPPORTED: Final = (
+    "this run takes no images: the model is for text, its folder has no preprocessor_config.json, or "
+    "limits.max_images is 0"
+)
 TRUNCATED: Final = "truncate_prompt_tokens cuts tokens, and may cut an image of this prompt: leave it out"
 NUM_DIGEST_BYTES: Final = 16
 _MISMATCH: Final = "placeholder_mismatch"

@@ -138,6 +138,11 @@ class ModelConfig:
         return self._family.layer
 
     @property
+    def has_tower(self) -> bool:
+        """Whether checkpoints of this architecture take images, though this run may not."""
+        return bool(self._family.vision)
+
+    @property
     def _family(self) -> Family:
         family = family_of(self.architecture)
         return family.variants[self.variant - 1].family if self.variant else family
@@ -304,6 +309,11 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
     return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config))
+
+
+def has_image_processor(model_folder: Path) -> bool:
+    """Whether a folder says how images are prepared: what a trainer saves of a model for images may not."""
+    return bool(_image_processor(model_folder)[0])
 
 
 def _image_processor(model_folder: Path) -> tuple[Mapping[str, Any], Path]:
