@@ -199,23 +199,26 @@ def main() -> None:
     parser.add_argument("--sleep", action="store_true", help="give the engine's memory back while the trainer trains")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--lora", action="store_true", help="train an adapter of PEFT, which each sync pushes")
+    parser.add_argument("--exclude-tower", action="store_true", help="with --lora: adapters of the text alone")
     parser.add_argument("--tools", action="store_true", help="let completions call a tool, again and again")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the likeliest alone")
     parser.add_argument("--resize", action="store_true", help="images of sizes that processors change")
     parser.add_argument("--backend", choices=["torchvision", "pil"], help="processor of the trainer's images")
     parser.add_argument("--skip-sync", action="store_true", help="never sync, to see how that looks")
     options = parser.parse_args()
+    if options.tools and options.model in IMAGE_MODELS:
+        parser.error("--tools is for models of text")
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_model(folder, options.model)
         train(folder, Path(scratch) / "out", options)
 
 
-def lora() -> Any:
-    """Adapters beside all linear weights."""
+def lora(*, has_tower: bool) -> Any:
+    """Adapters beside all linear weights, perhaps without those of the tower."""
     from peft import LoraConfig
 
-    return LoraConfig(r=8, target_modules="all-linear")
+    return LoraConfig(r=8, target_modules="all-linear", exclude_modules=None if has_tower else r".*visual.*")
 
 
 def train(folder: Path, output: Path, options: argparse.Namespace) -> None:
@@ -266,7 +269,7 @@ def train(folder: Path, output: Path, options: argparse.Namespace) -> None:
         reward_funcs=share_of_vowels,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": prompts, **columns}),
-        peft_config=lora() if options.lora else None,
+        peft_config=lora(has_tower=not options.exclude_tower) if options.lora else None,
         **tools,
     )
     if options.skip_sync:

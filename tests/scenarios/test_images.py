@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,19 @@ from unittest.mock import patch
 
 import pytest
 import ranks
-from image_models import KINDS, NUM_TOKENS, OTHERS, PICTURES, image_folder, prompt_of, their_answer
+import torch
+from image_models import (
+    KINDS,
+    NUM_TOKENS,
+    OTHERS,
+    PICTURES,
+    image_folder,
+    image_reference,
+    image_token_id,
+    prompt_of,
+    their_answer,
+    their_logprobs,
+)
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.replica.scheduler import allocator
@@ -204,6 +217,52 @@ def test_cut_and_preempted_prompts_have_the_bits_of_alone(
         assert counters.num_preemptions > 0
         assert bool(counters.num_swapped_in) == (options["preemption_mode"] == "swap")
     assert found == model.rows
+
+
+def as_trl_syncs(llm: LLM, named: list[tuple[str, Any]], *, sleeps: bool) -> None:
+    """Weights from the trainer, one by one, in the calls of TRL's colocate mode."""
+    if sleeps:
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+    for pair in named:
+        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights([pair])
+    llm.reset_prefix_cache()
+    if sleeps:
+        llm.wake_up(tags=["kv_cache"])
+
+
+@torch.no_grad()
+def update_tower(model: Any, seed: int) -> None:
+    """Stands for an optimiser's step, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".visual." in name:
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.guarantee("A trainer's tower encodes the next rows", is_control_inside=True)
+def test_trainers_weights_of_a_tower_take_effect():
+    """The form of TRL's calls: ids with all image tokens, a list of images, parameters by their names in the model."""
+    kind, model = "qwen3_vl", deepcopy(image_reference("qwen3_vl"))
+    bias = {image_token_id(kind): -100.0}
+    rollout = SamplingParams(temperature=1.0, seed=1, max_tokens=NUM_TOKENS, logprobs=0, logit_bias=bias)
+    with opened(kind) as llm:
+        [[ids, _]] = answers(llm, [prompt_of(kind, PICTURES)], [GREEDY])
+        prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": list(PICTURES)}}
+        [before] = llm.generate([prompt], rollout, use_tqdm=False)
+        for sleeps in (False, True):
+            update_tower(model, seed=int(sleeps))
+            as_trl_syncs(llm, list(model.named_parameters()), sleeps=sleeps)
+            [after] = llm.generate([prompt], rollout, use_tqdm=False)
+            chosen = after.outputs[0].token_ids
+            found = [each[token].logprob for token, each in zip(chosen, after.outputs[0].logprobs, strict=True)]
+            theirs = their_logprobs(model, kind, PICTURES, ids, chosen)
+            assert (after.num_cached_tokens, llm.score_tokens(prompt, [chosen])) == (0, [found])
+            assert (torch.tensor(found) - theirs).abs().mean() < 2e-6
+            old = [next(iter(each.values())).logprob for each in before.outputs[0].logprobs]
+            others = their_logprobs(model, kind, PICTURES, ids, before.outputs[0].token_ids)
+            assert (torch.tensor(old) - others).abs().mean() > 1e-3, "negative control"
+            before = after
 
 
 def test_image_larger_than_a_step_is_refused_whole():

@@ -82,7 +82,7 @@ def image_reference(kind: str) -> PreTrainedModel:
     return model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def _image_token_id(kind: str) -> int:
+def image_token_id(kind: str) -> int:
     found = tokenizer_of_images().token_to_id(PLACEHOLDERS[media_kind(kind)].image_token)
     assert found is not None
     return found
@@ -95,7 +95,7 @@ def _write(folder: Path, kind: str) -> None:
     beside = {**beside, **{key: value for key, value in media.config.items() if key != "model_type"}}
     beside["vision_config"] = {**CASES[kind][2]["vision_config"], **media.config["vision_config"]}
     names = {key: tokenizer.token_to_id(token) for key, token in _NAMED_IDS.items()}
-    values = {"text_config": sizes, "image_token_id": _image_token_id(kind), **names, **beside}
+    values = {"text_config": sizes, "image_token_id": image_token_id(kind), **names, **beside}
     config = getattr(transformers, f"{family}Config")(**values, tie_word_embeddings=False)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     stir(model)
@@ -144,11 +144,23 @@ def their_answer(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list
     return ids, chosen, logprobs
 
 
+@torch.no_grad()
+def their_logprobs(
+    model: PreTrainedModel, kind: str, pictures: Sequence[Pixels], prompt: Sequence[int], chosen: Sequence[int]
+) -> Tensor:
+    """Log-probabilities of the ids behind a prompt of ids, by a model of transformers."""
+    with one_axis_a_call():
+        inputs = oracle_inputs(media_kind(kind), list(pictures))
+    ids = torch.tensor([[*prompt, *chosen]])
+    logits = model(ids, **_tensors(kind, inputs, ids)).logits[0, len(prompt) - 1 : -1].double()
+    return logits.log_softmax(-1).gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
+
+
 def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """What a processor of transformers gives beside the ids."""
     names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask")
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
-    types = (ids == _image_token_id(kind)).long()
+    types = (ids == image_token_id(kind)).long()
     if kind.startswith("qwen"):
         given["mm_token_type_ids"] = types
     if kind == "gemma3":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import LayerCaches
-from spmd_worker.base.config.schema import ModelOptions, RunConfig
+from spmd_worker.base.config.schema import ModelOptions, RowLimits, RunConfig
 from spmd_worker.base.errors import SpmdError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
@@ -35,11 +35,12 @@ def load_model(
     dtype: str = "float32",
     quantization: str | None = None,
     lora_merge: Path | None = None,
+    max_images: int = 32,
 ) -> DecoderForCausalLM:
     """The model of a folder on one rank; another `shape` than the folder's own reads its weights wrongly."""
     merged = None if lora_merge is None else str(lora_merge)
     options = ModelOptions(path=str(folder), dtype=dtype, quantization=quantization, lora_merge=merged)
-    config = RunConfig(model=options, device="cpu")
+    config = RunConfig(model=options, device="cpu", limits=RowLimits(max_images=max_images))
     resolved = resolve_run(config, "cpu")
     worker = Worker(replace(resolved, model_config=model_config or resolved.model_config), RankEnvironment())
     worker.init_device()

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, Settings]] = {
 
 @cache
 def our_model(family: str) -> tuple[DecoderForCausalLM, LoadedAdapters]:
-    model = load_model(family_folder(family))
+    model = load_model(family_folder(family), max_images=0)
     return model, LoadedAdapters(model, AdapterLimits(max_loras=8, max_lora_rank=64, max_cpu_loras=8))
 
 
@@ -121,10 +121,23 @@ def test_modules_beside_text_are_left_out(caplog: pytest.LogCaptureFixture):
         loaded.prepare(adapter_from_tensors({"peft_type": "LORA", "r": 4}, weights))
     with pytest.raises(AdapterError, match=r"model.patch: is a convolution: only linear modules are adapted"):
         loaded.prepare(replace(source, modules={**source.modules, "model.patch": convolution}))
-    merged = load_model(family_folder("gemma3_images"), lora_merge=adapter_folder("gemma3_images"))
+    merged = load_model(family_folder("gemma3_images"), lora_merge=adapter_folder("gemma3_images"), max_images=0)
     (found,) = prompt_logits(merged, PROMPTS[1:2])
     assert relative_error(found, peft_logits(peft_model("gemma3_images"), PROMPTS[1])) < 1e-4
     assert relative_error(found, prompt_logits(model, PROMPTS[1:2])[0]) > 1e-2
+
+
+def test_modules_of_a_running_tower_are_refused():
+    folder, path = family_folder("gemma3_images"), adapter_folder("gemma3_images")
+    loaded = LoadedAdapters(load_model(folder), AdapterLimits(max_loras=1, max_lora_rank=64, max_cpu_loras=1))
+    source = read_adapter(path)
+    words = r"modules of the model's tower, such as .*vision_tower.*, which rows with images run"
+    with pytest.raises(AdapterError, match=words):
+        loaded.prepare(source)
+    with pytest.raises(AdapterError, match=words):
+        load_model(folder, lora_merge=path)
+    text = {name: each for name, each in source.modules.items() if "language_model" in name}
+    assert loaded.prepare(replace(source, modules=text)).packed
 
 
 @pytest.mark.stress
