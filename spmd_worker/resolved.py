@@ -98,7 +98,7 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
             "config.json is enough)"
         )
     location = find_model(config)
-    with_images = takes_images(config) and (config.plan or has_image_processor(location.folder))
+    with_images = takes_images(config) and (config.plan.enabled or has_image_processor(location.folder))
     files = read_model_files(location.folder, with_images=with_images)
     if takes_images(config) and not with_images and files.model_config.has_tower:
         logger.warning(
