@@ -10,7 +10,7 @@ After each step it prints the mean difference between the engine's log-probabili
 the trainer's own forward pass, with the weights of the sync before (`sampling/sampling_logp_difference` of TRL's log),
 and the least and the largest importance ratio that TRL makes of it.
 
-Prompts of `--model qwen3_vl` and `qwen2_5_vl` have random images, and the tower is trained too. transformers' processors
+    python -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py --model qwen3_vl --sleep
 of these models need torchvision.
 """
 
@@ -190,7 +190,10 @@ def share_of_vowels(completions: list[Any], **_: Any) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--model", choices=["qwen2", "qwen3", "llama", *HYBRIDS, *IMAGE_MODELS], default="qwen2", help="Qwen2's head is tied"
+        "--model",
+        choices=["qwen2", "qwen3", "llama", *HYBRIDS, *IMAGE_MODELS],
+        default="qwen2",
+        help="Qwen2's head is tied",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor_parallel_size of the engine")
     parser.add_argument("--sleep", action="store_true", help="give the engine's memory back while the trainer trains")
