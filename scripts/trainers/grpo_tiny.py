@@ -10,13 +10,8 @@ After each step it prints the mean difference between the engine's log-probabili
 the trainer's own forward pass, with the weights of the sync before (`sampling/sampling_logp_difference` of TRL's log),
 and the least and the largest importance ratio that TRL makes of it.
 
-<<<<<<< HEAD
-Prompts of `--model qwen3_vl` and `qwen2_5_vl` have random images, and the tower is trained too. transformers'
-processors of these models need torchvision.
-=======
 Prompts of `--model qwen3_vl` and `qwen2_5_vl` have random images, and the tower is trained too. Their processors in
 transformers need torchvision.
->>>>>>> w-trl48
 """
 
 import argparse
