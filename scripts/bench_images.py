@@ -115,7 +115,7 @@ def run_ours(folder: Path, given: argparse.Namespace) -> tuple[float, float]:
     limits = {"max_image_tokens": 4096}
     with LLM(str(folder), device="cpu", dtype="bfloat16", max_num_batched_tokens=4096, **options, **limits) as llm:
         (one,) = prepared(folder, pictures(given.size, 1))
-        tower = llm.apply_model(lambda model: timed_tower(model, one))[0]
+        tower = timed_tower(llm.llm_engine.model_executor.driver_worker.worker.get_model(), one)
         params = SamplingParams(temperature=0, max_tokens=given.num_new, ignore_eos=True)
         prompts = [{"prompt": QUESTION, "multi_modal_data": {"image": each}} for each in asked(given)]
         start = time.perf_counter()
