@@ -20,6 +20,7 @@ from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.preparing import prepare
+from spmd_worker.model_config.model_config import has_image_processor
 from spmd_worker.resolved import ResolvedRun
 
 _EXAMPLES: Final = ((480, 640), (1080, 1920))
@@ -83,8 +84,10 @@ def run_processor(resolved: ResolvedRun) -> ImageProcessor | None:
 
 
 def image_costs(resolved: ResolvedRun) -> list[tuple[int, int, PreparedImage]]:
-    """Height, width and what a prompt gets, of an image of each of two common sizes; empty without images or Pillow."""
-    processor = run_processor(resolved)
+    """Height, width and what a prompt gets, of an image of each of two common sizes; empty without images, Pillow or
+    the file of the processor, which plans do without.
+    """
+    processor = run_processor(resolved) if has_image_processor(resolved.model_folder) else None
     if processor is None:
         return []
     try:

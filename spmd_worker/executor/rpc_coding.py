@@ -26,7 +26,7 @@ from spmd_worker.model_config.layer_config import (
 )
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextTransform
-from spmd_worker.model_config.vision_config import VisionConfig
+from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, VisionConfig
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
@@ -80,6 +80,8 @@ _RECORDS: Final[dict[str, type]] = {
         StepResult,
         StructuredOutputsParams,
         TextTransform,
+        TowerConfig,
+        TowerNames,
         VisionConfig,
         WeightFormat,
         WorkerReport,

@@ -449,14 +449,14 @@ struct Attention {
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
       int64_t window, int64_t ahead, const int32_t* last_visible, const float* sinks, int64_t latent_size,             \
-      Type::Element* output, int64_t may_use_amx, int64_t num_threads) {                                                                      \
+      Type::Element* output, int64_t may_use_amx, int64_t num_threads) {                                               \
     const float log2_of_e = 1.44269504088896340736f;                                                                   \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size),                \
          int(latent_size)},                                                                                            \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
-        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, last_visible,                              \
-        may_use_amx != 0 && amx::is_granted(), sinks};                                                                                                        \
+        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, last_visible,                               \
+        may_use_amx != 0 && amx::is_granted(), sinks};                                                                 \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 

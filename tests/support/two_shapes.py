@@ -54,5 +54,5 @@ def with_two_shapes(model_config: ModelConfig) -> ModelConfig:
 def two_shapes() -> Iterator[None]:
     """Context in which a model that is read has layers of two shapes."""
     read = module.model_config_of
-    with mock.patch.object(module, "model_config_of", lambda *given: with_two_shapes(read(*given))):
+    with mock.patch.object(module, "model_config_of", lambda *given, **named: with_two_shapes(read(*given, **named))):
         yield

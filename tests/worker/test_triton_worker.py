@@ -174,7 +174,7 @@ def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
         # What graphs hold beside is set aside.
         monkeypatch.setattr(start, "measure_step", lambda loaded, spec: MemoryMeasurement(100, 10, 7, 1))
         monkeypatch.setattr(start, "size_rank", lambda resolved, rank, measurement: measurement)
-        measurement = start.measure(SimpleNamespace(opened=opened), None)
+        measurement = start.measure(SimpleNamespace(opened=opened, model=SimpleNamespace(tower=None)), None)
         assert measurement.activation_bytes == 7 * (1 + can_record)
 
 

@@ -71,6 +71,8 @@ def test_embedding_job_has_equal_bytes_resumed_or_rebatched(tmp_path: Path, monk
             answered(folder, "modern_dense", asked, max_num_batched_tokens=300, max_num_seqs=3)
     assert not (folder / "out.jsonl").exists()
     admit, admitted = PooledRows.admit, []
-    monkeypatch.setattr(PooledRows, "admit", lambda self, row: (admitted.append(row), admit(self, row))[1])
+    monkeypatch.setattr(
+        PooledRows, "admit", lambda self, row, *given: (admitted.append(row), admit(self, row, *given))[1]
+    )
     assert answered(folder, "modern_dense", asked, max_num_batched_tokens=300, max_num_seqs=3) == rows
     assert len(admitted) == 40

@@ -3,6 +3,7 @@
 A token is the greedy one if it has the largest logit after the tokens before it, which are PEFT's.
 """
 
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -127,8 +128,10 @@ def test_modules_beside_text_are_left_out(caplog: pytest.LogCaptureFixture):
     assert relative_error(found, prompt_logits(model, PROMPTS[1:2])[0]) > 1e-2
 
 
-def test_modules_of_a_running_tower_are_refused():
-    folder, path = family_folder("gemma3_images"), adapter_folder("gemma3_images")
+def test_modules_of_a_running_tower_are_refused(tmp_path: Path):
+    folder, path = tmp_path / "with images", adapter_folder("gemma3_images")
+    shutil.copytree(family_folder("gemma3_images"), folder)
+    (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
     loaded = LoadedAdapters(load_model(folder), AdapterLimits(max_loras=1, max_lora_rank=64, max_cpu_loras=1))
     source = read_adapter(path)
     words = r"modules of the model's tower, such as .*vision_tower.*, which rows with images run"

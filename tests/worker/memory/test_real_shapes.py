@@ -86,6 +86,17 @@ SHAPES: dict[str, dict[str, Any]] = {
             "vocab_size": 262208,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 256,
     },
     "GLM-4.5": {
         "architectures": ["Glm4MoeForCausalLM"],
