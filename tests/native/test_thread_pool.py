@@ -61,13 +61,8 @@ def are_equal(results: list[Tensor], others: list[Tensor]) -> bool:
 
 
 @pytest.mark.guarantee("Threads that lose their cores change no bit")
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(FLOAT32, marks=pytest.mark.stress, id="float32"),
-        pytest.param(BFLOAT16, marks=pytest.mark.matrix, id="bfloat16"),
-    ],
-)
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_threads_that_lose_their_cores_change_no_bit(threads, dtype):
     threads(1)
     alone = results_of(native(), dtype)

@@ -122,7 +122,7 @@ def test_interpreted_engines_agree_with_what_they_imitate(tmp_path: Path, script
     assert [name for name, is_so in found.items() if not is_so] == []
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
     found = run_alone("compile_gate.py", "--planted", "90", cache=tmp_path)
