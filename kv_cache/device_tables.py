@@ -95,15 +95,10 @@ class DeviceTables(ABC):
         table.apply(change)
         return change
 
-    def begin_block(self, table: BlockTable, num_tokens: int) -> BlockId:
-        """`extend` by one token if `num_tokens` fill the blocks: no shared one is written. Returns the new block, of a
-        cache with one group.
-        """
-        (block_id,) = self.begin_blocks((table,), (num_tokens,))
-        return block_id
-
     def begin_blocks(self, tables: Sequence[BlockTable], nums_tokens: Sequence[int]) -> list[BlockId]:
-        """`begin_block` of several tables, in order: the new blocks of the first one's groups, then of the next's."""
+        """`extend` each table by one token if its number of tokens fills its blocks: no shared one is written. Returns
+        the new blocks of the first one's groups, then of the next's.
+        """
         num_groups = self.num_groups
         allocated = self._take(len(tables) * num_groups)
         for index, (table, num_tokens) in enumerate(zip(tables, nums_tokens, strict=True)):

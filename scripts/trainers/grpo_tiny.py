@@ -52,7 +52,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
     },
 }
-"""What shapes with recurrent states have besides."""
+"""Settings that shapes with recurrent states have besides."""
 
 
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}

@@ -120,7 +120,7 @@ def _upright(image: "Image") -> "Image":
         return ImageOps.exif_transpose(image) if image.getexif() else image
     except MemoryError:
         raise
-    except Exception:
+    except Exception:  # Pillow's readers of EXIF raise errors of any class
         return image
 
 

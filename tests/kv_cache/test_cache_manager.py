@@ -33,12 +33,12 @@ def test_begin_block_equals_extending_by_one_token():
         manager.set_hashes(table, hash_blocks(root_hash(), range(8), 4), 0, 8)
         # Full blocks may be another's too: they are not written to.
         other = manager.fork(table)
-        block_ids = (manager.begin_block(table, 8),) if begins else manager.extend(table, 8, 9).block_ids
+        block_ids = tuple(manager.begin_blocks((table,), (8,))) if begins else manager.extend(table, 8, 9).block_ids
         manager.check_integrity([table, other])
         found.append((block_ids, table.block_ids, other.block_ids, free_ids(manager), manager.take_block_ops()))
     assert found[0] == found[1]
     with pytest.raises(AssertionError, match=r"11 tokens .*not .*3 blocks"):
-        manager.begin_block(table, 11)
+        manager.begin_blocks((table,), (11,))
 
 
 def test_released_unnamed_blocks_are_reused_before_untouched_ones():
