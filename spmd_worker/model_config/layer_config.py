@@ -272,6 +272,18 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RelativeBias:
+    """A number a head for each bucket of distances between query and key, added to scaled scores
+    (https://arxiv.org/abs/1910.10683): small distances have a bucket each, larger ones share buckets by their
+    logarithm, and those of `max_distance` and more have the last. In an encoder half of the buckets are of later keys.
+    All layers have one table.
+    """
+
+    num_buckets: int
+    max_distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShare:
     """A tensor-parallel rank's share of one layer: heads, columns of a dense feed-forward, and experts of a sparse one,
     None for a dense one. Of what is divided evenly it has the `num_ranks`th part.
@@ -318,6 +330,10 @@ class LayerConfig:
     `kv_layer` has no keys and values of its own and reads those of the layer of this index, which is before it. With
     `input_size` above 0 each token has as many numbers for this layer alone, which add to the stream behind the
     feed-forward.
+
+    Without `has_key_bias` keys have no bias where queries and values have one. `has_cross_attention`: between attention
+    and feed-forward the layer attends to the rows of an encoder, with as many heads and the same biases; `cross_norms`
+    are the used ones of the two norms before and after that. `relative_bias` is added to scores of self-attention.
     """
 
     num_heads: int
@@ -359,6 +375,10 @@ class LayerConfig:
     has_scalar: bool = False
     kv_layer: int | None = None
     input_size: int = 0
+    has_key_bias: bool = True
+    has_cross_attention: bool = False
+    cross_norms: tuple[bool, bool] = (False, False)
+    relative_bias: RelativeBias | None = None
 
     @property
     def num_key_projections(self) -> int:

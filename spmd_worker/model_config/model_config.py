@@ -18,6 +18,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
+from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart, Windows
@@ -90,7 +91,8 @@ class ModelConfig:
     `image_layers` are layers of the checkpoint, by number, that text skips: none of `layers` is one of them. The table
     of embeddings has `num_image_embeddings` rows after those of the vocabulary, which text never uses.
 
-    `vision` is how the model takes images, None for a model that runs with text alone.
+    `vision` is how the model takes images, None for a model that runs with text alone. `encoder_part` is the encoder
+    of an encoder-decoder model, whose decoder the other fields describe.
 
     `is_encoder`: a token sees all of its row, so a row is computed in one step, nothing of it is cached, and its only
     result is a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1 where
@@ -127,6 +129,7 @@ class ModelConfig:
     num_image_embeddings: int = 0
     num_layer_inputs: int = 0
     vision: VisionConfig | None = None
+    encoder_part: EncoderPart | None = None
 
     @property
     def names(self) -> Names:

@@ -48,7 +48,8 @@ class Names:
     the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders; so are `head_dense`
     and `head_norm`, which precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
     are between embeddings, or logits, and layers of another size. `layer_inputs` are the table, the projection and the
-    norm of numbers for each layer (`LayerConfig.input_size`).
+    norm of numbers for each layer (`LayerConfig.input_size`). `cross_norms` are the norms before and after attention to
+    an encoder's rows, "" for no norm; `relative_bias` is the full name of the table of `LayerConfig.relative_bias`.
     """
 
     embedding: str = "model.embed_tokens"
@@ -81,6 +82,8 @@ class Names:
     project_in: str = ""
     project_out: str = ""
     layer_inputs: tuple[str, str, str] = ("", "", "")
+    cross_norms: tuple[str, str] = ("", "")
+    relative_bias: str = ""
 
     def canonical(self, name: str) -> str:
         """The name here, of which `name` may be an alias."""
@@ -306,6 +309,17 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderDecoder:
+    """The model has an encoder: `row` of `ENCODER_PARTS`, read from the same file. `max_rows_key` bounds its rows, ""
+    for no bound. `mel_bins_key`: it reads audio, of two frames a row; "" for text.
+    """
+
+    row: str
+    max_rows_key: str = ""
+    mel_bins_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A family of models: its differences from the plain decoder, by part. `models` are its names, for people. `rope`
     None: positions are learned, a table of `max_position_embeddings` rows. `experts` None: every layer is dense. Other
@@ -343,6 +357,7 @@ class Family:
     vision: str = ""
     images: ImageLayers | None = None
     encoder: Encoder | None = None
+    encoder_part: EncoderDecoder | None = None
     file_keys: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)

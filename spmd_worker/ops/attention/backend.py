@@ -66,6 +66,7 @@ class AttentionBackend(Protocol):
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
         value_size: int = 0,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D]: causal, unless
         `metadata.sees_later`, or up to `metadata.last_visible`.
@@ -77,6 +78,9 @@ class AttentionBackend(Protocol):
 
         `value_size` above 0: blocks have no values, which are the first so many elements of the keys of the only
         key-value head (https://arxiv.org/abs/2405.04434) -> [T, Hq, value_size].
+
+        `distance_bias`, float32 [Hq, 2 * M + 1], is added to scaled scores: column M + d, with d the key's position
+        less the query's, bounded to [-M, M].
         """
 
     def attend_projected(

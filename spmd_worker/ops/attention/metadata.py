@@ -30,6 +30,9 @@ class AttentionMetadata:
 
     With block tables of several groups of layers `group_of` has the group of each layer of the stage, and `others` the
     metadata of all groups but the first, which differ in `block_tables`, `token_blocks` and `slots`.
+
+    `cross` has what layers of a decoder with an encoder compute with; the other fields are then of all tokens, and only
+    writes of keys and values may use them.
     """
 
     query_starts: tuple[int, ...]
@@ -47,6 +50,7 @@ class AttentionMetadata:
     last_visible: Tensor | None = None
     others: tuple["AttentionMetadata", ...] = ()
     group_of: tuple[int, ...] = ()
+    cross: "CrossStep | None" = None
 
     @property
     def is_causal(self) -> bool:
@@ -66,6 +70,25 @@ class AttentionMetadata:
         if not self.sees_later:
             return 0
         return window - 1 if window else max(self.context_lengths, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossStep:
+    """A step of an encoder-decoder model. The first positions of a sequence are an encoder's, in whole blocks: their
+    keys and values are of the encoder's rows, by the projections of cross-attention; positions behind them are the
+    decoder's tokens. Both kinds are in one block table.
+
+    `encoder_rows` int64 [E] and `decoder_rows` int64 [D] are the tokens of the step of each kind, ascending. `written`
+    is metadata to write keys and values of the E with. `own` is causal metadata of the D over the decoder's positions,
+    of the sequences that have any in this step; `seen` is metadata of D sequences of one token each, over the rows of
+    the encoder's input: every token sees all of them, and its bits do not depend on its chunk.
+    """
+
+    encoder_rows: Tensor
+    decoder_rows: Tensor
+    written: AttentionMetadata
+    own: AttentionMetadata
+    seen: AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)

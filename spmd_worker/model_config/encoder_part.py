@@ -1,0 +1,43 @@
+"""EncoderPart: the encoder of an encoder-decoder model, from config.json.
+
+An encoder reads one input a call and gives a row for each of its tokens or frames. The decoder's layers project these
+rows to keys and values once, and attend to them from every token of the decoder (https://arxiv.org/abs/1706.03762).
+
+Needs no torch.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spmd_worker.model_config.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class AudioInput:
+    """An encoder that reads `num_frames` frames of `num_mel_bins` numbers: two convolutions, the second of stride 2,
+    make half as many rows of them.
+    """
+
+    num_mel_bins: int
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPart:
+    """`stack` has the encoder's layers, embeddings and norms; its architecture is a row of `ENCODER_PARTS`. Rows have
+    its hidden size, which is the decoder's. `audio` None: the encoder reads token ids of the model's vocabulary.
+
+    `max_rows` is the most rows of an input, 0 if the model sets no bound: its positions are relative.
+    `start_token_id` begins the decoder's prompt.
+    """
+
+    stack: "ModelConfig"
+    max_rows: int
+    start_token_id: int
+    audio: AudioInput | None = None
+
+    @property
+    def kind(self) -> str:
+        """Either "audio" or "text"."""
+        return "text" if self.audio is None else "audio"
