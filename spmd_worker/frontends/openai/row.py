@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
+from spmd_worker.frontends.openai.transcript import ResponseFormat, Task
 from spmd_worker.compat.image_prompts import media_digest, num_pixel_bytes
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.replica.sequence.input_rows import PromptRows
@@ -21,8 +22,10 @@ from spmd_worker.tokenizer.token_texts import TokenText
 
 PoolingKind = Literal["embedding", "score", "rerank"]
 
-RowKind = Literal["plain", "completion", "chat", "pooled", "embedding", "score", "rerank"]
-"""Format of the output row: the project's own, an OpenAI completion or chat completion; the same for pooling rows."""
+RowKind = Literal["plain", "completion", "chat", "audio", "pooled", "embedding", "score", "rerank"]
+"""Format of the output row: the project's own, an OpenAI completion, chat completion or transcript; the same for
+pooling rows.
+"""
 
 ErrorShape = Literal["plain", "openai"]
 
@@ -67,7 +70,30 @@ class EmbedsPrompt:
     value: str | Mapping[str, Any]
 
 
-Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt
+@dataclass(frozen=True, slots=True)
+class EncoderPrompt:
+    """Text or ids for the encoder of an encoder-decoder model. `decoder` None is the model's own decoder's prompt."""
+
+    encoder: TextPrompt | TokensPrompt
+    decoder: TextPrompt | TokensPrompt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AudioPrompt:
+    """Audio for an encoder: bytes of a file, a data URL or a path. It is cut into windows, and each is a request whose
+    decoder's prompt is `decoder`, or is written of the other values; `language` None is detected, `text` was spoken
+    before.
+    """
+
+    source: str | bytes = field(repr=False)
+    decoder: TextPrompt | TokensPrompt | None = None
+    language: str | None = None
+    task: Task = "transcribe"
+    has_timestamps: bool = False
+    text: str | None = None
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt | EncoderPrompt | AudioPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +118,7 @@ class Row:
     """One well-formed input row. `index` counts input rows from 0; `model` is the name in an OpenAI body, `request` the
     constraints on its answer. With `pooling` nothing is generated: `prompt` is the first of its prompts, and `sampling`
     is unused. `returns_token_ids`: the answer has the ids of its prompt and texts. `adapter` and
-    `prompt_adapter` are names in a plain row.
+    `prompt_adapter` are names in a plain row. `response_format` is that of a transcript.
     """
 
     index: int
@@ -107,6 +133,7 @@ class Row:
     returns_token_ids: bool = False
     adapter: str | None = None
     prompt_adapter: str | None = None
+    response_format: ResponseFormat = "json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +213,7 @@ NO_IMAGES: Final = ImagesOfRow(0, "")
 
 def images_of_row(row: Row) -> tuple[str | None, ...]:
     """The images of a row's prompt."""
-    return () if isinstance(row.prompt, EmbedsPrompt) else row.prompt.images
+    return row.prompt.images if isinstance(row.prompt, TextPrompt | TokensPrompt | ChatPrompt) else ()
 
 
 def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:
