@@ -57,10 +57,12 @@ class NamedRequests:
         if lora_request is not None:
             self._lora_requests[request_id] = lora_request
 
-    def track(self, request_id: RequestId, params: SamplingParams, text: str | None) -> None:
+    def track(
+        self, request_id: RequestId, params: SamplingParams, text: str | None, encoder_text: str | None = None
+    ) -> None:
         """Prepare partial outputs of a request, if it wants them."""
         if params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            self._partials[request_id] = PartialOutputs(params.output_kind, text, self._tokenizer)
+            self._partials[request_id] = PartialOutputs(params.output_kind, text, self._tokenizer, encoder_text)
 
     def ids_of(self, name: Any) -> list[RequestId]:
         """Id of the open request with this name or number, if any. Raises TypeError for an invalid id."""
@@ -211,8 +213,10 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                     virtual=virtual,
                     media=encoded.media,
                     media_items=encoded.media_items,
+                    encoder=encoded.encoder,
+                    encoder_text=encoded.encoder_text,
                 )
-                self._named.track(number, params, text)
+                self._named.track(number, params, text, encoded.encoder_text)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
             self._named.add(request_id, number, lora_request)

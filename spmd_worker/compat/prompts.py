@@ -13,6 +13,7 @@ from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.media_items import MediaItem
@@ -91,6 +92,9 @@ class Encoded:
     the contents of its `lora_request`, once that is loaded, 0 without one. The first of the ids are placeholders of
     `rows`. `virtual` are those of its `prompt_adapter`, once that is loaded. `media_items` say which tokens take the
     rows of each of its images, `media`.
+
+    `encoder` is the input of an encoder-decoder model's encoder: text, and then `encoder_text` is that text if it was
+    given as one, or the only one of `media`, audio. The ids are then the decoder's prompt.
     """
 
     text: str | None
@@ -110,6 +114,8 @@ class Encoded:
     virtual: VirtualTokens | None = None
     media: tuple[PreparedImage, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
+    encoder: EncoderInput | None = None
+    encoder_text: str | None = None
 
     @property
     def num_virtual_tokens(self) -> int:

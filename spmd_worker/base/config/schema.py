@@ -430,8 +430,8 @@ class CacheConfig:
     host_tier_gib: float = option(0.0, "GiB per rank to which evicted prefix blocks are offloaded", least=0)
     media_rows_gib: float | None = option(
         None,
-        "GiB per rank of the first stage for the rows of images, which are made again if they were dropped; null: "
-        "twice `max_num_batched_tokens`, and the largest image at least",
+        "GiB per rank of the first stage for the rows of images and of encoder inputs, which are made again if they "
+        "were dropped; null: twice `max_num_batched_tokens`, and the largest image or input at least",
         least=0,
     )
     connector: str | None = option(
@@ -506,7 +506,15 @@ class SchedulerConfig:
     )
     policy: str = command_option("fcfs", "first come, first served", choices=("fcfs",))
     max_encode_patches: int = option(
-        16_384, "patches of images that the towers read in a step, but for the first image of the step", least=1
+        16_384,
+        "patches of images, or rows of encoder inputs, that are encoded in a step, but for the first of the step",
+        least=1,
+    )
+    max_encoder_len: int | None = option(
+        None,
+        "longest input of an encoder-decoder model's encoder, in tokens or rows of audio; null: the model's own, which "
+        "only a model of relative positions (T5) may exceed",
+        least=1,
     )
     async_scheduling: bool | None = vllm_option(
         None,

@@ -73,6 +73,8 @@ class RowRunner:
             virtual=encoded.virtual,
             media=encoded.media,
             media_items=encoded.media_items,
+            encoder=encoded.encoder,
+            encoder_text=encoded.encoder_text,
         )
         if encoded.media:
             self._images[request_id] = ImagesOfRow.of(encoded.media)
@@ -95,7 +97,7 @@ class RowRunner:
             row.index,
             format_result(row, output, self._models.base),
             error_code_of(output) if output.error is not None else None,
-            num_prompt_tokens=len(output.prompt_token_ids),
+            num_prompt_tokens=output.num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens,
             num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
             media_digest=images.digest if output.error is None else "",

@@ -13,6 +13,7 @@ from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.frontends.openai.transcript import ResponseFormat, Task
 from spmd_worker.compat.image_prompts import media_digest, num_pixel_bytes
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
@@ -154,7 +155,7 @@ class EncodedRow:
     and reasoning in the answers of a chat; None if they are only content. `adapter_id` is the number of the adapter and
     `virtual` are the tokens of the prompt adapter (`ServedModels`), `adapter` and `prompt_adapter` their names in a
     plain row. The ids are placeholders of `rows` of embeddings, if there are. `media_items` are the tokens of its
-    images, `media`.
+    images, `media`. `encoder` and `encoder_text` are as in `Encoded`.
     """
 
     index: int
@@ -174,6 +175,8 @@ class EncodedRow:
     prompt_adapter: str | None = None
     media: tuple[PreparedImage, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
+    encoder: EncoderInput | None = None
+    encoder_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

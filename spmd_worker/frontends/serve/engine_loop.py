@@ -94,6 +94,8 @@ class EngineLoop:
                     virtual=row.virtual,
                     media=row.media,
                     media_items=row.media_items,
+                    encoder=row.encoder,
+                    encoder_text=row.encoder_text,
                 )
             except ValueError as error:
                 # Errors that only the engine detects, such as a bad word that is not a token.
@@ -103,7 +105,7 @@ class EngineLoop:
             ids = [request_id]
             if request.is_streamed:
                 self._partials[request_id] = PartialOutputs(
-                    RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer
+                    RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer, row.encoder_text
                 )
         self._ids[request], self._outputs[request] = ids, {}
         self._requests |= dict.fromkeys(ids, request)
