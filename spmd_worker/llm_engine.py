@@ -204,7 +204,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             if isinstance(params, PoolingParams):
                 number = self._add_pooled(encoded, params, text, adapter)
             else:
-                given = (encoded.token_ids, encoded.salted(params))
+                given = (encoded.token_ids, encoded.completed(params))
                 number = self.requests.add(
                     *given,
                     prompt=text,
@@ -240,7 +240,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             raise ValueError(encoded.error)
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
-        token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
+        token_ids, sampling = encoded.token_ids, encoded.completed(pooled_sampling(encoded.pooling, config))
         items = encoded.media_items
         self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows, media_items=items)
         return self.requests.admit(

@@ -7,12 +7,13 @@ from typing import Any, Final, Protocol
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
-from spmd_worker.model_config.encoder_part import EncoderPart
+from spmd_worker.model_config.decoder_generation import DecoderGeneration
+from spmd_worker.replica.sequence.decoder_prompt import DecoderPrompt, decoder_prompt, rules_after, text_prompt
 from spmd_worker.replica.sequence.encoder_input import EncoderInput, encoder_audio, encoder_text
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
-NO_CHAT: Final = (
-    "an encoder-decoder model has no chat template: give its encoder's text to LLM.generate, or to /v1/completions"
-)
+NO_CHAT: Final = "an encoder-decoder model has no conversations: give the text or audio of its encoder as a prompt"
+NO_TRUNCATION: Final = "truncate_prompt_tokens is not supported for encoder-decoder models: shorten the encoder's text"
 _AUDIO: Final = "audio"
 
 
@@ -38,46 +39,57 @@ class AudioReader(Protocol):
 class EncoderPrompts:
     """Prompts for one encoder-decoder model. `audio` is None for an encoder that reads text."""
 
-    part: EncoderPart
+    generation: DecoderGeneration
     audio: AudioReader | None = None
+
+    def need_audio(self) -> AudioReader:
+        """Reader of audio. Raises MediaError for an encoder of text."""
+        if self.audio is None:
+            raise MediaError("audio_unsupported", "the model's encoder reads text: give text, and no audio")
+        return self.audio
 
     def one_window(self, source: Any) -> tuple[EncoderInput, PreparedAudio]:
         """The input of a prompt whose audio is one window. Raises MediaError."""
         windows = self.need_audio().prepare(source)
         if len(windows) > 1:
-            first = windows[0]
             raise MediaError(
                 "audio_too_long",
-                f"the audio of {first.duration_s:.1f} s is longer than what the encoder reads at once: give it as "
+                f"the audio of {windows[0].duration_s:.1f} s is longer than what the encoder reads at once: give it as "
                 f"{len(windows)} prompts, or to a job or a server, which cut it and join the texts",
             )
-        return self.of_window(windows[0]), windows[0]
-
-    def need_audio(self) -> AudioReader:
-        """Reader of audio. Raises MediaError for an encoder of text."""
-        if self.audio is None:
-            raise MediaError("audio_unsupported", "the model's encoder reads text: give text under encoder_prompt")
-        return self.audio
-
-    @staticmethod
-    def of_window(window: PreparedAudio) -> EncoderInput:
-        return encoder_audio(window.media_id, window.num_rows)
+        return of_window(windows[0]), windows[0]
 
     def of_ids(self, token_ids: Sequence[int]) -> EncoderInput:
         """The input of an encoder of text. Raises ValueError for an encoder of audio, and for no ids."""
         if self.audio is not None:
-            raise ValueError('the model\'s encoder reads audio: give "multi_modal_data": {"audio": ...}')
+            raise ValueError(f"the model's encoder reads {_AUDIO}: give {_AUDIO}, and the decoder's prompt with it")
         if not token_ids:
             raise ValueError("the encoder's prompt has no tokens: give at least one")
         return encoder_text(token_ids)
 
-    def decoder_ids(self, token_ids: Sequence[int] = ()) -> tuple[int, ...]:
-        """The decoder's prompt. The model's start token is added before it unless it is there: text that was spoken
-        before stands in front of it in prompts of audio.
+    def decoder_of(self, token_ids: Sequence[int]) -> DecoderPrompt:
+        """The decoder's prompt of the caller. The model's start token is added before it unless it is there: text that
+        was spoken before stands in front of it in prompts of audio.
         """
-        start = self.part.start_token_id
-        is_there = start in token_ids if self.part.audio is not None else [*token_ids[:1]] == [start]
-        return tuple(token_ids) if is_there else (start, *token_ids)
+        start = self.generation.start_token_id
+        is_there = start in token_ids if self.audio is not None else [*token_ids[:1]] == [start]
+        ids = tuple(token_ids) if is_there else (start, *token_ids)
+        return DecoderPrompt(ids, rules_after(self.generation, ids))
+
+    def text_decoder(self, tokenizer: Tokenizer | None, target_language: str | None = None) -> DecoderPrompt:
+        """The decoder's prompt of a model that reads text. Raises ValueError for an unknown language."""
+        return text_prompt(self.generation, tokenizer, target_language)
+
+    def speech_decoder(self, tokenizer: Tokenizer | None, **speech: Any) -> DecoderPrompt:
+        """The decoder's prompt of a model that reads audio; `speech` are keywords of `decoder_prompt`. Raises
+        ValueError.
+        """
+        return decoder_prompt(self.generation, tokenizer, **speech)
+
+
+def of_window(window: PreparedAudio) -> EncoderInput:
+    """The input of an encoder that reads a window of audio."""
+    return encoder_audio(window.media_id, window.num_rows)
 
 
 def audio_of(data: Any) -> Any:
@@ -96,11 +108,3 @@ def audio_of(data: Any) -> Any:
     if isinstance(given, list):
         raise MediaError("audio_unsupported", f"the prompt has {len(given)} audios: the encoder reads one")
     return given
-
-
-def media_num_bytes(media: Sequence[Any]) -> int:
-    """Bytes of memory of prepared images and audio."""
-    return sum(
-        each.features.features.nbytes if isinstance(each, PreparedAudio) else sum(crop.nbytes for crop in each.pixels.crops)
-        for each in media
-    )

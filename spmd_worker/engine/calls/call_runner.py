@@ -72,7 +72,7 @@ class CallRunner:
                     elif each.form is not None:
                         params[index] = replace(params[index], structured_outputs=each.form).frozen()
                     try:
-                        params[index] = each.salted(params[index])
+                        params[index] = each.completed(params[index])
                     except ValueError as error:
                         each.error = each.error or str(error)
                 deliver_signals()

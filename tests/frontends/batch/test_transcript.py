@@ -24,8 +24,7 @@ def test_texts_of_each_format() -> None:
         "1\n00:00:00,000 --> 00:00:04,500\nHello there.\n\n2\n00:00:29,500 --> 01:01:11,040\nTo -> you, and me\n\n"
     )
     assert transcript_body(TRANSCRIPT, "vtt") == (
-        "WEBVTT\n\n00:00:00.000 --> 00:00:04.500\nHello there.\n\n"
-        "00:00:29.500 --> 01:01:11.040\nTo -> you, and me\n\n"
+        "WEBVTT\n\n00:00:00.000 --> 00:00:04.500\nHello there.\n\n00:00:29.500 --> 01:01:11.040\nTo -> you, and me\n\n"
     )
 
 
@@ -36,13 +35,17 @@ def test_verbose_body_is_one_of_the_client() -> None:
     read = TranscriptionVerbose.model_construct(**body)
     assert read.to_dict() == body
     first, second = body["segments"]
-    assert set(first) == set(TranscriptionVerbose.model_fields["segments"].annotation.__args__[0].__args__[0].model_fields)
+    assert set(first) == set(
+        TranscriptionVerbose.model_fields["segments"].annotation.__args__[0].__args__[0].model_fields
+    )
     assert (first["id"], first["start"], first["end"], first["seek"], first["tokens"]) == (0, 0.0, 4.5, 0, [1, 2])
     assert (second["id"], second["seek"], second["avg_logprob"]) == (1, 2902, -0.5)
     assert (body["duration"], body["language"], body["task"]) == (3671.04, "english", "transcribe")
 
 
-@pytest.mark.parametrize(("time_s", "text"), [(0.0, "00:00:00.000"), (59.9996, "00:01:00.000"), (86400, "24:00:00.000")])
+@pytest.mark.parametrize(
+    ("time_s", "text"), [(0.0, "00:00:00.000"), (59.9996, "00:01:00.000"), (86400, "24:00:00.000")]
+)
 def test_clocks_carry(time_s: float, text: str) -> None:
     assert clock_text(time_s, ".") == text
 
