@@ -28,7 +28,8 @@ def log_mel(samples: Samples, settings: AudioSettings) -> NDArray[np.float32]:
     window = np.zeros(settings.num_samples, np.float32)
     window[: len(samples)] = samples[: len(window)]
     levels = np.log10(np.maximum(_mel_powers(_powers(window), settings.num_mel_bins), _LEAST_POWER)).astype(np.float32)
-    return (np.maximum(levels, levels.max() - np.float32(_RANGE)) + np.float32(4)) / np.float32(4)
+    levels = np.maximum(levels, levels.max() - np.float32(_RANGE))
+    return np.asarray((levels + np.float32(4)) / np.float32(4), np.float32)
 
 
 def _powers(window: Samples) -> NDArray[np.float64]:
