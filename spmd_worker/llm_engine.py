@@ -17,9 +17,9 @@ from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
-from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
+from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling
 from spmd_worker.compat.script_tokenizer import script_tokenizer
-from spmd_worker.engine.calls.prompt_tensors import row_reading
+from spmd_worker.engine.calls.given_prompts import encode_given
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.lora_adapters import LoRAAdapters
 from spmd_worker.engine.partial_outputs import PartialOutputs
@@ -187,8 +187,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         if not isinstance(params, PoolingParams):
             check_sampling(params)
         is_truncated = params.truncate_prompt_tokens is not None
-        check_text, read_rows = None if is_truncated else self.limits.check_text, row_reading(self.limits)
-        encoded = encode_prompt(prompt, self.need_tokenizer, check_text, read_rows, self.limits.images)
+        encoded = encode_given(prompt, self, is_truncated=is_truncated)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         # Not in the lock: an adapter that is not loaded takes steps.

@@ -76,7 +76,8 @@ class EncoderDecoderReader:
         self._set_decoder(encoded, decoder, lambda: self.prompts.text_decoder(self.tokenizer, language))
 
     def _of_audio(self, encoded: Encoded, given: dict[str, Any]) -> None:
-        encoder, decoder = given, {key: given[key] for key in _ONE_KEYS[:2] if key in given}
+        encoder = given
+        decoder: Any = {key: given[key] for key in _ONE_KEYS[:2] if key in given}
         if _ENCODER in given:
             _check_keys(given, (_ENCODER, _DECODER))
             encoder, decoder = _as_mapping(given[_ENCODER]), given.get(_DECODER)

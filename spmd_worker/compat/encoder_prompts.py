@@ -103,8 +103,9 @@ def audio_of(data: Any) -> Any:
         message = f"multi_modal_data has {', '.join(others)}: the model's encoder reads audio alone"
         raise MediaError("audio_unsupported", message)
     given = data.get(_AUDIO)
-    if isinstance(given, list) and len(given) == 1:
-        return given[0]
-    if isinstance(given, list):
+    # Samples may be a list of numbers.
+    if not isinstance(given, list) or not given or isinstance(given[0], int | float):
+        return given
+    if len(given) > 1:
         raise MediaError("audio_unsupported", f"the prompt has {len(given)} audios: the encoder reads one")
-    return given
+    return given[0]

@@ -10,6 +10,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_prompts import TRUNCATED, ImagePrompts, check_images, check_sizes, images_of
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
+from spmd_worker.media.audio_prepared import PreparedMedia
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.model_config.pooling import PoolingConfig
@@ -121,7 +122,7 @@ class Encoded:
     rows: PromptRows | None = None
     prompt_adapter: PromptAdapterRequest | None = None
     virtual: VirtualTokens | None = None
-    media: tuple[PreparedImage, ...] = ()
+    media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
     encoder: EncoderInput | None = None
     encoder_text: str | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.compat.audio_reading import open_encoder_prompts
 from spmd_worker.compat.image_reading import open_image_prompts
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.embeds_reader import EmbedsReader
@@ -16,7 +17,7 @@ from spmd_worker.engine.encoder_limits import encoder_limits
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.audio_prepared import PreparedMedia
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
@@ -50,7 +51,7 @@ class Requests:
         adapters: AdapterRegistry,
         prompt_adapters: AdapterRegistry,
         hold_rows: Callable[[int, bytes, bytes], None] = lambda *rows: None,
-        hold_media: Callable[[int, int, PreparedImage], None] = lambda *image: None,
+        hold_media: Callable[[int, int, PreparedMedia], None] = lambda *image: None,
     ) -> None:
         model_config, tokenizer = resolved.model_config, resolved.tokenizer
         self.limits = RequestLimits(
@@ -69,6 +70,7 @@ class Requests:
             images=open_image_prompts(resolved),
             media=media_row_limits(resolved),
             encoder=encoder_limits(resolved),
+            encoder_prompts=open_encoder_prompts(resolved),
         )
         self._hold_rows, self._hold_media = hold_rows, hold_media
         self.num_requests = 0
@@ -143,7 +145,7 @@ class Requests:
         adapter: int = 0,
         rows: PromptRows | None = None,
         virtual: VirtualTokens | None = None,
-        media: Sequence[PreparedImage] = (),
+        media: Sequence[PreparedMedia] = (),
         media_items: Sequence[MediaItem] = (),
         encoder: EncoderInput | None = None,
         encoder_text: str | None = None,
@@ -185,7 +187,7 @@ class Requests:
         adapter: int = 0,
         rows: PromptRows | None = None,
         virtual: VirtualTokens | None = None,
-        media: Sequence[PreparedImage] = (),
+        media: Sequence[PreparedMedia] = (),
         media_items: Sequence[MediaItem] = (),
         encoder: EncoderInput | None = None,
         encoder_text: str | None = None,

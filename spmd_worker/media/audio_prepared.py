@@ -1,8 +1,9 @@
 """PreparedAudio: a window of audio as an encoder takes it."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from spmd_worker.media.prepared import AudioFeatures
+from spmd_worker.media.prepared import AudioFeatures, PreparedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,6 @@ class PreparedAudio:
     def token_grid(self) -> tuple[int, int]:
         """Positions of its rows follow no grid."""
         return 0, 0
+
+
+PreparedMedia: TypeAlias = PreparedImage | PreparedAudio

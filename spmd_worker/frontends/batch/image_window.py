@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, num_pixel_bytes
+from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, num_media_bytes
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.row import Row, RowError, images_of_row, row_error
 from spmd_worker.media.errors import MediaError
@@ -75,7 +75,7 @@ class ImageWindow:
     @property
     def num_bytes(self) -> int:
         """Bytes of the images that are prepared and wait."""
-        return sum(num_pixel_bytes(each.ready.media or ()) for each in self._rows if each.ready is not None)
+        return sum(num_media_bytes(each.ready.media or ()) for each in self._rows if each.ready is not None)
 
     def put(self, row: Row) -> None:
         waiting = _Waiting(row)
@@ -92,7 +92,7 @@ class ImageWindow:
         first = self._rows[0] if self._rows else None
         if first is None or first.ready is None:
             return None
-        num_bytes = num_pixel_bytes(first.ready.media or ())
+        num_bytes = num_media_bytes(first.ready.media or ())
         if num_held_bytes and num_bytes and num_held_bytes + num_bytes > self._max_bytes:
             return None
         self._rows.popleft()

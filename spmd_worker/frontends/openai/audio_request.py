@@ -76,8 +76,8 @@ def plain_audio_row(index: int, custom_id: str | None, fields: Mapping[str, Any]
     """Row of a plain line with `audio`. Raises InvalidRequestError."""
     check_keys(fields, PLAIN_KEYS)
     task = _text(fields, "task") or "transcribe"
-    if task not in ("transcribe", "translate"):
-        raise InvalidRequestError(f"task={shown(task)} must be 'transcribe' or 'translate'")
+    if task not in AUDIO_TASKS.values():
+        raise InvalidRequestError(f"task={shown(task)} must be {' or '.join(AUDIO_TASKS.values())}")
     decoder = decoder_prompt("decoder_prompt", fields.get("decoder_prompt"))
     others = [key for key in _PROMPT_KEYS[1:] if fields.get(key) is not None]
     if decoder is not None and others:
@@ -87,7 +87,7 @@ def plain_audio_row(index: int, custom_id: str | None, fields: Mapping[str, Any]
         media_source("audio", fields["audio"], "audio/wav"),
         decoder=decoder,
         language=_text(fields, "language"),
-        task=task,
+        task="translate" if task == "translate" else "transcribe",
         has_timestamps=optional_flag(fields, "timestamps"),
     )
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})

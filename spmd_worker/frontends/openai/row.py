@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
+from spmd_worker.compat.image_prompts import media_digest, num_media_bytes
 from spmd_worker.frontends.openai.transcript import ResponseFormat, Task
-from spmd_worker.compat.image_prompts import media_digest, num_pixel_bytes
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.audio_prepared import PreparedAudio, PreparedMedia
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem
@@ -73,10 +73,13 @@ class EmbedsPrompt:
 
 @dataclass(frozen=True, slots=True)
 class EncoderPrompt:
-    """Text or ids for the encoder of an encoder-decoder model. `decoder` None is the model's own decoder's prompt."""
+    """Text or ids for the encoder of an encoder-decoder model. `decoder` None is the model's own decoder's prompt, or
+    that of an answer in `target_language`.
+    """
 
     encoder: TextPrompt | TokensPrompt
     decoder: TextPrompt | TokensPrompt | None = None
+    target_language: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,9 @@ class AudioPrompt:
     text: str | None = None
 
 
-Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt | EncoderPrompt | AudioPrompt
+ReadPrompt = TextPrompt | TokensPrompt | ChatPrompt
+"""Prompts that are encoded as ids."""
+Prompt = ReadPrompt | EmbedsPrompt | EncoderPrompt | AudioPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class PoolingInputs:
     with these: with one, or each with its own. `top_n` is the number of results of a rerank row, None for all.
     """
 
-    prompts: tuple[TextPrompt | TokensPrompt | ChatPrompt, ...]
+    prompts: tuple[ReadPrompt, ...]
     params: PoolingParams
     is_base64: bool = False
     num_firsts: int = 0
@@ -173,7 +178,7 @@ class EncodedRow:
     rows: PromptRows | None = None
     virtual: VirtualTokens | None = None
     prompt_adapter: str | None = None
-    media: tuple[PreparedImage, ...] = ()
+    media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
     encoder: EncoderInput | None = None
     encoder_text: str | None = None
@@ -201,14 +206,16 @@ class RowError:
 
 
 class ImagesOfRow(NamedTuple):
-    """Bytes of a row's prepared images, and the digest of what they were made of."""
+    """Bytes of a row's prepared images or audio, and the digest of what they were made of."""
 
     num_bytes: int
     digest: str
 
     @staticmethod
-    def of(media: Sequence[PreparedImage]) -> "ImagesOfRow":
-        return ImagesOfRow(num_pixel_bytes(media), media_digest([each.source_digest for each in media]))
+    def of(media: Sequence[PreparedMedia]) -> "ImagesOfRow":
+        # Windows are made of the same bytes.
+        sources = [each.source_digest for each in media if not isinstance(each, PreparedAudio) or not each.start_s]
+        return ImagesOfRow(num_media_bytes(media), media_digest(sources))
 
 
 NO_IMAGES: Final = ImagesOfRow(0, "")
@@ -216,7 +223,7 @@ NO_IMAGES: Final = ImagesOfRow(0, "")
 
 def images_of_row(row: Row) -> tuple[str | None, ...]:
     """The images of a row's prompt."""
-    return row.prompt.images if isinstance(row.prompt, TextPrompt | TokensPrompt | ChatPrompt) else ()
+    return row.prompt.images if isinstance(row.prompt, ReadPrompt) else ()
 
 
 def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:

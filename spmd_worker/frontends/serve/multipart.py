@@ -40,6 +40,7 @@ class FormField:
 
 
 def is_multipart(content_type: str) -> bool:
+    """Whether a Content-Type is that of a form with files."""
     return content_type.split(";", 1)[0].strip().lower() == MULTIPART
 
 

@@ -21,7 +21,8 @@ from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_poo
 from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
 from spmd_worker.frontends.openai.prompt_values import check_keys
 from spmd_worker.frontends.openai.row import EncodedRow
-from spmd_worker.frontends.openai.row_parser import encode_row, parse_fields
+from spmd_worker.frontends.openai.row_encoding import encode_row
+from spmd_worker.frontends.openai.row_parser import parse_fields
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag

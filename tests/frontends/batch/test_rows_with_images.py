@@ -14,14 +14,15 @@ from media_models import noise, saved
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.compat.image_prompts import ImagePrompts, num_pixel_bytes
+from spmd_worker.compat.image_prompts import ImagePrompts, num_media_bytes
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.openai.openai_request import CHAT_URL
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
-from spmd_worker.frontends.openai.row_parser import parse_row, resolve
+from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.serve.request_reader import RequestReader
 from spmd_worker.frontends.serve.token_requests import TOKENIZE_URL, answer_tokens
 from spmd_worker.model_config.pooling import last_token_pooling
@@ -89,7 +90,7 @@ def test_forms_of_a_row_have_the_same_tokens(door: Door):
     for each in found:
         assert isinstance(each, EncodedRow), each
         assert (each.prompt_token_ids, each.media_items) == (first.prompt_token_ids, first.media_items)
-        assert num_pixel_bytes(each.media) == NUM_BYTES
+        assert num_media_bytes(each.media) == NUM_BYTES
     assert [each.prompt for each in found if isinstance(each, EncodedRow)] == [text] * 7 + [None]
 
 
@@ -233,7 +234,7 @@ def test_row_larger_than_the_window_runs_alone(door: Door):
     assert window.next_ready(1) is None
     ready = window.next_ready(0)
     assert ready is not None
-    assert num_pixel_bytes(ready.media or ()) == NUM_BYTES
+    assert num_media_bytes(ready.media or ()) == NUM_BYTES
     assert window.next_ready(NUM_BYTES) is not None
 
 
