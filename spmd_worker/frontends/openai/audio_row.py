@@ -49,6 +49,10 @@ class EncodedAudioRow:
     def media(self) -> tuple[PreparedMedia, ...]:
         return tuple([each for window in self.windows for each in window.media])
 
+    def named(self, custom_id: str) -> "EncodedAudioRow":
+        """The row under a name, which its random numbers depend on."""
+        return replace(self, windows=tuple([replace(each, custom_id=custom_id) for each in self.windows]))
+
     def without_media(self) -> "EncodedAudioRow":
         return replace(self, windows=tuple([replace(each, media=()) for each in self.windows]))
 

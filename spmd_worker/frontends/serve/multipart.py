@@ -46,7 +46,7 @@ def is_multipart(content_type: str) -> bool:
 
 def read_form(data: bytes, content_type: str) -> list[FormField]:
     """The fields of a body, in their order. Raises InvalidRequestError, whose code is invalid_multipart."""
-    fields = []
+    fields: list[FormField] = []
     for start, stop in _parts(data, _boundary(content_type)):
         if len(fields) == _MAX_PARTS:
             raise _invalid(f"has more than {_MAX_PARTS} parts")

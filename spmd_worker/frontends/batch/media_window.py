@@ -1,46 +1,50 @@
-"""Rows between a job's input and its engine: in their order, while their images are prepared.
+"""Rows between a job's input and its engine: in their order, while their images or audio are prepared.
 
-A row is handed out when its images are prepared and those before it were; what rows hold is bounded in bytes, and rows
-without images wait only for those before them.
+A row is handed out when its media are prepared and those before it were; what rows hold is bounded in bytes, and rows
+without media wait only for those before them.
 """
 
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from spmd_worker.compat.encoder_prompts import AudioReader, PendingAudio
 from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, num_media_bytes
 from spmd_worker.engine.engine import Engine
-from spmd_worker.frontends.openai.row import Row, RowError, images_of_row, row_error
+from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, row_error
+from spmd_worker.media.audio_prepared import PreparedMedia
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.prepared import PreparedImage
 
 _GIB: Final = 1 << 30
 _MAX_ROWS: Final = 64
 _MAX_SOURCE_BYTES: Final = 256 << 20
 """Bounds of the rows that wait: data URLs are part of them."""
 _MAX_AHEAD: Final = 8
-"""Prompts whose images are being prepared."""
+"""Prompts whose media are being prepared."""
 
 
 class PreparedRow(NamedTuple):
-    """A row, or the error of its images, and the images; None for those of a model without images."""
+    """A row, or the error of its media, and the images or windows of audio; None for those that the model takes none
+    of.
+    """
 
     row: Row | RowError
-    media: tuple[PreparedImage, ...] | None
+    media: tuple[PreparedMedia, ...] | None
 
 
 @dataclass(slots=True)
 class _Waiting:
     row: Row
-    pending: PendingImages | None = None
+    pending: PendingImages | PendingAudio | None = None
     ready: PreparedRow | None = None
 
     @property
     def num_source_bytes(self) -> int:
-        return sum(len(each or "") for each in images_of_row(self.row))
+        audio = self.row.prompt.source if isinstance(self.row.prompt, AudioPrompt) else ""
+        return len(audio) + sum(len(each or "") for each in images_of_row(self.row))
 
     def finish(self) -> None:
-        """Take the images when they are prepared."""
+        """Take the media when they are prepared."""
         if self.pending is None or self.ready is not None or not self.pending.done():
             return
         try:
@@ -49,20 +53,22 @@ class _Waiting:
             self.ready = PreparedRow(row_error(self.row, error.code, str(error)), ())
 
 
-class ImageWindow:
-    """Rows of one engine, whose prepared images, those of rows that run included, take at most `max_bytes`, or are one
-    row's. `images` is None for a model without images, which rejects rows that have any.
+class MediaWindow:
+    """Rows of one engine, whose prepared media, those of rows that run included, take at most `max_bytes`, or are one
+    row's. `images` is None for a model without images, and `audio` for one without audio, which reject rows with any.
     """
 
-    def __init__(self, images: ImagePrompts | None, max_bytes: float) -> None:
-        self._images, self._max_bytes = images, max_bytes
+    def __init__(self, images: ImagePrompts | None, max_bytes: float, audio: AudioReader | None = None) -> None:
+        self._images, self._audio, self._max_bytes = images, audio, max_bytes
         self._rows: deque[_Waiting] = deque()
         self._num_source_bytes = 0
 
     @staticmethod
-    def of(engine: Engine) -> "ImageWindow":
+    def of(engine: Engine) -> "MediaWindow":
         """The window of an engine's rows."""
-        return ImageWindow(engine.limits.images, engine.config.job.media_window_gib * _GIB)
+        limits = engine.limits
+        audio = None if limits.encoder_prompts is None else limits.encoder_prompts.audio
+        return MediaWindow(limits.images, engine.config.job.media_window_gib * _GIB, audio)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -74,19 +80,32 @@ class ImageWindow:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the images that are prepared and wait."""
+        """Bytes of the media that are prepared and wait."""
         return sum(num_media_bytes(each.ready.media or ()) for each in self._rows if each.ready is not None)
 
     def put(self, row: Row) -> None:
         waiting = _Waiting(row)
-        if self._images is None or None in images_of_row(row) or not images_of_row(row):
+        if not self._is_prepared(row):
             waiting.ready = PreparedRow(row, None)
         self._num_source_bytes += waiting.num_source_bytes
         self._rows.append(waiting)
 
+    def _is_prepared(self, row: Row) -> bool:
+        """Whether a row has media that the model takes."""
+        if isinstance(row.prompt, AudioPrompt):
+            return self._audio is not None
+        return self._images is not None and None not in images_of_row(row) and bool(images_of_row(row))
+
+    def _submit(self, row: Row) -> PendingImages | PendingAudio:
+        if isinstance(row.prompt, AudioPrompt):
+            assert self._audio is not None, "rows without audio are ready"
+            return self._audio.submit(row.prompt.source)
+        assert self._images is not None, "rows without images are ready"
+        return self._images.preparer.submit(images_of_row(row))
+
     def next_ready(self, num_held_bytes: int) -> PreparedRow | None:
-        """The first row, once it is prepared; None while it is not, or while `num_held_bytes` of the images of running
-        rows leave no room for its own. Images of the rows behind it are prepared meanwhile.
+        """The first row, once it is prepared; None while it is not, or while `num_held_bytes` of the media of running
+        rows leave no room for its own. Media of the rows behind it are prepared meanwhile.
         """
         self._prepare_ahead(num_held_bytes)
         first = self._rows[0] if self._rows else None
@@ -109,6 +128,5 @@ class ImageWindow:
                 continue
             if index and (num_running >= _MAX_AHEAD or num_bytes >= self._max_bytes):
                 return
-            assert self._images is not None, "rows without images are ready"
-            each.pending = self._images.preparer.submit(images_of_row(each.row))
+            each.pending = self._submit(each.row)
             num_running += 1
