@@ -55,7 +55,7 @@ def make_manifest(
 
     `tokenizer` is the tokenizer's fingerprint, `inputs` the files to read (None: a stream). Their digest and number of
     rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`). `adapters` are digests
-    of the adapters' contents, by key, `media` what answers to images and audio depend on (`image_answers`, `audio_answers`).
+    of the adapters' contents, by key, `media` what answers to images and audio depend on.
     """
     config = resolved.config
     settings = asdict(config)
