@@ -596,11 +596,12 @@ class RowLimits:
     max_image_bytes: int = option(20 * 1024 * 1024, "bytes of an image's file", least=1)
     max_image_pixels: int = option(64_000_000, "pixels of an image, before it is resized", least=1)
     max_image_tokens: int = option(4096, "tokens of an image in the prompt", least=1)
-    max_audio_bytes: int = option(25 * 1024 * 1024, "bytes of the file of a row's audio", least=1)
-    max_audio_s: int = option(3600, "seconds of a row's audio", least=1)
     image_formats: list[str] | None = option(
         None, f"formats that are decoded, of {', '.join(IMAGE_FORMATS)}; null: all but {IMAGE_FORMATS[-1]}"
     )
+
+    max_audio_bytes: int = option(25 * 1024 * 1024, "bytes of an audio file", least=1)
+    max_audio_s: int = option(3600, "seconds of a row's audio, counted as it is decoded", least=1)
 
     def __post_init__(self) -> None:
         check_options(self, "limits")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.compat.audio_reading import run_audio_settings
-from spmd_worker.media.versions import audio_versions
+from spmd_worker.media.versions import audio_decoder_versions
 from spmd_worker.resolved import ResolvedRun
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
@@ -27,5 +27,5 @@ def audio_answers(resolved: ResolvedRun) -> dict[str, Any]:
         "job.media_root": None if root is None else str(Path(root).resolve()),
         "files of the audio processor": digest.hexdigest(),
         "audio processor": ", ".join([f"{key}={value}" for key, value in asdict(settings).items()]),
-        **{f"version of {name}": version for name, version in audio_versions().items()},
+        **{f"version of {name}": version for name, version in audio_decoder_versions().items()},
     }
