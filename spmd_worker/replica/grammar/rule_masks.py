@@ -7,7 +7,9 @@ V: vocabulary.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -45,14 +47,19 @@ def allowed_tokens(
 
 
 def repeating_tokens(size: int, *token_ids: Sequence[int]) -> list[int]:
-    """Tokens that would complete a sequence of `size` tokens that has occurred before."""
-    known = [token_id for each in token_ids for token_id in each]
+    """Tokens that would complete a sequence of `size` tokens that has occurred before; the ids are one sequence."""
+    known = [*chain.from_iterable(token_ids)]
     num_before = size - 1
-    if len(known) < size:
-        return []
-    tail = known[len(known) - num_before :]
-    starts = range(len(known) - num_before)
-    return [known[start + num_before] for start in starts if known[start : start + num_before] == tail]
+    if len(known) < size or not num_before:
+        return known[:] if size == 1 else []
+    tail, found, start = known[-num_before:], [], num_before - 1
+    # The last of the tokens before, which few positions have, is looked for first.
+    with suppress(ValueError):
+        while True:
+            start = known.index(tail[-1], start, len(known) - 1) + 1
+            if known[start - num_before : start] == tail:
+                found.append(known[start])
+    return found
 
 
 def _forced(
