@@ -32,7 +32,9 @@ class DecoderPrompt:
 
 
 class RuledParams:
-    """Sampling parameters with rules. Rows that share both get one record, which is then checked and sent once."""
+    """Sampling parameters with rules. Rows that share frozen parameters and rules get one record, which is then checked
+    and encoded once.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[SamplingParams, TokenRules | None, SamplingParams] | None = None
@@ -42,9 +44,9 @@ class RuledParams:
         if rules is None or sampling.token_rules is not None:
             return sampling
         # Read and set once each: a server has several threads.
-        last = self._last
-        if last is None or last[0] is not sampling or last[1] != rules:
-            last = self._last = (sampling, rules, replace(sampling, token_rules=rules))
+        frozen, last = sampling.frozen(), self._last
+        if last is None or last[0] is not frozen or last[1] != rules:
+            last = self._last = (frozen, rules, replace(frozen, token_rules=rules).frozen())
         return last[2]
 
 
@@ -225,7 +227,7 @@ def _previous_ids(generation: DecoderGeneration, tokenizer: Tokenizer | None, pr
 def _target_id(tokenizer: Tokenizer | None, language: str) -> int:
     if tokenizer is None:
         raise ValueError("target_language needs a tokenizer.json in the model folder: give decoder_prompt as token ids")
-    names = (language, f"__{language}__", f"<2{language}>")
+    names = (language, f"__{language}__")
     found = next((each for name in names if (each := tokenizer.marker_id(name)) is not None), None)
     if found is None:
         raise ValueError(
