@@ -8,7 +8,6 @@ import pytest
 from spmd_worker.base.config.schema import SamplingConfig
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.decoder_generation import DecoderGeneration, SpeechTokens, read_decoder_generation
-from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.replica.sequence.defaults import default_sampling
 
 BART_CNN = {
@@ -39,12 +38,15 @@ WHISPER = {
 }
 
 
-def read(generation: dict, config: dict | None = None, audio: AudioInput | None = None) -> DecoderGeneration:
-    # The encoder's layers say nothing here.
-    part = EncoderPart(None, 1500, generation.get("decoder_start_token_id", 0), audio)  # type: ignore[arg-type]
-    given = (generation, config or {}, Path("model"), part)
-    eos = (generation.get("eos_token_id", 1),)
-    return read_decoder_generation(*given, vocab_size=51865, eos_token_ids=eos, max_positions=448)
+def read(generation: dict, config: dict | None = None, is_speech: bool = False) -> DecoderGeneration:
+    return read_decoder_generation(
+        *(generation, config or {}, Path("model")),
+        start_token_id=generation.get("decoder_start_token_id", 0),
+        is_speech=is_speech,
+        vocab_size=51865,
+        eos_token_ids=(generation.get("eos_token_id", 1),),
+        max_positions=448,
+    )
 
 
 def test_text_model_reads_forced_tokens_and_lengths():
@@ -71,7 +73,7 @@ def test_text_model_reads_forced_tokens_and_lengths():
 
 
 def test_speech_model_reads_languages_tasks_and_timestamps():
-    found = read(WHISPER, audio=AudioInput(80, 3000))
+    found = read(WHISPER, is_speech=True)
     assert found.speech == SpeechTokens(
         50363, (("en", 50259), ("zh", 50260)), (("translate", 50358), ("transcribe", 50359)), 50361, 50
     )
@@ -82,7 +84,7 @@ def test_speech_model_reads_languages_tasks_and_timestamps():
 
 
 def test_english_speech_model_has_no_languages():
-    found = read({**WHISPER, "is_multilingual": False}, audio=AudioInput(80, 3000))
+    found = read({**WHISPER, "is_multilingual": False}, is_speech=True)
     assert found.speech is not None
     assert (found.speech.languages, found.speech.tasks) == ((), ())
 
@@ -109,6 +111,6 @@ def test_config_counts_without_generation_config():
     ],
 )
 def test_bad_values_are_named(key: str, value: object):
-    audio = AudioInput(80, 3000) if key in ("lang_to_id", "no_timestamps_token_id") else None
+    is_speech = key in ("lang_to_id", "no_timestamps_token_id")
     with pytest.raises(ModelConfigError, match=rf"generation_config\.json: {key}"):
-        read({**(WHISPER if audio else BART_CNN), key: value}, audio=audio)
+        read({**(WHISPER if is_speech else BART_CNN), key: value}, is_speech=is_speech)
