@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
-from spmd_worker.model_config.encoder_part import EncoderPart
 
 TASKS: Final = ("transcribe", "translate")
 """Tasks of a speech model: text in the language of the audio, or in English."""
@@ -101,8 +100,9 @@ def read_decoder_generation(
     generation: Mapping[str, Any],
     config: Mapping[str, Any],
     folder: Path,
-    part: EncoderPart,
     *,
+    start_token_id: int,
+    is_speech: bool,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     max_positions: int,
@@ -110,9 +110,9 @@ def read_decoder_generation(
     """`generation` is {} without generation_config.json. Raises ModelConfigError naming file, key, value and rule."""
     name = "generation_config.json" if generation else "config.json"
     ids = _Ids(ConfigReader(generation or config, folder / name), vocab_size)
-    speech = None if part.audio is None else _speech_tokens(ids)
+    speech = _speech_tokens(ids) if is_speech else None
     return DecoderGeneration(
-        start_token_id=part.start_token_id,
+        start_token_id=start_token_id,
         end_token_id=eos_token_ids[0] if eos_token_ids else 0,
         forced_bos_token_id=ids.optional("forced_bos_token_id"),
         forced_eos_token_id=ids.optional("forced_eos_token_id"),
@@ -120,9 +120,9 @@ def read_decoder_generation(
         begin_suppress_tokens=ids.listed("begin_suppress_tokens"),
         no_repeat_ngram_size=ids.number("no_repeat_ngram_size") or 0,
         # A speech model's length is that of its table of positions.
-        min_length=0 if speech else ids.number("min_length") or 0,
+        min_length=0 if is_speech else ids.number("min_length") or 0,
         min_new_tokens=ids.number("min_new_tokens") or 0,
-        max_length=None if speech else ids.number("max_length", least=1),
+        max_length=None if is_speech else ids.number("max_length", least=1),
         max_positions=max_positions,
         speech=speech,
         without_effect=_without_effect(generation),

@@ -333,10 +333,13 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
 def _decoder_generation(
     generation: Mapping[str, Any], config: Mapping[str, Any], folder: Path, model_config: ModelConfig
 ) -> DecoderGeneration | None:
-    if model_config.encoder_part is None:
+    part = model_config.encoder_part
+    if part is None:
         return None
     return read_decoder_generation(
-        *(generation, config, folder, model_config.encoder_part),
+        *(generation, config, folder),
+        start_token_id=part.start_token_id,
+        is_speech=part.audio is not None,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         max_positions=model_config.max_position_embeddings,
