@@ -39,7 +39,7 @@ from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_n
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
-from spmd_worker.model.towers.new_tower import new_tower
+from spmd_worker.model.towers.new_tower import new_encoder, new_tower
 from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
@@ -386,11 +386,8 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
-        vision = model_config.vision
-        self.tower: Tower | None = None
-        """Makes the rows of images, on the first stage of a model that takes them."""
-        if stage.is_first and vision is not None and vision.tower is not None:
-            self.tower = new_tower(context, vision, model_config.embedding_size)
+        self.tower: Tower | None = _tower(context, model_config) if stage.is_first else None
+        """Makes the rows of images, or of an encoder's input, on the first stage of a model that takes them."""
         self.pooler: Pooler | None = None
         """Replaces the token head on the last stage of a pooling model."""
         if stage.is_last and model_config.pooling is not None:
@@ -461,6 +458,15 @@ class DecoderForCausalLM(nn.Module):
         """Parameters may have been given other memory: what joins or stacks them is made again."""
         for layer in self.sparse_layers.values():
             layer.forget_addresses()
+
+
+def _tower(context: LayerContext, model_config: ModelConfig) -> Tower | None:
+    vision, part = model_config.vision, model_config.encoder_part
+    if part is not None:
+        return new_encoder(context, part, DecoderStack)
+    if vision is None or vision.tower is None:
+        return None
+    return new_tower(context, vision, model_config.embedding_size)
 
 
 def _stage_slices(context: LayerContext, model_config: ModelConfig, stage: Stage) -> list[WeightSlice]:
