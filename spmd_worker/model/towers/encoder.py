@@ -41,7 +41,8 @@ class FrameEmbedding(nn.Module):
         x = features.T.to(self._device, self._dtype)
         for convolution, stride in ((self.first, 1), (self.second, 2)):
             x = self._kernels.activate(convolution(_unfolded(x, stride)), "gelu")
-        return x + self.positions()[: len(x)]
+        positions: Tensor = self.positions()
+        return x + positions[: len(x)]
 
 
 def _unfolded(x: Tensor, stride: int) -> Tensor:

@@ -274,11 +274,14 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Logits are divided by `divisor_key`, of which `multiplier_key` is the inverse, and bounded by `cap_key`. A tied
-    head, too, may have a bias of its own.
+    """Logits are divided by `divisor_key`, of which `multiplier_key` is the inverse, or by the root of the hidden size
+    if the flag `root_key` is true, and bounded by `cap_key`. A tied head, too, may have a bias of its own. With
+    `ties_by_files` the head is the embedding unless the files have another; without files the file's flag decides.
     """
 
     divisor_key: str = ""
+    root_key: str = ""
+    ties_by_files: bool = False
     multiplier_key: str = ""
     cap_key: str = ""
     has_bias: bool | str = False
