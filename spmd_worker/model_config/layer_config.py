@@ -421,4 +421,5 @@ class LayerConfig:
     @property
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
-        return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
+        is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
+        return is_plain and not (self.is_parallel or self.has_cross_attention)
