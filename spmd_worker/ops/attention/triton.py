@@ -134,7 +134,9 @@ class TritonBackend(AttentionBackend):
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
         value_size: int = 0,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
+        assert distance_bias is None, "not supported yet"
         num_heads, head_size = query.shape[1:]
         # A token's heads must be contiguous; tokens may be strided.
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
