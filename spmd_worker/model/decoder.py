@@ -37,6 +37,7 @@ from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_norm
+from spmd_worker.model.layers.relative_bias import RelativeBiasTable
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
@@ -245,6 +246,11 @@ class DecoderStack(nn.Module):
             self.project_in = replicated_linear(context, "project_in", size, hidden_size)
         if size and stage.is_last:
             self.project_out = replicated_linear(context, "project_out", hidden_size, size)
+        # Every stage has the only table, of which each rank has its heads.
+        first, self.relative_bias = model_config.layers[0], None
+        if first.relative_bias is not None:
+            bias = (first.relative_bias, first.num_heads)
+            self.relative_bias = RelativeBiasTable(context, *bias, sees_later=model_config.is_encoder)
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
@@ -323,7 +329,7 @@ class DecoderStack(nn.Module):
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
             layer = self.layers[index]
-            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused}
+            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **self._biases}
             if states:
                 options["states"] = states[index]
             if inputs is not None:
@@ -368,7 +374,7 @@ class DecoderStack(nn.Module):
         assert stream is not None, "a stage after the first needs the residual stream"
         rows, residual = stream[step.encoder_rows], stream[places]
         ropes = tuple([rotary.angles(*own_tokens[1:], self.dtype, None) for rotary in self._rotaries])
-        options: dict[str, Any] = {"is_fused": is_fused, "seen": step.seen}
+        options: dict[str, Any] = {"is_fused": is_fused, "seen": step.seen, **self._biases}
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             if len(rows):
@@ -390,6 +396,11 @@ class DecoderStack(nn.Module):
         if len(token_ids):
             stream.index_copy_(0, step.decoder_rows, self._embed(token_ids, positions, None, None, None, None))
         return stream
+
+    @property
+    def _biases(self) -> dict[str, Tensor]:
+        """Further arguments of layers whose attention has a bias of distances."""
+        return {} if self.relative_bias is None else {"distance_bias": self.relative_bias.table()}
 
     @property
     def supports_wanted(self) -> bool:

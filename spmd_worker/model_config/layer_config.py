@@ -282,6 +282,10 @@ class RelativeBias:
     num_buckets: int
     max_distance: int
 
+    def elements(self, num_heads: int) -> int:
+        """Elements of the table of so many heads."""
+        return self.num_buckets * num_heads
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:

@@ -381,6 +381,8 @@ class CheckpointNames:
             prefix = self._layer_prefix(index)
             if layer not in of_kind:
                 pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
+                # A table of all layers, which every stage has, may be inside the first one by its name.
+                pieces = [each for each in pieces if each.checkpoint_name not in found]
                 of_kind[layer] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
             found |= {prefix + name: tensor for name, tensor in of_kind[layer].items()}
         return found
