@@ -221,8 +221,9 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
-        num_norms = self.has_last_norm + self.has_embedding_norm
-        return self.num_embedding_parameters + sum(self.layer_parameters) + num_norms * self.norm_parameters
+        num_norms, bias = self.has_last_norm + self.has_embedding_norm, self.layers[0].relative_bias
+        tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
+        return tables + sum(self.layer_parameters) + num_norms * self.norm_parameters
 
     @property
     def num_tower_parameters(self) -> int:

@@ -16,7 +16,7 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, RecutRows, TensorView, WeightSlice, empty_slice
 from spmd_worker.model_config.encoder_part import EncoderPart
-from spmd_worker.model_config.families.family import NORM_POSITIONS
+from spmd_worker.model_config.families.family import CROSS_NORM_POSITIONS, NORM_POSITIONS
 from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
@@ -57,6 +57,7 @@ class CheckpointNames:
             "model.norm": names.norm,
             "model.project_in": names.project_in,
             "model.project_out": names.project_out,
+            "model.relative_bias": names.relative_bias,
             **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
@@ -68,6 +69,7 @@ class CheckpointNames:
         has_own_head = pooling is not None and pooling.has_score_weight and pooling.head is not None
         self._head_modules = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
         norms = {ours: theirs for ours, theirs in zip(NORM_POSITIONS, names.norms) if theirs}
+        norms |= {ours: theirs for ours, theirs in zip(CROSS_NORM_POSITIONS, names.cross_norms) if theirs}
         self._parts = {**norms, **names.parts}
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
         self._stacked = {part: (each, each.parts.index(part)) for each in names.stacked for part in each.parts}
@@ -401,6 +403,8 @@ class CheckpointNames:
             prefix = self._layer_prefix(index)
             if layer not in of_kind:
                 pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
+                # A table of all layers, which every stage has, may be inside the first one by its name.
+                pieces = [each for each in pieces if each.checkpoint_name not in found]
                 of_kind[layer] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
             found |= {prefix + name: tensor for name, tensor in of_kind[layer].items()}
         return found

@@ -20,6 +20,8 @@ from spmd_worker.model_config.rope import RopeParameters
 
 NORM_POSITIONS: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
 """Our names of the norms before attention, after it, before the feed-forward and after it."""
+CROSS_NORM_POSITIONS: Final = ("cross_attention_norm", "cross_attention_output_norm")
+"""Our names of the norms before and after attention to an encoder's rows."""
 
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
