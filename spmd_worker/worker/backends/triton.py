@@ -137,6 +137,8 @@ class TritonDevice(DeviceBackend):
         """The steps that are never recorded, in words; empty if there are none."""
         if self.resolved.model_config.has_states:
             return "of models with recurrent states"
+        if self.resolved.model_config.encoder_part is not None:
+            return "of encoder-decoder models"
         has_groups = grouping_of(self.resolved).groups.num_groups > 1
         return "with block tables of several groups of layers (cache.window_groups)" if has_groups else ""
 
