@@ -12,6 +12,7 @@ from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
@@ -112,7 +113,7 @@ class Encoded:
     rows: PromptRows | None = None
     prompt_adapter: PromptAdapterRequest | None = None
     virtual: VirtualTokens | None = None
-    media: tuple[PreparedImage, ...] = ()
+    media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
     encoder: EncoderInput | None = None
     encoder_text: str | None = None

@@ -16,7 +16,7 @@ from spmd_worker.engine.encoder_limits import encoder_limits
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
@@ -50,7 +50,7 @@ class Requests:
         adapters: AdapterRegistry,
         prompt_adapters: AdapterRegistry,
         hold_rows: Callable[[int, bytes, bytes], None] = lambda *rows: None,
-        hold_media: Callable[[int, int, PreparedImage], None] = lambda *image: None,
+        hold_media: Callable[[int, int, PreparedMedia], None] = lambda *image: None,
     ) -> None:
         model_config, tokenizer = resolved.model_config, resolved.tokenizer
         self.limits = RequestLimits(
@@ -143,7 +143,7 @@ class Requests:
         adapter: int = 0,
         rows: PromptRows | None = None,
         virtual: VirtualTokens | None = None,
-        media: Sequence[PreparedImage] = (),
+        media: Sequence[PreparedMedia] = (),
         media_items: Sequence[MediaItem] = (),
         encoder: EncoderInput | None = None,
         encoder_text: str | None = None,
@@ -185,7 +185,7 @@ class Requests:
         adapter: int = 0,
         rows: PromptRows | None = None,
         virtual: VirtualTokens | None = None,
-        media: Sequence[PreparedImage] = (),
+        media: Sequence[PreparedMedia] = (),
         media_items: Sequence[MediaItem] = (),
         encoder: EncoderInput | None = None,
         encoder_text: str | None = None,

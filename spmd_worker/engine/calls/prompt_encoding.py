@@ -79,8 +79,9 @@ class PromptEncoder:
                 self._engine.limits.check_text(tokenizer, text)
             encode = partial(tokenizer.encode, add_special_tokens=False)
             if sources and images is not None:
-                encoded = Encoded(text, (), media=images.prepare(sources))
-                encoded.token_ids, encoded.media_items = images.of_chat(text, encoded.media, encode)
+                prepared = images.prepare(sources)
+                encoded = Encoded(text, (), media=prepared)
+                encoded.token_ids, encoded.media_items = images.of_chat(text, prepared, encode)
             else:
                 encoded = Encoded(text, tuple(encode(text)))
             encoded.form = answer_form(text, options, tokenizer)

@@ -14,7 +14,7 @@ from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem
@@ -48,7 +48,7 @@ class CheckedPrompt:
     encoder: EncoderInput | None = None
     text: str | None = field(default=None, metadata=NOT_SENT)
     encoder_text: str | None = field(default=None, metadata=NOT_SENT)
-    media: tuple[PreparedImage, ...] = field(default=(), metadata=NOT_SENT)
+    media: tuple[PreparedMedia, ...] = field(default=(), metadata=NOT_SENT)
 
     @property
     def max_tokens(self) -> int:

@@ -12,6 +12,7 @@ from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import EmbedsPrompt, Prompt, Row, TextPrompt
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
@@ -31,7 +32,7 @@ class EncodedPooledRow:
     are_pairs: bool
     measure: str = "cosine"
     adapter_id: int = 0
-    media: tuple[PreparedImage, ...] = ()
+    media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.compat.image_prompts import media_digest, num_pixel_bytes
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem
@@ -146,7 +146,7 @@ class EncodedRow:
     rows: PromptRows | None = None
     virtual: VirtualTokens | None = None
     prompt_adapter: str | None = None
-    media: tuple[PreparedImage, ...] = ()
+    media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
     encoder: EncoderInput | None = None
     encoder_text: str | None = None
@@ -180,7 +180,7 @@ class ImagesOfRow(NamedTuple):
     digest: str
 
     @staticmethod
-    def of(media: Sequence[PreparedImage]) -> "ImagesOfRow":
+    def of(media: Sequence[PreparedMedia]) -> "ImagesOfRow":
         return ImagesOfRow(num_pixel_bytes(media), media_digest([each.source_digest for each in media]))
 
 
