@@ -20,7 +20,7 @@ from spmd_worker.engine.data_parallel.agreement import agree_to_compute, exchang
 from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_prompts
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
-from spmd_worker.media.sent_audio import SentAudio, sent
+from spmd_worker.media.sent_audio import PreparedMedia, SentAudio, sent
 from spmd_worker.media.sent_image import SentImage
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.lockstep.wire.record_codec import codec_of
@@ -149,7 +149,7 @@ def _decode(payload: str) -> Sequence[CheckedPrompt] | None:
     audio: Sequence[Sequence[SentAudio]] = _AUDIO.read(reader, 1)[0]
     if prompts is None:
         return None
-    media = [
+    media: list[tuple[PreparedMedia, ...]] = [
         (*[each.prepared for each in first], *[each.prepared for each in second])
         for first, second in zip(images, audio, strict=True)
     ]
