@@ -25,6 +25,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.cross_attention import CrossAttention
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
+    SinusoidalPositions,
     StepMedia,
     TokenRows,
     TokenTypeEmbedding,
@@ -220,7 +221,8 @@ class DecoderStack(nn.Module):
     def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
         hidden_size, size = model_config.hidden_size, model_config.own_embedding_size
-        self._has_positions, num_types = model_config.num_positions > 0, model_config.num_token_types
+        num_types = model_config.num_token_types
+        self._has_positions = model_config.num_positions > 0 or model_config.sinusoid != ""
         if stage.is_first:
             self.embed_tokens = VocabularyParallelEmbedding(
                 context.of_head, model_config.num_embeddings, model_config.embedding_size
@@ -230,7 +232,10 @@ class DecoderStack(nn.Module):
             self._multiplies_rows = not model_config.rounds_multiplier
             if model_config.rounds_multiplier:
                 self._multiplier = float(torch.tensor(self._multiplier, dtype=context.dtype))
-            if self._has_positions:
+            self.embed_positions: PositionEmbedding | SinusoidalPositions
+            if model_config.sinusoid:
+                self.embed_positions = SinusoidalPositions(context, model_config)
+            elif self._has_positions:
                 offset, padding_token = model_config.position_offset, model_config.unplaced_token
                 num_positions = model_config.num_positions
                 self.embed_positions = PositionEmbedding(context, num_positions, hidden_size, offset, padding_token)

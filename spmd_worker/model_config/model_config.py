@@ -105,6 +105,10 @@ class ModelConfig:
     `vision` is how the model takes images, None for a model that runs with text alone. `encoder_part` is the encoder
     of an encoder-decoder model, whose decoder the other fields describe.
 
+    With a `sinusoid` positions are sines, then cosines, of `max_position_embeddings` positions behind `position_offset`
+    (https://arxiv.org/abs/1706.03762), which no file has: "exact", or "fairseq", whose last angle turns by position /
+    10,000 and whose frequencies are rounded.
+
     `is_encoder`: a token sees all of its row, so a row is computed in one step, nothing of it is cached, and its only
     result is a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1 where
     all have. With `has_embedding_norm` there is a norm before the layers.
@@ -140,6 +144,7 @@ class ModelConfig:
     num_image_embeddings: int = 0
     num_layer_inputs: int = 0
     vision: VisionConfig | None = None
+    sinusoid: str = ""
     encoder_part: EncoderPart | None = None
 
     @property
@@ -451,6 +456,7 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         logit_divisor=_logit_divisor(reader, family.head, hidden_size),
         logit_cap=_number(reader, family.head.cap_key, 0.0),
         position_offset=family.embedding.position_offset,
+        sinusoid=family.embedding.sinusoid,
         has_head_bias=_flag(reader, family.head.has_bias),
         is_encoder=encoder is not None,
         num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,

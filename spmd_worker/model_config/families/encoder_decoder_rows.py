@@ -109,6 +109,27 @@ _BLENDERBOT: Final = replace(
     defaults=_defaults(*(2, 32, 10240), vocab_size=8008, d_model=2560, eos_token_id=2, decoder_start_token_id=1)
     | {_POSITIONS: 128, "decoder_layers": 24},
 )
+_IN_FILES: Final = ("embed_positions.weight", "embed_positions.weights")
+"""Endings of computed tables that older files have."""
+_MARIAN: Final = replace(
+    _BART,
+    models="Marian: opus-mt",
+    names=replace(_BART.names, embedding_norm="", positions="", ignored=_IN_FILES),
+    embedding=Embedding(root_key="scale_embedding", sinusoid="exact"),
+    encoder_part=EncoderDecoder("MarianEncoder", max_rows_key=_POSITIONS),
+    required={"share_encoder_decoder_embeddings": True},
+    defaults={**_BART.defaults, "vocab_size": 58101, "eos_token_id": 0, "decoder_start_token_id": 58100},
+)
+_M2M100: Final = replace(
+    _MBART,
+    models="M2M100, NLLB-200, dense",
+    names=replace(_BEFORE, embedding_norm="", positions="", head_bias="", ignored=_IN_FILES),
+    embedding=Embedding(root_key="scale_embedding", position_offset=2, sinusoid="fairseq"),
+    head=Head(),
+    encoder_part=EncoderDecoder("M2M100Encoder", max_rows_key=_POSITIONS),
+    required={"pad_token_id": 1},
+    defaults={**_BART.defaults, "vocab_size": 128112, "activation_function": "relu", "scale_embedding": True},
+)
 _WHISPER: Final = replace(
     _MBART,
     models="Whisper, Distil-Whisper",
@@ -274,6 +295,8 @@ ENCODER_DECODER_ROWS: Final[dict[str, Family]] = {
     "MBartForConditionalGeneration": _MBART,
     "PegasusForConditionalGeneration": _PEGASUS,
     "BlenderbotForConditionalGeneration": _BLENDERBOT,
+    "MarianMTModel": _MARIAN,
+    "M2M100ForConditionalGeneration": _M2M100,
     "WhisperForConditionalGeneration": _WHISPER,
     "T5ForConditionalGeneration": _of_gates(_T5, "T5, T5 1.1, Flan-T5, Flan-UL2"),
     "MT5ForConditionalGeneration": _of_gates(_MT5, "mT5"),

@@ -262,8 +262,8 @@ class Wiring:
 class Embedding:
     """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; otherwise by
     `multiplier_key`, or by the root as it is if the flag `root_key` is true. `size_key` is their width, projected to
-    the hidden size. The first `position_offset` rows of a table of learned positions are unused. `has_norm`: there is a
-    norm before the layers.
+    the hidden size. The first `position_offset` rows of a table of positions are unused. `has_norm`: there is a norm
+    before the layers. `sinusoid` is as in `ModelConfig`.
     """
 
     by_root: bool = False
@@ -272,6 +272,7 @@ class Embedding:
     size_key: str = ""
     position_offset: int = 0
     has_norm: bool = False
+    sinusoid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
