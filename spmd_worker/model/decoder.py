@@ -25,6 +25,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.cross_attention import CrossAttention
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
+    SinusoidalPositions,
     StepMedia,
     TokenRows,
     TokenTypeEmbedding,
@@ -41,7 +42,7 @@ from spmd_worker.model.layers.relative_bias import RelativeBiasTable
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
-from spmd_worker.model.towers.new_tower import new_tower
+from spmd_worker.model.towers.new_tower import new_encoder, new_tower
 from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
@@ -220,7 +221,8 @@ class DecoderStack(nn.Module):
     def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
         hidden_size, size = model_config.hidden_size, model_config.own_embedding_size
-        self._has_positions, num_types = model_config.num_positions > 0, model_config.num_token_types
+        num_types = model_config.num_token_types
+        self._has_positions = model_config.num_positions > 0 or model_config.sinusoid != ""
         if stage.is_first:
             self.embed_tokens = VocabularyParallelEmbedding(
                 context.of_head, model_config.num_embeddings, model_config.embedding_size
@@ -230,7 +232,10 @@ class DecoderStack(nn.Module):
             self._multiplies_rows = not model_config.rounds_multiplier
             if model_config.rounds_multiplier:
                 self._multiplier = float(torch.tensor(self._multiplier, dtype=context.dtype))
-            if self._has_positions:
+            self.embed_positions: PositionEmbedding | SinusoidalPositions
+            if model_config.sinusoid:
+                self.embed_positions = SinusoidalPositions(context, model_config)
+            elif self._has_positions:
                 offset, padding_token = model_config.position_offset, model_config.unplaced_token
                 num_positions = model_config.num_positions
                 self.embed_positions = PositionEmbedding(context, num_positions, hidden_size, offset, padding_token)
@@ -465,11 +470,8 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
-        vision = model_config.vision
-        self.tower: Tower | None = None
-        """Makes the rows of images, on the first stage of a model that takes them."""
-        if stage.is_first and vision is not None and vision.tower is not None:
-            self.tower = new_tower(context, vision, model_config.embedding_size)
+        self.tower: Tower | None = _tower(context, model_config) if stage.is_first else None
+        """Makes the rows of images, or of an encoder's input, on the first stage of a model that takes them."""
         self.pooler: Pooler | None = None
         """Replaces the token head on the last stage of a pooling model."""
         if stage.is_last and model_config.pooling is not None:
@@ -540,6 +542,15 @@ class DecoderForCausalLM(nn.Module):
         """Parameters may have been given other memory: what joins or stacks them is made again."""
         for layer in self.sparse_layers.values():
             layer.forget_addresses()
+
+
+def _tower(context: LayerContext, model_config: ModelConfig) -> Tower | None:
+    vision, part = model_config.vision, model_config.encoder_part
+    if part is not None:
+        return new_encoder(context, part, DecoderStack)
+    if vision is None or vision.tower is None:
+        return None
+    return new_tower(context, vision, model_config.embedding_size)
 
 
 def _stage_slices(context: LayerContext, model_config: ModelConfig, stage: Stage) -> list[WeightSlice]:
