@@ -373,16 +373,16 @@ class DecoderStack(nn.Module):
         they are. The stream [T, hidden] has both, so that rows reach every stage; padding is zeros there.
         """
         places, stream = step.decoder_rows, incoming
-        own_tokens = [each[places] for each in (token_ids, positions, rope_regimes)]
         if self._stage.is_first:
-            stream = self._embed_with_encoder(*own_tokens[:2], len(token_ids), step, media)
+            stream = self._embed_with_encoder(token_ids, positions, step, media)
         assert stream is not None, "a stage after the first needs the residual stream"
         rows, residual = stream[step.encoder_rows], stream[places]
-        ropes = tuple([rotary.angles(*own_tokens[1:], self.dtype, None) for rotary in self._rotaries])
+        of_tokens = (positions[places], rope_regimes[places], self.dtype)
+        ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
         options: dict[str, Any] = {"is_fused": is_fused, "seen": step.seen, **self._biases}
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            if len(rows):
+        for layer, layer_cache in zip(self._decoder_layers, cache, strict=True):
+            if len(rows) and layer.cross_attn is not None:
                 layer.cross_attn.write(rows, layer_cache, step.written)
             if len(residual):
                 _, residual = layer(None, residual, ropes, layer_cache, step.own, **options)
@@ -391,16 +391,20 @@ class DecoderStack(nn.Module):
         return stream.index_copy_(0, places, residual)
 
     def _embed_with_encoder(
-        self, token_ids: Tensor, positions: Tensor, num_tokens: int, step: CrossStep, media: StepMedia | None
+        self, token_ids: Tensor, positions: Tensor, step: CrossStep, media: StepMedia | None
     ) -> Tensor:
         """The stream [T, hidden] before the layers, of the decoder's tokens and the encoder's rows."""
-        size, device = self.embed_tokens.hidden_size, token_ids.device
-        stream = torch.zeros((num_tokens, size), dtype=self.dtype, device=device)
+        places, size = step.decoder_rows, self.embed_tokens.hidden_size
+        stream = torch.zeros((len(token_ids), size), dtype=self.dtype, device=token_ids.device)
         if media is not None:
             stream.index_copy_(0, media.places, media.rows)
-        if len(token_ids):
-            stream.index_copy_(0, step.decoder_rows, self._embed(token_ids, positions, None, None, None, None))
+        if len(places):
+            stream.index_copy_(0, places, self._embed(token_ids[places], positions[places], None, None, None, None))
         return stream
+
+    @property
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [each for each in self.layers if isinstance(each, DecoderLayer)]
 
     @property
     def _biases(self) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def test_decoders_with_encoders_are_transformers(name: str):
 
 
 @pytest.mark.control("Models compute what transformers computes")
-@pytest.mark.parametrize("change", ({"scale": 0.26}, {"norms_sums": False}))
+@pytest.mark.parametrize("change", [{"scale": 0.26}, {"norms_sums": False}])
 def test_comparison_detects_other_layers(change: dict[str, Any]):
     config = with_layers(model_of("bart").model_config, **change)
     assert error_of("bart", [load_model(cross_folder("bart"), config)]) > 20 * TOLERANCE

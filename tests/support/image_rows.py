@@ -38,8 +38,8 @@ IMAGE_ID = 10**6
 
 @dataclass(frozen=True, slots=True)
 class ImageRow:
-    """A prompt, its images, and the rows of all of their tokens [E, hidden], for each of the first layers too. Of a model
-    with an encoder the first `num_virtual` tokens are the encoder's.
+    """A prompt, its images, and the rows of their tokens [E, hidden], for each of the first layers too. The first
+    `num_virtual` tokens are those of an encoder, if the model has one.
     """
 
     token_ids: tuple[int, ...]
