@@ -10,9 +10,9 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_prompts import TRUNCATED, ImagePrompts, check_images, check_sizes, images_of
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
-from spmd_worker.media.audio_prepared import PreparedMedia
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows

@@ -17,7 +17,7 @@ from spmd_worker.engine.encoder_limits import encoder_limits
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
-from spmd_worker.media.audio_prepared import PreparedMedia
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.encoder_input import EncoderInput

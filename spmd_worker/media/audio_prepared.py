@@ -1,9 +1,8 @@
 """PreparedAudio: a window of audio as an encoder takes it."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from spmd_worker.media.prepared import AudioFeatures, PreparedImage
+from spmd_worker.media.prepared import AudioFeatures
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,3 @@ class PreparedAudio:
     def token_grid(self) -> tuple[int, int]:
         """Positions of its rows follow no grid."""
         return 0, 0
-
-
-PreparedMedia: TypeAlias = PreparedImage | PreparedAudio

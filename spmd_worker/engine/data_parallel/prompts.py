@@ -14,7 +14,7 @@ from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
-from spmd_worker.media.audio_prepared import PreparedMedia
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem

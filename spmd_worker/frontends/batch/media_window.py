@@ -12,8 +12,8 @@ from spmd_worker.compat.encoder_prompts import AudioReader, PendingAudio
 from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, num_media_bytes
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, row_error
-from spmd_worker.media.audio_prepared import PreparedMedia
 from spmd_worker.media.errors import MediaError
+from spmd_worker.media.sent_audio import PreparedMedia
 
 _GIB: Final = 1 << 30
 _MAX_ROWS: Final = 64

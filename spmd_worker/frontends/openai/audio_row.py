@@ -16,8 +16,9 @@ from spmd_worker.frontends.openai.row import AudioPrompt, EncodedRow, Row
 from spmd_worker.frontends.openai.row_encoding import finish_row
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.frontends.openai.transcript import Segment, Transcript
-from spmd_worker.media.audio_prepared import PreparedAudio, PreparedMedia
+from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.decoder_generation import DecoderGeneration
 from spmd_worker.replica.sequence.decoder_prompt import DecoderPrompt, detected_language, segments
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput

@@ -11,7 +11,7 @@ from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, 
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import ReadPrompt, Row, TextPrompt
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
-from spmd_worker.media.audio_prepared import PreparedMedia
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError

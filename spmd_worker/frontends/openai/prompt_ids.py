@@ -7,9 +7,9 @@ from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.compat.image_prompts import MediaPrompt, check_conversation, check_images
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt, TextPrompt, TokensPrompt
-from spmd_worker.media.audio_prepared import PreparedMedia
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 

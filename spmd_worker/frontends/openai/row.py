@@ -12,7 +12,8 @@ from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.compat.image_prompts import media_digest, num_media_bytes
 from spmd_worker.frontends.openai.transcript import ResponseFormat, Task
-from spmd_worker.media.audio_prepared import PreparedAudio, PreparedMedia
+from spmd_worker.media.audio_prepared import PreparedAudio
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem

@@ -27,7 +27,7 @@ from spmd_worker.frontends.openai.row import (
     row_error,
 )
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, RowAdapters, ServedModels
-from spmd_worker.media.audio_prepared import PreparedMedia
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.tokenizer.incremental_decoder import num_unfinished

@@ -13,7 +13,7 @@ from spmd_worker.frontends.openai.row import AudioPrompt, ImagesOfRow, Row, row_
 from spmd_worker.frontends.openai.row_outputs import RowOutputs
 from spmd_worker.frontends.openai.row_writer import RowAnswer, error_code_of, error_result, format_error
 from spmd_worker.frontends.openai.served_models import ServedModels
-from spmd_worker.media.audio_prepared import PreparedMedia
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId
