@@ -26,7 +26,7 @@ def audio_line(encoded: EncodedAudioRow, outputs: Sequence[RequestOutput], model
 
 
 def _spoken(encoded: EncodedAudioRow, transcript: Transcript) -> dict[str, Any]:
-    """What a plain row's sample has besides its tokens: with timestamps, its text is without them."""
+    """Further keys of a plain row's sample: with timestamps, its text is without them."""
     if not encoded.has_timestamps:
         return {"language": transcript.language}
     times = [

@@ -28,7 +28,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 class WindowTimes(NamedTuple):
-    """Where a window of audio begins and ends, in seconds."""
+    """Begin and end of a window of audio, in seconds."""
 
     start_s: float
     end_s: float

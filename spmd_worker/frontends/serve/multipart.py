@@ -64,7 +64,7 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _parts(data: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
-    """Where each part starts, at its headers, and stops."""
+    """Start of each part, at its headers, and its stop."""
     delimiter = _LINE_END + b"--" + boundary
     # The first delimiter may be at the beginning, and what stands before it is no part.
     at = 0 if data.startswith(delimiter[2:]) else data.find(delimiter) + 2

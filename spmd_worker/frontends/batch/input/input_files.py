@@ -180,8 +180,8 @@ class ParquetRows:
 
     A row with texts longer than `max_line_bytes` becomes `max_line_bytes + 1` spaces, without being assembled; one with
     invalid UTF-8 becomes an invalid line. Bytes, in the columns `images` and `audio`, become data URLs. Memory is
-    bounded by the file's pages and one row, also if a few bytes of dictionary and run lengths encode huge rows: the texts of a small
-    row group are decoded from its dictionaries row by row, a large row group is read row by row.
+    bounded by the file's pages and one row, also if a few bytes of dictionary and run lengths encode huge rows: the
+    texts of a small row group are decoded from its dictionaries row by row, a large row group is read row by row.
 
     Raises ConfigError for column types that JSON lacks, for duplicate names, for rows of more values than a line has
     bytes, and for an invalid Parquet file.
