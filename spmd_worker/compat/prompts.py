@@ -14,6 +14,7 @@ from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.lora_request import LoRARequest
@@ -133,12 +134,10 @@ class Encoded:
         """Tokens of the prompt adapter, before it is loaded too."""
         return 0 if self.prompt_adapter is None else self.prompt_adapter.prompt_adapter_num_virtual_tokens
 
-    def completed(self, params: SamplingParams) -> SamplingParams:
+    def completed(self, params: SamplingParams, ruled: RuledParams) -> SamplingParams:
         """The parameters with the prompt's salt and rules. Raises ValueError for an invalid salt."""
-        own: dict[str, Any] = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
-        if self.rules is not None and params.token_rules is None:
-            own["token_rules"] = self.rules
-        return replace(params, **own).frozen() if own else params
+        salted = params if self.cache_salt is None else replace(params, cache_salt=self.cache_salt).frozen()
+        return ruled.of(salted, self.rules)
 
 
 def _reject_rows(value: Any) -> PromptRows:

@@ -28,6 +28,7 @@ from spmd_worker.frontends.openai.row import (
 )
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, RowAdapters, ServedModels
 from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.tokenizer.incremental_decoder import num_unfinished
@@ -128,6 +129,9 @@ def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPro
         raise InvalidRequestError(NO_TRUNCATION, "conflicting_keys")
     if isinstance(row.prompt, ChatPrompt):
         raise InvalidRequestError(NO_CHAT, "chat_template_missing")
+    if prompts.audio is not None:
+        message = "this model's encoder reads audio: give audio, or a body of /v1/audio/transcriptions"
+        raise InvalidRequestError(message, "encoder_input_missing")
     given = EncoderPrompt(row.prompt) if isinstance(row.prompt, TextPrompt | TokensPrompt) else row.prompt
     if not isinstance(given, EncoderPrompt) or given.encoder.images:
         raise InvalidRequestError("the model's encoder reads text or audio alone", "encoder_unsupported")
@@ -158,7 +162,7 @@ def finish_row(
     num_virtual = 0 if virtual is None else virtual.num_tokens
     text, rows = given.text, given.rows
     token_ids = tuple(engine.truncate(given.token_ids, row.sampling, rows, num_virtual))
-    sampling = given.completed(constrained_sampling(row, text, tokenizer, chat_format))
+    sampling = given.completed(constrained_sampling(row, text, tokenizer, chat_format), RuledParams())
     try:
         engine.check(token_ids, sampling, None, rows, num_virtual, given.media_items, given.encoder)
     except RequestError as error:
