@@ -78,7 +78,12 @@ def speech_folder() -> Path:
     model = WhisperForConditionalGeneration(config)
     with torch.no_grad():
         for each in model.parameters():
-            each.add_(torch.randn_like(each) * 0.1)
+            each.add_(torch.randn_like(each) * 0.15)
+        for layer in model.model.decoder.layers:
+            layer.encoder_attn.out_proj.weight *= 6
+        model.model.decoder.embed_positions.weight *= 4
+        # Without timestamps in its prompt it gives few.
+        model.model.decoder.embed_tokens.weight[FIRST_STAMP:] *= 0.5
     model.generation_config = GenerationConfig(
         decoder_start_token_id=start,
         eos_token_id=end,
