@@ -16,6 +16,7 @@ from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfi
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.byte_rows import fits_bytes
+from spmd_worker.model_config.decoder_generation import DecoderGeneration
 from spmd_worker.model_config.encoder_options import max_encoder_len, num_encoder_positions
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
@@ -41,7 +42,7 @@ class ResolvedRun:
     encoder-decoder model the decoder's; `max_encoder_len` those of its encoder's input, 0 without an encoder.
     `files_digest` covers the bytes of config.json, generation_config.json and the pooling files, `location` is that of
     the files. `tokenizer` is the folder's, in the process that has read the run; None in other processes, in a plan and
-    without tokenizer.json.
+    without tokenizer.json; `decoder` is of encoder-decoder models, in that process too.
     """
 
     config: RunConfig
@@ -55,6 +56,7 @@ class ResolvedRun:
     location: ModelLocation
     max_encoder_len: int = 0
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
+    decoder: DecoderGeneration | None = field(default=None, metadata=NOT_SENT)
 
     @property
     def max_num_seqs(self) -> int:
@@ -164,7 +166,8 @@ def resolve(
     if config.model.prompt_adapters and model_config.pooling is not None:
         raise ConfigError("model.prompt_adapters are for models that generate, but this run pools: leave it out")
     _uses_async_scheduling(config, model_config, device_type)
-    for text in _settings_without_effect(config, model_config, device_type):
+    unused = "" if files.decoder is None else files.decoder.warning
+    for text in [*_settings_without_effect(config, model_config, device_type), *([unused] if unused else [])]:
         logger.warning("%s", text, extra=SAME_ON_EVERY_RANK)
     return ResolvedRun(
         config=config,
@@ -173,10 +176,14 @@ def resolve(
         device_type=device_type,
         dtype=_dtype(config, model_config, device_type),
         max_model_len=_max_model_len(config, model_config),
-        default_sampling=default_sampling(config.sampling, files.generation_config, config.limits.max_tokens),
+        default_sampling=default_sampling(
+            *(config.sampling, files.generation_config, config.limits.max_tokens),
+            None if files.decoder is None else files.decoder.max_tokens,
+        ),
         files_digest=files.digest,
         location=location,
         max_encoder_len=max_encoder_len(config, model_config),
+        decoder=files.decoder,
     )
 
 

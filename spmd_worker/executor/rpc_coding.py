@@ -39,6 +39,7 @@ from spmd_worker.replica.sequence.record_checks import sent_fields
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.worker_base import WorkerReport
 
@@ -84,6 +85,8 @@ _RECORDS: Final[dict[str, type]] = {
         StateLayer,
         StepResult,
         StructuredOutputsParams,
+        TimestampRules,
+        TokenRules,
         TextTransform,
         TowerConfig,
         TowerNames,

@@ -18,6 +18,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
+from spmd_worker.model_config.decoder_generation import DecoderGeneration, read_decoder_generation
 from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS
@@ -283,7 +284,8 @@ class ModelConfig:
 class ModelFiles:
     """Contents of a model folder's `config.json` and `generation_config.json` ({} without the second), and a digest of
     their bytes and of the pooling files'. `generates`: the architecture has a token head; `model_config.pooling` is the
-    folder's pooling, and `sees_later` the setting by which a decoder's tokens see later ones too.
+    folder's pooling, and `sees_later` the setting by which a decoder's tokens see later ones too. `decoder` is how
+    answers of an encoder-decoder model are generated.
     """
 
     model_config: ModelConfig
@@ -291,6 +293,7 @@ class ModelFiles:
     digest: str
     generates: bool = True
     sees_later: str | None = None
+    decoder: DecoderGeneration | None = None
 
 
 def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelFiles:
@@ -330,7 +333,24 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
-    return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config))
+    decoder = _decoder_generation(generation, config, model_folder, model_config)
+    return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config), decoder)
+
+
+def _decoder_generation(
+    generation: Mapping[str, Any], config: Mapping[str, Any], folder: Path, model_config: ModelConfig
+) -> DecoderGeneration | None:
+    part = model_config.encoder_part
+    if part is None:
+        return None
+    return read_decoder_generation(
+        *(generation, config, folder),
+        start_token_id=part.start_token_id,
+        is_speech=part.audio is not None,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_positions=model_config.max_position_embeddings,
+    )
 
 
 def has_image_processor(model_folder: Path) -> bool:
