@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from cross_rows import HIDDEN_SIZE, VOCAB_SIZE, cross_folder, cross_reference
+from cross_rows import cross_folder, cross_reference
 from encoder_prompts import encoder_prompts, given, heard
 from reference_models import random_prompt
+from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 
 from spmd_worker import LLM, BeamSearchParams, PromptsRefusedError, SamplingParams
 from spmd_worker.worker.runner.media_store import MediaStore

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from cross_rows import encoder_rows
+from rows_of_encoders import encoder_rows
 
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.media.audio_prepared import PreparedAudio
