@@ -74,9 +74,19 @@ class ResolvedRun:
         return self.layout.pipeline_parallel_size + self.num_steps_ahead
 
     @property
+    def max_encoder_positions(self) -> int:
+        """Positions of the longest input of an encoder, which takes whole blocks before the decoder's tokens."""
+        return num_encoder_positions(self.config, self.model_config)
+
+    @property
     def max_sequence_len(self) -> int:
-        """Positions of the longest sequence: an encoder's input takes whole blocks before the decoder's tokens."""
-        return num_encoder_positions(self.config, self.model_config) + self.max_model_len
+        """Positions of the longest sequence."""
+        return self.max_encoder_positions + self.max_model_len
+
+    @property
+    def max_tower_rows(self) -> int:
+        """The most rows that a tower makes at once: tokens of an image, or an encoder's input."""
+        return self.max_encoder_len or self.max_image_tokens
 
     @property
     def max_image_tokens(self) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from cross_rows import cross_folder, cross_reference
-from encoder_prompts import encoder_prompts, given, heard
+import transformers
+from cross_rows import CASES, cross_folder, cross_reference
+from encoder_prompts import encoder_prompts, given, heard, read
 from reference_models import random_prompt
 from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 
@@ -45,6 +46,8 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=30, logprobs=0, ignore_eos=True, repetition_penalty=1.5),
 ]
+TEXTS = [*[each for each in PROMPTS if not each["media"]]]
+OTHERS = [each for each in CASES if each not in ("bart", "t5", "whisper")]
 NUM_ROWS = 13 + 16 + 1 + 11 + 16 + 11
 ROOMY: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_blocks": 80, "max_model_len": 48, "max_num_seqs": 6}
 # Chunks of few tokens, memory for one input or two, too few blocks for all rows.
@@ -159,22 +162,29 @@ def test_comparison_detects_rows_of_others(llm: LLM, expected: list[Any], monkey
     llm.reset_prefix_cache()
 
 
-def test_greedy_ids_equal_those_of_transformers(llm: LLM):
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, repetition_penalty=1.5)
-    texts = [each for each in PROMPTS if not each["media"]]
-    found = llm.generate(texts, params, use_tqdm=False)
-    for prompt, output in zip(texts, found, strict=True):
-        wanted = cross_reference("bart").generate(
-            torch.tensor([prompt["encoder"].token_ids]),
-            decoder_input_ids=torch.tensor([prompt["ids"]]),
-            min_new_tokens=16,
-            max_new_tokens=16,
-            num_beams=1,
-            do_sample=False,
-            repetition_penalty=1.5,
-            forced_bos_token_id=None,
-            forced_eos_token_id=None,
-            suppress_tokens=None,
+@pytest.mark.parametrize(
+    "name", ["bart", "t5", "whisper", *[pytest.param(each, marks=pytest.mark.stress) for each in OTHERS]]
+)
+def test_greedy_ids_equal_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch):
+    """With a repetition penalty, which counts the decoder's tokens alone, and texts longer than T5's default."""
+    num_tokens = 16
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, repetition_penalty=1.5)
+    options = {"max_encoder_len": 600, "num_blocks": 90} if name.startswith("t5") else {}
+    reference = cross_reference(name)
+    # Rules of the folder's settings are of other tests.
+    plain = transformers.GenerationConfig(
+        max_new_tokens=num_tokens, repetition_penalty=1.5, pad_token_id=1, decoder_start_token_id=2
+    )
+    monkeypatch.setattr(reference, "generation_config", plain)
+    prompts = [read(64, [2])] if name == "whisper" else [*TEXTS, given(ids(520 if options else 90, 7), [2])]
+    with encoder_prompts(), LLM(cross_folder(name), dtype="float32", **{**ROOMY, **options}) as made:
+        found = made.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, found, strict=True):
+        given_input = {"inputs": torch.tensor([prompt["encoder"].token_ids])}
+        if name == "whisper":
+            given_input = {"input_features": torch.from_numpy(prompt["media"][0].features.features).unsqueeze(0)}
+        wanted = transformers.GenerationMixin.generate(
+            reference, **given_input, decoder_input_ids=torch.tensor([prompt["ids"]])
         )
         assert output.outputs[0].token_ids == wanted[0, len(prompt["ids"]) :].tolist()
 

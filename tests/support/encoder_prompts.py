@@ -25,12 +25,21 @@ def given(encoder: Sequence[int], decoder: Sequence[int]) -> dict[str, Any]:
 
 
 def heard(number: int, num_rows: int, decoder: Sequence[int]) -> dict[str, Any]:
-    """Audio, whose features are its number."""
-    features = np.full((2, 2 * num_rows), number, dtype=np.float32)
-    audio = PreparedAudio(
-        bytes([number, num_rows]) * 8, AudioFeatures(features), num_rows, num_rows, 0.0, 1.0, 1.0, b"source"
-    )
-    return {"encoder": encoder_audio(audio.media_id, num_rows), "ids": [*decoder], "media": (audio,)}
+    """Audio for the table, whose features are its number."""
+    return _audio(number, np.full((2, 2 * num_rows), number, dtype=np.float32), decoder)
+
+
+def read(num_frames: int, decoder: Sequence[int]) -> dict[str, Any]:
+    """Audio for the tiny encoder of audio in `cross_rows`, random features of 8 mel bins."""
+    features = np.random.default_rng(num_frames).standard_normal((8, num_frames)).astype(np.float32)
+    return _audio(0, features, decoder)
+
+
+def _audio(number: int, features: Any, decoder: Sequence[int]) -> dict[str, Any]:
+    num_rows = features.shape[1] // 2
+    name = bytes([number, num_rows]) * 8
+    audio = PreparedAudio(name, AudioFeatures(features), num_rows, num_rows, 0.0, 1.0, 1.0, b"source")
+    return {"encoder": encoder_audio(name, num_rows), "ids": [*decoder], "media": (audio,)}
 
 
 @contextmanager
@@ -47,9 +56,8 @@ def encoder_prompts() -> Iterator[None]:
 
     def store_with_table(store: MediaStore, make_rows: Any, *args: Any) -> None:
         def make(content: Any) -> TowerRows:
-            if not isinstance(content, AudioFeatures):
+            if not isinstance(content, AudioFeatures) or len(content.features) != 2:
                 return make_rows(content)
-            assert content.features.shape[0] == 2, content
             num_rows = content.features.shape[1] // 2
             return TowerRows(encoder_rows(num_rows) * content.features[0, 0])
 
