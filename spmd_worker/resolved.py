@@ -42,7 +42,7 @@ class ResolvedRun:
     encoder-decoder model the decoder's; `max_encoder_len` those of its encoder's input, 0 without an encoder.
     `files_digest` covers the bytes of config.json, generation_config.json and the pooling files, `location` is that of
     the files. `tokenizer` is the folder's, in the process that has read the run; None in other processes, in a plan and
-    without tokenizer.json. `decoder` is of encoder-decoder models, in that process too.
+    without tokenizer.json; `decoder` is of encoder-decoder models, in that process too.
     """
 
     config: RunConfig
@@ -74,9 +74,19 @@ class ResolvedRun:
         return self.layout.pipeline_parallel_size + self.num_steps_ahead
 
     @property
+    def max_encoder_positions(self) -> int:
+        """Positions of the longest input of an encoder, which takes whole blocks before the decoder's tokens."""
+        return num_encoder_positions(self.config, self.model_config)
+
+    @property
     def max_sequence_len(self) -> int:
-        """Positions of the longest sequence: an encoder's input takes whole blocks before the decoder's tokens."""
-        return num_encoder_positions(self.config, self.model_config) + self.max_model_len
+        """Positions of the longest sequence."""
+        return self.max_encoder_positions + self.max_model_len
+
+    @property
+    def max_tower_rows(self) -> int:
+        """The most rows that a tower makes at once: tokens of an image, or an encoder's input."""
+        return self.max_encoder_len or self.max_image_tokens
 
     @property
     def max_image_tokens(self) -> int:
@@ -183,8 +193,8 @@ def resolve(
         ),
         files_digest=files.digest,
         location=location,
-        decoder=files.decoder,
         max_encoder_len=max_encoder_len(config, model_config),
+        decoder=files.decoder,
     )
 
 

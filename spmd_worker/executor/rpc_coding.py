@@ -14,6 +14,7 @@ from typing import Any, Final
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.layer_groups import LayerGroups
 from spmd_worker.base.config import schema
+from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import (
     ConvConfig,
@@ -23,6 +24,7 @@ from spmd_worker.model_config.layer_config import (
     LayerConfig,
     MambaConfig,
     NormConfig,
+    RelativeBias,
 )
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextTransform
@@ -53,11 +55,13 @@ _RECORDS: Final[dict[str, type]] = {
     for record in (
         *_CONFIG_RECORDS,
         AdapterChange,
+        AudioInput,
         BlockLayer,
         CacheSpec,
         ConvConfig,
         DeltaConfig,
         DenseConfig,
+        EncoderPart,
         HeadConfig,
         ExpertLayout,
         ExpertsConfig,
@@ -74,6 +78,7 @@ _RECORDS: Final[dict[str, type]] = {
         Quantization,
         RankEnvironment,
         RankLayout,
+        RelativeBias,
         ResolvedRun,
         RopeParameters,
         SamplingParams,

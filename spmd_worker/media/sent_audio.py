@@ -44,7 +44,8 @@ SentMedia = SentImage | SentAudio
 
 def audio_from(sizes: Sequence[int], data: bytes | memoryview) -> AudioFeatures:
     """Features of the `sizes` and `data` of a `SentAudio`."""
-    return AudioFeatures(np.frombuffer(data, dtype=np.float32).reshape(sizes))
+    # A copy: torch takes no memory that may not be written.
+    return AudioFeatures(np.frombuffer(data, dtype=np.float32).reshape(sizes).copy())
 
 
 def sent(media: PreparedMedia) -> SentMedia:

@@ -8,19 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cross_rows import (
-    CASES,
-    LENGTHS,
-    VOCAB_SIZE,
-    cross_folder,
-    cross_logits,
-    cross_row,
-    cross_stages,
-    with_layers,
-)
+from cross_rows import CASES, LENGTHS, cross_folder, cross_logits, cross_stages, with_layers
 from image_rows import ImageRow, ImageRun
 from our_model import load_model
 from reference_models import relative_error
+from rows_of_encoders import VOCAB_SIZE, cross_row
 from thread_groups import on_ranks
 from torch import Tensor
 

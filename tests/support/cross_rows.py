@@ -1,4 +1,4 @@
-"""Tiny encoder-decoder models and their decoders' rows: rows of the encoder are given, so no encoder runs."""
+"""Tiny encoder-decoder models of transformers, and logits of their decoders for given rows of the encoder."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,8 +8,7 @@ from typing import Any, Final
 import torch
 import transformers
 from image_rows import ImageRow
-from our_model import BLOCK_SIZE
-from reference_models import random_prompt
+from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 from run_folder import made_once
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,10 +21,7 @@ from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.topology import Stage
-from spmd_worker.replica.sequence.encoder_input import encoder_text
 
-HIDDEN_SIZE: Final = 64
-VOCAB_SIZE: Final = 160
 _HALVES: Final[dict[str, Any]] = {
     f"{part}_{key}": value
     for part in ("encoder", "decoder")
@@ -34,8 +30,14 @@ _HALVES: Final[dict[str, Any]] = {
 _OF_ALL: Final[dict[str, Any]] = {"vocab_size": VOCAB_SIZE, "d_model": HIDDEN_SIZE, "pad_token_id": 1}
 _BART: Final[dict[str, Any]] = {**_OF_ALL, **_HALVES, "max_position_embeddings": 96}
 _T5: Final[dict[str, Any]] = {
-    **{"vocab_size": VOCAB_SIZE, "d_model": HIDDEN_SIZE, "d_kv": 32, "d_ff": 96, "num_heads": 4},
-    **{"num_layers": 2, "num_decoder_layers": 3, "relative_attention_max_distance": 20},
+    "vocab_size": VOCAB_SIZE,
+    "d_model": HIDDEN_SIZE,
+    "d_kv": 32,
+    "d_ff": 96,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "relative_attention_max_distance": 20,
     "relative_attention_num_buckets": 8,
 }
 CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -87,19 +89,6 @@ def _write(folder: Path, name: str) -> None:
         size = 0.3 if min(value.shape) == 1 or value.ndim == 1 else 1.4 * value[0].numel() ** -0.5
         value.copy_(is_norm + size * noise)
     model.save_pretrained(folder)
-
-
-def encoder_rows(num_rows: int) -> Tensor:
-    """Float32 [num_rows, hidden], other ones for another number."""
-    return torch.randn(num_rows, HIDDEN_SIZE, generator=torch.Generator().manual_seed(num_rows))
-
-
-def cross_row(num_rows: int, num_tokens: int) -> ImageRow:
-    """A row with so many rows of the encoder, before so many tokens of the decoder."""
-    ids = random_prompt(num_tokens, seed=num_rows, vocab_size=VOCAB_SIZE)
-    given = encoder_text([3] * num_rows)
-    all_ids, item = given.before(ids, BLOCK_SIZE)
-    return ImageRow(all_ids, (item,), encoder_rows(num_rows), num_virtual=given.num_positions(BLOCK_SIZE))
 
 
 @torch.no_grad()

@@ -20,7 +20,11 @@ def families(*quick: str) -> list[Any]:
     marks = dict.fromkeys([*RMS_ROWS, *LAYER_NORM_ROWS, *sparse, first, second], pytest.mark.matrix)
     marks |= dict.fromkeys([*others, "Glm4vMoeForConditionalGeneration"], pytest.mark.stress)
     marks |= {"Lfm2ForCausalLM": pytest.mark.matrix}
-    return [pytest.param(each, marks=() if each in quick else marks.get(each, ())) for each, row in FAMILIES.items() if row.encoder_part is None]
+    return [
+        pytest.param(each, marks=() if each in quick else marks.get(each, ()))
+        for each, row in FAMILIES.items()
+        if row.encoder_part is None
+    ]
 
 
 def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -217,6 +217,7 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             max_num_seqs=header.max_num_seqs,
             max_num_batched_tokens=header.max_num_batched_tokens,
             enable_chunked_prefill=header.enable_chunked_prefill,
+            max_encoder_len=header.max_encoder_len or None,
             async_scheduling=False,
         ),
         device=header.device,

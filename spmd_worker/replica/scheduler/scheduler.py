@@ -352,8 +352,9 @@ class Scheduler:
         self._ended_requests.append(group.request.request_id)
         self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
         self.counters.num_finished += 1
-        self.counters.num_images += len(group.request.media)
-        self.counters.num_image_tokens += sum([item.num_rows for item in group.request.media])
+        images = () if group.request.num_encoder_positions else group.request.media
+        self.counters.num_images += len(images)
+        self.counters.num_image_tokens += sum([item.num_rows for item in images])
         return group
 
     def _admit(self, request: Request) -> None:

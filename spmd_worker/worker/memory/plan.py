@@ -43,10 +43,11 @@ def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_b
         check_cache_holds_one_sequence(
             num_device_blocks,
             cache.block_size,
-            resolved.max_sequence_len,
+            resolved.max_model_len,
             is_profiled=cache.num_blocks is None,
             has_swap_space_on_device=resolved.device_type == "cpu" and num_host_blocks > 0,
             groups=grouping_of(resolved).groups,
+            num_before=resolved.max_encoder_positions,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -110,7 +111,7 @@ def num_tier_blocks(resolved: ResolvedRun, block_bytes: int) -> int:
 
 def resolve_cache_need(resolved: ResolvedRun) -> CacheNeed:
     """The need of the maximum number of sequences."""
-    return CacheNeed(resolved.max_num_seqs, resolved.max_sequence_len)
+    return CacheNeed(resolved.max_num_seqs, resolved.max_model_len, resolved.max_encoder_positions)
 
 
 def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
