@@ -1,4 +1,6 @@
-"""Versions of what decodes images: the pixels of a file may differ between them."""
+"""Versions of what decodes images and audio: the numbers of a file may differ between them."""
+
+import contextlib
 
 
 def decoder_versions() -> dict[str, str]:
@@ -14,3 +16,19 @@ def decoder_versions() -> dict[str, str]:
         "libtiff": features.version("libtiff"),
     }
     return {"Pillow": PIL.__version__, **{name: version for name, version in found.items() if version}}
+
+
+def audio_versions() -> dict[str, str]:
+    """Versions of what decodes and resamples audio; without those that are not installed."""
+    import numpy
+
+    found = {"numpy": numpy.__version__}
+    with contextlib.suppress(ImportError):
+        import soundfile
+
+        found |= {"soundfile": soundfile.__version__, "libsndfile": soundfile.__libsndfile_version__}
+    with contextlib.suppress(ImportError):
+        import soxr
+
+        found |= {"soxr": soxr.__version__, "libsoxr": soxr.__libsoxr_version__}
+    return found

@@ -18,10 +18,21 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
-from spmd_worker.model_config.encoder_part import EncoderPart
+from spmd_worker.model_config.decoder_generation import DecoderGeneration, read_decoder_generation
+from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.experts_reader import read_experts
+from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
-from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart, Windows
+from spmd_worker.model_config.families.family import (
+    Attention,
+    Embedding,
+    EncoderDecoder,
+    Family,
+    Names,
+    Rope,
+    TextPart,
+    Windows,
+)
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.families.vision_rows import read_vision, with_processor
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
@@ -266,7 +277,8 @@ class ModelConfig:
 class ModelFiles:
     """Contents of a model folder's `config.json` and `generation_config.json` ({} without the second), and a digest of
     their bytes and of the pooling files'. `generates`: the architecture has a token head; `model_config.pooling` is the
-    folder's pooling, and `sees_later` the setting by which a decoder's tokens see later ones too.
+    folder's pooling, and `sees_later` the setting by which a decoder's tokens see later ones too. `decoder` is how
+    answers of an encoder-decoder model are generated.
     """
 
     model_config: ModelConfig
@@ -274,6 +286,7 @@ class ModelFiles:
     digest: str
     generates: bool = True
     sees_later: str | None = None
+    decoder: DecoderGeneration | None = None
 
 
 def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelFiles:
@@ -293,8 +306,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     config = _json_object(text, path)
     generation = _json_object(generation_text, generation_path) if generation_text else {}
     # If it is null, config.json's counts.
-    if generation.get("eos_token_id") is not None:
-        config["eos_token_id"] = generation["eos_token_id"]
+    config |= {key: generation[key] for key in _OF_GENERATION if generation.get(key) is not None}
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path, with_images=with_images)
@@ -305,13 +317,30 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     names = tensor_names(model_folder) if _is_tied_by_class(config, family) else ()
     if names:
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
+    if family.names.head_bias:
+        names = tensor_names(model_folder)
+        model_config = replace(model_config, has_head_bias=not names or family.names.head_bias in names)
     generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
     pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
-    return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config))
+    decoder = _decoder_generation(generation, config, model_folder, model_config)
+    return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config), decoder)
+
+
+def _decoder_generation(
+    generation: Mapping[str, Any], config: Mapping[str, Any], folder: Path, model_config: ModelConfig
+) -> DecoderGeneration | None:
+    if model_config.encoder_part is None:
+        return None
+    return read_decoder_generation(
+        *(generation, config, folder, model_config.encoder_part),
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_positions=model_config.max_position_embeddings,
+    )
 
 
 def has_image_processor(model_folder: Path) -> bool:
@@ -377,6 +406,36 @@ def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool 
     variant = _variant(family, config)
     family = family.variants[variant - 1].family if variant else family
     config = config if family.newer is None else family.newer(config, path)
+    found = _stack(config, path, architecture, family)
+    vision = read_vision(vision_row, given, path, found.hidden_size, found.norm.eps) if vision_row else None
+    part = None if family.encoder_part is None else _encoder_part(config, path, family, found)
+    return replace(found, quantization=quantization, variant=variant, vision=vision, encoder_part=part)
+
+
+def _encoder_part(config: Mapping[str, Any], path: Path, family: Family, decoder: ModelConfig) -> EncoderPart:
+    """The encoder whose rows this decoder reads."""
+    rule = family.encoder_part
+    assert rule is not None, family
+    stack = _stack(config, path, rule.row, ENCODER_PARTS[rule.row])
+    reader = ConfigReader({**family.defaults, **config}, path)
+    most = decoder.vocab_size - 1
+    start = reader.get("decoder_start_token_id", reader.get("bos_token_id"))
+    start = checked_integer(start, reader.where("decoder_start_token_id"), 0, most)
+    return EncoderPart(replace(stack, has_tied_embeddings=True), _max_rows(reader, rule), start, _audio(reader, rule))
+
+
+def _max_rows(reader: ConfigReader, rule: EncoderDecoder) -> int:
+    return reader.count(rule.max_rows_key) if rule.max_rows_key else 0
+
+
+def _audio(reader: ConfigReader, rule: EncoderDecoder) -> AudioInput | None:
+    if not rule.mel_bins_key:
+        return None
+    return AudioInput(reader.count(rule.mel_bins_key), 2 * reader.count(rule.max_rows_key))
+
+
+def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Family) -> ModelConfig:
+    """Sizes of the layers and tables that the row describes."""
     reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
@@ -396,16 +455,12 @@ def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool 
         dtype=_checkpoint_dtype(reader),
         eos_token_ids=_eos_token_ids(reader, vocab_size),
         num_positions=max_positions + family.embedding.position_offset if family.rope is None else 0,
-        embedding_multiplier=(
-            hidden_size**0.5 if family.embedding.by_root else _number(reader, family.embedding.multiplier_key, 1.0)
-        ),
+        embedding_multiplier=_embedding_multiplier(reader, family.embedding, hidden_size),
         rounds_multiplier=family.embedding.by_root,
         logit_divisor=_number(reader, family.head.divisor_key, 1.0) / _number(reader, family.head.multiplier_key, 1.0),
         logit_cap=_number(reader, family.head.cap_key, 0.0),
-        quantization=quantization,
         position_offset=family.embedding.position_offset,
         has_head_bias=_flag(reader, family.head.has_bias),
-        variant=variant,
         is_encoder=encoder is not None,
         num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
         unplaced_token=family.embedding.position_offset - 1 if _counts_offset(family) else -1,
@@ -415,13 +470,18 @@ def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool 
         image_layers=_image_layers(reader, family),
         num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
         num_layer_inputs=_num_layer_inputs(reader, layers, vocab_size),
-        vision=read_vision(vision_row, given, path, hidden_size, layers[0].norm.eps) if vision_row else None,
     )
 
 
+def _embedding_multiplier(reader: ConfigReader, embedding: Embedding, hidden_size: int) -> float:
+    is_root = embedding.by_root or (embedding.root_key != "" and reader.flag(embedding.root_key, False))
+    return hidden_size**0.5 if is_root else _number(reader, embedding.multiplier_key, 1.0)
+
+
 def family_of(architecture: str) -> Family:
-    """The row of a supported architecture."""
-    return ENCODERS[architecture] if architecture in ENCODERS else FAMILIES[architecture]
+    """The row of a supported architecture, or of the encoder of one."""
+    tables = (ENCODERS, ENCODER_PARTS, FAMILIES)
+    return next(table[architecture] for table in tables if architecture in table)
 
 
 def _max_positions(reader: ConfigReader, family: Family) -> int:
@@ -505,6 +565,9 @@ def _layers(
         has_sinks=attention.has_sinks,
         output_gate=attention.output_gate,
         norms_sums=norms.are_of_sums,
+        has_key_bias=attention.has_key_bias,
+        has_cross_attention=family.encoder_part is not None,
+        cross_norms=(family.names.cross_norms[0] != "", family.names.cross_norms[1] != ""),
     )
     thetas = reader.amounts(family.rope.thetas_key, num_layers) if family.rope is not None else None
     if family.ropes is None:
@@ -628,6 +691,7 @@ def _near(names: Sequence[Any]) -> str:
 
 
 _MAX_NAMES: Final = 4
+_OF_GENERATION: Final = ("eos_token_id", "decoder_start_token_id")
 _OF_THE_FILE: Final = ("eos_token_id", "dtype", "torch_dtype")
 _TIE: Final = "tie_word_embeddings"
 

@@ -71,6 +71,8 @@ OPTIONAL = {
     "llguidance": ("spmd_worker.replica.grammar.llguidance_input",),
     "triton": ("spmd_worker.ops.kernels.triton",),
     "PIL": ("spmd_worker.media",),
+    "soundfile": ("spmd_worker.media",),
+    "soxr": ("spmd_worker.media",),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules and folders that may import them, where they are needed and not before."""

@@ -127,7 +127,9 @@ class CheckpointNames:
             # A head whose weight is the embedding's still has its own bias.
             is_head_bias = module == "lm_head" and leaf == "bias"
             top = self._names.head if is_head_bias else self._tops[module]
-            yield replace(piece, checkpoint_name=f"{top}.{leaf}")
+            is_buffer = is_head_bias and self._names.head_bias != ""
+            named = replace(piece, checkpoint_name=self._names.head_bias if is_buffer else f"{top}.{leaf}")
+            yield replace(_as_row(named), is_buffer=True) if is_buffer else named
             return
         index, part = int(found[1]) + self._stage.start, module[found.end() :]
         expert = _EXPERT.fullmatch(part)
