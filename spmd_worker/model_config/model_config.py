@@ -28,6 +28,7 @@ from spmd_worker.model_config.families.family import (
     Embedding,
     EncoderDecoder,
     Family,
+    Head,
     Names,
     Rope,
     TextPart,
@@ -105,6 +106,10 @@ class ModelConfig:
     `vision` is how the model takes images, None for a model that runs with text alone. `encoder_part` is the encoder
     of an encoder-decoder model, whose decoder the other fields describe.
 
+    With a `sinusoid` positions are sines, then cosines, of `max_position_embeddings` positions behind `position_offset`
+    (https://arxiv.org/abs/1706.03762), which no file has: "exact", or "fairseq", whose last angle turns by position /
+    10,000 and whose frequencies are rounded.
+
     `is_encoder`: a token sees all of its row, so a row is computed in one step, nothing of it is cached, and its only
     result is a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1 where
     all have. With `has_embedding_norm` there is a norm before the layers.
@@ -140,6 +145,7 @@ class ModelConfig:
     num_image_embeddings: int = 0
     num_layer_inputs: int = 0
     vision: VisionConfig | None = None
+    sinusoid: str = ""
     encoder_part: EncoderPart | None = None
 
     @property
@@ -221,8 +227,9 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
-        num_norms = self.has_last_norm + self.has_embedding_norm
-        return self.num_embedding_parameters + sum(self.layer_parameters) + num_norms * self.norm_parameters
+        num_norms, bias = self.has_last_norm + self.has_embedding_norm, self.layers[0].relative_bias
+        tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
+        return tables + sum(self.layer_parameters) + num_norms * self.norm_parameters
 
     @property
     def num_tower_parameters(self) -> int:
@@ -360,7 +367,9 @@ def _image_processor(model_folder: Path) -> tuple[Mapping[str, Any], Path]:
 
 
 def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether the head of a text part is tied by its class's default alone; then the names in the files decide."""
+    """Whether the head is tied by its class's default alone; then the names in the files decide."""
+    if family.head.ties_by_files:
+        return True
     text = config.get("text_config")
     own = text.get(_TIE) if isinstance(text, Mapping) else None
     # If the text config counts too, its class has the same default.
@@ -408,20 +417,24 @@ def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool 
     config = config if family.newer is None else family.newer(config, path)
     found = _stack(config, path, architecture, family)
     vision = read_vision(vision_row, given, path, found.hidden_size, found.norm.eps) if vision_row else None
-    part = None if family.encoder_part is None else _encoder_part(config, path, family, found)
+    part = None if family.encoder_part is None else _encoder_part(config, path, family, variant, found)
     return replace(found, quantization=quantization, variant=variant, vision=vision, encoder_part=part)
 
 
-def _encoder_part(config: Mapping[str, Any], path: Path, family: Family, decoder: ModelConfig) -> EncoderPart:
-    """The encoder whose rows this decoder reads."""
+def _encoder_part(
+    config: Mapping[str, Any], path: Path, family: Family, variant: int, decoder: ModelConfig
+) -> EncoderPart:
+    """The encoder whose rows this decoder reads; both are rows of the same variant."""
     rule = family.encoder_part
     assert rule is not None, family
-    stack = _stack(config, path, rule.row, ENCODER_PARTS[rule.row])
+    row = ENCODER_PARTS[rule.row]
+    row = row.variants[variant - 1].family if variant else row
+    stack = replace(_stack(config, path, rule.row, row), variant=variant, has_tied_embeddings=True)
     reader = ConfigReader({**family.defaults, **config}, path)
     most = decoder.vocab_size - 1
     start = reader.get("decoder_start_token_id", reader.get("bos_token_id"))
     start = checked_integer(start, reader.where("decoder_start_token_id"), 0, most)
-    return EncoderPart(replace(stack, has_tied_embeddings=True), _max_rows(reader, rule), start, _audio(reader, rule))
+    return EncoderPart(stack, _max_rows(reader, rule), start, _audio(reader, rule))
 
 
 def _max_rows(reader: ConfigReader, rule: EncoderDecoder) -> int:
@@ -454,12 +467,13 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         has_tied_embeddings=reader.flag("tie_word_embeddings", False),
         dtype=_checkpoint_dtype(reader),
         eos_token_ids=_eos_token_ids(reader, vocab_size),
-        num_positions=max_positions + family.embedding.position_offset if family.rope is None else 0,
+        num_positions=max_positions + family.embedding.position_offset if family.names.positions else 0,
         embedding_multiplier=_embedding_multiplier(reader, family.embedding, hidden_size),
         rounds_multiplier=family.embedding.by_root,
-        logit_divisor=_number(reader, family.head.divisor_key, 1.0) / _number(reader, family.head.multiplier_key, 1.0),
+        logit_divisor=_logit_divisor(reader, family.head, hidden_size),
         logit_cap=_number(reader, family.head.cap_key, 0.0),
         position_offset=family.embedding.position_offset,
+        sinusoid=family.embedding.sinusoid,
         has_head_bias=_flag(reader, family.head.has_bias),
         is_encoder=encoder is not None,
         num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
@@ -476,6 +490,12 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
 def _embedding_multiplier(reader: ConfigReader, embedding: Embedding, hidden_size: int) -> float:
     is_root = embedding.by_root or (embedding.root_key != "" and reader.flag(embedding.root_key, False))
     return hidden_size**0.5 if is_root else _number(reader, embedding.multiplier_key, 1.0)
+
+
+def _logit_divisor(reader: ConfigReader, head: Head, hidden_size: int) -> float:
+    if head.root_key and reader.flag(head.root_key, False):
+        return float(hidden_size**0.5)
+    return _number(reader, head.divisor_key, 1.0) / _number(reader, head.multiplier_key, 1.0)
 
 
 def family_of(architecture: str) -> Family:

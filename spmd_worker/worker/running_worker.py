@@ -89,7 +89,7 @@ class RunningWorker:
         """`WorkerBase.execute_dummy_batch`, in a cache of one block. The token counts in `expert_loads`."""
         resolved, spec = self.loaded.opened.resolved, self.caches.engine.spec
         pooling, engine = resolved.model_config.pooling, self.loaded.new_cache_engine(spec, 1, 0)
-        scheduled = prompt_step(1, resolved.max_sequence_len, spec.block_size, 1, pooling)
+        scheduled = prompt_step(1, resolved.max_model_len, spec.block_size, 1, pooling)
         with prepared_step(self.loaded.model, engine, self.loaded.new_runner, scheduled) as run, self._threads():
             run()
 

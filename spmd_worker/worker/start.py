@@ -133,7 +133,7 @@ def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     scheduler, block_size = resolved.config.scheduler, resolved.config.cache.block_size
     max_tokens, pooling = scheduler.max_num_batched_tokens, resolved.model_config.pooling
     is_on_cpu = loaded.opened.device.type == "cpu"
-    sizes = (max_tokens, resolved.max_num_seqs, resolved.max_sequence_len, block_size)
+    sizes = (max_tokens, resolved.max_num_seqs, resolved.max_model_len, block_size)
     scheduled = max_step(*sizes, pooling, all_filtered=not is_on_cpu)
     num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
     if is_on_cpu:
@@ -144,7 +144,7 @@ def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     engine = loaded.new_cache_engine(spec, num_blocks, 0)
     # A pooled row must start at its first token, and the CPU's attention holds nothing of a row's length.
     has_chunk = not is_on_cpu and pooling is None
-    chunk = [longest_chunk(max_tokens, resolved.max_sequence_len, block_size, num_blocks)] if has_chunk else []
+    chunk = [longest_chunk(max_tokens, resolved.max_model_len, block_size, num_blocks)] if has_chunk else []
     return prepared_step(loaded.model, engine, loaded.new_runner, scheduled, *chunk)
 
 

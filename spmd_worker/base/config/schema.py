@@ -670,7 +670,9 @@ class JobConfig:
         vllm_values={"": None},
         is_path=True,
     )
-    media_threads: int = option(2, "processes that decode and prepare images or audio, on each replica's first rank", least=1)
+    media_threads: int = option(
+        2, "processes that decode and prepare images or audio, on each replica's first rank", least=1
+    )
     media_window_gib: float = command_option(
         4.0, "GiB of prepared images and audio, held for rows that run or wait, on each replica's first rank", least=0
     )

@@ -260,7 +260,8 @@ _LOGIT_SCALE: Final = (
     "its language model"
 )
 _RELATIVE: Final = "its attention encodes relative positions as learned biases"
-_HAS_ENCODER: Final = "it is an encoder-decoder model"
+_OWN_POSITIONS: Final = "each of its layers has relative positions of its own"
+_HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not run"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
@@ -299,6 +300,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _PREFIX: ("PaliGemmaForConditionalGeneration",),
     _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
     _RELATIVE: ("MPNetModel", "T5EncoderModel"),
-    _HAS_ENCODER: (*("T5ForConditionalGeneration", "WhisperForConditionalGeneration"),),
+    _OWN_POSITIONS: ("UMT5ForConditionalGeneration",),
+    _HAS_ENCODER: ("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),
 }
 """Known but unsupported architectures, by the reason."""

@@ -116,8 +116,10 @@ class CpuBackend(AttentionBackend):
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
         value_size: int = 0,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Tokens and heads of `query` may be strided."""
+        assert distance_bias is None, "not supported yet"
         (num_heads, size), checked = query.shape[1:], self._check(metadata, layer_cache)
         cache = self._cache_arguments(layer_cache, size, has_values=not value_size)
         num_kv_heads = cache[2]

@@ -137,6 +137,8 @@ class TritonDevice(DeviceBackend):
         """The steps that are never recorded, in words; empty if there are none."""
         if self.resolved.model_config.has_states:
             return "of models with recurrent states"
+        if self.resolved.model_config.encoder_part is not None:
+            return "of encoder-decoder models"
         has_groups = grouping_of(self.resolved).groups.num_groups > 1
         return "with block tables of several groups of layers (cache.window_groups)" if has_groups else ""
 
@@ -181,7 +183,7 @@ class TritonDevice(DeviceBackend):
         with a one-token chunk after a long prefix.
         """
         scheduler, pooling = self.resolved.config.scheduler, self.resolved.model_config.pooling
-        block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_sequence_len
+        block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_model_len
         runner = new_runner(None)
         num_tokens = min(_WARM_UP_ROWS, scheduler.max_num_batched_tokens)
         num_keys = 1 if pooling is not None else max(1, min(attention_kernels.SEGMENT + 1, max_model_len - 1))
@@ -213,11 +215,11 @@ class TritonDevice(DeviceBackend):
         and the head up to a row a sequence.
         """
         scheduler, model_config = self.resolved.config.scheduler, self.resolved.model_config
-        sizes = (self.resolved.max_sequence_len, self.resolved.config.cache.block_size, num_blocks)
+        sizes = (self.resolved.max_model_len, self.resolved.config.cache.block_size, num_blocks)
         max_tokens = scheduler.max_num_batched_tokens
         if model_config.is_encoder:
             # Whose cache has the blocks of one step of at most `max_num_seqs`.
-            max_tokens = min(max_tokens, self.resolved.max_num_seqs * max(1, self.resolved.max_sequence_len - 1))
+            max_tokens = min(max_tokens, self.resolved.max_num_seqs * max(1, self.resolved.max_model_len - 1))
         num_tokens = {*matmul.warm_up_rows(max_tokens), *self._expert_token_counts()}
         if len(adapters) > 1 and max_tokens > triton_adapters.MAX_FEW_ROWS:
             num_tokens.add(triton_adapters.MAX_FEW_ROWS + 1)
