@@ -32,8 +32,26 @@ _HALVES: Final[dict[str, Any]] = {
     for key, value in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 96))
 }
 _OF_ALL: Final[dict[str, Any]] = {"vocab_size": VOCAB_SIZE, "d_model": HIDDEN_SIZE, "pad_token_id": 1}
+_BART: Final[dict[str, Any]] = {**_OF_ALL, **_HALVES, "max_position_embeddings": 96}
+_T5: Final[dict[str, Any]] = {
+    **{"vocab_size": VOCAB_SIZE, "d_model": HIDDEN_SIZE, "d_kv": 32, "d_ff": 96, "num_heads": 4},
+    **{"num_layers": 2, "num_decoder_layers": 3, "relative_attention_max_distance": 20},
+    "relative_attention_num_buckets": 8,
+}
 CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "bart": ("Bart", {**_OF_ALL, **_HALVES, "max_position_embeddings": 96, "scale_embedding": True}),
+    "bart": ("Bart", {**_BART, "scale_embedding": True}),
+    "whisper": (
+        "Whisper",
+        {**_OF_ALL, **_HALVES, "num_mel_bins": 8, "max_source_positions": 32, "max_target_positions": 64}
+        | dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id"), 2),
+    ),
+    "t5": ("T5", {**_T5, "feed_forward_proj": "relu"}),
+    "t5 with gates": ("T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mbart": ("MBart", {**_BART, "scale_embedding": True}),
+    "pegasus": ("Pegasus", _BART),
+    "marian": ("Marian", {**_BART, "eos_token_id": 0, "decoder_start_token_id": 1}),
+    "m2m100": ("M2M100", _BART),
+    "blenderbot": ("Blenderbot", _BART),
 }
 """Class of transformers, and its sizes."""
 LENGTHS: Final = ((21, 19), (32, 5), (1, 33))
@@ -45,19 +63,22 @@ def cross_folder(name: str) -> Path:
     return made_once(f"cross {name}", lambda folder: _write(folder, name))
 
 
+def _class_of(name: str) -> Any:
+    family = CASES[name][0]
+    return getattr(transformers, "MarianMTModel" if family == "Marian" else f"{family}ForConditionalGeneration")
+
+
 @cache
 def cross_reference(name: str) -> PreTrainedModel:
     """transformers' model of the folder."""
-    model_class = getattr(transformers, f"{CASES[name][0]}ForConditionalGeneration")
+    model_class = _class_of(name)
     return model_class.from_pretrained(cross_folder(name), dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
 def _write(folder: Path, name: str) -> None:
     family, sizes = CASES[name]
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(
-        getattr(transformers, f"{family}Config")(**sizes)
-    )
+    model = _class_of(name)(getattr(transformers, f"{family}Config")(**sizes))
     generator = torch.Generator().manual_seed(11)
     buffers = [(name, value) for name, value in model.named_buffers() if name == "final_logits_bias"]
     for key, value in sorted([*model.named_parameters(), *buffers]):
@@ -100,7 +121,6 @@ def cross_stages(
     options = (ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
     models = [build_model(LayerContext(group or single_group(), *options), config, stage) for stage in stages]
     for model in models:
-        model.tower = None
         with model.weights.open(folder) as checkpoint:
             model.weights.fill(checkpoint)
     return models
