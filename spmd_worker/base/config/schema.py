@@ -590,7 +590,7 @@ class RowLimits:
     )
     max_stop_strings: int = command_option(64, "entries of `stop`, and of `stop_token_ids`", least=0)
     max_logit_bias: int = command_option(
-        1024, "entries of `logit_bias`, and of the lists of allowed tokens and bad words", least=0
+        1024, "entries of `logit_bias`, and of lists of allowed tokens, bad words and rules", least=0
     )
     max_images: int = option(32, "images of a row; 0: the part of the model for images is not loaded", least=0)
     max_image_bytes: int = option(20 * 1024 * 1024, "bytes of an image's file", least=1)

@@ -60,7 +60,7 @@ _LIMITS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("n", "best_of"), "max_n"),
     "max_tokens": "max_tokens",
     **dict.fromkeys(("stop", "stop_token_ids"), "max_stop_strings"),
-    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "bad_words_ids"), "max_logit_bias"),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "bad_words_ids", "token_rules"), "max_logit_bias"),
 }
 """Sampling key -> the limit of its value, or of its number of entries."""
 

@@ -8,12 +8,13 @@ An answer of speech, with timestamps and without a known language:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.model_config.decoder_generation import TASKS, DecoderGeneration, SpeechTokens
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules, as_token_rules
 from spmd_worker.tokenizer.languages import LANGUAGES, language_code
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -28,6 +29,25 @@ class DecoderPrompt:
 
     token_ids: tuple[int, ...]
     rules: TokenRules | None = None
+
+
+class RuledParams:
+    """Sampling parameters with rules. Rows that share frozen parameters and rules get one record, which is then checked
+    and encoded once.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[SamplingParams, TokenRules | None, SamplingParams] | None = None
+
+    def of(self, sampling: SamplingParams, rules: TokenRules | None) -> SamplingParams:
+        """`sampling` with these rules, unless it has its own."""
+        if rules is None or sampling.token_rules is not None:
+            return sampling
+        # Read and set once each: a server has several threads.
+        frozen, last = sampling.frozen(), self._last
+        if last is None or last[0] is not frozen or last[1] != rules:
+            last = self._last = (frozen, rules, replace(frozen, token_rules=rules).frozen())
+        return last[2]
 
 
 class Segment(NamedTuple):
@@ -207,7 +227,7 @@ def _previous_ids(generation: DecoderGeneration, tokenizer: Tokenizer | None, pr
 def _target_id(tokenizer: Tokenizer | None, language: str) -> int:
     if tokenizer is None:
         raise ValueError("target_language needs a tokenizer.json in the model folder: give decoder_prompt as token ids")
-    names = (language, f"__{language}__", f"<2{language}>")
+    names = (language, f"__{language}__")
     found = next((each for name in names if (each := tokenizer.marker_id(name)) is not None), None)
     if found is None:
         raise ValueError(

@@ -66,6 +66,10 @@ class TokenRules:
             object.__setattr__(self, name, _number(name, getattr(self, name) or 0))
         object.__setattr__(self, "timestamps", _record("timestamps", self.timestamps, TimestampRules))
 
+    def __len__(self) -> int:
+        """Number of token ids that rules name."""
+        return len(self.token_ids)
+
     @property
     def begin_index(self) -> int:
         """Position of the first token of the answer proper."""

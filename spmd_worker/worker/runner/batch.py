@@ -198,17 +198,18 @@ def _token_types(scheduled: Sequence[ScheduledSequence], counts: Sequence[int]) 
 
 
 def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[ConstrainedRow]:
-    """The entries of `Batch.rows` with structured outputs."""
+    """The entries of `Batch.rows` with structured outputs or rules of tokens."""
     found, index = [], 0
     for sequence, _, num_samples in scheduled:
         request, sampling = sequence.request, sequence.request.sampling
-        constraint = sampling.structured_outputs
-        if constraint is not None:
+        constraint, rules = sampling.structured_outputs, sampling.token_rules
+        if constraint is not None or rules is not None:
             allows_forced = (not sampling.forbids_tokens, not sampling.needs_logprobs)
+            prompt = request.known_token_ids if rules is not None and rules.no_repeat_ngram_size else ()
             for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)
-                row = ConstrainedRow(index + number, key, constraint, sequence.output_token_ids, *allows_forced)
-                found.append(row)
+                own = (index + number, key, constraint, sequence.output_token_ids)
+                found.append(ConstrainedRow(*own, *allows_forced, rules, prompt, sampling.max_tokens))
         index += num_samples
     return found
 
