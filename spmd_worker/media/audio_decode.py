@@ -100,7 +100,8 @@ def _open_with_libsndfile(data: bytes) -> Recording:
     _check_format(data)
     try:
         import soundfile
-    except ImportError:
+    # OSError: without libsndfile, where its wheel has none.
+    except (ImportError, OSError):
         raise _missing("this format of audio needs soundfile") from None
     try:
         file = soundfile.SoundFile(io.BytesIO(data))

@@ -66,7 +66,7 @@ def mel_filters(num_mel_bins: int) -> NDArray[np.float64]:
 
 
 def _mels(hz: float) -> float:
-    """Of a frequency above the line's end."""
+    """Mels of a frequency above the line's end."""
     return float(_LINE_MELS + np.log(hz / _LINE_HZ) * _MELS_PER_LOG)
 
 

@@ -16,7 +16,7 @@ from spmd_worker.model_config.encoder_part import AudioInput
 SAMPLING_RATE: Final = 16_000
 """Samples of a second."""
 HOP_SAMPLES: Final = 160
-"""From frame to frame."""
+"""Samples from frame to frame."""
 FRAME_SAMPLES: Final = 400
 """Samples of a frame, and of its Fourier transform (`n_fft`)."""
 _FILES: Final = ("processor_config.json", "preprocessor_config.json")
@@ -42,12 +42,12 @@ class AudioSettings:
 
     @property
     def num_samples(self) -> int:
-        """Of a window."""
+        """Samples of a window."""
         return self.window_s * SAMPLING_RATE
 
     @property
     def num_frames(self) -> int:
-        """Of a window."""
+        """Frames of a window."""
         return self.num_samples // HOP_SAMPLES
 
     @property
@@ -57,7 +57,7 @@ class AudioSettings:
 
 
 def read_audio_settings(folder: Path, audio: AudioInput) -> AudioSettings:
-    """From `preprocessor_config.json`, or the part of `processor_config.json` for audio. A missing key has the value
+    """Read `preprocessor_config.json`, or the part of `processor_config.json` for audio. A missing key has the value
     that its class of transformers has. Raises ModelConfigError.
     """
     reader = _reader(folder)

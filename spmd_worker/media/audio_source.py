@@ -83,7 +83,7 @@ def _samples(array: Any, rate: Any, limits: AudioLimits) -> GivenSamples:
 
 
 def _array(array: Any) -> NDArray[Any]:
-    """Of an array, a tensor on the host, or a list of numbers."""
+    """An array, a tensor on the host, or a list of numbers as an array."""
     if not isinstance(array, list | tuple) and not hasattr(array, "__array__"):
         raise MediaError("audio_unreadable", f"{type(array).__name__} is not audio: give {_FORMS}")
     try:

@@ -90,7 +90,7 @@ def _blocks(content: memoryview, form: _Format) -> Iterator[Block]:
 
 
 def _levels(content: memoryview, form: _Format) -> Block:
-    """From -1 to 1, with libsndfile's bits: whole numbers become float32 before they are divided."""
+    """Numbers from -1 to 1, with libsndfile's bits: whole numbers become float32 before they are divided."""
     if form.coding == _FLOAT:
         return np.frombuffer(content, f"<f{form.num_bits // 8}").astype(np.float32)
     if form.num_bits == 8:

@@ -1,6 +1,6 @@
-"""Versions of what decodes images and audio: the numbers of a file may differ between them."""
+"""Versions of what decodes images and audio: the pixels or samples of a file may differ between them."""
 
-import contextlib
+import numpy as np
 
 
 def decoder_versions() -> dict[str, str]:
@@ -19,16 +19,20 @@ def decoder_versions() -> dict[str, str]:
 
 
 def audio_versions() -> dict[str, str]:
-    """Versions of what decodes and resamples audio; without those that are not installed."""
-    import numpy
-
-    found = {"numpy": numpy.__version__}
-    with contextlib.suppress(ImportError):
+    """Versions of numpy, whose Fourier transform makes the features, and of what decodes and resamples audio, as far as
+    it is installed.
+    """
+    found = {"numpy": np.__version__}
+    try:
         import soundfile
 
-        found |= {"soundfile": soundfile.__version__, "libsndfile": soundfile.__libsndfile_version__}
-    with contextlib.suppress(ImportError):
+        found["soundfile"], found["libsndfile"] = soundfile.__version__, soundfile.__libsndfile_version__
+    except (ImportError, OSError):
+        pass
+    try:
         import soxr
 
-        found |= {"soxr": soxr.__version__, "libsoxr": soxr.__libsoxr_version__}
+        found["soxr"], found["libsoxr"] = soxr.__version__, soxr.__libsoxr_version__
+    except ImportError:
+        pass
     return found
