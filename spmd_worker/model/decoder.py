@@ -22,8 +22,10 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.cross_attention import CrossAttention
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
+    SinusoidalPositions,
     StepMedia,
     TokenRows,
     TokenTypeEmbedding,
@@ -36,10 +38,11 @@ from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_norm
+from spmd_worker.model.layers.relative_bias import RelativeBiasTable
 from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
-from spmd_worker.model.towers.new_tower import new_tower
+from spmd_worker.model.towers.new_tower import new_encoder, new_tower
 from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
@@ -47,14 +50,15 @@ from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.backend import JoinedLayers
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.attention.metadata import AttentionMetadata, CrossStep, WantedTokens
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.ranks.topology import Stage
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward on a residual stream, with norms at any of four positions: before and after each.
+    """Attention and feed-forward on a residual stream, with norms at any of four positions: before and after each. In
+    a decoder with an encoder, attention to the encoder's rows is between the two, with norms at two more.
 
     A layer that `defers` has plain norms before both and no others: an output is summed over ranks and added together
     with the next norm, in one call. Otherwise it is summed and added at once.
@@ -73,6 +77,12 @@ class DecoderLayer(nn.Module):
             self.mlp = (FeedForward if layer.experts is None else SparseFeedForward)(context, layer, hidden_size)
         norms = [new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.norms]
         self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
+        self.cross_attn: CrossAttention | None = None
+        if layer.has_cross_attention:
+            self.cross_attn = CrossAttention(context, layer, hidden_size)
+        self.cross_attention_norm, self.cross_attention_output_norm = (
+            new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.cross_norms
+        )
 
     def forward(
         self,
@@ -86,10 +96,13 @@ class DecoderLayer(nn.Module):
         states: LayerStates | None = None,
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
+        distance_bias: Tensor | None = None,
+        seen: AttentionMetadata | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
-        results are [W, hidden], and only keys and values of the other tokens are computed.
+        results are [W, hidden], and only keys and values of the other tokens are computed. `distance_bias` is that of
+        attention, if it has one; `seen` is `CrossStep.seen`, if the layer attends to an encoder's rows.
         """
         parallel_input = None
         if self._mixers:
@@ -98,12 +111,17 @@ class DecoderLayer(nn.Module):
                 assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
                 parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
             arguments = (x, ropes, layer_cache, metadata, wanted)
-            part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused)
+            biases = {} if distance_bias is None else {"distance_bias": distance_bias}
+            part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused, **biases)
             if wanted is not None:
                 residual, adapters = residual[wanted.rows], wanted.adapters
                 if not len(residual):
                     return part, residual
             part = self._added(part, self.attention_output_norm, residual)
+        if self.cross_attn is not None:
+            assert part is None, "layers with cross-attention add at once"
+            x = _normed(self.cross_attention_norm, None, residual)
+            part = self._added(self.cross_attn(x, layer_cache, seen), self.cross_attention_output_norm, residual)
         if self.mlp is None:
             return part, residual
         x = _normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
@@ -203,7 +221,8 @@ class DecoderStack(nn.Module):
     def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
         hidden_size, size = model_config.hidden_size, model_config.own_embedding_size
-        self._has_positions, num_types = model_config.num_positions > 0, model_config.num_token_types
+        num_types = model_config.num_token_types
+        self._has_positions = model_config.num_positions > 0 or model_config.sinusoid != ""
         if stage.is_first:
             self.embed_tokens = VocabularyParallelEmbedding(
                 context.of_head, model_config.num_embeddings, model_config.embedding_size
@@ -213,7 +232,10 @@ class DecoderStack(nn.Module):
             self._multiplies_rows = not model_config.rounds_multiplier
             if model_config.rounds_multiplier:
                 self._multiplier = float(torch.tensor(self._multiplier, dtype=context.dtype))
-            if self._has_positions:
+            self.embed_positions: PositionEmbedding | SinusoidalPositions
+            if model_config.sinusoid:
+                self.embed_positions = SinusoidalPositions(context, model_config)
+            elif self._has_positions:
                 offset, padding_token = model_config.position_offset, model_config.unplaced_token
                 num_positions = model_config.num_positions
                 self.embed_positions = PositionEmbedding(context, num_positions, hidden_size, offset, padding_token)
@@ -229,6 +251,11 @@ class DecoderStack(nn.Module):
             self.project_in = replicated_linear(context, "project_in", size, hidden_size)
         if size and stage.is_last:
             self.project_out = replicated_linear(context, "project_out", hidden_size, size)
+        # Every stage has the only table, of which each rank has its heads.
+        first, self.relative_bias = model_config.layers[0], None
+        if first.relative_bias is not None:
+            bias = (first.relative_bias, first.num_heads)
+            self.relative_bias = RelativeBiasTable(context, *bias, sees_later=model_config.is_encoder)
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
@@ -282,6 +309,9 @@ class DecoderStack(nn.Module):
         bits. If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits. Else all layers may
         be one call, or attention and gates one with the GEMM before.
         """
+        if metadata.cross is not None:
+            tokens = (token_ids, positions, rope_regimes)
+            return self._forward_with_encoder(*tokens, cache, metadata.cross, incoming, media, is_fused=is_fused)
         of_tokens = (positions, rope_regimes, self.dtype, rope_positions)
         ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
         residual = incoming
@@ -304,7 +334,7 @@ class DecoderStack(nn.Module):
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
             layer = self.layers[index]
-            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused}
+            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **self._biases}
             if states:
                 options["states"] = states[index]
             if inputs is not None:
@@ -326,6 +356,60 @@ class DecoderStack(nn.Module):
             return hidden
         projected: Tensor = self.project_out(hidden, adapters if wanted is None else wanted.adapters)
         return projected
+
+    def _forward_with_encoder(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rope_regimes: Tensor,
+        cache: LayerCaches,
+        step: CrossStep,
+        incoming: Tensor | None,
+        media: StepMedia | None,
+        *,
+        is_fused: bool,
+    ) -> Tensor:
+        """`forward` of a decoder with an encoder: layers compute the decoder's tokens, and take the encoder's rows as
+        they are. The stream [T, hidden] has both, so that rows reach every stage; padding is zeros there.
+        """
+        places, stream = step.decoder_rows, incoming
+        if self._stage.is_first:
+            stream = self._embed_with_encoder(token_ids, positions, step, media)
+        assert stream is not None, "a stage after the first needs the residual stream"
+        rows, residual = stream[step.encoder_rows], stream[places]
+        of_tokens = (positions[places], rope_regimes[places], self.dtype)
+        ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
+        options: dict[str, Any] = {"is_fused": is_fused, "seen": step.seen, **self._biases}
+        assert len(self.layers) == len(cache), (len(self.layers), len(cache))
+        for layer, layer_cache in zip(self._decoder_layers, cache, strict=True):
+            if len(rows) and layer.cross_attn is not None:
+                layer.cross_attn.write(rows, layer_cache, step.written)
+            if len(residual):
+                _, residual = layer(None, residual, ropes, layer_cache, step.own, **options)
+        if self.norm is not None and len(residual):
+            residual = self.norm(residual)
+        return stream.index_copy_(0, places, residual)
+
+    def _embed_with_encoder(
+        self, token_ids: Tensor, positions: Tensor, step: CrossStep, media: StepMedia | None
+    ) -> Tensor:
+        """The stream [T, hidden] before the layers, of the decoder's tokens and the encoder's rows."""
+        places, size = step.decoder_rows, self.embed_tokens.hidden_size
+        stream = torch.zeros((len(token_ids), size), dtype=self.dtype, device=token_ids.device)
+        if media is not None:
+            stream.index_copy_(0, media.places, media.rows)
+        if len(places):
+            stream.index_copy_(0, places, self._embed(token_ids[places], positions[places], None, None, None, None))
+        return stream
+
+    @property
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [each for each in self.layers if isinstance(each, DecoderLayer)]
+
+    @property
+    def _biases(self) -> dict[str, Tensor]:
+        """Further arguments of layers whose attention has a bias of distances."""
+        return {} if self.relative_bias is None else {"distance_bias": self.relative_bias.table()}
 
     @property
     def supports_wanted(self) -> bool:
@@ -386,11 +470,8 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
-        vision = model_config.vision
-        self.tower: Tower | None = None
-        """Makes the rows of images, on the first stage of a model that takes them."""
-        if stage.is_first and vision is not None and vision.tower is not None:
-            self.tower = new_tower(context, vision, model_config.embedding_size)
+        self.tower: Tower | None = _tower(context, model_config) if stage.is_first else None
+        """Makes the rows of images, or of an encoder's input, on the first stage of a model that takes them."""
         self.pooler: Pooler | None = None
         """Replaces the token head on the last stage of a pooling model."""
         if stage.is_last and model_config.pooling is not None:
@@ -461,6 +542,15 @@ class DecoderForCausalLM(nn.Module):
         """Parameters may have been given other memory: what joins or stacks them is made again."""
         for layer in self.sparse_layers.values():
             layer.forget_addresses()
+
+
+def _tower(context: LayerContext, model_config: ModelConfig) -> Tower | None:
+    vision, part = model_config.vision, model_config.encoder_part
+    if part is not None:
+        return new_encoder(context, part, DecoderStack)
+    if vision is None or vision.tower is None:
+        return None
+    return new_tower(context, vision, model_config.embedding_size)
 
 
 def _stage_slices(context: LayerContext, model_config: ModelConfig, stage: Stage) -> list[WeightSlice]:

@@ -72,7 +72,7 @@ class CallRunner:
                     elif each.form is not None:
                         params[index] = replace(params[index], structured_outputs=each.form).frozen()
                     try:
-                        params[index] = each.salted(params[index])
+                        params[index] = each.completed(params[index])
                     except ValueError as error:
                         each.error = each.error or str(error)
                 deliver_signals()
@@ -110,6 +110,7 @@ class CallRunner:
             answered = answer_per_rank(self._engine, self._replicas, f"{call}(gather=True)", prepare_accepted)
         for (index, prompt), output in zip(accepted.items(), answered, strict=True):
             output.request_id, output.prompt = str(index), prompt.text
+            output.encoder_prompt = prompt.encoder_text
             outputs[index] = output
         return _in_order(given, outputs)
 
@@ -157,7 +158,7 @@ class CallRunner:
                     raise ValueError(each.error)
                 engine, num_virtual = self._engine, each.num_virtual_tokens
                 each.token_ids = tuple(engine.limits.truncate(each.token_ids, sampling, each.rows, num_virtual))
-                given_rows = (each.rows, num_virtual, each.media_items)
+                given_rows = (each.rows, num_virtual, each.media_items, each.encoder)
                 engine.requests.check(each.token_ids, sampling, each.pooling, *given_rows)
             except ValueError as error:
                 outputs[index] = RequestOutput(
@@ -176,8 +177,10 @@ def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedProm
             rows=each.rows,
             virtual=each.virtual,
             media_items=each.media_items,
+            encoder=each.encoder,
             media=each.media,
             text=each.text,
+            encoder_text=each.encoder_text,
         )
         for index, (each, sampling) in enumerate(given)
         if index not in rejected

@@ -360,7 +360,7 @@ class Scheduler:
         assert request.request_id not in self.queues.groups, request.request_id
         if request.adapter:
             self.adapters.use(request.adapter)
-        if request.num_virtual_tokens:
+        if request.has_prompt_adapter:
             self.prompt_adapters.use(digest_in(request.rows[0]))
         self.media_rows.admit(request)
         group = new_group(request)

@@ -80,6 +80,9 @@ def weights_bytes(
         # Layers of every stage would need them: there is one stage.
         input_rows = vocabulary_rows(model_config.num_layer_inputs, layout.tensor_parallel_size)
         tables += input_rows * model_config.layer_inputs_size + model_config.num_layer_input_parameters
+    for (layer, share), _ in [*kinds.items()][:1]:
+        # One table of all layers, on every stage.
+        tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
     # Every rank of a group has the complete projection, on the stage of its table.
     tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters
     num_norms = stage.is_last * model_config.has_last_norm + stage.is_first * model_config.has_embedding_norm
@@ -228,7 +231,9 @@ def activation_bytes(
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
     num_columns = max(share.num_columns * _column_copies(layer) for layer, share in kinds)
+    # Of a decoder with an encoder the complete stream, and the encoder's rows of it.
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
+    num_streams += 2 * (model_config.encoder_part is not None)
     per_token = num_streams * model_config.hidden_size + max(
         attention, num_columns, _sparse_elements(model_config, layout)
     )

@@ -81,7 +81,7 @@ class MemoryPlan:
     @property
     def num_blocks_of_longest(self) -> int:
         """Most blocks of a sequence of `max_model_len` tokens, of all groups of layers."""
-        return self.groups.num_blocks(self.resolved.max_model_len, self.resolved.config.cache.block_size)
+        return self.groups.num_blocks(self.resolved.max_sequence_len, self.resolved.config.cache.block_size)
 
     @property
     def groups(self) -> LayerGroups:

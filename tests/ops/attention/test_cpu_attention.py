@@ -120,6 +120,18 @@ def test_plain_torch_bounds_scores_too(window):
         assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
 
 
+@pytest.mark.parametrize("sees_later", [False, True])
+@pytest.mark.parametrize(("window", "max_distance"), [(0, 20), (0, 200), (50, 20)])
+def test_plain_torch_adds_distance_bias_too(window, max_distance, sees_later):
+    sizes = Sizes(group_size=3, window=window, max_distance=max_distance, sees_later=sees_later)
+    one = sequence(90, sizes)
+    for chunk in (WHOLE,) if sees_later else (WHOLE, 7, 1):
+        assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
+    assert not is_close(
+        run(SdpaBackend(), one, WHOLE), formula(replace(one, sizes=replace(sizes, max_distance=0))), FLOAT32
+    )
+
+
 class LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor that was made."""
 
