@@ -39,10 +39,10 @@ from spmd_worker.ranks.topology import RankLayout, Stage
 from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
 
 TOLERANCE = 2e-5
-EVERY = sorted(CASES)
 FEW = ("bart", "t5 with gates", "whisper")
 """Shared embeddings and norms of sums; relative positions and gates; audio."""
-WITH_CONTROLS = ("bart", "m2m100", "t5", "whisper")
+EVERY = [pytest.param(each, marks=() if each in FEW else pytest.mark.matrix) for each in CASES]
+WITH_CONTROLS = ["bart", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("m2m100", "t5", "whisper"))]
 EMBEDDING = "model.shared.weight"
 Given = EncoderIds | AudioFeatures
 
@@ -162,6 +162,7 @@ def test_comparison_detects_changed_encoder_rows(name: str, monkeypatch: pytest.
     assert unnoticed == []
 
 
+@pytest.mark.matrix
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize("name", ["bart", "whisper"])
 def test_comparison_detects_changed_encoder_epsilon(name: str, monkeypatch: pytest.MonkeyPatch):
