@@ -12,8 +12,8 @@ from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
 
 
 def families(*quick: str) -> list[Any]:
-    """All architectures of decoders alone as parameters of a test. But for `quick` ones those that came last are in the tier of layouts,
-    and text parts that are rows of others, without the first two, in that of stress.
+    """All architectures of decoders alone as parameters of a test. But for `quick` ones those that came last are in the
+    tier of layouts, and text parts that are rows of others, without the first two, in that of stress.
     """
     sparse = {name for name, family in FAMILIES.items() if family.experts} - {"Qwen2MoeForCausalLM"}
     first, second, *others = TEXT_PART_ROWS
