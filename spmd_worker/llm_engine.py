@@ -240,7 +240,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             raise ValueError(encoded.error)
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
-        token_ids, sampling = encoded.token_ids, encoded.completed(pooled_sampling(encoded.pooling, config), RuledParams())
+        sampling = encoded.completed(pooled_sampling(encoded.pooling, config), RuledParams())
+        token_ids = encoded.token_ids
         items = encoded.media_items
         self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows, media_items=items)
         return self.requests.admit(

@@ -13,6 +13,7 @@ from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.media_items import MediaItem
 
 UNSUPPORTED: Final = (

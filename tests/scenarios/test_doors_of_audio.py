@@ -131,6 +131,7 @@ def job(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dic
     return folder, {each["custom_id"]: each for each in answers}
 
 
+@pytest.mark.guarantee("One recording, one transcript: calls, rows and requests", is_control_inside=True)
 def test_rows_of_audio_have_the_texts_of_calls(job: tuple[Path, dict[str, Any]], calls: dict[str, list[Any]]) -> None:
     answers = job[1]
     texts = {name: "".join([each.outputs[0].text for each in found]) for name, found in calls.items()}

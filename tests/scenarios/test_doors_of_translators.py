@@ -1,6 +1,5 @@
 """Texts for an encoder through every door, calls, rows and requests: transformers' tokens."""
 
-import json
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -77,6 +76,7 @@ def expected(folder: Path) -> dict[str, list[list[int]]]:
     }
 
 
+@pytest.mark.guarantee("Texts of encoders by every form: transformers' tokens", is_control_inside=True)
 def test_calls_have_the_tokens_of_transformers(folder: Path, expected: dict[str, list[list[int]]]) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     params = SamplingParams(**SAMPLING)
@@ -170,4 +170,3 @@ def test_model_without_an_encoder_refuses_its_rows(tmp_path: Path) -> None:
     ]
     codes = [each["error"]["code"] for each in answers_of_job(tmp_path, MODEL, rows, num_blocks=64)]
     assert codes == ["audio_unsupported", "encoder_unsupported", "encoder_unsupported", "audio_unsupported"]
-    assert json.dumps(codes)

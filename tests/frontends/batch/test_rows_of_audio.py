@@ -14,6 +14,7 @@ from speech_models import IDS, sound, speech_folder, wave_file, write_tokenizer
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.encoder_prompts import EncoderPrompts
+from spmd_worker.engine.encoder_limits import EncoderLimits
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio, joined_output, transcript_of
@@ -94,9 +95,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def limits(audio: HereAudio, tokenizer: Tokenizer) -> RequestLimits:
     prompts = EncoderPrompts(GENERATION, audio)
-    from spmd_worker.engine.encoder_limits import EncoderLimits
-
-    encoder = EncoderLimits("audio", 10, may_raise=False)
+    encoder = EncoderLimits("audio", 10, may_raise=False, num_kept_rows=10)
     return RequestLimits(tokenizer.vocab_size, 64, has_tokenizer=True, encoder=encoder, encoder_prompts=prompts)
 
 
