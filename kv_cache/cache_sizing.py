@@ -71,19 +71,22 @@ class CacheSizing:
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """Maximum that the cache must hold: `max_num_seqs` sequences of `max_model_len` tokens."""
+    """Maximum that the cache must hold: `max_num_seqs` sequences of `max_model_len` tokens, behind `num_before`
+    positions of an encoder's input.
+    """
 
     max_num_seqs: int
     max_model_len: int
+    num_before: int = 0
 
     def num_blocks(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> int:
         """Most blocks that are ever in use at once, of all groups of layers."""
-        return self.max_num_seqs * groups.num_blocks(self.max_model_len, block_size)
+        return self.max_num_seqs * groups.num_blocks(self.num_before + self.max_model_len, block_size)
 
     def __str__(self) -> str:
         return (
             f"{self.max_num_seqs} sequences (scheduler.max_num_seqs) of {self.max_model_len} tokens "
-            f"(model.max_model_len)"
+            f"(model.max_model_len){_behind(self.num_before)}"
         )
 
 
@@ -146,13 +149,15 @@ def check_cache_holds_one_sequence(
     is_profiled: bool = False,
     has_swap_space_on_device: bool = False,
     groups: LayerGroups = ONE_GROUP,
+    num_before: int = 0,
 ) -> None:
     """Raise ValueError unless the longest allowed sequence fits when it runs alone: else it could never finish.
 
     `is_profiled`: the number was measured and is not `cache.num_blocks`; `has_swap_space_on_device`: swap space uses
-    some of that memory. The error then names other ways out. `num_blocks` are of any of the `groups`.
+    some of that memory. The error then names other ways out. `num_blocks` are of any of the `groups`. `num_before` is
+    as in `CacheNeed`.
     """
-    num_groups, num_needed = groups.num_groups, groups.num_blocks(max_model_len, block_size)
+    num_groups, num_needed = groups.num_groups, groups.num_blocks(num_before + max_model_len, block_size)
     num_tokens = num_blocks // num_groups * block_size
     if num_blocks >= num_needed:
         return
@@ -160,13 +165,18 @@ def check_cache_holds_one_sequence(
     if is_profiled:
         raise ValueError(
             f"memory holds {num_blocks} cache blocks{of_groups}, {num_tokens} tokens, but model.max_model_len is "
-            f"{max_model_len}: raise cache.gpu_memory_utilization or lower model.max_model_len"
+            f"{max_model_len}{_behind(num_before)}: raise cache.gpu_memory_utilization or lower model.max_model_len"
             f"{' or cache.swap_space_gib' if has_swap_space_on_device else ''}"
         )
     raise ValueError(
         f"cache.num_blocks={num_blocks // num_groups} holds {num_tokens} tokens but model.max_model_len is "
-        f"{max_model_len}: raise cache.num_blocks to at least {-(-num_needed // num_groups)} or lower max_model_len"
+        f"{max_model_len}{_behind(num_before)}: raise cache.num_blocks to at least {-(-num_needed // num_groups)} or "
+        f"lower max_model_len"
     )
+
+
+def _behind(num_before: int) -> str:
+    return f" behind {num_before} positions of an encoder's input (scheduler.max_encoder_len)" if num_before else ""
 
 
 def format_bytes(num_bytes: int) -> str:

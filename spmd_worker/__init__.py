@@ -14,6 +14,7 @@ _MODULES = {
     "replica.sequence.prompt_adapter_request": ("PromptAdapterRequest",),
     "replica.sequence.sampling_params": ("SamplingParams", "RequestOutputKind"),
     "replica.sequence.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
+    "replica.sequence.token_rules": ("TokenRules", "TimestampRules"),
     "replica.sequence.pooling_params": ("PoolingParams",),
     "replica.sequence.outputs": (
         *("ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput"),

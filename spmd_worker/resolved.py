@@ -16,6 +16,8 @@ from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfi
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.byte_rows import fits_bytes
+from spmd_worker.model_config.decoder_generation import DecoderGeneration
+from spmd_worker.model_config.encoder_options import max_encoder_len, num_encoder_positions
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MAX_INPUTS
@@ -36,9 +38,11 @@ _DEFAULT_MAX_IMAGE_TOKENS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:
-    """Made by `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, `files_digest` covers the
-    bytes of config.json, generation_config.json and the pooling files, `location` is that of the files. `tokenizer` is
-    the folder's, in the process that has read the run; None in other processes, in a plan and without tokenizer.json.
+    """Made by `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, of an
+    encoder-decoder model the decoder's; `max_encoder_len` those of its encoder's input, 0 without an encoder.
+    `files_digest` covers the bytes of config.json, generation_config.json and the pooling files, `location` is that of
+    the files. `tokenizer` is the folder's, in the process that has read the run; None in other processes, in a plan and
+    without tokenizer.json; `decoder` is of encoder-decoder models, in that process too.
     """
 
     config: RunConfig
@@ -50,7 +54,9 @@ class ResolvedRun:
     default_sampling: SamplingParams
     files_digest: str
     location: ModelLocation
+    max_encoder_len: int = 0
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
+    decoder: DecoderGeneration | None = field(default=None, metadata=NOT_SENT)
 
     @property
     def max_num_seqs(self) -> int:
@@ -66,6 +72,21 @@ class ResolvedRun:
     def num_in_flight(self) -> int:
         """Maximum number of steps in flight: one per pipeline stage, and those scheduled ahead."""
         return self.layout.pipeline_parallel_size + self.num_steps_ahead
+
+    @property
+    def max_encoder_positions(self) -> int:
+        """Positions of the longest input of an encoder, which takes whole blocks before the decoder's tokens."""
+        return num_encoder_positions(self.config, self.model_config)
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Positions of the longest sequence."""
+        return self.max_encoder_positions + self.max_model_len
+
+    @property
+    def max_tower_rows(self) -> int:
+        """The most rows that a tower makes at once: tokens of an image, or an encoder's input."""
+        return self.max_encoder_len or self.max_image_tokens
 
     @property
     def max_image_tokens(self) -> int:
@@ -148,14 +169,16 @@ def resolve(
     if files.model_config.is_encoder:
         config = _encoder_config(config, _max_model_len(config, files.model_config))
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
-    if model_config.vision is not None:
-        config = replace(config, limits=config.limits.for_images())
+    part = model_config.encoder_part
+    if model_config.vision is not None or (part is not None and part.audio is not None):
+        config = replace(config, limits=config.limits.for_media())
     _check_quantization(config, model_config, device_type)
     _check_states(config, model_config)
     if config.model.prompt_adapters and model_config.pooling is not None:
         raise ConfigError("model.prompt_adapters are for models that generate, but this run pools: leave it out")
     _uses_async_scheduling(config, model_config, device_type)
-    for text in _settings_without_effect(config, model_config, device_type):
+    unused = "" if files.decoder is None else files.decoder.warning
+    for text in [*_settings_without_effect(config, model_config, device_type), *([unused] if unused else [])]:
         logger.warning("%s", text, extra=SAME_ON_EVERY_RANK)
     return ResolvedRun(
         config=config,
@@ -164,9 +187,14 @@ def resolve(
         device_type=device_type,
         dtype=_dtype(config, model_config, device_type),
         max_model_len=_max_model_len(config, model_config),
-        default_sampling=default_sampling(config.sampling, files.generation_config, config.limits.max_tokens),
+        default_sampling=default_sampling(
+            *(config.sampling, files.generation_config, config.limits.max_tokens),
+            None if files.decoder is None else files.decoder.max_tokens,
+        ),
         files_digest=files.digest,
         location=location,
+        max_encoder_len=max_encoder_len(config, model_config),
+        decoder=files.decoder,
     )
 
 
@@ -426,7 +454,8 @@ def _dtype(config: RunConfig, model_config: ModelConfig, device_type: str) -> st
 def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
     """Maximum length of a sequence, tokens. Raises ConfigError for more than the model supports."""
     wanted = config.model.max_model_len
-    if wanted is not None and wanted > model_config.max_model_len:
+    is_bounded = model_config.encoder_part is None or model_config.encoder_part.max_rows > 0
+    if is_bounded and wanted is not None and wanted > model_config.max_model_len:
         raise ConfigError(
             f"model.max_model_len={wanted} is more than the model's {model_config.max_model_len} tokens: "
             f"lower it or leave it null"
@@ -436,9 +465,12 @@ def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
     tokens = config.scheduler.max_num_batched_tokens
     if model_config.is_encoder:
         return max_model_len
-    if not config.scheduler.enable_chunked_prefill and tokens < max_model_len:
+    num_before = num_encoder_positions(config, model_config)
+    if not config.scheduler.enable_chunked_prefill and tokens < num_before + max_model_len:
+        before = f" behind {num_before} positions of the encoder's input" if num_before else ""
         raise ConfigError(
-            f"scheduler.max_num_batched_tokens={tokens} cannot hold a prompt of model.max_model_len={max_model_len} "
-            f"with scheduler.enable_chunked_prefill=false: raise it to {max_model_len} or enable chunked prefill"
+            f"scheduler.max_num_batched_tokens={tokens} cannot hold a prompt of model.max_model_len={max_model_len}"
+            f"{before} with scheduler.enable_chunked_prefill=false: raise it to {num_before + max_model_len} or enable "
+            f"chunked prefill"
         )
     return max_model_len

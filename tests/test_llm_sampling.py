@@ -18,9 +18,12 @@ from reference_models import (
     reference_model,
     write_text_checkpoint,
 )
+from transformers import GenerationConfig
+from transformers.generation import logits_process
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +218,45 @@ def test_bad_words_and_allowed_tokens_equal_transformers(llm: LLM):
     ours = tokens(run(llm, PROMPTS, replace(GREEDY, allowed_token_ids=some)))
     for prompt, (found,) in zip(PROMPTS, ours, strict=True):
         assert found == transformers_greedy(prompt, prefix_allowed_tokens_fn=lambda _batch, _ids: some)
+
+
+RULES = TokenRules(
+    forced_tokens=(9,),
+    suppress_tokens=(*range(0, 100, 3),),
+    begin_suppress_tokens=(140, 141),
+    no_repeat_ngram_size=3,
+    timestamps=TimestampRules(130, 90, 40),
+)
+
+
+def transformers_rules(prompt: list[int]) -> list[int]:
+    config = GenerationConfig(eos_token_id=90, no_timestamps_token_id=129)
+    config.max_initial_timestamp_index = 40
+    begin = len(prompt) + 1
+    processors = [
+        logits_process.SuppressTokensAtBeginLogitsProcessor((140, 141), begin),
+        logits_process.SuppressTokensLogitsProcessor((*range(0, 100, 3),)),
+        logits_process.WhisperTimeStampLogitsProcessor(config, begin_index=begin),
+    ]
+    return [9, *transformers_greedy([*prompt, 9], no_repeat_ngram_size=3, logits_processor=processors)]
+
+
+def test_token_rules_equal_transformers(llm: LLM):
+    params = replace(GREEDY, max_tokens=13, token_rules=RULES)
+    ours = tokens(run(llm, PROMPTS, params))
+    assert [found for (found,) in ours] == [transformers_rules(prompt) for prompt in PROMPTS]
+    assert min(sum(each >= 130 for each in found) for (found,) in ours) > 1
+    assert ours != tokens(run(llm, PROMPTS, replace(params, token_rules=None)))
+
+
+@pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.matrix)])
+def test_token_rules_hold_in_chunks_and_after_preemption(llm: LLM, mode: str):
+    params = [replace(SAMPLED, max_tokens=30, seed=index, token_rules=RULES) for index in range(len(PROMPTS))]
+    expected = [tokens(run(llm, [prompt], own))[0] for prompt, own in zip(PROMPTS, params, strict=True)]
+    settings = {"num_blocks": 24, "block_size": 4, "max_model_len": 90, "max_num_batched_tokens": 9, "max_num_seqs": 9}
+    with LLM(checkpoint_folder(NAME), preemption_mode=mode, **settings) as scarce:
+        assert tokens(run(scarce, PROMPTS, params)) == expected
+        assert scarce.llm_engine.counters.num_preemptions > 0
 
 
 def test_sampled_rows_keep_to_what_is_allowed(llm: LLM):

@@ -33,7 +33,6 @@ class EngineModelConfig:
     trust_remote_code = False
     skip_tokenizer_init = False
     tokenizer_mode = "auto"
-    is_encoder_decoder = False
     is_attention_free = False
     max_logprobs = MAX_LOGPROBS
 
@@ -47,8 +46,10 @@ class EngineModelConfig:
         self.logprobs_mode = resolved.config.model.logprobs_mode
         self.architecture = resolved.model_config.architecture
         self.architectures = [self.architecture]
+        part = resolved.model_config.encoder_part
+        self.is_encoder_decoder = part is not None
         vision = resolved.model_config.vision if resolved.config.limits.max_images else None
-        self.is_multimodal_model = vision is not None
+        self.is_multimodal_model = vision is not None or (part is not None and part.audio is not None)
         self.uses_mrope = vision is not None and vision.has_three_positions
         self.runner_type = "generate" if resolved.model_config.pooling is None else "pooling"
 

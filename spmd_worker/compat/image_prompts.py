@@ -9,9 +9,11 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.media_items import MediaItem
 
 UNSUPPORTED: Final = (
@@ -141,9 +143,14 @@ def check_sizes(images: Sequence[PreparedImage]) -> None:
             )
 
 
-def num_pixel_bytes(images: Sequence[PreparedImage]) -> int:
-    """Bytes of memory of prepared images."""
-    return sum(crop.nbytes for image in images for crop in image.pixels.crops)
+def num_media_bytes(media: Sequence[PreparedMedia]) -> int:
+    """Bytes of memory of prepared images and audio."""
+    return sum(
+        each.features.features.nbytes
+        if isinstance(each, PreparedAudio)
+        else sum(crop.nbytes for crop in each.pixels.crops)
+        for each in media
+    )
 
 
 def media_digest(source_digests: Sequence[bytes]) -> str:

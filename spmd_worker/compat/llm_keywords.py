@@ -153,12 +153,15 @@ class LLMKeywords(_Others, total=False):
     enable_chunked_prefill: bool | None
     preemption_mode: str | None
     max_encode_patches: int | None
+    max_encoder_len: int | None
     async_scheduling: bool | None
     max_images: int | None
     max_image_bytes: int | None
     max_image_pixels: int | None
     max_image_tokens: int | None
     image_formats: list[str] | None
+    max_audio_bytes: int | None
+    max_audio_s: int | None
     allowed_local_media_path: str | None
     media_threads: int | None
     device: str | None

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
+from spmd_worker.replica.sequence.encoder_input import is_text
 from spmd_worker.replica.sequence.outputs import (
     GRAMMAR_FAILED,
     NON_FINITE_LOGITS,
@@ -25,9 +26,13 @@ _NO_LOGPROB: Final = Logprob(0.0, 1)
 
 
 def request_output(
-    group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None, metrics: RequestMetrics | None = None
+    group: SequenceGroup,
+    prompt: str | None,
+    tokenizer: Tokenizer | None,
+    metrics: RequestMetrics | None = None,
+    encoder_prompt: str | None = None,
 ) -> RequestOutput:
-    """Output of a finished request. `prompt` is the text that was encoded, if any.
+    """Output of a finished request. `prompt` and `encoder_prompt` are the texts that were encoded, if any.
 
     The best `n` of `best_of` samples are returned, best first, with new indices and with the `cumulative_logprob` that
     ranked them, even if the row did not ask for log-probabilities. A request whose logits, of a sample or of the
@@ -39,7 +44,9 @@ def request_output(
         prompt=prompt,
         prompt_token_ids=list(request.own_token_ids),
         finished=True,
-        num_cached_tokens=max((group.num_cached_tokens or 0) - request.num_virtual_tokens, 0),
+        num_cached_tokens=num_cached_tokens(group),
+        encoder_prompt=encoder_prompt,
+        encoder_prompt_token_ids=encoder_prompt_token_ids(request),
     )
     if request.pooling is None:
         output.error_code, output.error = _error_of(group) or (None, None)
@@ -60,6 +67,19 @@ def request_output(
         output.vector = list(struct.unpack(f"<{len(group.vector) // 4}f", group.vector))
     output.metrics = metrics
     return output
+
+
+def num_cached_tokens(group: SequenceGroup) -> int:
+    """Tokens of the caller's prompt that were found in the prefix cache, with those of an encoder's text."""
+    request, num_found = group.request, group.num_cached_tokens or 0
+    num_of_text = min(num_found, len(encoder_prompt_token_ids(request) or ()))
+    return num_of_text + max(num_found - request.num_virtual_tokens, 0)
+
+
+def encoder_prompt_token_ids(request: Request) -> list[int] | None:
+    """Ids of the text that an encoder reads; None for audio, and for a model without one."""
+    given = request.encoder_input
+    return list(given.token_ids) if given is not None and is_text(given) else None
 
 
 def _error_of(group: SequenceGroup) -> tuple[str, str] | None:
@@ -173,7 +193,7 @@ def _prompt_logprobs(group: SequenceGroup, tokenizer: Tokenizer | None) -> list[
     for rows in reversed(request.rows):
         positions[rows.start : rows.end] = [None] * len(positions[rows.start : rows.end])
         del ids[rows.start : rows.end]
-    del positions[: request.num_virtual_tokens]
+    del positions[: request.num_virtual_tokens], ids[: request.num_encoder_positions]
     positions[:1] = [None] * len(positions[:1])
     of_images = _image_positions(request, len(positions))
     for index in of_images:

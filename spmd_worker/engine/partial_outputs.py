@@ -6,7 +6,13 @@ Text that was returned never changes: incomplete characters and possible beginni
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from spmd_worker.engine.outputs import completion_output, logprobs_with_text, token_texts
+from spmd_worker.engine.outputs import (
+    completion_output,
+    encoder_prompt_token_ids,
+    logprobs_with_text,
+    num_cached_tokens,
+    token_texts,
+)
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
@@ -30,11 +36,12 @@ class _Shown:
 
 @dataclass(slots=True)
 class PartialOutputs:
-    """Partial outputs of one request, of `kind`; `prompt` is the text that was encoded, if any."""
+    """Partial outputs of one request, of `kind`; `prompt` and `encoder_prompt` are the texts encoded, if any."""
 
     kind: RequestOutputKind
     prompt: str | None
     tokenizer: Tokenizer | None
+    encoder_prompt: str | None = None
     _shown: defaultdict[int, _Shown] = field(default_factory=lambda: defaultdict(_Shown))
 
     def partial(self, group: SequenceGroup, metrics: RequestMetrics | None) -> RequestOutput | None:
@@ -53,8 +60,10 @@ class PartialOutputs:
             prompt_token_ids=list(group.request.own_token_ids),
             outputs=found,
             finished=False,
-            num_cached_tokens=max((group.num_cached_tokens or 0) - group.request.num_virtual_tokens, 0),
+            num_cached_tokens=num_cached_tokens(group),
             metrics=metrics,
+            encoder_prompt=self.encoder_prompt,
+            encoder_prompt_token_ids=encoder_prompt_token_ids(group.request),
         )
 
     def final(self, output: RequestOutput) -> RequestOutput:

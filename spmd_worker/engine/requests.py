@@ -9,15 +9,18 @@ from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.compat.audio_reading import open_encoder_prompts
 from spmd_worker.compat.image_reading import open_image_prompts
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.embeds_reader import EmbedsReader
+from spmd_worker.engine.encoder_limits import encoder_limits
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
+from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.events import Abort, Admit
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, InputRows, PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem, shifted
@@ -48,7 +51,7 @@ class Requests:
         adapters: AdapterRegistry,
         prompt_adapters: AdapterRegistry,
         hold_rows: Callable[[int, bytes, bytes], None] = lambda *rows: None,
-        hold_media: Callable[[int, int, PreparedImage], None] = lambda *image: None,
+        hold_media: Callable[[int, int, PreparedMedia], None] = lambda *image: None,
     ) -> None:
         model_config, tokenizer = resolved.model_config, resolved.tokenizer
         self.limits = RequestLimits(
@@ -66,6 +69,8 @@ class Requests:
             ),
             images=open_image_prompts(resolved),
             media=media_row_limits(resolved),
+            encoder=encoder_limits(resolved),
+            encoder_prompts=open_encoder_prompts(resolved),
         )
         self._hold_rows, self._hold_media = hold_rows, hold_media
         self.num_requests = 0
@@ -82,7 +87,7 @@ class Requests:
         self.kept_outputs: list[Any] | None = None
         """Outputs of a step that a signal handler interrupted: the next call of `step` returns them, without a step."""
         self._resolved, self._tokenizer, self._calls, self._life = resolved, tokenizer, calls, life
-        self._prompts: dict[RequestId, str | None] = {}
+        self._prompts: dict[RequestId, tuple[str | None, str | None]] = {}
         self._adapter_uses: dict[int, int] = {}
         self._last_normalised = (resolved.default_sampling, resolved.default_sampling)
 
@@ -123,9 +128,10 @@ class Requests:
         rows: PromptRows | None = None,
         num_virtual: int = 0,
         media_items: Sequence[MediaItem] = (),
+        encoder: EncoderInput | None = None,
     ) -> None:
         """Raise ValueError for a request that cannot be answered, TypeError for an invalid type. Local to this rank."""
-        self.limits.check(prompt_token_ids, sampling, pooling, rows, num_virtual, media_items)
+        self.limits.check(prompt_token_ids, sampling, pooling, rows, num_virtual, media_items, encoder)
         self._normalised(sampling)
 
     def add(
@@ -139,17 +145,19 @@ class Requests:
         adapter: int = 0,
         rows: PromptRows | None = None,
         virtual: VirtualTokens | None = None,
-        media: Sequence[PreparedImage] = (),
+        media: Sequence[PreparedMedia] = (),
         media_items: Sequence[MediaItem] = (),
+        encoder: EncoderInput | None = None,
+        encoder_text: str | None = None,
     ) -> RequestId:
         """Check a request, with the errors of `check`, and queue it (`admit`)."""
-        for name, text in (("prompt", prompt), ("custom_id", custom_id)):
+        for name, text in (("prompt", prompt), ("custom_id", custom_id), ("encoder_text", encoder_text)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} is a {type(text).__name__}: give text")
-        prompt, custom_id = plain_text(prompt), plain_text(custom_id)
+        prompt, custom_id, encoder_text = plain_text(prompt), plain_text(custom_id), plain_text(encoder_text)
         num_virtual = 0 if virtual is None else virtual.num_tokens
         prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling, rows, num_virtual)
-        self.check(prompt_token_ids, sampling, rows=rows, num_virtual=num_virtual, media_items=media_items)
+        self.check(prompt_token_ids, sampling, None, rows, num_virtual, media_items, encoder)
         return self.admit(
             prompt_token_ids,
             sampling,
@@ -161,6 +169,8 @@ class Requests:
             virtual=virtual,
             media=media,
             media_items=media_items,
+            encoder=encoder,
+            encoder_text=encoder_text,
         )
 
     def admit(
@@ -177,8 +187,10 @@ class Requests:
         adapter: int = 0,
         rows: PromptRows | None = None,
         virtual: VirtualTokens | None = None,
-        media: Sequence[PreparedImage] = (),
+        media: Sequence[PreparedMedia] = (),
         media_items: Sequence[MediaItem] = (),
+        encoder: EncoderInput | None = None,
+        encoder_text: str | None = None,
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
         `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
@@ -186,6 +198,8 @@ class Requests:
         `pooled_sampling`. `adapter` is the digest of a loaded LoRA adapter (`Adapters.digest_of`), 0 for none; raises
         AdapterError for one that is not loaded any more. `rows` are computed in place of the first ids, and the
         `virtual` tokens of a loaded prompt adapter before all. `media_items` are the tokens of the images `media`.
+        `encoder` is the input of an encoder-decoder model's encoder, its audio the only one of `media`; the ids are
+        then the decoder's, and `encoder_text` is the text that was encoded, if any.
         """
         with self._calls.queueing("add_request"):
             self._life.check_not_closed()
@@ -199,6 +213,10 @@ class Requests:
                 token_ids = (PLACEHOLDER,) * virtual.num_tokens + token_ids
                 given_rows = (virtual.rows, *[replace(each, start=virtual.num_tokens) for each in given_rows])
                 items = shifted(items, num_virtual)
+            if encoder is not None:
+                block_size = self._resolved.config.cache.block_size
+                token_ids, item = encoder.before(token_ids, block_size)
+                items, num_virtual = (item,), encoder.num_positions(block_size)
             seed, request_id = self._resolved.config.seed, RequestId(self.num_requests)
             if custom_id is None and index is None:
                 stream = unnamed_stream(seed, sampling.seed, self.num_unnamed)
@@ -209,13 +227,15 @@ class Requests:
             regime = self.rope_regime(len(token_ids), sampling) if rope_regime is None else rope_regime
             given = (token_ids, self._normalised(sampling), stream, regime, pooling, adapter, given_rows)
             request = Request(request_id, *given, num_virtual, items)
-            assert [each.media_id for each in items] == [each.media_id for each in media], request_id
+            # The workers have the text that an encoder reads: its ids.
+            held = () if encoder is not None and not media else items
+            assert [each.media_id for each in held] == [each.media_id for each in media], request_id
             if rows is not None:
                 self._hold_rows(request_id, rows.content, rows.data)
             for number, image in enumerate(media):
                 self._hold_media(request_id, number, image)
             self.num_requests += 1
-            self._prompts[request_id] = prompt
+            self._prompts[request_id] = (prompt, encoder_text)
             for digest in adapters_of(request):
                 self._adapter_uses[digest] = self._adapter_uses.get(digest, 0) + 1
             self.times.add(request_id)
@@ -267,7 +287,8 @@ class Requests:
                     self._adapter_uses[digest] -= 1
                     if not self._adapter_uses[digest]:
                         del self._adapter_uses[digest]
-        return request_output(group, self._prompts.pop(request_id, None), self._tokenizer, metrics)
+        prompt, encoder_prompt = self._prompts.pop(request_id, (None, None))
+        return request_output(group, prompt, self._tokenizer, metrics, encoder_prompt)
 
     def _check_adapter(self, digest: int) -> None:
         if digest and (not self.adapters.has(digest) or digest in self.leaving_adapters):
@@ -289,7 +310,7 @@ class Requests:
 
 def adapters_of(request: Request) -> tuple[int, ...]:
     """Digests of the LoRA and prompt adapters that a request needs."""
-    prompt_adapter = digest_in(request.rows[0]) if request.num_virtual_tokens else 0
+    prompt_adapter = digest_in(request.rows[0]) if request.has_prompt_adapter else 0
     return tuple(digest for digest in (request.adapter, prompt_adapter) if digest)
 
 

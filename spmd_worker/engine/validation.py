@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int, shown
+from spmd_worker.compat.encoder_prompts import EncoderPrompts
 from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.engine.embeds_reader import EmbedsReader
+from spmd_worker.engine.encoder_limits import EncoderLimits, check_encoder_input
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
+from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem, check_media
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_task
@@ -57,7 +60,8 @@ def _as_request_id(value: Any) -> RequestId:
 class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
     which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
-    `pooling` all rows are pooled.
+    `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has,
+    which `encoder_prompts` reads.
     """
 
     vocab_size: int
@@ -68,6 +72,15 @@ class RequestLimits:
     rows: EmbedsReader | None = None
     images: ImagePrompts | None = None
     media: MediaRowLimits = NO_MEDIA
+    encoder: EncoderLimits | None = None
+    encoder_prompts: EncoderPrompts | None = None
+
+    def close(self) -> None:
+        """End the processes that prepare images or audio. Idempotent."""
+        if self.images is not None:
+            self.images.preparer.close()
+        if self.encoder_prompts is not None and self.encoder_prompts.audio is not None:
+            self.encoder_prompts.audio.close()
 
     def truncate(
         self,
@@ -96,10 +109,11 @@ class RequestLimits:
         rows: PromptRows | None = None,
         num_virtual: int = 0,
         media_items: Sequence[MediaItem] = (),
+        encoder: EncoderInput | None = None,
     ) -> None:
         """Raise RequestError for the first invalid value, TypeError for an invalid type. The first of the ids are
         placeholders of `rows`; the prompt follows `num_virtual` tokens of a prompt adapter. `media_items` are its
-        images.
+        images, `encoder` the input of an encoder-decoder model's encoder.
         """
         check_sampling(sampling)
         self.check_runner(pooling)
@@ -112,6 +126,12 @@ class RequestLimits:
                 key = "prompt_embeds" if rows is not None else "truncate_prompt_tokens"
                 raise RequestError("conflicting_keys", f"{key} and images exclude each other: leave one of them out")
             self._check_media(media_items, len(prompt_token_ids))
+        check_encoder_input(self.encoder, self.vocab_size, encoder)
+        if encoder is not None and (rows is not None or num_virtual):
+            key = "prompt_embeds" if rows is not None else "a prompt adapter"
+            raise RequestError(
+                "conflicting_keys", f"{key} and an encoder's input exclude each other: leave out the first"
+            )
         sampling.check()
         self._check_sampling(sampling)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.layer_groups import LayerGroups
 from spmd_worker.base.config import schema
+from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import (
     ConvConfig,
@@ -23,6 +24,7 @@ from spmd_worker.model_config.layer_config import (
     LayerConfig,
     MambaConfig,
     NormConfig,
+    RelativeBias,
 )
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextTransform
@@ -37,6 +39,7 @@ from spmd_worker.replica.sequence.record_checks import sent_fields
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.worker_base import WorkerReport
 
@@ -52,11 +55,13 @@ _RECORDS: Final[dict[str, type]] = {
     for record in (
         *_CONFIG_RECORDS,
         AdapterChange,
+        AudioInput,
         BlockLayer,
         CacheSpec,
         ConvConfig,
         DeltaConfig,
         DenseConfig,
+        EncoderPart,
         HeadConfig,
         ExpertLayout,
         ExpertsConfig,
@@ -73,12 +78,15 @@ _RECORDS: Final[dict[str, type]] = {
         Quantization,
         RankEnvironment,
         RankLayout,
+        RelativeBias,
         ResolvedRun,
         RopeParameters,
         SamplingParams,
         StateLayer,
         StepResult,
         StructuredOutputsParams,
+        TimestampRules,
+        TokenRules,
         TextTransform,
         TowerConfig,
         TowerNames,

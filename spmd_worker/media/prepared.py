@@ -1,4 +1,6 @@
-"""Prepared images: pixels as a tower takes them, before they are normalised, and what they become in a prompt."""
+"""Prepared inputs: pixels as a tower takes them, before they are normalised, and what they become in a prompt; ids and
+features that the encoder of an encoder-decoder model reads.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,6 +10,8 @@ from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]
 """[height, width, 3]."""
+Features = NDArray[np.float32]
+"""[mel bins, frames]."""
 NUM_CHANNELS: Final = 3
 
 
@@ -44,6 +48,25 @@ def pixels_from(
         start = stop
     assert start == len(whole), (shapes, len(whole))
     return ImagePixels(tuple(crops), grid, size)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderIds:
+    """Token ids that an encoder reads, special tokens included: a row for each."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioFeatures:
+    """Log-mel features of one window of audio, which an encoder reads: a row for two frames."""
+
+    features: Features
+
+    @property
+    def data(self) -> bytes:
+        """All numbers, row by row."""
+        return self.features.tobytes()
 
 
 @dataclass(frozen=True, slots=True)

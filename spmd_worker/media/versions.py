@@ -1,4 +1,6 @@
-"""Versions of what decodes images: the pixels of a file may differ between them."""
+"""Versions of what decodes images and audio: the pixels or samples of a file may differ between them."""
+
+import numpy as np
 
 
 def decoder_versions() -> dict[str, str]:
@@ -14,3 +16,23 @@ def decoder_versions() -> dict[str, str]:
         "libtiff": features.version("libtiff"),
     }
     return {"Pillow": PIL.__version__, **{name: version for name, version in found.items() if version}}
+
+
+def audio_decoder_versions() -> dict[str, str]:
+    """Versions of numpy, whose Fourier transform makes the features, and of what decodes and resamples audio, as far as
+    it is installed.
+    """
+    found = {"numpy": np.__version__}
+    try:
+        import soundfile
+
+        found["soundfile"], found["libsndfile"] = soundfile.__version__, soundfile.__libsndfile_version__
+    except (ImportError, OSError):
+        pass
+    try:
+        import soxr
+
+        found["soxr"], found["libsoxr"] = soxr.__version__, soxr.__libsoxr_version__
+    except ImportError:
+        pass
+    return found

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from kv_cache.cache_engine import LayerCaches
 from kv_cache.layer_states import LayerStates
-from spmd_worker.model.layers.attention import Attention
+from spmd_worker.model.decoder_layer import DecoderLayer, normed
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
+    SinusoidalPositions,
     StepMedia,
     TokenRows,
     TokenTypeEmbedding,
@@ -31,181 +32,42 @@ from spmd_worker.model.layers.embedding import (
     VocabularyParallelHead,
 )
 from spmd_worker.model.layers.experts import SparseFeedForward
-from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import replicated_linear
-from spmd_worker.model.layers.mixers import MIXERS
-from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_norm
-from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
+from spmd_worker.model.layers.norm import add_without_norm, new_norm
+from spmd_worker.model.layers.relative_bias import RelativeBiasTable
+from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
-from spmd_worker.model.towers.new_tower import new_tower
+from spmd_worker.model.towers.new_tower import new_encoder, new_tower
 from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
 from spmd_worker.model.weights.store import WeightStore
-from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.backend import JoinedLayers
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
-from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
-from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.attention.metadata import AttentionMetadata, CrossStep, WantedTokens
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import Stage
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward on a residual stream, with norms at any of four positions: before and after each.
-
-    A layer that `defers` has plain norms before both and no others: an output is summed over ranks and added together
-    with the next norm, in one call. Otherwise it is summed and added at once.
-    """
-
-    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
-        super().__init__()
-        assert layer.is_plain_wiring or not defers, layer
-        self.config, self.hidden_size = layer, hidden_size
-        self._group, self._defers, self._multiplier = context.parts_group, defers, layer.residual_multiplier
-        self._mixers = MIXERS[layer.mixer]
-        for name, mixer_class in self._mixers:
-            self.add_module(name, mixer_class(context, layer, hidden_size))
-        self.mlp: FeedForward | SparseFeedForward | None = None
-        if layer.has_feed_forward:
-            self.mlp = (FeedForward if layer.experts is None else SparseFeedForward)(context, layer, hidden_size)
-        norms = [new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.norms]
-        self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
-
-    def forward(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
-    ) -> tuple[Tensor | None, Tensor]:
-        """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
-        changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
-        results are [W, hidden], and only keys and values of the other tokens are computed.
-        """
-        parallel_input = None
-        if self._mixers:
-            x = _normed(self.input_layernorm, part, residual)
-            if self.config.is_parallel:
-                assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
-                parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
-            arguments = (x, ropes, layer_cache, metadata, wanted)
-            part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused)
-            if wanted is not None:
-                residual, adapters = residual[wanted.rows], wanted.adapters
-                if not len(residual):
-                    return part, residual
-            part = self._added(part, self.attention_output_norm, residual)
-        if self.mlp is None:
-            return part, residual
-        x = _normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
-        options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
-        if adapters is not None:
-            options["adapters"] = adapters
-        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
-
-    def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
-        """The feed-forward of `x`: a part that is still to be added to the stream, or None."""
-        assert self.mlp is not None, "a layer without a feed-forward has nothing to do here"
-        return self._added(self.mlp(x, **options), self.mlp_output_norm, residual)
-
-    def _mixed(self, *arguments: Any, **options: Any) -> Tensor:
-        """The sum of the mixers' outputs, in their order."""
-        (first, _), *others = self._mixers
-        part: Tensor = getattr(self, first)(*arguments, **options)
-        for name, _ in others:
-            # Parts have one buffer in symmetric memory.
-            part = part.clone().add_(getattr(self, name)(*arguments, **options))
-        return part
-
-    @property
-    def supports_wanted(self) -> bool:
-        """Whether tokens can be left out: each is computed by itself, and no tokens of experts are counted. A state is
-        a function of all tokens.
-        """
-        return self._defers and isinstance(self.mlp, FeedForward) and not self.config.has_states
-
-    def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
-        """The scaled part if it is still to be added; None if it was added here."""
-        if self._defers:
-            return part if self._multiplier == 1.0 else part.mul_(self._multiplier)
-        x, norms_sums = self._group.all_reduce(part), self.config.norms_sums
-        x = x if norm is None or norms_sums else norm(x)
-        residual.add_(x if self._multiplier == 1.0 else x * self._multiplier)
-        if norm is not None and norms_sums:
-            residual.copy_(norm(residual))
-        return None
-
-    @property
-    def _attention(self) -> Attention:
-        attention = self.self_attn
-        assert isinstance(attention, Attention), "layers with other mixers are not joined"
-        return attention
-
-    def weights(self) -> LayerWeights:
-        attention, feed_forward = self._attention, self.mlp
-        norms = [norm for norm in (self.input_layernorm, self.post_attention_layernorm) if isinstance(norm, RMSNorm)]
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
-        assert len(norms) == 2, "layers with other norms are not joined"
-        return LayerWeights(
-            input_norm=norms[0].weight,
-            qkv=attention.qkv_proj.weight,
-            qkv_bias=attention.qkv_proj.bias,
-            output=attention.o_proj.weight,
-            output_bias=attention.o_proj.rank_bias,
-            norm=norms[1].weight,
-            gates=feed_forward.gate_up_proj.weight,
-            gates_bias=feed_forward.gate_up_proj.bias,
-            down=feed_forward.down_proj.weight,
-            down_bias=feed_forward.down_proj.rank_bias,
-            window=attention.window,
-        )
-
-    def adapter_stacks(self) -> tuple[AdapterStack | None, ...]:
-        attention, feed_forward = self._attention, self.mlp
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
-        layers = (attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj)
-        return tuple(layer.adapters for layer in layers)
-
-    def sizes(self) -> LayerSizes:
-        attention, feed_forward = self._attention, self.mlp
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
-        return LayerSizes(
-            hidden_size=self.hidden_size,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_size=attention.head_size,
-            intermediate_size=feed_forward.intermediate_size,
-            eps=self.config.norm.eps,
-            scale=attention.scale,
-        )
-
-
-def _normed(norm: Norm | None, part: Tensor | None, residual: Tensor) -> Tensor:
-    """The residual stream, normed if there is a norm, after a deferred part was added to it."""
-    if part is not None:
-        assert isinstance(norm, RMSNorm), "layers defer only to plain norms"
-        return norm.add_and_norm(part, residual)
-    return residual if norm is None else norm(residual)
 
 
 class DecoderStack(nn.Module):
     """Token ids -> hidden states, or a pipeline stage of it. `layers` are indexed from 0 in each stage."""
 
-    def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        model_config: ModelConfig,
+        stage: Stage,
+        embedding: VocabularyParallelEmbedding | None = None,
+    ) -> None:
+        """`embedding` is that of another stack, which this one has too."""
         super().__init__()
         hidden_size, size = model_config.hidden_size, model_config.own_embedding_size
-        self._has_positions, num_types = model_config.num_positions > 0, model_config.num_token_types
+        num_types = model_config.num_token_types
+        self._has_positions = model_config.num_positions > 0 or model_config.sinusoid != ""
         if stage.is_first:
-            self.embed_tokens = VocabularyParallelEmbedding(
+            self.embed_tokens = embedding or VocabularyParallelEmbedding(
                 context.of_head, model_config.num_embeddings, model_config.embedding_size
             )
             self._multiplier = model_config.embedding_multiplier
@@ -213,7 +75,10 @@ class DecoderStack(nn.Module):
             self._multiplies_rows = not model_config.rounds_multiplier
             if model_config.rounds_multiplier:
                 self._multiplier = float(torch.tensor(self._multiplier, dtype=context.dtype))
-            if self._has_positions:
+            self.embed_positions: PositionEmbedding | SinusoidalPositions
+            if model_config.sinusoid:
+                self.embed_positions = SinusoidalPositions(context, model_config)
+            elif self._has_positions:
                 offset, padding_token = model_config.position_offset, model_config.unplaced_token
                 num_positions = model_config.num_positions
                 self.embed_positions = PositionEmbedding(context, num_positions, hidden_size, offset, padding_token)
@@ -229,6 +94,11 @@ class DecoderStack(nn.Module):
             self.project_in = replicated_linear(context, "project_in", size, hidden_size)
         if size and stage.is_last:
             self.project_out = replicated_linear(context, "project_out", hidden_size, size)
+        # Every stage has the only table, of which each rank has its heads.
+        first, self.relative_bias = model_config.layers[0], None
+        if first.relative_bias is not None:
+            bias = (first.relative_bias, first.num_heads)
+            self.relative_bias = RelativeBiasTable(context, *bias, sees_later=model_config.is_encoder)
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
@@ -282,6 +152,9 @@ class DecoderStack(nn.Module):
         bits. If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits. Else all layers may
         be one call, or attention and gates one with the GEMM before.
         """
+        if metadata.cross is not None:
+            tokens = (token_ids, positions, rope_regimes)
+            return self._forward_with_encoder(*tokens, cache, metadata.cross, incoming, media, is_fused=is_fused)
         of_tokens = (positions, rope_regimes, self.dtype, rope_positions)
         ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
         residual = incoming
@@ -304,7 +177,7 @@ class DecoderStack(nn.Module):
         for index in range(num_joined, len(cache)):
             leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
             layer = self.layers[index]
-            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused}
+            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **self._biases}
             if states:
                 options["states"] = states[index]
             if inputs is not None:
@@ -318,7 +191,7 @@ class DecoderStack(nn.Module):
             part, residual = None if part is None else part[wanted.rows], residual[wanted.rows]
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
-        hidden = _normed(self.norm, part, residual)
+        hidden = normed(self.norm, part, residual)
         if part is not None and self._group.fast is not None:
             # Symmetric memory is overwritten by the next step.
             hidden = hidden.clone()
@@ -326,6 +199,60 @@ class DecoderStack(nn.Module):
             return hidden
         projected: Tensor = self.project_out(hidden, adapters if wanted is None else wanted.adapters)
         return projected
+
+    def _forward_with_encoder(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rope_regimes: Tensor,
+        cache: LayerCaches,
+        step: CrossStep,
+        incoming: Tensor | None,
+        media: StepMedia | None,
+        *,
+        is_fused: bool,
+    ) -> Tensor:
+        """`forward` of a decoder with an encoder: layers compute the decoder's tokens, and take the encoder's rows as
+        they are. The stream [T, hidden] has both, so that rows reach every stage; padding is zeros there.
+        """
+        places, stream = step.decoder_rows, incoming
+        if self._stage.is_first:
+            stream = self._embed_with_encoder(token_ids, positions, step, media)
+        assert stream is not None, "a stage after the first needs the residual stream"
+        rows, residual = stream[step.encoder_rows], stream[places]
+        of_tokens = (positions[places], rope_regimes[places], self.dtype)
+        ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
+        options: dict[str, Any] = {"is_fused": is_fused, "seen": step.seen, **self._biases}
+        assert len(self.layers) == len(cache), (len(self.layers), len(cache))
+        for layer, layer_cache in zip(self._decoder_layers, cache, strict=True):
+            if len(rows) and layer.cross_attn is not None:
+                layer.cross_attn.write(rows, layer_cache, step.written)
+            if len(residual):
+                _, residual = layer(None, residual, ropes, layer_cache, step.own, **options)
+        if self.norm is not None and len(residual):
+            residual = self.norm(residual)
+        return stream.index_copy_(0, places, residual)
+
+    def _embed_with_encoder(
+        self, token_ids: Tensor, positions: Tensor, step: CrossStep, media: StepMedia | None
+    ) -> Tensor:
+        """The stream [T, hidden] before the layers, of the decoder's tokens and the encoder's rows."""
+        places, size = step.decoder_rows, self.embed_tokens.hidden_size
+        stream = torch.zeros((len(token_ids), size), dtype=self.dtype, device=token_ids.device)
+        if media is not None:
+            stream.index_copy_(0, media.places, media.rows)
+        if len(places):
+            stream.index_copy_(0, places, self._embed(token_ids[places], positions[places], None, None, None, None))
+        return stream
+
+    @property
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [each for each in self.layers if isinstance(each, DecoderLayer)]
+
+    @property
+    def _biases(self) -> dict[str, Tensor]:
+        """Further arguments of layers whose attention has a bias of distances."""
+        return {} if self.relative_bias is None else {"distance_bias": self.relative_bias.table()}
 
     @property
     def supports_wanted(self) -> bool:
@@ -386,11 +313,8 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
-        vision = model_config.vision
-        self.tower: Tower | None = None
-        """Makes the rows of images, on the first stage of a model that takes them."""
-        if stage.is_first and vision is not None and vision.tower is not None:
-            self.tower = new_tower(context, vision, model_config.embedding_size)
+        self.tower: Tower | None = _tower(context, model_config, self.model) if stage.is_first else None
+        """Makes the rows of images, or of an encoder's input, on the first stage of a model that takes them."""
         self.pooler: Pooler | None = None
         """Replaces the token head on the last stage of a pooling model."""
         if stage.is_last and model_config.pooling is not None:
@@ -461,6 +385,18 @@ class DecoderForCausalLM(nn.Module):
         """Parameters may have been given other memory: what joins or stacks them is made again."""
         for layer in self.sparse_layers.values():
             layer.forget_addresses()
+
+
+def _tower(context: LayerContext, model_config: ModelConfig, stack: DecoderStack) -> Tower | None:
+    """The tower beside the first stage's stack."""
+    vision, part = model_config.vision, model_config.encoder_part
+    if part is not None:
+        # A rank that has all of the table, as it is, needs it once.
+        shares = part.shares_embedding and context.tensor_group.size == 1 and context.quantised is None
+        return new_encoder(context, part, partial(DecoderStack, embedding=stack.embed_tokens if shares else None))
+    if vision is None or vision.tower is None:
+        return None
+    return new_tower(context, vision, model_config.embedding_size)
 
 
 def _stage_slices(context: LayerContext, model_config: ModelConfig, stage: Stage) -> list[WeightSlice]:

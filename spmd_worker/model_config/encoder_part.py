@@ -7,10 +7,7 @@ Needs no torch.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from spmd_worker.model_config.model_config import ModelConfig
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +22,19 @@ class AudioInput:
 
 @dataclass(frozen=True, slots=True)
 class EncoderPart:
-    """`stack` has the encoder's layers, embeddings and norms; its architecture is a row of `ENCODER_PARTS`. Rows have
-    its hidden size, which is the decoder's. `audio` None: the encoder reads token ids of the model's vocabulary.
+    """`stack`, a `ModelConfig`, has the encoder's layers, embeddings and norms; its architecture is a row of
+    `ENCODER_PARTS`. Rows have its hidden size, which is the decoder's. `audio` None: the encoder reads token ids of the
+    model's vocabulary.
 
     `max_rows` is the most rows of an input, 0 if the model sets no bound: its positions are relative.
-    `start_token_id` begins the decoder's prompt.
+    `start_token_id` begins the decoder's prompt. `shares_embedding`: its table of embeddings is the decoder's.
     """
 
-    stack: "ModelConfig"
+    # A `ModelConfig` has this record, so its module is not imported here.
+    stack: Any
     max_rows: int
     start_token_id: int
+    shares_embedding: bool = False
     audio: AudioInput | None = None
 
     @property

@@ -282,6 +282,10 @@ class RelativeBias:
     num_buckets: int
     max_distance: int
 
+    def elements(self, num_heads: int) -> int:
+        """Elements of the table of so many heads."""
+        return self.num_buckets * num_heads
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
@@ -421,4 +425,5 @@ class LayerConfig:
     @property
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
-        return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
+        is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
+        return is_plain and not (self.is_parallel or self.has_cross_attention)

@@ -15,7 +15,9 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     """Elements of a layer's parameters on a rank with this share of it."""
     linears = sum(each.num_inputs * sum(each.num_outputs) for each in mixer_linears(layer, hidden_size, share))
     others = sum(of_kind(layer, hidden_size, share) for of_kind in _MIXER_OTHERS[layer.mixer])
-    num_norms = sum(layer.norms) + _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
+    others += _cross_biases(layer, hidden_size, share)
+    num_norms = sum(layer.norms) + sum(layer.cross_norms)
+    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
     return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar
@@ -38,8 +40,25 @@ class LinearSizes:
 
 
 def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
-    """Linear layers of the mixers of a layer, on a rank with this share of it."""
-    return tuple([each for of_kind in _MIXER_LINEARS[layer.mixer] for each in of_kind(layer, hidden_size, share)])
+    """Linear layers of a layer's mixers and of its attention to an encoder's rows, on a rank with this share of it."""
+    own = tuple([each for of_kind in _MIXER_LINEARS[layer.mixer] for each in of_kind(layer, hidden_size, share)])
+    return own + _cross_linears(layer, hidden_size, share)
+
+
+def _cross_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    if not layer.has_cross_attention:
+        return ()
+    query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
+    outputs = ((query,), (key_value, key_value))
+    return (*[LinearSizes(hidden_size, each) for each in outputs], LinearSizes(query, (hidden_size,)))
+
+
+def _cross_biases(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Those of keys are held, as zeros, if keys have none."""
+    if not layer.has_cross_attention:
+        return 0
+    num_outputs = (share.num_heads + 2 * share.num_kv_heads) * layer.head_size
+    return num_outputs * layer.has_qkv_bias + hidden_size * layer.has_output_bias
 
 
 def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:

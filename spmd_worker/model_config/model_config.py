@@ -18,10 +18,22 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
-from spmd_worker.model_config.encoder_part import EncoderPart
+from spmd_worker.model_config.decoder_generation import DecoderGeneration, read_decoder_generation
+from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.experts_reader import read_experts
+from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
-from spmd_worker.model_config.families.family import Attention, Family, Names, Rope, TextPart, Windows
+from spmd_worker.model_config.families.family import (
+    Attention,
+    Embedding,
+    EncoderDecoder,
+    Family,
+    Head,
+    Names,
+    Rope,
+    TextPart,
+    Windows,
+)
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.families.vision_rows import read_vision, with_processor
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
@@ -46,7 +58,7 @@ from spmd_worker.model_config.rope import (
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
-from spmd_worker.model_config.tower_elements import tower_elements
+from spmd_worker.model_config.tower_elements import encoder_elements, tower_elements
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.model_config.weight_format import Quantization
 
@@ -94,6 +106,10 @@ class ModelConfig:
     `vision` is how the model takes images, None for a model that runs with text alone. `encoder_part` is the encoder
     of an encoder-decoder model, whose decoder the other fields describe.
 
+    With a `sinusoid` positions are sines, then cosines, of `max_position_embeddings` positions behind `position_offset`
+    (https://arxiv.org/abs/1706.03762), which no file has: "exact", or "fairseq", whose last angle turns by position /
+    10,000 and whose frequencies are rounded.
+
     `is_encoder`: a token sees all of its row, so a row is computed in one step, nothing of it is cached, and its only
     result is a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1 where
     all have. With `has_embedding_norm` there is a norm before the layers.
@@ -129,6 +145,7 @@ class ModelConfig:
     num_image_embeddings: int = 0
     num_layer_inputs: int = 0
     vision: VisionConfig | None = None
+    sinusoid: str = ""
     encoder_part: EncoderPart | None = None
 
     @property
@@ -210,12 +227,17 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
-        num_norms = self.has_last_norm + self.has_embedding_norm
-        return self.num_embedding_parameters + sum(self.layer_parameters) + num_norms * self.norm_parameters
+        num_norms, bias = self.has_last_norm + self.has_embedding_norm, self.layers[0].relative_bias
+        tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
+        return tables + sum(self.layer_parameters) + num_norms * self.norm_parameters
 
     @property
     def num_tower_parameters(self) -> int:
-        """Parameters of the tower, which `num_parameters` does not count; 0 without one."""
+        """Parameters of the tower, or of the encoder but for a table of embeddings that is the decoder's, which
+        `num_parameters` does not count; 0 without one.
+        """
+        if self.encoder_part is not None:
+            return encoder_elements(self.encoder_part)
         return 0 if self.vision is None else tower_elements(self.vision, self.embedding_size)
 
     @property
@@ -266,7 +288,8 @@ class ModelConfig:
 class ModelFiles:
     """Contents of a model folder's `config.json` and `generation_config.json` ({} without the second), and a digest of
     their bytes and of the pooling files'. `generates`: the architecture has a token head; `model_config.pooling` is the
-    folder's pooling, and `sees_later` the setting by which a decoder's tokens see later ones too.
+    folder's pooling, and `sees_later` the setting by which a decoder's tokens see later ones too. `decoder` is how
+    answers of an encoder-decoder model are generated.
     """
 
     model_config: ModelConfig
@@ -274,6 +297,7 @@ class ModelFiles:
     digest: str
     generates: bool = True
     sees_later: str | None = None
+    decoder: DecoderGeneration | None = None
 
 
 def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelFiles:
@@ -293,8 +317,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     config = _json_object(text, path)
     generation = _json_object(generation_text, generation_path) if generation_text else {}
     # If it is null, config.json's counts.
-    if generation.get("eos_token_id") is not None:
-        config["eos_token_id"] = generation["eos_token_id"]
+    config |= {key: generation[key] for key in _OF_GENERATION if generation.get(key) is not None}
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path, with_images=with_images)
@@ -305,13 +328,33 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     names = tensor_names(model_folder) if _is_tied_by_class(config, family) else ()
     if names:
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
+    if family.names.head_bias:
+        names = tensor_names(model_folder)
+        model_config = replace(model_config, has_head_bias=not names or family.names.head_bias in names)
     generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
     pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
-    return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config))
+    decoder = _decoder_generation(generation, config, model_folder, model_config)
+    return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config), decoder)
+
+
+def _decoder_generation(
+    generation: Mapping[str, Any], config: Mapping[str, Any], folder: Path, model_config: ModelConfig
+) -> DecoderGeneration | None:
+    part = model_config.encoder_part
+    if part is None:
+        return None
+    return read_decoder_generation(
+        *(generation, config, folder),
+        start_token_id=part.start_token_id,
+        is_speech=part.audio is not None,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_positions=model_config.max_position_embeddings,
+    )
 
 
 def has_image_processor(model_folder: Path) -> bool:
@@ -331,7 +374,9 @@ def _image_processor(model_folder: Path) -> tuple[Mapping[str, Any], Path]:
 
 
 def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether the head of a text part is tied by its class's default alone; then the names in the files decide."""
+    """Whether the head is tied by its class's default alone; then the names in the files decide."""
+    if family.head.ties_by_files:
+        return True
     text = config.get("text_config")
     own = text.get(_TIE) if isinstance(text, Mapping) else None
     # If the text config counts too, its class has the same default.
@@ -377,6 +422,41 @@ def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool 
     variant = _variant(family, config)
     family = family.variants[variant - 1].family if variant else family
     config = config if family.newer is None else family.newer(config, path)
+    found = _stack(config, path, architecture, family)
+    vision = read_vision(vision_row, given, path, found.hidden_size, found.norm.eps) if vision_row else None
+    part = None if family.encoder_part is None else _encoder_part(config, path, family, variant, found)
+    return replace(found, quantization=quantization, variant=variant, vision=vision, encoder_part=part)
+
+
+def _encoder_part(
+    config: Mapping[str, Any], path: Path, family: Family, variant: int, decoder: ModelConfig
+) -> EncoderPart:
+    """The encoder whose rows this decoder reads; both are rows of the same variant."""
+    rule = family.encoder_part
+    assert rule is not None, family
+    row = ENCODER_PARTS[rule.row]
+    row = row.variants[variant - 1].family if variant else row
+    stack = replace(_stack(config, path, rule.row, row), variant=variant, has_tied_embeddings=True)
+    reader = ConfigReader({**family.defaults, **config}, path)
+    most = decoder.vocab_size - 1
+    start = reader.get("decoder_start_token_id", reader.get("bos_token_id"))
+    start = checked_integer(start, reader.where("decoder_start_token_id"), 0, most)
+    shares = stack.names.embedding == family.names.embedding
+    return EncoderPart(stack, _max_rows(reader, rule), start, shares, _audio(reader, rule))
+
+
+def _max_rows(reader: ConfigReader, rule: EncoderDecoder) -> int:
+    return reader.count(rule.max_rows_key) if rule.max_rows_key else 0
+
+
+def _audio(reader: ConfigReader, rule: EncoderDecoder) -> AudioInput | None:
+    if not rule.mel_bins_key:
+        return None
+    return AudioInput(reader.count(rule.mel_bins_key), 2 * reader.count(rule.max_rows_key))
+
+
+def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Family) -> ModelConfig:
+    """Sizes of the layers and tables that the row describes."""
     reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
@@ -395,17 +475,14 @@ def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool 
         has_tied_embeddings=reader.flag("tie_word_embeddings", False),
         dtype=_checkpoint_dtype(reader),
         eos_token_ids=_eos_token_ids(reader, vocab_size),
-        num_positions=max_positions + family.embedding.position_offset if family.rope is None else 0,
-        embedding_multiplier=(
-            hidden_size**0.5 if family.embedding.by_root else _number(reader, family.embedding.multiplier_key, 1.0)
-        ),
+        num_positions=max_positions + family.embedding.position_offset if family.names.positions else 0,
+        embedding_multiplier=_embedding_multiplier(reader, family.embedding, hidden_size),
         rounds_multiplier=family.embedding.by_root,
-        logit_divisor=_number(reader, family.head.divisor_key, 1.0) / _number(reader, family.head.multiplier_key, 1.0),
+        logit_divisor=_logit_divisor(reader, family.head, hidden_size),
         logit_cap=_number(reader, family.head.cap_key, 0.0),
-        quantization=quantization,
         position_offset=family.embedding.position_offset,
+        sinusoid=family.embedding.sinusoid,
         has_head_bias=_flag(reader, family.head.has_bias),
-        variant=variant,
         is_encoder=encoder is not None,
         num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
         unplaced_token=family.embedding.position_offset - 1 if _counts_offset(family) else -1,
@@ -415,13 +492,24 @@ def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool 
         image_layers=_image_layers(reader, family),
         num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
         num_layer_inputs=_num_layer_inputs(reader, layers, vocab_size),
-        vision=read_vision(vision_row, given, path, hidden_size, layers[0].norm.eps) if vision_row else None,
     )
 
 
+def _embedding_multiplier(reader: ConfigReader, embedding: Embedding, hidden_size: int) -> float:
+    is_root = embedding.by_root or (embedding.root_key != "" and reader.flag(embedding.root_key, False))
+    return hidden_size**0.5 if is_root else _number(reader, embedding.multiplier_key, 1.0)
+
+
+def _logit_divisor(reader: ConfigReader, head: Head, hidden_size: int) -> float:
+    if head.root_key and reader.flag(head.root_key, False):
+        return float(hidden_size**0.5)
+    return _number(reader, head.divisor_key, 1.0) / _number(reader, head.multiplier_key, 1.0)
+
+
 def family_of(architecture: str) -> Family:
-    """The row of a supported architecture."""
-    return ENCODERS[architecture] if architecture in ENCODERS else FAMILIES[architecture]
+    """The row of a supported architecture, or of the encoder of one."""
+    tables = (ENCODERS, ENCODER_PARTS, FAMILIES)
+    return next(table[architecture] for table in tables if architecture in table)
 
 
 def _max_positions(reader: ConfigReader, family: Family) -> int:
@@ -505,6 +593,9 @@ def _layers(
         has_sinks=attention.has_sinks,
         output_gate=attention.output_gate,
         norms_sums=norms.are_of_sums,
+        has_key_bias=attention.has_key_bias,
+        has_cross_attention=family.encoder_part is not None,
+        cross_norms=(family.names.cross_norms[0] != "", family.names.cross_norms[1] != ""),
     )
     thetas = reader.amounts(family.rope.thetas_key, num_layers) if family.rope is not None else None
     if family.ropes is None:
@@ -628,6 +719,7 @@ def _near(names: Sequence[Any]) -> str:
 
 
 _MAX_NAMES: Final = 4
+_OF_GENERATION: Final = ("eos_token_id", "decoder_start_token_id")
 _OF_THE_FILE: Final = ("eos_token_id", "dtype", "torch_dtype")
 _TIE: Final = "tie_word_embeddings"
 

@@ -76,6 +76,8 @@ struct Attention {
   const int32_t* last_keys;  // last position that each token of the step sees, in order; null: by `ahead`
   bool has_amx;
   const float* sinks = nullptr;  // one logit per query head, of a key without a value; null: no sinks
+  const float* distance_bias = nullptr;  // [heads, 2 * max_distance + 1], see RowBias; null: no biases
+  int64_t max_distance = 0;
 
   int group_size() const { return num_heads / cache.num_kv_heads; }
   int64_t num_tokens(int sequence) const { return query_starts[sequence + 1] - query_starts[sequence]; }
@@ -94,6 +96,10 @@ struct Attention {
     return ahead > 0 ? std::min(position + ahead, context_lengths[sequence] - 1) : position;
   }
 
+  int64_t query_head(const Item& item, int64_t row) const {
+    return int64_t(item.kv_head) * group_size() + row % group_size();
+  }
+
   Item item_of(int sequence, int kv_head, int64_t first_row, int64_t end_row, int64_t index) const {
     Item item = {sequence, kv_head, first_row, end_row, index, {}};
     item.keys = {
@@ -104,7 +110,7 @@ struct Attention {
   // Size of one row, in elements.
   int64_t offset(const Item& item, int64_t row, int64_t token_stride, int64_t head_stride) const {
     const int64_t token = query_starts[item.sequence] + row / group_size();
-    return token * token_stride + (int64_t(item.kv_head) * group_size() + row % group_size()) * head_stride;
+    return token * token_stride + query_head(item, row) * head_stride;
   }
 
   Visit first_visit(const Bundle& bundle) const {
@@ -170,16 +176,17 @@ struct Attention {
       Type::stage(query, size, scratch.queries + index * size / Type::kPair);
       std::memset(scratch.outputs + index * value_size, 0, value_size * sizeof(float));
       scratch.softmax[index] = start_of(item, row);
+      if (distance_bias != nullptr)
+        scratch.biases[index] = {distance_bias + query_head(item, row) * (2 * max_distance + 1), max_distance, at};
     }
   }
 
   // A sink is counted in the sum and has no value: the softmax starts with it.
   Softmax start_of(const Item& item, int64_t row) const {
     if (sinks == nullptr) return {-kInfinity, Floats{}};
-    constexpr float log2_of_e = 1.44269504088896340736f;
     Floats sum = Floats{};
     sum[0] = 1.0f;
-    return {sinks[int64_t(item.kv_head) * group_size() + row % group_size()] * log2_of_e, sum};
+    return {sinks[query_head(item, row)] * kLog2OfE, sum};
   }
 
   // Rows from `first` to `end` of the bundle.
@@ -226,9 +233,10 @@ struct Attention {
       Scratch& scratch) const {
     Range visible[kAmxTileRows];
     for (int r = 0; r < num_rows; ++r) visible[r] = scratch.seen[index + r].within(number);
-    const AttentionByUnit<Type> by_amx = {cache.head_size, cache.value_size(), scale, cap, scratch};
+    const AttentionByUnit<Type> by_amx = {
+        cache.head_size, cache.value_size(), scale, cap, distance_bias != nullptr, scratch};
     if (amx_rows != num_rows) by_amx.set_up(amx_rows = num_rows);
-    by_amx.run_rows(index, num_rows, visible, tile, next);
+    by_amx.run_rows(index, num_rows, number, visible, tile, next);
   }
 #endif
 
@@ -253,9 +261,8 @@ struct Attention {
     float decays[kRows];
     for (int r = 0; r < kRows; ++r)
       if (!visible[r].is_empty())
-        decays[r] = probabilities_of<Type>(
-            scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[index + r],
-            scratch.probabilities + r * kTile / Type::kPair);
+        decays[r] = probabilities_of_row<Type>(
+            r, index + r, number, scale, cap, distance_bias != nullptr, visible[r], scratch);
     if (!is_even)
       add_uneven<kRows>(visible, index, tile, next, decays, scratch);
     else if (fetches_next)
@@ -448,15 +455,15 @@ struct Attention {
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
-      int64_t window, int64_t ahead, const int32_t* last_visible, const float* sinks, int64_t latent_size,             \
+      int64_t window, int64_t ahead, const int32_t* last_visible, const float* sinks,                                  \
+      const float* distance_bias, int64_t max_distance, int64_t latent_size,                                           \
       Type::Element* output, int64_t may_use_amx, int64_t num_threads) {                                               \
-    const float log2_of_e = 1.44269504088896340736f;                                                                   \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size),                \
          int(latent_size)},                                                                                            \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
-        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, last_visible,                               \
-        may_use_amx != 0 && amx::is_granted(), sinks};                                                                 \
+        int(num_heads), scale * kLog2OfE, cap * kLog2OfE, window, ahead, last_visible,                                 \
+        may_use_amx != 0 && amx::is_granted(), sinks, distance_bias, max_distance};                                    \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 

@@ -21,6 +21,7 @@ struct AttentionByUnit {
   int head_size, value_size;
   float scale;  // of scores, to base 2
   float cap;    // of scores, to base 2; 0: none
+  bool has_biases;
   Scratch<Type>& scratch;
 
   static void set_up(int num_rows) {
@@ -35,7 +36,8 @@ struct AttentionByUnit {
 
   // Rows from `index` on; `next`: the tile to prefetch, or null.
   void run_rows(
-      int64_t index, int num_rows, const Range* visible, const Tile<Element>& tile, const Tile<Element>* next) const {
+      int64_t index, int num_rows, int64_t tile_number, const Range* visible, const Tile<Element>& tile,
+      const Tile<Element>* next) const {
     Range some = {kTile, 0}, all = {0, kTile};  // keys that any row sees; keys that every row sees which sees any
     for (int r = 0; r < num_rows; ++r) {
       if (visible[r].is_empty()) continue;
@@ -47,9 +49,8 @@ struct AttentionByUnit {
     float decays[kAmxTileRows];
     for (int r = 0; r < num_rows; ++r)
       if (!visible[r].is_empty())
-        decays[r] = probabilities_of<Type>(
-            scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[index + r],
-            scratch.probabilities + r * kTile / Type::kPair);
+        decays[r] =
+            probabilities_of_row<Type>(r, index + r, tile_number, scale, cap, has_biases, visible[r], scratch);
     float* outputs = scratch.outputs + index * value_size;
     if (is_finite_outside(all, some, tile)) {
       add_values(some, tile, next);

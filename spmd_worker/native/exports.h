@@ -28,7 +28,8 @@
       const int64_t* tables, int64_t table_stride, const Element* queries, int64_t query_token_stride,                 \
       int64_t query_head_stride, int64_t num_heads, const Element* cos, const Element* sin,                            \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
-      int64_t window, int64_t ahead, const int32_t* last_visible, const float* sinks, int64_t latent_size,             \
+      int64_t window, int64_t ahead, const int32_t* last_visible, const float* sinks,                                  \
+      const float* distance_bias, int64_t max_distance, int64_t latent_size,                                           \
       Element* output, int64_t may_use_amx, int64_t num_threads);                                                                                            \
   extern "C" void spmd_attend_projected_##name(                                                                        \
       Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \

@@ -96,8 +96,9 @@ class LoadedModel:
         dtype, device = getattr(torch, resolved.dtype), self.opened.device
         if model.stage.is_first:
             rows = RowStore(model_config.embedding_size, dtype, device, is_holder=groups.tensor.rank == 0)
-        if model.stage.is_first and model_config.vision is not None:
-            tower, sizes = getattr(model, "tower", None), (model_config.hidden_size, model_config.vision.num_added)
+        vision, encoder = model_config.vision, model_config.encoder_part
+        if model.stage.is_first and (vision is not None or encoder is not None):
+            tower, sizes = getattr(model, "tower", None), (model_config.hidden_size, vision.num_added if vision else 0)
             media = MediaStore(tower, groups.tensor, *sizes, dtype, device)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
         prefixes, adapters = PrefixStore(self.operations.attention, block_size, device), self.adapters

@@ -91,7 +91,7 @@ def _with_tower(loaded: LoadedModel, measurement: MemoryMeasurement) -> MemoryMe
     """The measurement with at least the activations of the tower, which the measured step does not run."""
     resolved, size = loaded.opened.resolved, 0
     if loaded.model.tower is not None:
-        size = tower_bytes(resolved.model_config, resolved.dtype, resolved.max_image_tokens)
+        size = tower_bytes(resolved.model_config, resolved.dtype, resolved.max_tower_rows)
     return replace(measurement, activation_bytes=max(measurement.activation_bytes, size))
 
 
@@ -115,7 +115,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         scheduler.max_num_batched_tokens,
         resolved.max_num_seqs,
         resolved.config.model.quantization,
-        resolved.max_image_tokens,
+        resolved.max_tower_rows,
     )
     measurement = measure_host(weights, estimate, environment.local_world_size)
     is_scarce = not is_estimate_enough(resolved, rank, measurement)

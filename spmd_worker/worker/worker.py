@@ -13,6 +13,7 @@ from kv_cache.cache_sizing import CacheSizing
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.connectors.interface import ConnectorContext
 from spmd_worker.base.metrics.start_times import StartTimes
+from spmd_worker.media.sent_audio import SentAudio
 from spmd_worker.media.sent_image import SentImage
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
@@ -202,6 +203,11 @@ class Worker(WorkerBase):
         media = self.running.runner.media
         if media is not None:
             media.hold(request_id, index, SentImage(media_id, shapes, grid, size, data))
+
+    def hold_audio(self, request_id: int, index: int, media_id: bytes, shape: tuple[int, int], data: bytes) -> None:
+        media = self.running.runner.media
+        if media is not None:
+            media.hold(request_id, index, SentAudio(media_id, shape, data))
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """`grammar_output` must be None: this worker computes its grammars itself."""

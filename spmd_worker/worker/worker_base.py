@@ -165,6 +165,10 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not support prompts with images")
 
+    def hold_audio(self, request_id: int, index: int, media_id: bytes, shape: tuple[int, int], data: bytes) -> None:
+        """`hold_media` for audio, which an encoder-decoder model's encoder reads (`SentAudio`)."""
+        raise NotImplementedError(f"{type(self).__name__} does not support audio")
+
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Cache operations and forward pass; None if `sample_tokens` must finish the step."""

@@ -71,6 +71,8 @@ OPTIONAL = {
     "llguidance": ("spmd_worker.replica.grammar.llguidance_input",),
     "triton": ("spmd_worker.ops.kernels.triton",),
     "PIL": ("spmd_worker.media",),
+    "soundfile": ("spmd_worker.media",),
+    "soxr": ("spmd_worker.media",),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules and folders that may import them, where they are needed and not before."""
@@ -155,6 +157,7 @@ MAY_READ_BACK = {
     "spmd_worker.ops.kernels.top_k": {"nonzero": (1, _READ), "tolist": (2, _READ)},
     "spmd_worker.ops.sampling.processors": {"unique": (2, _OF_HOST)},
     "spmd_worker.worker.runner.batch_state": {"tolist": (2, _OF_HOST)},
+    "spmd_worker.worker.runner.cross_step": {"tolist": (3, _OF_HOST)},
     "spmd_worker.ops.sampling.sampler": {"tolist": (2, _READ)},
     "spmd_worker.ops.sampling.shard_logprobs": {"tolist": (4, _READ)},
 }

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from conv_checkpoints import CASES as CONVOLUTIONS
+from cross_rows import CASES as WITH_ENCODERS
 from delta_checkpoints import DELTA_CASES, delta_config
 from expert_checkpoints import CASES as EXPERTS
 from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
@@ -81,6 +82,9 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for name, (family, keys) in CASES.items():
         suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
         yield family + suffix, config_class(name)(**{**family_checkpoints._base(family), **keys})
+    for family, keys in [*WITH_ENCODERS.values(), ("MT5", {})]:
+        suffix = "MTModel" if family == "Marian" else "ForConditionalGeneration"
+        yield family + suffix, getattr(transformers, f"{family}Config")(**keys)
     for family, keys, beside in WITH_IMAGES.values():
         text = {**BASE, **keys}
         yield f"{family}ForConditionalGeneration", getattr(transformers, f"{family}Config")(text_config=text, **beside)
@@ -110,7 +114,9 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
     with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
-    assert found == (with_bias if with_experts else {"ApertusForCausalLM"}), "negative control: they have some"
+    others = {"ApertusForCausalLM", "MarianMTModel"}
+    others |= {f"{name}ForConditionalGeneration" for name in ("Bart", "MBart", "Pegasus", "Blenderbot")}
+    assert found == (with_bias if with_experts else others), "negative control: they have some"
 
 
 def test_stage_knows_buffers_of_other_stages():

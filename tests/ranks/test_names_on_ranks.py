@@ -30,11 +30,17 @@ def calls(llm, prompts):
     yield "bad words", ids(llm.generate(prompts, params, use_tqdm=False)), plain
     params = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True, allowed_token_ids=[0, 100, 105, 106, 210])
     yield "allowed", ids(llm.generate(prompts, params, use_tqdm=False)), plain
+    rules = {"first_tokens": [3, 90, 180], "forced_tokens": [7], "suppress_tokens": [4, 5], "no_repeat_ngram_size": 2,
+             "timestamps": {"first_token_id": 130, "end_token_id": 60, "max_initial_index": 30}}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, token_rules=rules)
+    yield "rules", ids(llm.generate(prompts, params, use_tqdm=False)), plain
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, truncate_prompt_tokens=5)
     found = llm.generate(prompts, params, use_tqdm=False)
     yield "all log-probabilities", [[len(each) for each in output.outputs[0].logprobs] for output in found], plain
     beams = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True))
     yield "beams", [[each.tokens for each in output.sequences] for output in beams], plain
+    beams = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True, token_rules=rules))
+    yield "beams with rules", [[each.tokens for each in output.sequences] for output in beams], plain
     if llm.llm_engine.config.parallel.data_parallel_size > 1:
         return
     engine = llm.llm_engine

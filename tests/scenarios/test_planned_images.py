@@ -88,7 +88,7 @@ def llm(model: Path) -> Any:
         yield made
         made.llm_engine.step()
         made.llm_engine.scheduler.check_integrity()
-        assert store_of(made).num_pixel_bytes == 0
+        assert store_of(made).num_held_bytes == 0
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +202,12 @@ def test_pixels_leave_with_their_request(llm: LLM):
     engine.step()
     for _ in range(2):
         number = engine.requests.add(PROMPTS[0]["prompt_token_ids"], params, media=images, media_items=items)
-    assert store.num_pixel_bytes == 2 * len(SentImage.of(images[0]).data)
+    assert store.num_held_bytes == 2 * len(SentImage.of(images[0]).data)
     engine.requests.abort(number)
     while engine.has_unfinished_requests():
         engine.step()
     engine.step()
-    assert store.num_pixel_bytes == 0
+    assert store.num_held_bytes == 0
 
 
 @pytest.mark.parametrize("change", ["sleep", "weights", "reset"])

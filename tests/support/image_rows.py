@@ -38,12 +38,15 @@ IMAGE_ID = 10**6
 
 @dataclass(frozen=True, slots=True)
 class ImageRow:
-    """A prompt, its images, and the rows of all of their tokens [E, hidden], for each of the first layers too."""
+    """A prompt, its images, and the rows of their tokens [E, hidden], for each of the first layers too. The first
+    `num_virtual` tokens are those of an encoder, if the model has one.
+    """
 
     token_ids: tuple[int, ...]
     media: tuple[MediaItem, ...] = ()
     rows: Tensor | None = None
     added: tuple[Tensor, ...] = ()
+    num_virtual: int = 0
 
     @property
     def places(self) -> list[int]:
@@ -123,7 +126,8 @@ class ImageRun:
 
     def _request(self, index: int) -> Request:
         row = self.rows[index]
-        return Request(RequestId(index), row.token_ids, SamplingParams(temperature=0), index, media=row.media)
+        kinds: dict[str, Any] = {"media": row.media, "num_virtual_tokens": row.num_virtual}
+        return Request(RequestId(index), row.token_ids, SamplingParams(temperature=0), index, **kinds)
 
     def forget(self, num_tokens: int) -> None:
         """As a prefix hit leaves rows: the first tokens' keys and values are there."""
@@ -142,7 +146,8 @@ class ImageRun:
     def step(self, chunk: int | None, *, is_fused: bool = True) -> list[tuple[int, Tensor]]:
         scheduled = [each for each in (self._scheduled(row, chunk) for row in self.sequences) if each is not None]
         config = self.models[0].model_config
-        kinds = {"has_states": config.has_states, "vision": config.vision}
+        kinds: dict[str, Any] = {"has_states": config.has_states, "vision": config.vision}
+        kinds["has_encoder"] = config.encoder_part is not None
         batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), **kinds)
         tokens, hidden = (batch.token_ids, batch.positions, batch.rope_regimes), None
         media = self._media(scheduled)

@@ -3,6 +3,15 @@
 from typing import Final
 
 MODEL_TYPES: Final = {
+    "BartForConditionalGeneration": "bart",
+    "MBartForConditionalGeneration": "mbart",
+    "PegasusForConditionalGeneration": "pegasus",
+    "BlenderbotForConditionalGeneration": "blenderbot",
+    "MarianMTModel": "marian",
+    "M2M100ForConditionalGeneration": "m2m_100",
+    "WhisperForConditionalGeneration": "whisper",
+    "T5ForConditionalGeneration": "t5",
+    "MT5ForConditionalGeneration": "mt5",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",

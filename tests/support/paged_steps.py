@@ -27,6 +27,8 @@ class Sizes:
     window: int = 0
     score_cap: float = 0.0
     has_sinks: bool = False
+    max_distance: int = 0
+    """Above 0: scores have a bias for each distance up to this one."""
     sees_later: bool = False
     images: tuple[range, ...] = ()
     """Tokens that see all of their range."""
@@ -39,6 +41,14 @@ class Sizes:
     def sinks(self) -> Tensor | None:
         """One score a head, from far below all others to above most."""
         return torch.linspace(-9.0, 3.0, self.num_heads) if self.has_sinks else None
+
+    @property
+    def distance_bias(self) -> Tensor | None:
+        """[heads, 2 * max_distance + 1], the first heads' the same whatever their number."""
+        if not self.max_distance:
+            return None
+        generator = torch.Generator().manual_seed(self.max_distance)
+        return 2 * torch.randn(self.num_heads, 2 * self.max_distance + 1, generator=generator)
 
     @property
     def scale(self) -> float:
@@ -86,6 +96,9 @@ def formula(one: Sequence) -> Tensor:
         scores = (scores / one.sizes.score_cap).tanh() * one.sizes.score_cap
     positions = torch.arange(one.length)
     distances = positions - positions.unsqueeze(1)
+    if one.sizes.distance_bias is not None:
+        most = one.sizes.max_distance
+        scores += one.sizes.distance_bias.double()[:, distances.clamp(-most, most) + most]
     is_visible = distances <= (one.length if one.sizes.sees_later else 0)
     is_visible |= positions <= last_seen(one.sizes, positions).unsqueeze(1)
     if one.sizes.window < 0:
@@ -176,4 +189,5 @@ def _step(
     query, key, value = Sequence(merged, sequences[0].sizes).parts
     backend.write(key, value, cache, metadata)
     sizes = sequences[0].sizes
-    return backend.attend(query, cache, metadata, sizes.scale, sizes.window, sizes.score_cap, sizes.sinks)
+    bounds = (sizes.score_cap, sizes.sinks)
+    return backend.attend(query, cache, metadata, sizes.scale, sizes.window, *bounds, distance_bias=sizes.distance_bias)

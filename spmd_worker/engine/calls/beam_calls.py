@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -37,17 +37,17 @@ class BeamCalls:
     ) -> list[BeamSearchOutput]:
         """Beam search: the `beam_width` best continuations of each prompt, best first.
 
-        Each token is a call of `generate` for all beams of all prompts, which share their prefixes in the prefix cache.
-        `lora_request` and `prompt_adapter_request` are as in `generate`; virtual tokens count in no beam's length.
-        `concurrency_limit` is accepted for vLLM and has no effect. Raises ValueError for a prompt that cannot be
-        answered, and the errors of `generate`.
+        Each token is a call of `generate` for all beams of all prompts, which share their prefixes, and what an encoder
+        has read, in the prefix cache. `lora_request` and `prompt_adapter_request` are as in `generate`; virtual tokens
+        count in no beam's length. `concurrency_limit` is accepted for vLLM and has no effect. Raises ValueError for a
+        prompt that cannot be answered, and the errors of `generate`.
         """
         with self._engine.calls.inside("beam_search", is_alone=True):
             engine = self._engine
             engine.life.check_open()
             first: list[Encoded] = []
 
-            def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+            def prepare() -> tuple[list[tuple[int, ...]], list[str], dict[str, Any]]:
                 check_options(None, False, use_tqdm)
                 engine.requests.check_idle()
                 if not isinstance(params, BeamSearchParams):
@@ -63,14 +63,20 @@ class BeamCalls:
                         raise ValueError("cache_salt is not supported by beam_search: leave it out")
                     if each.rows is not None:
                         raise ValueError("prompt_embeds are not supported by beam_search: its beams are token ids")
-                    if each.media:
+                    if each.media and each.encoder is None:
                         raise ValueError("images are not supported by beam_search: its beams are token ids")
-                    engine.requests.check(each.token_ids, params.step_params, num_virtual=each.num_virtual_tokens)
-                return [each.token_ids for each in encoded], asdict(params)
+                    engine.requests.check(
+                        each.token_ids,
+                        params.step_params,
+                        num_virtual=each.num_virtual_tokens,
+                        encoder=each.encoder,
+                    )
+                inputs = ["" if each.encoder is None else each.encoder.media_id.hex() for each in encoded]
+                return [each.token_ids for each in encoded], inputs, asdict(params)
 
             # In `turns()` each rank has its own beams.
-            token_ids, _ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
-            eos_token_ids = engine.resolved.model_config.eos_token_ids
+            token_ids, *_ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
+            eos_token_ids, plain = engine.resolved.model_config.eos_token_ids, params.step_params.frozen()
             searches = [
                 BeamSearch(ids, params, eos_token_ids, each.lora_request)
                 for ids, each in zip(token_ids, first, strict=True)
@@ -85,7 +91,12 @@ class BeamCalls:
                     if not flat:
                         break
                     given = [each for each, beams in zip(first, wanted) for _ in beams]
-                    outputs = iter(self._runner.run("generate", partial(self._encode, flat, given), params.step_params))
+                    steps = [
+                        each
+                        for search, beams in zip(searches, wanted)
+                        for each in [search.next_params(plain)] * len(beams)
+                    ]
+                    outputs = iter(self._runner.run("generate", partial(self._encode, flat, given), steps))
                     for search, beams in zip(searches, wanted):
                         if beams:
                             search.advance([without_error(next(outputs)) for _ in beams])
@@ -97,9 +108,11 @@ class BeamCalls:
                     beam.text = tokenizer.decode(beam.tokens, params.skip_special_tokens)
             return [BeamSearchOutput(beams) for beams in found]
 
-    def _encode(self, prompts: Sequence[Prompt], given: Sequence[Encoded]) -> list[Encoded]:
-        """Encode beams, each with the adapters of its prompt in `given`."""
-        encoded = self._encoder.encode(prompts)
+    @staticmethod
+    def _encode(beams: Sequence[Mapping[str, Any]], given: Sequence[Encoded]) -> list[Encoded]:
+        """Encode beams, each with the adapters and the encoder's input of its prompt in `given`."""
+        encoded = [Encoded(None, tuple(each["prompt_token_ids"]), is_ids=True) for each in beams]
         for beam, prompt in zip(encoded, given, strict=True):
             beam.lora_request, beam.prompt_adapter = prompt.lora_request, prompt.prompt_adapter
+            beam.encoder, beam.encoder_text, beam.media = prompt.encoder, prompt.encoder_text, prompt.media
         return encoded

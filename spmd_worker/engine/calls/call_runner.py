@@ -21,6 +21,7 @@ from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls, answ
 from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_prompts
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
+from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -62,7 +63,7 @@ class CallRunner:
                 check_options(on_error, gather, use_tqdm)
                 engine.requests.check_idle()
                 engine.changes.complete_weights()
-                encoded, pooling = encode(), engine.limits.pooling
+                encoded, pooling, ruled = encode(), engine.limits.pooling, RuledParams()
                 params = self._encoder.params(sampling_params, len(encoded))
                 for index, each in enumerate(encoded):
                     if each.pooling is not None and pooling is not None:
@@ -72,7 +73,7 @@ class CallRunner:
                     elif each.form is not None:
                         params[index] = replace(params[index], structured_outputs=each.form).frozen()
                     try:
-                        params[index] = each.salted(params[index])
+                        params[index] = each.completed(params[index], ruled)
                     except ValueError as error:
                         each.error = each.error or str(error)
                 deliver_signals()
@@ -110,6 +111,7 @@ class CallRunner:
             answered = answer_per_rank(self._engine, self._replicas, f"{call}(gather=True)", prepare_accepted)
         for (index, prompt), output in zip(accepted.items(), answered, strict=True):
             output.request_id, output.prompt = str(index), prompt.text
+            output.encoder_prompt = prompt.encoder_text
             outputs[index] = output
         return _in_order(given, outputs)
 
@@ -157,7 +159,7 @@ class CallRunner:
                     raise ValueError(each.error)
                 engine, num_virtual = self._engine, each.num_virtual_tokens
                 each.token_ids = tuple(engine.limits.truncate(each.token_ids, sampling, each.rows, num_virtual))
-                given_rows = (each.rows, num_virtual, each.media_items)
+                given_rows = (each.rows, num_virtual, each.media_items, each.encoder)
                 engine.requests.check(each.token_ids, sampling, each.pooling, *given_rows)
             except ValueError as error:
                 outputs[index] = RequestOutput(
@@ -176,8 +178,10 @@ def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedProm
             rows=each.rows,
             virtual=each.virtual,
             media_items=each.media_items,
+            encoder=each.encoder,
             media=each.media,
             text=each.text,
+            encoder_text=each.encoder_text,
         )
         for index, (each, sampling) in enumerate(given)
         if index not in rejected

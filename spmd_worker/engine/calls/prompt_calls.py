@@ -213,6 +213,7 @@ class PromptCalls:
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
                 both.cache_salt, both.rows = encoded.cache_salt, encoded.rows
                 both.media, both.media_items = encoded.media, encoded.media_items
+                both.encoder, both.encoder_text = encoded.encoder, encoded.encoder_text
                 both.prompt_adapter = adapter
                 num_before = both.num_virtual_tokens + len(encoded.token_ids)
                 both.rope_regime = self._scored_regime(num_before, len(tokens), sampling)

@@ -182,6 +182,8 @@ def _compared_fields(prompt: Encoded) -> dict[str, Any]:
         fields["prompt_embeds"] = blake2b(prompt.rows.content, digest_size=8).hexdigest()
     if prompt.media_items:
         fields["images"] = [each.media_id.hex() for each in prompt.media_items]
+    if prompt.encoder is not None:
+        fields["encoder_input"] = [prompt.encoder.media_id.hex(), *prompt.encoder.token_ids]
     if prompt.pooling is not None:
         fields["pooling"] = asdict(prompt.pooling)
     if prompt.lora_request is not None:

@@ -20,6 +20,7 @@ from spmd_worker.engine.data_parallel.agreement import agree_to_compute, exchang
 from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_prompts
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
+from spmd_worker.media.sent_audio import PreparedMedia, SentAudio, sent
 from spmd_worker.media.sent_image import SentImage
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.lockstep.wire.record_codec import codec_of
@@ -30,6 +31,7 @@ _Prepare = Callable[[], Sequence[CheckedPrompt] | None]
 """None: this rank has left."""
 _PROMPTS: Final = codec_of(tuple[CheckedPrompt, ...] | None)
 _IMAGES: Final = codec_of(tuple[tuple[SentImage, ...], ...])
+_AUDIO: Final = codec_of(tuple[tuple[SentAudio, ...], ...])
 
 
 def answer_per_rank(
@@ -132,7 +134,9 @@ def _encode(prompts: Sequence[CheckedPrompt] | None) -> str:
     """Encode the prompts as a JSON value."""
     writer = ByteWriter()
     _PROMPTS.write(writer, [None if prompts is None else tuple(prompts)])
-    _IMAGES.write(writer, [tuple([tuple(map(SentImage.of, each.media)) for each in prompts or ()])])
+    media = [tuple(map(sent, each.media)) for each in prompts or ()]
+    for codec, kind in ((_IMAGES, SentImage), (_AUDIO, SentAudio)):
+        codec.write(writer, [tuple([tuple([one for one in each if isinstance(one, kind)]) for each in media])])
     return base64.b64encode(bytes(writer.data)).decode("ascii")
 
 
@@ -142,9 +146,11 @@ def _decode(payload: str) -> Sequence[CheckedPrompt] | None:
     reader = ByteReader(content, len(content))
     prompts: Sequence[CheckedPrompt] | None = _PROMPTS.read(reader, 1)[0]
     images: Sequence[Sequence[SentImage]] = _IMAGES.read(reader, 1)[0]
+    audio: Sequence[Sequence[SentAudio]] = _AUDIO.read(reader, 1)[0]
     if prompts is None:
         return None
-    return [
-        replace(prompt, media=tuple([each.image for each in given])) if given else prompt
-        for prompt, given in zip(prompts, images, strict=True)
+    media: list[tuple[PreparedMedia, ...]] = [
+        (*[each.prepared for each in first], *[each.prepared for each in second])
+        for first, second in zip(images, audio, strict=True)
     ]
+    return [replace(prompt, media=given) if given else prompt for prompt, given in zip(prompts, media, strict=True)]

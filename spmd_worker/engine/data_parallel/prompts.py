@@ -14,7 +14,8 @@ from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.outputs import RequestOutput
@@ -32,7 +33,8 @@ OnAnswered = Callable[[int], object]
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
     """A prompt that passed `Requests.check`. The first of its ids are placeholders of `rows`. Its output repeats
-    `text`, on the rank that has it. `media` are the images of `media_items`.
+    `text` and `encoder_text`, on the rank that has them. `media` are the images of `media_items`, or the audio of
+    `encoder`.
     """
 
     token_ids: tuple[int, ...]
@@ -43,13 +45,16 @@ class CheckedPrompt:
     rows: PromptRows | None = None
     virtual: VirtualTokens | None = None
     media_items: tuple[MediaItem, ...] = ()
+    encoder: EncoderInput | None = None
     text: str | None = field(default=None, metadata=NOT_SENT)
-    media: tuple[PreparedImage, ...] = field(default=(), metadata=NOT_SENT)
+    encoder_text: str | None = field(default=None, metadata=NOT_SENT)
+    media: tuple[PreparedMedia, ...] = field(default=(), metadata=NOT_SENT)
 
     @property
     def max_tokens(self) -> int:
         """Maximum number of tokens: prompt and, if limited, output tokens of all its samples."""
-        return len(self.token_ids) + self.sampling.num_sequences * (self.sampling.max_tokens or 0)
+        num_rows = 0 if self.encoder is None else self.encoder.num_rows
+        return num_rows + len(self.token_ids) + self.sampling.num_sequences * (self.sampling.max_tokens or 0)
 
 
 def answer_prompts(
@@ -207,6 +212,8 @@ class _Run:
             virtual=prompt.virtual,
             media=prompt.media,
             media_items=prompt.media_items,
+            encoder=prompt.encoder,
+            encoder_text=prompt.encoder_text,
         )
         self._open[number] = (index, prompt)
 

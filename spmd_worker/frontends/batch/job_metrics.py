@@ -75,10 +75,11 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
 
 
 def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Images of the rows, and the rows of their tokens; nothing of a job without images."""
-    if not counters["num_images"]:
+    """Images of the rows, and the rows of their tokens, or those of encoder inputs; nothing of a job without either."""
+    of_images = ("images", "image_tokens") if counters["num_images"] else ()
+    names = (*of_images, "rows_encoded", "rows_reused")
+    if not any(counters[f"num_{name}"] for name in names):
         return {}
-    names = ("images", "image_tokens", "rows_encoded", "rows_reused")
     encode_s = sum(value["encode_s"] for value in values)
     return {**{name: counters[f"num_{name}"] for name in names}, "encode_s": encode_s}
 

@@ -135,7 +135,7 @@ def logprob_records(position: TokenLogprobs) -> list[JsonObject]:
 def usage(output: RequestOutput) -> dict[str, int]:
     """Token counts of a request; unlike OpenAI's, without samples that `best_of` ran and did not return."""
     num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-    return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": num_output_tokens}
+    return {"prompt_tokens": output.num_prompt_tokens, "completion_tokens": num_output_tokens}
 
 
 def total_usage(output: RequestOutput) -> dict[str, int]:

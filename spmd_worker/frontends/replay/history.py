@@ -60,7 +60,9 @@ class RowHistory:
     def write_request(self) -> None:
         request, sampling = self._request, self._request.sampling
         prompt, num_virtual = shorten(request.own_token_ids), request.num_virtual_tokens
+        given = request.encoder_input
         virtual = f", after {num_virtual} of a prompt adapter" if num_virtual else ""
+        virtual = virtual if given is None else f", after {given.num_rows} rows of the encoder's input"
         self._write(f"request {request.request_id}: {len(request.own_token_ids)} prompt tokens {prompt}{virtual}")
         adapter = f" adapter={request.adapter:016x}" if request.adapter else ""
         self._write(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}{adapter}")

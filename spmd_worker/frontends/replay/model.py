@@ -21,6 +21,7 @@ from spmd_worker.frontends.replay.step_log import StepLogHeader
 from spmd_worker.model.adapters.prompt_adapter import read_prompt_adapter
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA
+from spmd_worker.replica.sequence.encoder_input import is_text
 from spmd_worker.replica.sequence.events import (
     AddAdapter,
     AddPromptAdapter,
@@ -38,6 +39,7 @@ from spmd_worker.replica.sequence.prompt_adapter_request import (
     REMOVE_PROMPT_ADAPTER,
     PromptAdapterRequest,
 )
+from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP
@@ -105,8 +107,8 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     executor.remove_prompt_adapter(event.int_id)
                 elif isinstance(event, Admit) and len(event.request.rows) > (event.request.num_virtual_tokens > 0):
                     change = f"the embeddings of request {event.request.request_id} (prompt_embeds)"
-                elif isinstance(event, Admit) and event.request.media:
-                    change = f"the images of request {event.request.request_id}"
+                elif isinstance(event, Admit) and event.request.media and not _has_text(event.request):
+                    change = f"the images or audio of request {event.request.request_id}"
                 elif isinstance(event, EndWorkerEvent) and not event.problem and open_event not in _KEEP_ANSWERS:
                     change = f"the changes of worker event {open_event!r} of step {step.plan.step}"
             _check_runner(executor, step)
@@ -117,6 +119,11 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                 yield _compare(step, step.sampled, SampledIds(result.token_ids, result.num_token_ids))
     finally:
         executor.shutdown()
+
+
+def _has_text(request: Request) -> bool:
+    """Whether the only rows of a request are of a text, which the log has."""
+    return request.encoder_input is not None and is_text(request.encoder_input)
 
 
 def _add_adapter(executor: UniProcExecutor, event: AddAdapter) -> str:
@@ -210,6 +217,7 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             max_num_seqs=header.max_num_seqs,
             max_num_batched_tokens=header.max_num_batched_tokens,
             enable_chunked_prefill=header.enable_chunked_prefill,
+            max_encoder_len=header.max_encoder_len or None,
             async_scheduling=False,
         ),
         device=header.device,

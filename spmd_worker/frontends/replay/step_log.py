@@ -54,8 +54,8 @@ class StepLogHeader:
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
     swapping a state, `snapshot_interval` and `verify_hits` are as in `SchedulerLimits`. A model that takes images keeps
-    `num_media_rows` rows, and has the limits of `MediaRowLimits`. `num_full_groups`, `num_window_groups` and `windows`
-    are those of `LayerGroups`.
+    `num_media_rows` rows, and has the limits of `MediaRowLimits`; so does an encoder-decoder model, whose inputs have
+    at most `max_encoder_len`. `num_full_groups`, `num_window_groups` and `windows` are those of `LayerGroups`.
     """
 
     code: str
@@ -108,6 +108,7 @@ class StepLogHeader:
     num_media_rows: int = 0
     max_encode_patches: int = 0
     sees_whole_image: bool = False
+    max_encoder_len: int = 0
     verify_hits: int = 0
     num_full_groups: int = 1
     num_window_groups: int = 0

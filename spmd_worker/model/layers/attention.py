@@ -72,7 +72,8 @@ class Attention(nn.Module):
             *((name, layer.num_kv_heads, kv_heads, size) for name in of_keys),
         ]
         parts = tuple(
-            OutputPart(name, total * each, start * each, stop * each) for name, total, (start, stop), each in shares
+            OutputPart(name, total * each, start * each, stop * each, name != "k_proj" or layer.has_key_bias)
+            for name, total, (start, stop), each in shares
         )
         self._sizes = [part.stop - part.start for part in parts]
         self.qkv_proj = ColumnParallelLinear(context, hidden_size, parts, layer.has_qkv_bias)
@@ -112,9 +113,10 @@ class Attention(nn.Module):
         states: LayerStates | None = None,
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, unless it is
-        another layer's, then reads.
+        another layer's, then reads. `distance_bias` is as in `AttentionBackend.attend`, if the layer has such biases.
         """
         del states
         projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
@@ -136,7 +138,8 @@ class Attention(nn.Module):
                     return x[:0]
                 query, metadata = query[wanted.rows], wanted.metadata
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
-            attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window, *bounds)
+            of_layer = (layer_cache, metadata, self.scale, self.window, *bounds)
+            attended = self._backend.attend(query, *of_layer, distance_bias=distance_bias)
             attended = attended.view(len(query), -1)
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters

@@ -6,8 +6,9 @@ infinity, so that they are never sampled.
 T: tokens of the step; E: tokens whose rows are given; R: rows that sample; Vs: rows of one shard.
 """
 
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.kernels.int8 import row_maxima
 from spmd_worker.ranks.topology import vocabulary_rows
 
@@ -154,6 +156,36 @@ class PositionEmbedding(CheckpointLayer):
         num_before = is_padding.cumsum(0) - is_padding.long()
         firsts = torch.arange(len(positions), device=positions.device) - positions
         return (positions - num_before + num_before[firsts]).masked_fill(is_padding, -1)
+
+
+class SinusoidalPositions(nn.Module):
+    """`ModelConfig.sinusoid`: int64 [T] -> [T, hidden_size]. Nothing of it is stored in files."""
+
+    def __init__(self, context: LayerContext, model_config: ModelConfig) -> None:
+        super().__init__()
+        offset, num_positions = model_config.position_offset, model_config.max_position_embeddings
+        positions = torch.arange(offset, offset + num_positions, device="cpu")
+        angles = _SINUSOIDS[model_config.sinusoid](positions, model_config.hidden_size // 2)
+        table = torch.cat((angles.sin(), angles.cos()), dim=1)
+        self._table = table.to(context.dtype).to(context.device)
+
+    def forward(self, positions: Tensor, token_ids: Tensor) -> Tensor:
+        del token_ids
+        return F.embedding(positions, self._table)
+
+
+def _exact_angles(positions: Tensor, num_angles: int) -> Tensor:
+    """Float64 [positions, angles]."""
+    return positions.double().unsqueeze(1) / 10_000.0 ** (torch.arange(num_angles, device="cpu").double() / num_angles)
+
+
+def _fairseq_angles(positions: Tensor, num_angles: int) -> Tensor:
+    """Float32 [positions, angles]."""
+    exponents = torch.arange(num_angles, device="cpu").float() * -(math.log(10_000) / (num_angles - 1))
+    return positions.float().unsqueeze(1) * exponents.exp()
+
+
+_SINUSOIDS: Final = {"exact": _exact_angles, "fairseq": _fairseq_angles}
 
 
 class TokenTypeEmbedding(CheckpointLayer):

@@ -122,7 +122,8 @@ class LatentAttention(nn.Module):
         self._kernels, self._backend = context.kernels, context.attention
         parts = [OutputPart("kv_a_proj_with_mqa", latent.key_size, 0, latent.key_size)]
         name, num_inputs = ("q_b_proj", latent.query_rank) if latent.query_rank else ("q_proj", hidden_size)
-        query = OutputPart(name, *(each * latent.query_size for each in (layer.num_heads, *heads)))
+        total, start, stop = (each * latent.query_size for each in (layer.num_heads, *heads))
+        query = OutputPart(name, total, start, stop)
         self.q_a_layernorm: RMSNorm | None = None
         if latent.query_rank:
             parts.insert(0, OutputPart("q_a_proj", latent.query_rank, 0, latent.query_rank))

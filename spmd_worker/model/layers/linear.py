@@ -9,6 +9,7 @@ T: tokens of the step.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, replicated
+from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, replicated
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.gates import bounded_gates
 from spmd_worker.ops.kernels.int8 import row_maxima
@@ -27,13 +28,14 @@ from spmd_worker.ranks.topology import shard_range
 class OutputPart:
     """One checkpoint tensor among the outputs of a merged layer: `name` replaces the last word of the layer's name.
 
-    This rank has outputs `start` to `stop` of the `total`.
+    This rank has outputs `start` to `stop` of the `total`. Without `has_bias` it has none where other parts have one.
     """
 
     name: str
     total: int
     start: int
     stop: int
+    has_bias: bool = True
 
 
 class AdaptableLayer(PackedLayer):
@@ -76,9 +78,16 @@ class ColumnParallelLinear(AdaptableLayer):
             name, columns = f"{parent}.{part.name}", (0, self.input_size)
             shape = (part.total, self.input_size)
             yield WeightSlice(f"{name}.weight", shape, (source, columns), f"{prefix}.weight", (destination, columns))
-            if self.bias is not None:
+            if self.bias is not None and part.has_bias:
                 yield WeightSlice(f"{name}.bias", (part.total,), (source,), f"{prefix}.bias", (destination,))
             first = end
+
+    def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
+        """Biases of parts without one are zero."""
+        ends = list(accumulate(part.stop - part.start for part in self.parts))
+        for part, first, end in zip(self.parts, [0, *ends], ends, strict=False):
+            if self.bias is not None and not part.has_bias:
+                yield PaddingSlice(f"{prefix}.bias", ((first, end),))
 
 
 class GatedLinear(ColumnParallelLinear):

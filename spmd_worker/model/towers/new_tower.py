@@ -1,4 +1,4 @@
-"""Builds the tower of a model that takes images."""
+"""Builds the tower of a model that takes images, or the encoder of an encoder-decoder model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,10 +6,12 @@ from typing import Final
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
+from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.pixtral import Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
 from spmd_worker.model.towers.tower import Tower
+from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.communicator import single_group
 
@@ -30,6 +32,11 @@ def new_tower(context: LayerContext, vision: VisionConfig, hidden_size: int) -> 
     """The tower, complete on this rank and uninitialised. `hidden_size` is the text's."""
     assert vision.tower is not None, vision
     return _CLASSES[vision.kind](_own_context(context, vision.tower.padded_head_size), vision, hidden_size)
+
+
+def new_encoder(context: LayerContext, part: EncoderPart, new_stack: NewStack) -> EncoderTower:
+    """The encoder, complete on this rank and uninitialised."""
+    return EncoderTower(_own_context(context, part.stack.head_size), part, new_stack)
 
 
 def _own_context(context: LayerContext, head_size: int) -> LayerContext:

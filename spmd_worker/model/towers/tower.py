@@ -1,14 +1,19 @@
-"""Towers: pixels of one image -> the rows that its tokens take.
+"""Towers: pixels of one image -> the rows that its tokens take; or, in encoder-decoder models, ids or features of one
+input -> the rows that the decoder attends to.
 
-A tower sees one image a call, so an image's rows do not depend on what is beside it.
+A tower sees one image or input a call, so its rows do not depend on what is beside it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from spmd_worker.media.prepared import ImagePixels
+from spmd_worker.media.prepared import AudioFeatures, EncoderIds, ImagePixels
+
+TowerInput = ImagePixels | EncoderIds | AudioFeatures
+"""Prepared input of a tower; each tower takes one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +26,13 @@ class TowerRows:
     added: tuple[Tensor, ...] = ()
 
 
-MakeRows = Callable[[ImagePixels], TowerRows]
-"""A tower, or a table of rows in its place."""
+MakeRows = Callable[[Any], TowerRows]
+"""A tower, or a table of rows in its place: of one kind of `TowerInput`."""
 
 
 class Tower(nn.Module):
     """A module that is a `MakeRows`. Every rank of the first stage has all of it."""
 
-    def forward(self, image: ImagePixels) -> TowerRows:
-        """The rows of one image; with the same bits on any number of threads if the kernels are compiled."""
+    def forward(self, image: Any) -> TowerRows:
+        """The rows of one image or input; with the same bits on any number of threads if the kernels are compiled."""
         raise NotImplementedError

@@ -109,6 +109,12 @@ class Checkpoint:
         self._file_of = {name: self._file_of[stored] for name, stored in stored_names.items()}
         self._stored_names, self._views = stored_names, views
 
+    def add_copy(self, name: str, of: str) -> None:
+        """Read a tensor by another name too."""
+        self._file_of[name], self._stored_names[name] = self._file_of[of], self.stored_name(of)
+        if of in self._views:
+            self._views[name] = self._views[of]
+
     def names(self) -> list[str]:
         return sorted(self._file_of)
 

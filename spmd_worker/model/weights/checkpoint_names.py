@@ -7,7 +7,7 @@ of another release, or stack experts. Knows names and shapes, not tensors, files
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
@@ -15,7 +15,8 @@ from typing import Final
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, RecutRows, TensorView, WeightSlice, empty_slice
-from spmd_worker.model_config.families.family import NORM_POSITIONS
+from spmd_worker.model_config.encoder_part import EncoderPart
+from spmd_worker.model_config.families.family import CROSS_NORM_POSITIONS, NORM_POSITIONS
 from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
@@ -41,6 +42,7 @@ class CheckpointNames:
         self._model_config, self._stage, self._names = model_config, stage, names
         tower = None if model_config.vision is None else model_config.vision.tower
         self._tower = None if tower is None else tower.names
+        self._encoder = None if model_config.encoder_part is None else _names_of_encoder(model_config.encoder_part)
         self._has_head = pooling is None or bool(pooling.label_token_ids)
         self._is_tied = model_config.has_tied_embeddings
         self._head = f"{names.head}.weight"
@@ -55,16 +57,19 @@ class CheckpointNames:
             "model.norm": names.norm,
             "model.project_in": names.project_in,
             "model.project_out": names.project_out,
+            "model.relative_bias": names.relative_bias,
             **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
             "pooler.dense": names.head_dense,
             "pooler.norm": names.head_norm,
         }
-        self._top_modules = {top for top in (*self._tops.values(), names.head) if top}
+        of_audio = (*names.audio.convolutions, names.audio.positions)
+        self._top_modules = {top for top in (*self._tops.values(), names.head, *of_audio) if top}
         has_own_head = pooling is not None and pooling.has_score_weight and pooling.head is not None
         self._head_modules = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
         norms = {ours: theirs for ours, theirs in zip(NORM_POSITIONS, names.norms) if theirs}
+        norms |= {ours: theirs for ours, theirs in zip(CROSS_NORM_POSITIONS, names.cross_norms) if theirs}
         self._parts = {**norms, **names.parts}
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
         self._stacked = {part: (each, each.parts.index(part)) for each in names.stacked for part in each.parts}
@@ -116,18 +121,25 @@ class CheckpointNames:
         return found[0] if is_matrix else None
 
     def _pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
-        """A layer's slice with the checkpoint's names and shapes: several if a fused tensor has one part per head."""
-        if piece.parameter_name.startswith(TOWER):
-            # Layers of towers know the checkpoint's names.
+        if not piece.parameter_name.startswith(TOWER):
+            yield from self.named(piece)
+        elif self._encoder is not None and piece.checkpoint_name.startswith(TOWER):
+            yield from self._encoder.named(replace(piece, checkpoint_name=piece.checkpoint_name.removeprefix(TOWER)))
+        else:
+            # Other layers of towers know the checkpoint's names.
             yield piece
-            return
+
+    def named(self, piece: WeightSlice) -> Iterator[WeightSlice]:
+        """A layer's slice with the checkpoint's names and shapes: several if a fused tensor has one part per head."""
         module, _, leaf = piece.checkpoint_name.rpartition(".")
         found = _LAYER.match(piece.checkpoint_name)
         if found is None:
             # A head whose weight is the embedding's still has its own bias.
             is_head_bias = module == "lm_head" and leaf == "bias"
             top = self._names.head if is_head_bias else self._tops[module]
-            yield replace(piece, checkpoint_name=f"{top}.{leaf}")
+            is_buffer = is_head_bias and self._names.head_bias != ""
+            named = replace(piece, checkpoint_name=self._names.head_bias if is_buffer else f"{top}.{leaf}")
+            yield replace(_as_row(named), is_buffer=True) if is_buffer else named
             return
         index, part = int(found[1]) + self._stage.start, module[found.end() :]
         expert = _EXPERT.fullmatch(part)
@@ -203,7 +215,11 @@ class CheckpointNames:
         for beginning, ours in () if self._tower is None else self._tower.aliases:
             if name.startswith(beginning):
                 return ours + name.removeprefix(beginning)
-        return name
+        return name if self._encoder is None else self._encoder.canonical(name)
+
+    def canonical(self, name: str) -> str:
+        """The table's name of a tensor, of which `name` may be an alias."""
+        return self._names.canonical(name)
 
     def is_of_tower(self, given_name: str) -> bool:
         """Whether the tensor that a file or a trainer calls so is of a tower that runs, or should be."""
@@ -211,6 +227,8 @@ class CheckpointNames:
 
     def _is_of_tower(self, name: str) -> bool:
         """Whether the tensor is of a tower that runs, or should be."""
+        if self._encoder is not None:
+            return self._encoder.has_module(name) and not name.startswith(f"{self._names.embedding}.")
         if self._tower is None or not name.startswith(self._tower.beginnings):
             return False
         return not any(re.fullmatch(each, name) for each in self._tower.unused)
@@ -228,10 +246,17 @@ class CheckpointNames:
 
     def _is_known(self, name: str) -> bool:
         """Whether the tensor is of a module of the model, perhaps a part of a quantised weight, or derived."""
-        module = name.rpartition(".")[0]
-        if module in self._top_modules or self._layer_of(name) is not None:
-            return True
-        return self._is_of_tower(name) or self.is_derived(name)
+        return self.has_module(name) or self._is_of_tower(name) or self.is_derived(name)
+
+    def has_module(self, name: str) -> bool:
+        """Whether the tensor is of a module of the stack."""
+        return name.rpartition(".")[0] in self._top_modules or self._layer_of(name) is not None
+
+    def embedding_in(self, files: Collection[str]) -> tuple[str, str] | None:
+        """Name of the embedding, and of its copy that files of these names have in its place, if they have one."""
+        embedding = f"{self._names.embedding}.weight"
+        copies = [name for name in (*self._names.embedding_copies, self._head) if name in files]
+        return (embedding, copies[0]) if self._is_tied and copies and embedding not in files else None
 
     def _stacked_parts(
         self, index: int, inside: str, experts: ExpertsConfig, given: TensorView, shape: Sequence[int]
@@ -350,7 +375,8 @@ class CheckpointNames:
         """
         if name.rpartition(".")[0] in self._head_modules or self._is_of_tower(name):
             return False
-        is_ignored = name.endswith(self._names.ignored) or self._is_beside_text(name)
+        is_copy = name in self._names.embedding_copies
+        is_ignored = is_copy or name.endswith(self._names.ignored) or self._is_beside_text(name)
         has_no_head = self._is_tied or not self._has_head
         is_head = name == self._head or (not self._has_head and name == f"{self._names.head}.bias")
         return is_ignored or (has_no_head and is_head) or self._is_of_later_layer(name) or self._is_of_keys(name)
@@ -377,6 +403,8 @@ class CheckpointNames:
             prefix = self._layer_prefix(index)
             if layer not in of_kind:
                 pieces = stage_slices(Stage(index, index + 1, is_first=False, is_last=False))
+                # A table of all layers, which every stage has, may be inside the first one by its name.
+                pieces = [each for each in pieces if each.checkpoint_name not in found]
                 of_kind[layer] = {piece.checkpoint_name.removeprefix(prefix): piece.tensor for piece in pieces}
             found |= {prefix + name: tensor for name, tensor in of_kind[layer].items()}
         return found
@@ -386,6 +414,10 @@ class CheckpointNames:
         layer, config = self._layer.match(name), self._model_config
         num_layers = config.num_layers + len(config.image_layers)
         return self._names.ignores_later_layers and layer is not None and int(layer[1]) >= num_layers
+
+
+def _names_of_encoder(part: EncoderPart) -> CheckpointNames:
+    return CheckpointNames(part.stack, Stage(0, part.stack.num_layers, is_first=True, is_last=True))
 
 
 def _as_row(piece: WeightSlice) -> WeightSlice:

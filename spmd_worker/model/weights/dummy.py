@@ -23,7 +23,7 @@ from spmd_worker.model.weights.staging import HOST, HostStaging
 _BLOCK_ELEMENTS = 1 << 16
 _EMBEDDING_STD = 0.02
 _NORM = re.compile(
-    r"(norm(_\d|_f)?|(^|\.)ln_\w+)(\.norms\.\d+)?\.weight$|\.layer_scalar$|\.(router|per_expert)\.?_?scale$",
+    r"(norm(_\d|_f|_embedding)?|(^|\.)ln_\w+)(\.norms\.\d+)?\.weight$|\.layer_scalar$|\.(router|per_expert)\.?_?scale$",
     re.IGNORECASE,
 )
 # Short rows share a block, so gaps below its size cost nothing; larger gaps are skipped.
@@ -92,7 +92,7 @@ def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     # Stacked experts have their biases as the rows of a matrix.
     if len(shape) < 2 or name.endswith("_bias"):
         return 0.0, 0.1
-    if "embed" in name or name.endswith(("lm_head.weight", "wte.weight", "wpe.weight")):
+    if "embed" in name or name.endswith(("lm_head.weight", "shared.weight", "wte.weight", "wpe.weight")):
         return 0.0, _EMBEDDING_STD
     return 0.0, 1.0 / sqrt(shape[-1])
 

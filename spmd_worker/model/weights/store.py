@@ -151,6 +151,8 @@ class WeightStore:
         """The files of a folder with the names of the family's table, dequantised on the device of `staging`."""
         with Checkpoint.open(folder, staging) as files:
             files.rename(self.names.parts)
+            if (copied := self.names.embedding_in(files.shapes())) is not None:
+                files.add_copy(*copied)
             if quantization is not None:
                 yield DequantisedCheckpoint.open(files, quantization)
             else:

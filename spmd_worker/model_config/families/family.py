@@ -20,11 +20,21 @@ from spmd_worker.model_config.rope import RopeParameters
 
 NORM_POSITIONS: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
 """Our names of the norms before attention, after it, before the feed-forward and after it."""
+CROSS_NORM_POSITIONS: Final = ("cross_attention_norm", "cross_attention_output_norm")
+"""Our names of the norms before and after attention to an encoder's rows."""
 
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 """Our names of the projections to queries, keys and values."""
 GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class AudioNames:
+    """Two convolutions over frames, and the table of positions behind them, of an encoder of audio."""
+
+    convolutions: tuple[str, str] = ("", "")
+    positions: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,9 @@ class Names:
     are between embeddings, or logits, and layers of another size. `layer_inputs` are the table, the projection and the
     norm of numbers for each layer (`LayerConfig.input_size`). `cross_norms` are the norms before and after attention to
     an encoder's rows, "" for no norm; `relative_bias` is the full name of the table of `LayerConfig.relative_bias`.
+    `head_bias` is the full name of the token head's bias if it is a buffer [1, tokens] of its own, which files may
+    leave out; "" if it is named after the head. `embedding_copies` are tensors that equal the embedding, by full name:
+    files may have any of them, or one in its place.
     """
 
     embedding: str = "model.embed_tokens"
@@ -84,6 +97,9 @@ class Names:
     layer_inputs: tuple[str, str, str] = ("", "", "")
     cross_norms: tuple[str, str] = ("", "")
     relative_bias: str = ""
+    head_bias: str = ""
+    embedding_copies: tuple[str, ...] = ()
+    audio: AudioNames = AudioNames()
 
     def canonical(self, name: str) -> str:
         """The name here, of which `name` may be an alias."""
@@ -133,13 +149,14 @@ class Attention:
     """A `*_bias`, here and below, is True or False in every file, or the key of config.json that has the flag.
 
     `head_size` 0 means hidden size / heads, unless a key has it. `num_kv_heads` above 0 is the same in every file.
-    `qk_norm`, `has_sinks` and `output_gate` are as in `LayerConfig`; if `qk_norm_key` is false, queries and keys have
-    no norm. `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the inverse root;
-    without both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values.
-    Layers with a window have `sliding_heads_key` query heads, if a file has that key.
+    `qk_norm`, `has_sinks`, `output_gate` and `has_key_bias` are as in `LayerConfig`; if `qk_norm_key` is false, queries
+    and keys have no norm. `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the
+    inverse root; without both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys
+    and values. Layers with a window have `sliding_heads_key` query heads, if a file has that key.
     """
 
     qkv_bias: bool | str = "attention_bias"
+    has_key_bias: bool = True
     output_bias: bool | str = "attention_bias"
     qk_norm: str = "none"
     qk_norm_key: str = ""
@@ -244,24 +261,30 @@ class Wiring:
 @dataclass(frozen=True, slots=True)
 class Embedding:
     """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; otherwise by
-    `multiplier_key`. `size_key` is their width, projected to the hidden size. The first `position_offset` rows of a
-    table of learned positions are unused. `has_norm`: there is a norm before the layers.
+    `multiplier_key`, or by the root as it is if the flag `root_key` is true. `size_key` is their width, projected to
+    the hidden size. The first `position_offset` rows of a table of positions are unused. `has_norm`: there is a norm
+    before the layers. `sinusoid` is as in `ModelConfig`.
     """
 
     by_root: bool = False
     multiplier_key: str = ""
+    root_key: str = ""
     size_key: str = ""
     position_offset: int = 0
     has_norm: bool = False
+    sinusoid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Logits are divided by `divisor_key`, of which `multiplier_key` is the inverse, and bounded by `cap_key`. A tied
-    head, too, may have a bias of its own.
+    """Logits are divided by `divisor_key`, of which `multiplier_key` is the inverse, or by the root of the hidden size
+    if the flag `root_key` is true, and bounded by `cap_key`. A tied head, too, may have a bias of its own. With
+    `ties_by_files` the head is the embedding unless the files have another; without files the file's flag decides.
     """
 
     divisor_key: str = ""
+    root_key: str = ""
+    ties_by_files: bool = False
     multiplier_key: str = ""
     cap_key: str = ""
     has_bias: bool | str = False

@@ -9,6 +9,7 @@ from typing import Final
 
 from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
+from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECODER_ROWS
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import (
     GATE_UP,
@@ -239,6 +240,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **MAMBA_ROWS,
     **LLAMA4_ROWS,
     **GEMMA4_ROWS,
+    **ENCODER_DECODER_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
@@ -258,7 +260,8 @@ _LOGIT_SCALE: Final = (
     "its language model"
 )
 _RELATIVE: Final = "its attention encodes relative positions as learned biases"
-_HAS_ENCODER: Final = "it is an encoder-decoder model"
+_OWN_POSITIONS: Final = "each of its layers has relative positions of its own"
+_HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not run"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
@@ -297,6 +300,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _PREFIX: ("PaliGemmaForConditionalGeneration",),
     _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
     _RELATIVE: ("MPNetModel", "T5EncoderModel"),
-    _HAS_ENCODER: (*("T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration"),),
+    _OWN_POSITIONS: ("UMT5ForConditionalGeneration",),
+    _HAS_ENCODER: ("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),
 }
 """Known but unsupported architectures, by the reason."""

@@ -79,8 +79,8 @@ class AttentionBackend(Protocol):
         `value_size` above 0: blocks have no values, which are the first so many elements of the keys of the only
         key-value head (https://arxiv.org/abs/2405.04434) -> [T, Hq, value_size].
 
-        `distance_bias`, float32 [Hq, 2 * M + 1], is added to scaled scores: column M + d, with d the key's position
-        less the query's, bounded to [-M, M].
+        `distance_bias`, float32 [Hq, 2 * M + 1], is added to scaled, capped scores: column M + d, with d the key's
+        position less the query's, bounded to [-M, M].
         """
 
     def attend_projected(

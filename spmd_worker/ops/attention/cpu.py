@@ -116,6 +116,7 @@ class CpuBackend(AttentionBackend):
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
         value_size: int = 0,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         """Tokens and heads of `query` may be strided."""
         (num_heads, size), checked = query.shape[1:], self._check(metadata, layer_cache)
@@ -127,6 +128,10 @@ class CpuBackend(AttentionBackend):
         if sinks is not None:
             sinks = sinks.contiguous()
             check_tensor(sinks, torch.float32, (num_heads,))
+        if distance_bias is not None:
+            assert not value_size, "latents have no biases"
+            assert distance_bias.shape[1] % 2 == 1, distance_bias.shape
+            check_tensor(distance_bias, torch.float32, (num_heads, distance_bias.shape[1]))
         rows = self._row_arguments(query, (checked.num_tokens, num_heads, size))
         output = torch.empty((*query.shape[:2], value_size or size), dtype=self._dtype)
         self._attend(
@@ -137,6 +142,7 @@ class CpuBackend(AttentionBackend):
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
             *(scale, score_cap, window, metadata.num_later_keys(window), checked.last_address),
             None if sinks is None else sinks.data_ptr(),
+            *((None, 0) if distance_bias is None else (distance_bias.data_ptr(), distance_bias.shape[1] // 2)),
             *(value_size, output.data_ptr(), self._may_use_amx, num_threads()),
         )
         return output

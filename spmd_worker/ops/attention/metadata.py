@@ -32,7 +32,8 @@ class AttentionMetadata:
     metadata of all groups but the first, which differ in `block_tables`, `token_blocks` and `slots`.
 
     `cross` has what layers of a decoder with an encoder compute with; the other fields are then of all tokens, and only
-    writes of keys and values may use them.
+    writes of keys and values may use them. `step_lengths` are the context lengths of the step whose tokens these are a
+    part of; None if they are all.
     """
 
     query_starts: tuple[int, ...]
@@ -51,6 +52,7 @@ class AttentionMetadata:
     others: tuple["AttentionMetadata", ...] = ()
     group_of: tuple[int, ...] = ()
     cross: "CrossStep | None" = None
+    step_lengths: tuple[int, ...] | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -62,8 +64,9 @@ class AttentionMetadata:
         return self.others[group - 1] if group else self
 
     def is_of_step(self, other: "AttentionMetadata") -> bool:
-        """Whether another one is of the same step, of the same or another group of layers."""
-        return self.context_lengths is other.context_lengths
+        """Whether another one is of the same step, of the same or another group of layers, or of other tokens."""
+        own, others = (each.step_lengths or each.context_lengths for each in (self, other))
+        return own is others
 
     def num_later_keys(self, window: int) -> int:
         """Number of later keys that a token may see: 0 for causal attention."""

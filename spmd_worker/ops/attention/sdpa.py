@@ -46,6 +46,7 @@ class SdpaBackend(AttentionBackend):
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
         value_size: int = 0,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         output = query.new_empty((*query.shape[:2], value_size or query.shape[2]))
         num_later = metadata.num_later_keys(window)
@@ -56,11 +57,11 @@ class SdpaBackend(AttentionBackend):
             last = _last_visible(metadata, rows, num_keys)
             arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
             if value_size:
-                assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
+                assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases"
                 assert last is None, "latents are seen by causal attention alone"
                 output[rows] = _attend_latents(query[rows], keys, first_key, num_keys, scale, window, value_size)
-            elif score_cap > 0 or sinks is not None:
-                output[rows] = _attend_unfused(*arguments, score_cap, sinks, last)
+            elif score_cap > 0 or sinks is not None or distance_bias is not None:
+                output[rows] = _attend_unfused(*arguments, score_cap, sinks, last, distance_bias)
             else:
                 output[rows] = _attend_fused(*arguments, last)
         return output
@@ -138,9 +139,10 @@ def _attend_unfused(
     score_cap: float,
     sinks: Tensor | None,
     last: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
-    """`_attend_fused` with capped scores or sinks, which torch's fused attention does not support: in float32, with the
-    scores of some queries at a time.
+    """`_attend_fused` with capped scores, sinks or biases of distances, which torch's fused attention does not support
+    or would need for all queries: in float32, with the scores of some queries at a time.
     """
     num_queries, num_heads, _ = query.shape
     repeats = num_heads // keys.shape[1]
@@ -150,6 +152,8 @@ def _attend_unfused(
         scores = query[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
         if score_cap > 0:
             scores = (scores / score_cap).tanh() * score_cap
+        if distance_bias is not None:
+            scores += _biases(distance_bias, rows, num_queries, num_keys, first_key)
         mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, num_later, last)
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is not None:
@@ -184,6 +188,14 @@ def _query_slices(num_queries: int, num_heads: int, keys: Tensor, most_on_cpu: i
     size = num_queries if most is None else max(1, most // (num_heads * len(keys)))
     for start in range(0, num_queries, size):
         yield slice(start, min(start + size, num_queries))
+
+
+def _biases(distance_bias: Tensor, rows: slice, num_queries: int, num_keys: int, first_key: int) -> Tensor:
+    """Float32 [Hq, queries, keys]: the biases of the keys' distances from the queries of `rows`."""
+    most, first_query = distance_bias.shape[1] // 2, num_keys - num_queries
+    queries = torch.arange(first_query + rows.start, first_query + rows.stop, device=distance_bias.device)
+    keys = torch.arange(first_key, num_keys, device=distance_bias.device)
+    return distance_bias[:, (keys - queries.unsqueeze(1)).clamp(-most, most) + most]
 
 
 def _mask(

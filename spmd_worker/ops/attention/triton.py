@@ -134,15 +134,16 @@ class TritonBackend(AttentionBackend):
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
         value_size: int = 0,
+        distance_bias: Tensor | None = None,
     ) -> Tensor:
         num_heads, head_size = query.shape[1:]
         # A token's heads must be contiguous; tokens may be strided.
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
         plan = self._plan(query, metadata, layer_cache, num_heads, window)
         if value_size:
-            assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
+            assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases"
             return attention.attend_latents(query, layer_cache, plan, num_heads, scale, value_size)
-        return attention.attend(query, layer_cache, plan, num_heads, scale, score_cap, sinks)
+        return attention.attend(query, layer_cache, plan, num_heads, scale, score_cap, sinks, distance_bias)
 
     def attend_projected(
         self,
@@ -189,7 +190,9 @@ class TritonBackend(AttentionBackend):
         if key in plans:
             return plans[key]
         # Another group's plan differs in its tables alone. Layers run one after another, so they share its buffers.
-        like = next((each.plans[key] for each in self._planned.values() if key in each.plans), None)
+        of_step = metadata.context_lengths
+        of_groups = [each for each in self._planned.values() if each.source.context_lengths is of_step]
+        like = next((each.plans[key] for each in of_groups if key in each.plans), None)
         if like is not None:
             plans[key] = replace(like, tables=metadata.block_tables.to(torch.int32).contiguous())
         else:

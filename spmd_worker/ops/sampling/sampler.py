@@ -7,8 +7,8 @@ the same weights (`shard_logprobs.py`). Only rows that need the complete vocabul
 logits gathered.
 A row's token depends on its own logits, parameters and key alone. A row with a NaN or infinite logit, or with none
 above minus infinity, gets `NON_FINITE` as its id, on every rank alike, because each sees the maxima of all shards. A
-row whose grammar allows no token gets `GRAMMAR_FAILED`; other grammars mask logits in each shard, before everything
-else; raw log-probabilities are of the logits before the mask.
+row whose grammar allows no token gets `GRAMMAR_FAILED`; other grammars, and rules of tokens, mask logits in each shard,
+before everything else; raw log-probabilities are of the logits before the mask.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
@@ -29,9 +29,12 @@ from spmd_worker.ops.kernels.host_copies import send, to_device
 from spmd_worker.ops.kernels.random import random_bits, random_shares
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
+from spmd_worker.ops.sampling.beam_logprobs import beam_logprobs
 from spmd_worker.ops.sampling.filters import bounded_temperature, exponent_factors, filter_logits, filter_numbers
 from spmd_worker.ops.sampling.processors import process_logits
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
+from spmd_worker.ops.sampling.rule_choice import apply_rules
+from spmd_worker.ops.sampling.shard_argmax import best_of_shards
 from spmd_worker.ops.sampling.shard_logprobs import log_normalisers, shard_logprobs
 from spmd_worker.ops.sampling.step_rows import Arrays, SomeRows, StepRows
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
@@ -135,6 +138,7 @@ class Sampler:
                 launched.append(self._launch_gathered(own, part, their_masks, read_back))
             else:
                 self._forbid(own, their_masks)
+                apply_rules(self._kernels, own, part, self._group, self._shard_start)
                 launched.append(self._launch_shards(own, part, read_back))
         return LaunchedSample(_in_row_order(launched, step, logits.device), tuple(launched))
 
@@ -142,7 +146,7 @@ class Sampler:
         """`launch` for rows that are all plainly greedy, given each row's maximum of this rank's shard, [R], and its
         column in the shard.
         """
-        best_values, best_ids = self._best(values, columns, self._group)
+        best_values, best_ids = best_of_shards(values, columns, self._group, self._first_id(self._group))
         chosen = _where_finite(best_values, best_ids)
         part = _Launched(list(range(len(chosen))), chosen, _listed(chosen, read_back), [])
         return LaunchedSample(chosen, (part,))
@@ -202,6 +206,7 @@ class Sampler:
         is_finite = self._kernels.argmax(gathered)[0].isfinite()
         masks.apply(self._kernels, gathered, 0)
         self._process(gathered, part)
+        apply_rules(self._kernels, gathered, part, alone, 0)
         self._filter(gathered, part)
         ids = self._choose(gathered, part, alone, forbidden_id=0).token_ids
         choice = _Choice(ids.masked_fill(~is_finite, NON_FINITE))
@@ -211,6 +216,14 @@ class Sampler:
         is_processed = self._logprobs_mode == "processed_logprobs"
         source, group = (gathered, alone) if is_processed else (logits, self._group)
         reports = self._report(source, part, choice, group, read_back)
+        if part.beams:
+            own, allowed, ids = (
+                part.rows_of(each, "beams", part.beams) for each in (logits, gathered, choice.token_ids)
+            )
+            counts = [part.rows[index].sampling.logprobs or 0 for index in part.beams]
+            group = self._group
+            entries = beam_logprobs(self._kernels, own, allowed, ids, counts, group, self._shard_start, read_back)
+            reports.append((part.beams, entries))
         return _Launched(part.indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
 
     def _process(self, logits: Tensor, part: SomeRows) -> None:
@@ -270,7 +283,7 @@ class Sampler:
         """`token_ids` int64 [K]; `maxima` float64 [K] of the complete vocabulary, if known."""
         if maxima is None:
             values, columns = self._kernels.argmax(logits)
-            maxima = self._best(values, columns, group)[0]
+            maxima = best_of_shards(values, columns, group, self._first_id(group))[0]
         normalisers = log_normalisers(self._kernels, logits, maxima, factors, group)
         num_owned = max(0, min(logits.shape[1], self._vocab_size - self._first_id(group)))
         numbers = (nums_top, maxima, normalisers, divisors, group, num_owned)
@@ -298,7 +311,7 @@ class Sampler:
             token_ids, maxima = kernels.draw(logits, Draws(factors, keys, part.step, forbidden_id))
             return _Choice(token_ids, maxima.double())
         values, columns = kernels.argmax(logits)
-        best_values, best_ids = self._best(values, columns, group)
+        best_values, best_ids = best_of_shards(values, columns, group, self._first_id(group))
         chosen = _where_finite(best_values, best_ids, forbidden_id)
         name: Hashable = "drawn"
         if drawn and reads_are_free(best_values):
@@ -323,18 +336,6 @@ class Sampler:
         rows = [part.rows[index] for index in drawn]
         numbers = ([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
         return to_device(torch.from_numpy(random_bits(*numbers)), device)
-
-    def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
-        """Each rank's maxima and their columns, [R] -> the maximum over ranks, float64, and its id, [R] each; the
-        smaller id wins a tie.
-        """
-        if group.size == 1:
-            return values.double(), columns + self._first_id(group)
-        own = torch.stack((values.double(), (columns + self._first_id(group)).double()), dim=-1)
-        pairs = group.all_gather(own)
-        # Shards are in ascending order of ids and max returns the first maximum, so the smallest id wins.
-        best, owners = pairs[:, :, 0].max(dim=0)
-        return best, pairs[:, :, 1].gather(0, owners.unsqueeze(0)).squeeze(0)
 
     def _first_id(self, group: GroupHandle) -> int:
         return self._shard_start if group.size > 1 else 0

@@ -27,7 +27,12 @@ class SomeRows:
         self.rows = [rows[index] for index in self.indices]
         self.drawn = [index for index, row in enumerate(self.rows) if not row.sampling.is_greedy]
         self.filtered = [index for index in self.drawn if self.rows[index].sampling.has_filters]
-        self.reported = [index for index, row in enumerate(self.rows) if row.sampling.needs_logprobs]
+        reported = [index for index, row in enumerate(self.rows) if row.sampling.needs_logprobs]
+        self.beams = [index for index in reported if _is_beam(self.rows[index])]
+        self.reported = [index for index in reported if index not in self.beams] if self.beams else reported
+        ruled = [index for index, row in enumerate(self.rows) if row.sampling.token_rules is not None]
+        self.timestamps = _first_timestamps(self.rows, ruled)
+        self.drawn_first = [index for index in ruled if _draws_first_token(self.rows[index])]
         self.has_processors = any(row.has_processors for row in self.rows)
         self.step = 0
         """Tokens since the rows were first sampled."""
@@ -65,6 +70,29 @@ class SomeRows:
         return self.kept(("keys", name), make)[0]
 
 
+def _first_timestamps(rows: Sequence[SampleRow], ruled: Sequence[int]) -> dict[int, list[int]]:
+    """Id of the first timestamp -> the rows, of those with rules, whose timestamps begin there."""
+    found: dict[int, list[int]] = {}
+    for index in ruled:
+        rules = rows[index].sampling.token_rules
+        if rules is not None and rules.timestamps is not None:
+            found.setdefault(rules.timestamps.first_token_id, []).append(index)
+    return found
+
+
+def _is_beam(row: SampleRow) -> bool:
+    rules = row.sampling.token_rules
+    return rules is not None and rules.num_beam_tokens is not None
+
+
+def _draws_first_token(row: SampleRow) -> bool:
+    """Whether the row's first token is the most probable of some, though it is drawn or several are reported."""
+    rules = row.sampling.token_rules
+    if rules is None or not rules.first_tokens or rules.num_beam_tokens:
+        return False
+    return not row.sampling.is_greedy or rules.num_beam_tokens == 0
+
+
 class StepRows:
     """`simple` rows need only maxima and sums over shards of the vocabulary, `others` complete rows of logits. A row
     whose grammar failed is in neither.
@@ -77,7 +105,8 @@ class StepRows:
             if index in masks.failed:
                 continue
             # Log-probabilities of a masked row are not of the logits that it is sampled from.
-            is_masked = row.sampling.needs_logprobs and index in masks.mask_rows
+            has_mask = index in masks.mask_rows or row.sampling.token_rules is not None
+            is_masked = row.sampling.needs_logprobs and has_mask
             (others if row.needs_all_logits or is_masked else simple).append(index)
         self.num_rows = len(rows)
         self.simple, self.others = SomeRows(rows, simple, device), SomeRows(rows, others, device)

@@ -71,7 +71,7 @@ class GrammarCompiler:
         self, open_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: tuple[int, ...]
     ) -> None:
         self._open_tokenizer, self.vocab_size = open_tokenizer, vocab_size
-        self._eos_token_ids = tuple([each for each in eos_token_ids if each < vocab_size])
+        self.eos_token_ids = tuple([each for each in eos_token_ids if each < vocab_size])
         self._table: Any = None
         # A server checks requests in another thread than the engine's.
         self._lock = threading.Lock()
@@ -129,8 +129,8 @@ class GrammarCompiler:
         not_enforced = matcher.get_grammar_warnings()
         if not_enforced:
             raise _rejected(constraint, "; ".join(not_enforced))
-        have_text = any(not table.is_special_token(each) for each in self._eos_token_ids)
-        tokens = (table, self.vocab_size, self._eos_token_ids if have_text else ())
+        have_text = any(not table.is_special_token(each) for each in self.eos_token_ids)
+        tokens = (table, self.vocab_size, self.eos_token_ids if have_text else ())
         first = RowGrammar(new_matcher, *tokens)
         first.fill(self.new_bits(1)[0])
         if first.problem:
@@ -144,10 +144,10 @@ class GrammarCompiler:
             tokenizer = self._open_tokenizer()
             if tokenizer is None:
                 raise GrammarError("tokenizer_missing", "structured_outputs need a tokenizer.json in the model folder")
-            if not self._eos_token_ids:
+            if not self.eos_token_ids:
                 message = "the model has no end-of-sequence token, which a constrained answer needs"
                 raise GrammarError("grammar_refused", message)
-            key = _Vocabulary(tokenizer.fingerprint(), self.vocab_size, self._eos_token_ids, tokenizer)
+            key = _Vocabulary(tokenizer.fingerprint(), self.vocab_size, self.eos_token_ids, tokenizer)
             table = _token_table(key)
             if isinstance(table, str):
                 raise GrammarError("grammar_refused", table)

@@ -1,4 +1,4 @@
-"""Masks of one step's constrained rows, computed in parallel with its forward pass.
+"""Masks of one step's rows with a grammar or rules, computed in parallel with its forward pass.
 
 Every rank that samples has the states of its rows, and computes the same masks from the same tokens. A state is
 compiled in the step in which its sequence first samples, or, after a fork, first samples on its own: the scheduler
@@ -18,9 +18,11 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
+from spmd_worker.replica.grammar.rule_masks import allowed_tokens
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.token_rules import TokenRules
 
 MAX_FORCED_TOKENS: Final = 32
 """Maximum number of forced tokens that a row appends in one step. Answers do not depend on it."""
@@ -28,15 +30,19 @@ MAX_FORCED_TOKENS: Final = 32
 
 class ConstrainedRow(NamedTuple):
     """A row that samples: its index among those that do, its sequence, and its output tokens. `may_force`: it forbids
-    no tokens itself; `takes_several`: it needs only the id of a token.
+    no tokens itself; `takes_several`: it needs only the id of a token. `rules` are of an answer of `max_tokens` to
+    `prompt_token_ids`.
     """
 
     row_index: int
     key: SequenceKey
-    constraint: StructuredOutputsParams
+    constraint: StructuredOutputsParams | None
     output_token_ids: Sequence[int]
     may_force: bool = True
     takes_several: bool = True
+    rules: TokenRules | None = None
+    prompt_token_ids: Sequence[int] = ()
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +118,45 @@ class GrammarMasks:
         bits = self._compiler.new_bits(len(rows))
         filled: dict[SequenceKey, int] = {}
         for index, (key, state) in enumerate(zip(owners, states, strict=True)):
+            if state is None:
+                continue
             if filled.setdefault(key, index) == index:
                 state.fill(bits[index])
             else:
                 bits[index] = bits[filled[key]]
-        failed = [row.row_index for row, state in zip(rows, states, strict=True) if state.problem]
-        allowed = [index for index, state in enumerate(states) if not state.problem]
+        for index, row in enumerate(rows):
+            if row.rules is not None:
+                self._apply(row, row.rules, bits[index])
+        failed = [row.row_index for row, state in zip(rows, states, strict=True) if state is not None and state.problem]
+        allowed = [index for index, state in enumerate(states) if state is None or not state.problem]
         forced = {
             row.row_index: token_ids
             for row, state in zip(rows, states, strict=True)
-            if row.takes_several and not state.problem and len(token_ids := state.forced(MAX_FORCED_TOKENS)) > 1
+            if row.takes_several and state is not None and not state.problem
+            if len(token_ids := state.forced(MAX_FORCED_TOKENS)) > 1
         }
         indices = tuple([rows[index].row_index for index in allowed])
         return StepMasks(indices, bits[allowed] if failed else bits, crc32(bits.data), tuple(failed), forced)
 
-    def _state(self, key: SequenceKey, row: ConstrainedRow) -> RowGrammar:
-        """State of `key`, after the row's output tokens."""
+    def _apply(self, row: ConstrainedRow, rules: TokenRules, bits: NDArray[np.int32]) -> None:
+        """Combine the mask of a row's grammar, if it has one, with its rules; the grammar wins where they exclude each
+        other.
+        """
+        own = allowed_tokens(
+            *(rules, row.prompt_token_ids, row.output_token_ids),
+            max_tokens=row.max_tokens,
+            vocab_size=self._compiler.vocab_size,
+            eos_token_ids=self._compiler.eos_token_ids,
+        )
+        if row.constraint is None:
+            bits[: len(own)] = own
+        elif (both := bits[: len(own)] & own).any():
+            bits[: len(own)] = both
+
+    def _state(self, key: SequenceKey, row: ConstrainedRow) -> RowGrammar | None:
+        """State of `key`, after the row's output tokens; None without a grammar."""
+        if row.constraint is None:
+            return None
         state = self._states.get(key)
         if state is None:
             try:

@@ -352,15 +352,16 @@ class Scheduler:
         self._ended_requests.append(group.request.request_id)
         self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
         self.counters.num_finished += 1
-        self.counters.num_images += len(group.request.media)
-        self.counters.num_image_tokens += sum([item.num_rows for item in group.request.media])
+        images = () if group.request.num_encoder_positions else group.request.media
+        self.counters.num_images += len(images)
+        self.counters.num_image_tokens += sum([item.num_rows for item in images])
         return group
 
     def _admit(self, request: Request) -> None:
         assert request.request_id not in self.queues.groups, request.request_id
         if request.adapter:
             self.adapters.use(request.adapter)
-        if request.num_virtual_tokens:
+        if request.has_prompt_adapter:
             self.prompt_adapters.use(digest_in(request.rows[0]))
         self.media_rows.admit(request)
         group = new_group(request)
@@ -385,8 +386,8 @@ class Scheduler:
     def _num_outputs_ahead(self, request: Request) -> int:
         """`Sequence.num_outputs_ahead` of a request's sequences once forked. A pooling request samples once."""
         limits, sampling = self.limits, request.sampling
-        # The host computes a grammar's masks from its ids.
-        needs_ids = sampling.needs_output_ids and not (limits.keeps_histories and sampling.structured_outputs is None)
+        # The host computes masks of grammars and rules from the ids.
+        needs_ids = sampling.needs_output_ids and not (limits.keeps_histories and not sampling.masks_need_output_ids)
         if not limits.num_steps_ahead or needs_ids or request.pooling is not None:
             return 0
         # The last possible token ends the sequence whatever its value.

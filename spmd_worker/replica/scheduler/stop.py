@@ -30,7 +30,8 @@ DecoderFactory = Callable[[Sequence], TextDecoder]
 class StopChecker:
     """Decides after each token whether its sequence has ended, and sets `finish_reason`, `stop_reason` and `text`.
 
-    `max_model_len` is in tokens, prompt included. Without a decoder factory stop strings must not be asked for.
+    `max_model_len` is in tokens, prompt included, without an encoder's positions. Without a decoder factory stop
+    strings must not be asked for.
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...], max_model_len: int, new_decoder: DecoderFactory | None) -> None:
@@ -40,7 +41,8 @@ class StopChecker:
         self._decoders: dict[SequenceKey, TextDecoder] = {}
 
     def max_output_tokens(self, request: Request) -> int:
-        limit, max_tokens = self._max_model_len - len(request.prompt_token_ids), request.sampling.max_tokens
+        num_prompt_tokens = len(request.prompt_token_ids) - request.num_encoder_positions
+        limit, max_tokens = self._max_model_len - num_prompt_tokens, request.sampling.max_tokens
         return limit if max_tokens is None else min(limit, max_tokens)
 
     def prepare(self, sequence: Sequence) -> None:
@@ -66,7 +68,8 @@ class StopChecker:
         if sampling.stop and (sequence.finish_reason is None or sampling.include_stop_str_in_output):
             self._check_text(sequence)
         if sequence.finish_reason is None:
-            is_at_end = sequence.num_prompt_tokens + num_outputs >= self._max_model_len
+            num_tokens = sequence.num_prompt_tokens - sequence.request.num_encoder_positions + num_outputs
+            is_at_end = num_tokens >= self._max_model_len
             if not is_at_end and num_outputs != sampling.max_tokens:
                 return False
             sequence.finish_reason = FinishReason.LENGTH

@@ -11,15 +11,21 @@ _ADVISED_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_pe
 
 
 def default_sampling(
-    config: SamplingConfig, generation_config: Mapping[str, Any], max_tokens: int | None = None
+    config: SamplingConfig,
+    generation_config: Mapping[str, Any],
+    max_tokens: int | None = None,
+    advised_length: int | None = None,
 ) -> SamplingParams:
-    """`do_sample: false` in generation_config.json means greedy. A default that `config` does not set is at most
+    """`do_sample: false` in generation_config.json means greedy. `advised_length` is the default of `max_tokens` by
+    another key than `max_new_tokens` (`DecoderGeneration.max_tokens`). A default that `config` does not set is at most
     `max_tokens`, the run's limit. Raises ConfigError for a value out of range.
     """
     advised = {key: generation_config[key] for key in _ADVISED_KEYS if generation_config.get(key) is not None}
     if generation_config.get("do_sample") is False:
         # Like Hugging Face, which ignores temperature and filters then.
         advised = {key: value for key, value in advised.items() if key == "repetition_penalty"} | {"temperature": 0.0}
+    if advised_length is not None:
+        advised["max_tokens"] = advised_length
     if generation_config.get("max_new_tokens") is not None:
         advised["max_tokens"] = generation_config["max_new_tokens"]
     try:

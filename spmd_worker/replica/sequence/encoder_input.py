@@ -10,6 +10,7 @@ name is in the hashes of the blocks: all keys of the row depend on it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
 
@@ -50,6 +51,16 @@ def encoder_text(token_ids: Sequence[int]) -> EncoderInput:
     return EncoderInput(
         blake2b(name, digest_size=NUM_MEDIA_ID_BYTES, person=b"spmd-enc-text").digest(), tuple(token_ids)
     )
+
+
+def is_text(given: EncoderInput) -> bool:
+    """Whether the encoder reads the ids of an input: those of audio are placeholders alone, which a text may be too."""
+    return any(given.token_ids) or given.media_id == _name_of_placeholders(given.num_rows)
+
+
+@lru_cache(maxsize=8)
+def _name_of_placeholders(num_rows: int) -> bytes:
+    return encoder_text((PADDING_ID,) * num_rows).media_id
 
 
 def encoder_audio(media_id: bytes, num_rows: int) -> EncoderInput:

@@ -75,8 +75,9 @@ class RequestOutput:
     `error_code` (its kind) and no outputs. A pooling request has `vector` instead of completions.
 
     `metrics` differ from run to run, so outputs are compared without them; None where another rank's replica answered.
-    `lora_request` is the adapter of the call. `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are
-    vLLM's names for features that do not exist here.
+    `lora_request` is the adapter of the call. `prompt` and `prompt_token_ids` of an encoder-decoder model are those of
+    its decoder; the text that its encoder reads is `encoder_prompt`, None for audio. `num_cached_tokens` are of both.
+    `kv_transfer_params` is vLLM's name for a feature that does not exist here.
     """
 
     request_id: str
@@ -90,10 +91,15 @@ class RequestOutput:
     error_code: str | None = None
     metrics: RequestMetrics | None = field(default=None, compare=False)
     lora_request: LoRARequest | None = None
-    encoder_prompt: None = None
-    encoder_prompt_token_ids: None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
     vector: list[float] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, with those of a text that an encoder reads."""
+        return len(self.encoder_prompt_token_ids or ()) + len(self.prompt_token_ids)
 
 
 @dataclass(slots=True)

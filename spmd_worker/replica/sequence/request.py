@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import Any, NewType
 
 from spmd_worker.base.config.plain_values import plain_int, shown
+from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import KEYS_VALUES, InputRows, check_rows, ids_without
 from spmd_worker.replica.sequence.media_items import MediaItem, check_media
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
@@ -26,8 +27,9 @@ class Request:
     adapter's content, 0 for none: it is in the hashes of its blocks, and no other number names an adapter on the ranks.
 
     Positions of `rows` carry vectors, whose contents are in the hashes of its blocks; the ids there are placeholders.
-    The first `num_virtual_tokens` positions are a prompt adapter's, not the caller's. Tokens of `media` take rows of a
-    tower; their ids are those of image tokens, and the names of the images are in the hashes of its blocks.
+    The first `num_virtual_tokens` positions are a prompt adapter's, or an encoder's (`EncoderInput`), not the caller's.
+    Tokens of `media` take rows of a tower; their ids are those of image tokens, and the names of the images are in the
+    hashes of its blocks.
     """
 
     request_id: RequestId
@@ -57,6 +59,23 @@ class Request:
             raise ValueError(f"Request.pooling={self.pooling} has unset fields: call resolve_pooling")
 
     @property
+    def num_encoder_positions(self) -> int:
+        """Positions of the encoder's input, before the decoder's: a prompt adapter's have rows."""
+        return 0 if self.rows else self.num_virtual_tokens
+
+    @property
+    def encoder_input(self) -> EncoderInput | None:
+        """The input of an encoder-decoder model's encoder."""
+        if not self.num_encoder_positions:
+            return None
+        item = self.media[0]
+        return EncoderInput(item.media_id, self.prompt_token_ids[: item.num_rows])
+
+    @property
+    def has_prompt_adapter(self) -> bool:
+        return self.num_virtual_tokens > self.num_encoder_positions
+
+    @property
     def own_token_ids(self) -> tuple[int, ...]:
         """The caller's prompt, as it is reported: without virtual tokens, with placeholders at positions of rows."""
         return self.prompt_token_ids[self.num_virtual_tokens :] if self.num_virtual_tokens else self.prompt_token_ids
@@ -68,8 +87,10 @@ class Request:
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:
-        """The ids of the prompt that are a token's: what penalties count and text is decoded after."""
-        return ids_without(self.rows, self.prompt_token_ids) if self.rows else self.prompt_token_ids
+        """The ids of the prompt that are a token's: what penalties count and text is decoded after. An encoder's are
+        not: they precede no output token.
+        """
+        return ids_without(self.rows, self.prompt_token_ids) if self.rows else self.own_token_ids
 
 
 def whole_number(name: str, value: Any) -> int:

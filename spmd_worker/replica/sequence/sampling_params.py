@@ -15,6 +15,7 @@ from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, 
 from spmd_worker.base.names import hint, with_keyword_hints
 from spmd_worker.replica.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
+from spmd_worker.replica.sequence.token_rules import TokenRules, as_token_rules
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Maximum temperature of greedy sampling: dividing by less would overflow float32 logits."""
@@ -53,6 +54,8 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "allowed exactly where the grammar can end, also before `min_tokens` where nothing else is; not with `ignore_eos`; "
     "`structural_tag` is rejected",
     "guided_decoding": "the older name of `structured_outputs`, which it becomes",
+    "token_rules": "only here: rules of transformers' generation_config.json, such as `suppress_tokens` and Whisper's "
+    "timestamps; a mapping too. Encoder-decoder models set them by themselves",
     "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
 }
 """Differences of a field from vLLM's, as text."""
@@ -169,6 +172,7 @@ class SamplingParams(_Freezable):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
+    token_rules: TokenRules | None = None
     logits_processors: Any = field(default=None, metadata=NOT_SENT)
     guided_decoding: Any = field(default=None, metadata=NOT_SENT)
     use_beam_search: Any = field(default=False, metadata=NOT_SENT)
@@ -214,7 +218,8 @@ class SamplingParams(_Freezable):
     @property
     def needs_argmax_only(self) -> bool:
         """Whether the argmax of the logits suffices, once there are `min_tokens`."""
-        is_free = self.structured_outputs is None and not self.has_masks and not self.has_penalties
+        has_rules = self.structured_outputs is not None or self.token_rules is not None
+        is_free = not has_rules and not self.has_masks and not self.has_penalties
         return self.is_greedy and is_free and not self.logit_bias and not self.needs_logprobs
 
     @property
@@ -240,13 +245,20 @@ class SamplingParams(_Freezable):
     @property
     def needs_output_ids(self) -> bool:
         """Whether the next sample depends on which tokens the answer has, not only on how many."""
-        return self.has_penalties or bool(self.bad_words_ids) or self.structured_outputs is not None
+        return self.has_penalties or bool(self.bad_words_ids) or self.masks_need_output_ids
+
+    @property
+    def masks_need_output_ids(self) -> bool:
+        """Whether the host needs the answer's tokens to know which may follow."""
+        rules = self.token_rules
+        return self.structured_outputs is not None or (rules is not None and rules.needs_output_ids)
 
     @property
     def forbids_tokens(self) -> bool:
         """Whether some tokens may not be sampled, or are made less likely, at some position of the answer."""
         waits = self.min_tokens > 0 and bool(self.stop_token_ids)
-        return self.has_masks or waits or any(bias < 0 for _, bias in self.logit_bias)
+        has_rules = self.token_rules is not None
+        return self.has_masks or has_rules or waits or any(bias < 0 for _, bias in self.logit_bias)
 
     @property
     def has_masks(self) -> bool:
@@ -270,6 +282,7 @@ class SamplingParams(_Freezable):
             ("logit_bias", [token_id for token_id, _ in self.logit_bias]),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words_ids", [token_id for sequence in self.bad_words_ids for token_id in sequence]),
+            ("token_rules", () if self.token_rules is None else self.token_rules.token_ids),
         )
         for name, ids in named:
             outside = next((token_id for token_id in ids if token_id >= vocab_size), None)
@@ -488,6 +501,10 @@ def _as_logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
+def _as_rules(_: str, value: Any) -> TokenRules | None:
+    return as_token_rules(value)
+
+
 def _as_constraint(_: str, value: Any) -> StructuredOutputsParams | None:
     return as_structured_outputs(value)
 
@@ -503,6 +520,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "output_kind": _as_output_kind,
     "structured_outputs": _as_constraint,
     "guided_decoding": _as_constraint,
+    "token_rules": _as_rules,
     "skip_reading_prefix_cache": _as_optional_flag,
     **dict.fromkeys((*_INTEGERS, *_OPTIONAL_INTEGERS), _as_integer),
     **dict.fromkeys(_FLAGS, _as_flag),

@@ -137,6 +137,8 @@ class TritonDevice(DeviceBackend):
         """The steps that are never recorded, in words; empty if there are none."""
         if self.resolved.model_config.has_states:
             return "of models with recurrent states"
+        if self.resolved.model_config.encoder_part is not None:
+            return "of encoder-decoder models"
         has_groups = grouping_of(self.resolved).groups.num_groups > 1
         return "with block tables of several groups of layers (cache.window_groups)" if has_groups else ""
 
@@ -150,7 +152,7 @@ class TritonDevice(DeviceBackend):
             return None
         scheduler, block_size = self.resolved.config.scheduler, self.resolved.config.cache.block_size
         max_tokens, max_seqs = scheduler.max_num_batched_tokens, self.resolved.max_num_seqs
-        max_blocks = num_blocks_for(self.resolved.max_model_len, block_size)
+        max_blocks = num_blocks_for(self.resolved.max_sequence_len, block_size)
         fixed = TritonFixedAttention(max_tokens, max_seqs, max_blocks, block_size, self.device)
         reset_sums = tensor.fast.reset_sums if isinstance(tensor.fast, PeerSums) else None
         return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, reset_sums, adapters)

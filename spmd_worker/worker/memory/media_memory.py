@@ -1,4 +1,6 @@
-"""Rows of images that a run keeps, and their memory: from the settings alone, so that every rank has the same."""
+"""Rows of images, or of an encoder's inputs, that a run keeps, and their memory: from the settings alone, so that every
+rank has the same.
+"""
 
 from typing import Final
 
@@ -11,26 +13,26 @@ MAX_IMAGE_TOKENS: Final = 4096
 
 
 def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
-    """Limits of a run's images; none in a model that takes no images."""
+    """Limits of a run's images or encoder inputs; none in a model that takes neither."""
     config, vision = resolved.config, resolved.model_config.vision
-    if vision is None:
+    if vision is None and resolved.model_config.encoder_part is None:
         return NO_MEDIA
     max_num_tokens, gib = config.scheduler.max_num_batched_tokens, config.cache.media_rows_gib
-    num_rows = max(2 * max_num_tokens, MAX_IMAGE_TOKENS)
+    num_rows = max(2 * max_num_tokens, MAX_IMAGE_TOKENS if vision else resolved.max_encoder_len)
     if gib is not None:
         num_rows = int(gib * 2**30) // media_row_bytes(resolved)
     return MediaRowLimits(
         num_rows,
         config.scheduler.max_encode_patches,
         resolved.layout.tensor_parallel_size,
-        vision.sees_whole_image,
+        vision is not None and vision.sees_whole_image,
         max_num_tokens,
         config.scheduler.enable_chunked_prefill,
     )
 
 
 def media_row_bytes(resolved: ResolvedRun) -> int:
-    """Bytes of one image token's row, and of those that layers add."""
+    """Bytes of one row, and of those that layers add."""
     model_config = resolved.model_config
     num_added = 0 if model_config.vision is None else model_config.vision.num_added
     return int((1 + num_added) * model_config.hidden_size * DTYPE_BYTES[resolved.dtype])

@@ -47,6 +47,7 @@ def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_b
             is_profiled=cache.num_blocks is None,
             has_swap_space_on_device=resolved.device_type == "cpu" and num_host_blocks > 0,
             groups=grouping_of(resolved).groups,
+            num_before=resolved.max_encoder_positions,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -110,7 +111,7 @@ def num_tier_blocks(resolved: ResolvedRun, block_bytes: int) -> int:
 
 def resolve_cache_need(resolved: ResolvedRun) -> CacheNeed:
     """The need of the maximum number of sequences."""
-    return CacheNeed(resolved.max_num_seqs, resolved.max_model_len)
+    return CacheNeed(resolved.max_num_seqs, resolved.max_model_len, resolved.max_encoder_positions)
 
 
 def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
@@ -160,7 +161,7 @@ def _state_need(resolved: ResolvedRun) -> StateNeed:
         resolved.max_num_seqs,
         config.cache.num_state_snapshots,
         has_snapshots=config.cache.enable_prefix_caching,
-        max_model_len=resolved.max_model_len,
+        max_model_len=resolved.max_sequence_len,
         num_blocks=config.cache.num_blocks,
     )
 

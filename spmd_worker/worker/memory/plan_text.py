@@ -81,7 +81,7 @@ class MemoryPlan:
     @property
     def num_blocks_of_longest(self) -> int:
         """Most blocks of a sequence of `max_model_len` tokens, of all groups of layers."""
-        return self.groups.num_blocks(self.resolved.max_model_len, self.resolved.config.cache.block_size)
+        return self.groups.num_blocks(self.resolved.max_sequence_len, self.resolved.config.cache.block_size)
 
     @property
     def groups(self) -> LayerGroups:
@@ -221,7 +221,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
             num_tokens,
             num_rows,
             quantization,
-            resolved.max_image_tokens,
+            resolved.max_tower_rows,
         ),
         spec.block_bytes,
         spec.slot_bytes,
@@ -339,18 +339,24 @@ def _adapters(plan: MemoryPlan) -> list[str]:
 
 
 def _media(plan: MemoryPlan) -> list[str]:
-    """Bytes of the rows of images on a rank of the first stage."""
+    """Bytes of the rows of images, or of an encoder's inputs, on a rank of the first stage."""
     num_rows = media_row_limits(plan.resolved).num_rows
     if not num_rows:
         return []
+    kept = (
+        f"rows of {num_rows:,} tokens are kept (cache.media_rows_gib), "
+        f"{format_bytes(media_rows_bytes_of(plan.resolved, 0))} of a rank's weights"
+    )
+    part = plan.resolved.model_config.encoder_part
+    if part is not None:
+        return [f"inputs     of the encoder, {part.kind}: {kept}"]
     costs = [
         f"{image.num_rows:,} tokens and {image.num_patches:,} patches for {width} x {height} pixels"
         for height, width, image in image_costs(plan.resolved)
     ]
     limits = plan.resolved.config.limits
     return [
-        f"images     rows of {num_rows:,} tokens are kept (cache.media_rows_gib), "
-        f"{format_bytes(media_rows_bytes_of(plan.resolved, 0))} of a rank's weights",
+        f"images     {kept}",
         *([f"an image   {', '.join(costs)}; limits.max_image_tokens is {limits.max_image_tokens:,}"] if costs else []),
     ]
 
@@ -423,12 +429,20 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
         f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {in_all}, "
         f"{format_bytes(plan.block_bytes)} each",
         *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
-        f"sequences  {plan.num_blocks // plan.num_blocks_of_longest:,} of {resolved.max_model_len:,} tokens "
-        f"(model.max_model_len) fit at once{where}; scheduler.max_num_seqs is {num_seqs:,}",
+        f"sequences  {plan.num_blocks // plan.num_blocks_of_longest:,} of {_longest(resolved)} fit at once{where}; "
+        f"scheduler.max_num_seqs is {num_seqs:,}",
         *describe_states(states, max(share.weights_bytes for share in plan.shares)),
         f"swap       {_swap_space(plan)}",
         *(f"{'why' if index == 0 else '':<11}{reason.strip()}" for index, reason in enumerate(reasons)),
     ]
+
+
+def _longest(resolved: ResolvedRun) -> str:
+    """The length of the longest sequence, in words."""
+    behind = ""
+    if resolved.max_encoder_len:
+        behind = f" behind an encoder's input of {resolved.max_encoder_len:,} (scheduler.max_encoder_len)"
+    return f"{resolved.max_model_len:,} tokens (model.max_model_len){behind}"
 
 
 def _swap_space(plan: MemoryPlan) -> str:
@@ -460,7 +474,7 @@ def _describe_unsized(plan: MemoryPlan) -> list[str]:
     source = "none fit" if is_on_cpu else "measured when the run starts, or set by cache.num_blocks"
     lines = [
         f"blocks     {source}: {format_bytes(plan.block_bytes)} each, {plan.num_blocks_of_longest:,} for a sequence of "
-        f"{plan.resolved.max_model_len:,} tokens (model.max_model_len)",
+        f"{_longest(plan.resolved)}",
         *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
         *_describe_slot(plan),
         f"swap       {_swap_space(plan)}",

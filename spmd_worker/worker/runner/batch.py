@@ -30,6 +30,7 @@ from spmd_worker.replica.grammar.step_masks import ConstrainedRow
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.sampled import sample_indices
 from spmd_worker.replica.sequence.sequence import SequenceKey
+from spmd_worker.worker.runner.cross_step import with_cross_step
 from spmd_worker.worker.runner.image_layout import last_visible_of, media_of_step, rope_positions_of
 
 Integers = NDArray[np.int64]
@@ -75,11 +76,13 @@ def build_batch(
     vision: VisionConfig | None = None,
     num_groups: int = 1,
     group_of: tuple[int, ...] = (),
+    has_encoder: bool = False,
 ) -> Batch:
     """Lay out a step. `scheduled` comes from the mirror, in plan order; `rows` are those of `rows_to_sample`, if they
     are known. Rows of an encoder have blocks for this step only, one row after another. `slot_of` None: no row has an
     adapter. `has_states`: the model's rows have recurrent states. `vision`: how the model takes images, if it does.
-    Tables have entries of `num_groups` groups of layers, `group_of` each layer's.
+    Tables have entries of `num_groups` groups of layers, `group_of` each layer's. `has_encoder`: the model is the
+    decoder of an encoder-decoder model, and positions count from the decoder's first.
     """
     counts = [each.num_scheduled_tokens for each in scheduled]
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
@@ -111,6 +114,9 @@ def build_batch(
             for each, blocks in zip(other_tables, token_blocks)
         ]
         attention = replace(attention, others=tuple(others), group_of=group_of)
+    if has_encoder:
+        assert not other_tables, "layers of a decoder with an encoder have one block table"
+        attention, positions = with_cross_step(attention, scheduled, positions, block_size)
     types = _token_types(scheduled, counts) if is_encoder else None
     adapters = adapter_slots(sequences, slot_of)
     return Batch(
@@ -192,17 +198,18 @@ def _token_types(scheduled: Sequence[ScheduledSequence], counts: Sequence[int]) 
 
 
 def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[ConstrainedRow]:
-    """The entries of `Batch.rows` with structured outputs."""
+    """The entries of `Batch.rows` with structured outputs or rules of tokens."""
     found, index = [], 0
     for sequence, _, num_samples in scheduled:
         request, sampling = sequence.request, sequence.request.sampling
-        constraint = sampling.structured_outputs
-        if constraint is not None:
+        constraint, rules = sampling.structured_outputs, sampling.token_rules
+        if constraint is not None or rules is not None:
             allows_forced = (not sampling.forbids_tokens, not sampling.needs_logprobs)
+            prompt = request.known_token_ids if rules is not None and rules.needs_prompt_ids else ()
             for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)
-                row = ConstrainedRow(index + number, key, constraint, sequence.output_token_ids, *allows_forced)
-                found.append(row)
+                own = (index + number, key, constraint, sequence.output_token_ids)
+                found.append(ConstrainedRow(*own, *allows_forced, rules, prompt, sampling.max_tokens))
         index += num_samples
     return found
 

@@ -1,37 +1,42 @@
-"""Rows of images on a rank of the first stage, and on the leader's the pixels that they are made from.
+"""Rows of images, or of an encoder's inputs, on a rank of the first stage, and on the leader's what they are made of:
+pixels or features of audio. Texts that an encoder reads are ids of the request.
 
 The plan decides what is made, by which rank, and what is dropped (`replica/scheduler/media_rows.py`): every rank of the
-tensor group keeps the same rows. A tower sees one image a call, on one rank, so rows do not depend on the layout.
+tensor group keeps the same rows. A tower sees one image or input a call, on one rank, so rows do not depend on the
+layout.
 
 E: tokens of a step that take rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_worker.media.prepared import NUM_CHANNELS, ImagePixels, pixels_from
-from spmd_worker.media.sent_image import SentImage
+from spmd_worker.media.prepared import EncoderIds
+from spmd_worker.media.sent_audio import SentMedia, audio_from
+from spmd_worker.media.sent_image import image_from
 from spmd_worker.model.layers.embedding import StepMedia
-from spmd_worker.model.towers.tower import MakeRows
+from spmd_worker.model.towers.tower import MakeRows, TowerInput
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
+from spmd_worker.replica.sequence.encoder_input import is_text
 from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.step import StepPlan
 
-_NUM_SIZES: Final = 5
-"""Integers that a broadcast of pixels begins with: the number of crops, then grid and size."""
-
 
 class _Encode(NamedTuple):
     plan: EncodeMedia
-    item: MediaItem
+    request: Request
+
+    @property
+    def item(self) -> MediaItem:
+        return self.request.media[self.plan.index]
 
 
 class MediaStore:
@@ -54,19 +59,19 @@ class MediaStore:
         self._group, self._dtype, self._device = group, dtype, device
         self._hidden_size, self._num_added = hidden_size, num_added
         self._rows: dict[bytes, Tensor] = {}
-        self._pixels: dict[RequestId, dict[int, SentImage]] = {}
+        self._held: dict[RequestId, dict[int, SentMedia]] = {}
         self.encode_s = 0.0
         """Seconds in which this rank has made rows, or waited for those of other ranks."""
 
-    def hold(self, request_id: int, index: int, image: SentImage) -> None:
-        """Hold the pixels of image `index` of a request, until `forget`; only tensor rank 0 has use for them."""
+    def hold(self, request_id: int, index: int, media: SentMedia) -> None:
+        """Hold image or audio `index` of a request, until `forget`; only tensor rank 0 has use for it."""
         if self._group.rank == 0:
-            self._pixels.setdefault(RequestId(request_id), {})[index] = image
+            self._held.setdefault(RequestId(request_id), {})[index] = media
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
-        """Release the pixels of finished requests."""
+        """Release what is held of finished requests."""
         for request_id in request_ids:
-            self._pixels.pop(request_id, None)
+            self._held.pop(request_id, None)
 
     def clear(self) -> None:
         """Release all rows before the plan that drops them, which comes before any that reads them."""
@@ -83,9 +88,9 @@ class MediaStore:
         return sum(each.nbytes for each in self._rows.values())
 
     @property
-    def num_pixel_bytes(self) -> int:
-        """Host memory of all pixels held."""
-        return sum(len(image.data) for images in self._pixels.values() for image in images.values())
+    def num_held_bytes(self) -> int:
+        """Host memory of all pixels and features held."""
+        return sum(len(each.data) for media in self._held.values() for each in media.values())
 
     @torch.inference_mode()
     def apply(self, plan: StepPlan, request_of: Callable[[RequestId], Request]) -> None:
@@ -97,10 +102,10 @@ class MediaStore:
         if not plan.encode:
             return
         started = perf_counter()
-        encodes = [_Encode(each, request_of(RequestId(each.request_id)).media[each.index]) for each in plan.encode]
-        # All pixels first: then every owner makes its rows while the others make theirs.
-        pixels = [self._pixels_at_owner(each) for each in encodes]
-        made = [self._made(each, image) for each, image in zip(encodes, pixels, strict=True)]
+        encodes = [_Encode(each, request_of(RequestId(each.request_id))) for each in plan.encode]
+        # All contents first: then every owner makes its rows while the others make theirs.
+        contents = [self._content_at_owner(each) for each in encodes]
+        made = [self._made(each, content) for each, content in zip(encodes, contents, strict=True)]
         for each, rows in zip(encodes, made, strict=True):
             self._rows[each.item.media_id] = self._group.broadcast(rows, each.plan.owner)
         self.encode_s += perf_counter() - started
@@ -125,47 +130,53 @@ class MediaStore:
         rows, *added = torch.cat(parts, dim=1).unbind()
         return StepMedia(indices, rows, tuple(added))
 
-    def _pixels_at_owner(self, encode: _Encode) -> ImagePixels | None:
-        """The pixels of an image, on the rank that makes its rows, sent there by rank 0."""
-        owner, rank, image = encode.plan.owner, self._group.rank, None
-        if rank == 0:
-            image = self._pixels.get(RequestId(encode.plan.request_id), {}).get(encode.plan.index)
-            if image is None or image.media_id != encode.item.media_id:
-                raise RuntimeError(
-                    f"request {encode.plan.request_id}: this rank does not hold the pixels of image "
-                    f"{encode.plan.index} ({encode.item.media_id.hex()}): they are given to the engine of the rank "
-                    f"that admits the request"
-                )
+    def _content_at_owner(self, encode: _Encode) -> TowerInput | None:
+        """What the rows of an image or an input are made of, on the rank that makes them, sent there by rank 0. Every
+        rank knows the text that an encoder reads.
+        """
+        owner, rank = encode.plan.owner, self._group.rank
+        given = encode.request.encoder_input
+        if given is not None and is_text(given):
+            return EncoderIds(given.token_ids) if rank == owner else None
+        held = self._held_of(encode) if rank == 0 else None
         if owner == 0:
-            return None if image is None else image.pixels
-        sizes = [0] * _NUM_SIZES if image is None else [len(image.shapes), *image.grid, *image.size]
-        num_crops, *others = self._sent(torch.tensor(sizes)).tolist()
-        flat = [0] * 2 * num_crops if image is None else [side for shape in image.shapes for side in shape]
-        shapes = [(height, width) for height, width in self._sent(torch.tensor(flat)).view(-1, 2).tolist()]
-        num_bytes = sum(height * width for height, width in shapes) * NUM_CHANNELS
-        data = bytearray(num_bytes) if image is None else bytearray(image.data)
-        sent = self._sent(torch.frombuffer(data, dtype=torch.uint8))
+            return None if held is None else held.content
+        counts = [0, 0] if held is None else [len(held.sizes), len(held.data)]
+        num_sizes, num_bytes = self._sent(torch.tensor(counts)).tolist()
+        sizes = self._sent(torch.tensor([0] * num_sizes if held is None else held.sizes)).tolist()
+        data = bytearray(num_bytes) if held is None else bytearray(held.data)
+        content = self._sent(torch.frombuffer(data, dtype=torch.uint8))
         if rank != owner:
             return None
-        grid, size = (others[0], others[1]), (others[2], others[3])
-        return pixels_from(sent.numpy().tobytes(), tuple(shapes), grid, size)
+        return (image_from if given is None else audio_from)(sizes, content.numpy().tobytes())
+
+    def _held_of(self, encode: _Encode) -> SentMedia:
+        number, index, media_id = encode.plan.request_id, encode.plan.index, encode.item.media_id
+        held = self._held.get(RequestId(number), {}).get(index)
+        if held is None or held.media_id != media_id:
+            kind = "image" if encode.request.encoder_input is None else "audio"
+            raise RuntimeError(
+                f"request {number}: this rank does not hold the content of {kind} {index} ({media_id.hex()}): it is "
+                f"given to the engine of the rank that admits the request"
+            )
+        return held
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor of the host, on every rank."""
         return self._group.broadcast(to_device(tensor, self._device)).cpu()
 
-    def _made(self, encode: _Encode, pixels: ImagePixels | None) -> Tensor:
-        """The rows of an image on the rank that makes them, memory for them on others."""
+    def _made(self, encode: _Encode, content: TowerInput | None) -> Tensor:
+        """The rows of an image or input on the rank that makes them, memory for them on others."""
         shape = (1 + self._num_added, encode.item.num_rows, self._hidden_size)
         if encode.plan.owner != self._group.rank:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
-        if self.make_rows is None or pixels is None:
-            raise RuntimeError("this model has no tower, so it makes no rows of images: load it with one")
-        made = self.make_rows(pixels)
+        if self.make_rows is None or content is None:
+            raise RuntimeError("this model has no tower, so it makes no rows of images or inputs: load it with one")
+        made = self.make_rows(content)
         rows = torch.stack([made.rows, *made.added]).to(self._device, self._dtype)
         if rows.shape != shape:
             raise RuntimeError(
-                f"the tower made rows of shape {tuple(rows.shape)} of image {encode.item.media_id.hex()}, and the "
+                f"the tower made rows of shape {tuple(rows.shape)} of {encode.item.media_id.hex()}, and the "
                 f"prompt has tokens for {shape}"
             )
         return rows

@@ -133,7 +133,8 @@ class ModelRunner:
         self._pooling = RowPooling(model.pooler, scores_of) if model.pooler is not None else None
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
-        has_state = keeps_state and not model.model_config.is_encoder
+        self._has_encoder = model.model_config.encoder_part is not None
+        has_state = keeps_state and not (model.model_config.is_encoder or self._has_encoder)
         self.adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
         self._step_adapters: StepAdapters | None = None
         self._has_states = model.model_config.has_states
@@ -187,6 +188,7 @@ class ModelRunner:
                 vision=self.model.model_config.vision,
                 num_groups=self.num_groups,
                 group_of=self._cache_engine.spec.group_of,
+                has_encoder=self._has_encoder,
             )
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:

@@ -27,15 +27,16 @@ PromptLogprobs = tuple[RequestId, int, tuple[TokenLogprobs | None, ...]]
 
 
 class LaunchedPromptLogprobs(NamedTuple):
-    """Prompt logprobs of a sequence's positions from `first` on; None for position 0, which nothing predicts."""
+    """Prompt logprobs of a sequence's positions from `first` on; None for the first `num_unpredicted`."""
 
     request_id: RequestId
     first: int
     pieces: list[Awaited[list[TokenLogprobs]]]
+    num_unpredicted: int = 0
 
     def collect(self) -> PromptLogprobs:
         """Entries, once the read-back is done."""
-        entries: list[TokenLogprobs | None] = [] if self.first else [None]
+        entries: list[TokenLogprobs | None] = [None] * self.num_unpredicted
         for piece in self.pieces:
             entries += piece.value
         return self.request_id, self.first, tuple(entries)
@@ -66,11 +67,15 @@ def _is_wanted(each: ScheduledSequence) -> bool:
 
 
 def _of_sequence(each: ScheduledSequence, hidden: Tensor, report: Report) -> LaunchedPromptLogprobs:
-    """Logits of position p - 1 predict position p: a chunk [a, b) gives the entries of [a + 1, b + 1)."""
+    """Logits of position p - 1 predict position p: a chunk [a, b) gives the entries of [a + 1, b + 1). Nothing predicts
+    position 0, an encoder's positions, and the first of the decoder's.
+    """
     sequence = each.sequence
-    prompt = sequence.request.prompt_token_ids
-    first = sequence.num_computed_tokens
-    last = first + each.num_scheduled_tokens
+    prompt, num_before = sequence.request.prompt_token_ids, sequence.request.num_encoder_positions
+    computed = sequence.num_computed_tokens
+    last = computed + each.num_scheduled_tokens
+    reported, first = computed + 1 if computed else 0, min(max(computed, num_before), last)
+    hidden = hidden[first - computed :]
     targets = list(prompt[first + 1 : last + 1])
     for item in sequence.request.media:
         for token, _, count in item.rows_between(first + 1, last + 1):
@@ -82,4 +87,4 @@ def _of_sequence(each: ScheduledSequence, hidden: Tensor, report: Report) -> Lau
     for start in range(0, len(targets), _ROWS_AT_ONCE):
         some = targets[start : start + _ROWS_AT_ONCE]
         pieces += report(hidden[start : start + len(some)], some, num_logprobs)
-    return LaunchedPromptLogprobs(sequence.request.request_id, first + 1 if first else 0, pieces)
+    return LaunchedPromptLogprobs(sequence.request.request_id, reported, pieces, first + 1 - reported)

@@ -106,6 +106,76 @@ def test_sinks_match_formula_in_any_chunks(instruction_set, dtype):
         assert torch.equal(result, whole[-len(result) :])
 
 
+FAR, NEAR = 300, 20
+"""Distances of a bias: of all keys, and of those around the query, so that tiles are inside, outside and across."""
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize(
+    ("max_distance", "more"),
+    [
+        (NEAR, {"group_size": 1}),
+        (FAR, {"group_size": 3}),
+        pytest.param(NEAR, {"group_size": 3, "window": 50, "score_cap": 3.0}, marks=pytest.mark.matrix),
+        pytest.param(1, {"group_size": 3, "has_sinks": True, "block_size": 4}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_distance_bias_matches_formula_in_any_chunks(instruction_set, dtype, max_distance, more):
+    sizes = Sizes(dtype=dtype, head_size=32, max_distance=max_distance, **more)
+    one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    assert is_close(whole, formula(one), dtype)
+    for chunk in (1, 7, 64):
+        assert torch.equal(run(backend, one, chunk), whole), chunk
+    for result in together(backend, [one, one, one], [1, 66, 1]):
+        assert torch.equal(result, whole[-len(result) :])
+    for other in (0, 2 * max_distance):
+        control = replace(one, sizes=replace(sizes, max_distance=other))
+        assert not is_close(whole, formula(control), dtype), "negative control: another bias"
+    other = replace(one, sizes=replace(sizes, block_size=2))
+    assert torch.equal(run(backend_for(instruction_set, other.sizes), other, 50), whole)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("max_distance", [NEAR, pytest.param(FAR, marks=pytest.mark.matrix)])
+def test_bidirectional_distance_bias_matches_formula(instruction_set, dtype, max_distance):
+    sizes = Sizes(dtype=dtype, group_size=1, head_size=32, sees_later=True, max_distance=max_distance)
+    rows, backend = [sequence(length, sizes, seed=length) for length in (7, 131)], backend_for(instruction_set, sizes)
+    alone = [run(backend, one, WHOLE) for one in rows]
+    assert all(is_close(result, formula(one), dtype) for result, one in zip(alone, rows, strict=True))
+    assert all(map(torch.equal, together(backend, rows, [7, 131]), alone))
+
+
+@each_dtype
+def test_bias_of_zeros_changes_no_bit(dtype, monkeypatch):
+    """The softmax with biases and that without are one computation."""
+    sizes = Sizes(dtype=dtype, group_size=3, max_distance=NEAR)
+    one, backend = sequence(203, sizes), backend_for(NATIVE, sizes)
+    biased, plain = (
+        run(backend, replace(one, sizes=replace(sizes, max_distance=distance)), 50) for distance in (NEAR, 0)
+    )
+    monkeypatch.setattr(Sizes, "distance_bias", torch.zeros(sizes.num_heads, 2 * NEAR + 1))
+    assert torch.equal(run(backend, one, 50), plain)
+    assert not torch.equal(biased, plain), "negative control"
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [torch.zeros(8, 40), torch.zeros(7, 41), torch.zeros(8, 41).double(), torch.zeros(41, 8).t()],
+    ids=["even", "heads", "dtype", "strided"],
+)
+def test_misshaped_distance_bias_is_rejected(bias):
+    backend, query = backend_for(NATIVE, Sizes()), torch.zeros(1, 8, 64)
+    cache = torch.zeros(4, *backend.block_shape(2, 16, 64))
+    metadata = AttentionMetadata((0, 1), (20,), torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([3]))
+    backend.attend(query, cache, metadata, 1.0, 0, distance_bias=torch.zeros(8, 41))
+    with pytest.raises(AssertionError):
+        backend.attend(query, cache, metadata, 1.0, 0, distance_bias=bias)
+
+
 @pytest.mark.parametrize("window", [0, 50])
 def test_plain_torch_takes_sinks_too(window):
     one = sequence(90, Sizes(group_size=3, window=window, has_sinks=True))
@@ -118,6 +188,18 @@ def test_plain_torch_bounds_scores_too(window):
     one = sequence(90, Sizes(group_size=3, window=window, score_cap=3.0))
     for chunk in (WHOLE, 7):
         assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
+
+
+@pytest.mark.parametrize("sees_later", [False, True])
+@pytest.mark.parametrize(("window", "max_distance"), [(0, 20), (0, 200), (50, 20)])
+def test_plain_torch_adds_distance_bias_too(window, max_distance, sees_later):
+    sizes = Sizes(group_size=3, window=window, max_distance=max_distance, sees_later=sees_later)
+    one = sequence(90, sizes)
+    for chunk in (WHOLE,) if sees_later else (WHOLE, 7, 1):
+        assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
+    assert not is_close(
+        run(SdpaBackend(), one, WHOLE), formula(replace(one, sizes=replace(sizes, max_distance=0))), FLOAT32
+    )
 
 
 class LargestTensor(TorchDispatchMode):

@@ -365,6 +365,9 @@ def asking() -> list[dict[str, object]]:
         {"temperature": 0.0, "bad_words_ids": [[7, each] for each in range(60, V)], "logprobs": -1},
         {"temperature": 1.0, "allowed_token_ids": list(range(90, 130)), "top_k": 3},
         {"temperature": 1e-4, "presence_penalty": 0.5},
+        {"temperature": 0.0, "token_rules": {"timestamps": {"first_token_id": 80, "end_token_id": 50}}},
+        {"temperature": 1.0, "token_rules": {"timestamps": {"first_token_id": 99, "end_token_id": 50}}, "logprobs": 2},
+        {"temperature": 1.5, "token_rules": {"first_tokens": [3, 4]}},
     ]
 
 

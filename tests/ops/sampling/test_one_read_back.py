@@ -20,6 +20,8 @@ from spmd_worker.replica.grammar.step_masks import StepMasks
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
 
 META = torch.device("meta")
+RULES = {"timestamps": {"first_token_id": 150, "end_token_id": 9}, "first_tokens": [3, 4]}
+RULED = [{"temperature": each, "token_rules": RULES} for each in (0.0, 1.0)]
 ASKING = [
     *KINDS,
     *REPORTING,
@@ -28,6 +30,7 @@ ASKING = [
     {"temperature": 1.0, "repetition_penalty": 1.2, "logit_bias": {3: 1.0, 4: -2.0}, "logprobs": 4, "seed": 7},
     {"temperature": 0.0, "allowed_token_ids": [1, 2], "bad_words_ids": [[1], [7, 2]], "min_tokens": 9, "logprobs": 1},
     {"temperature": 1.0, "logprobs": ALL_LOGPROBS},
+    *RULED,
 ]
 KINDS_OF_ROWS = {
     "greedy": [{"temperature": 0.0}],
@@ -35,6 +38,7 @@ KINDS_OF_ROWS = {
     "filtered": [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}],
     "processed": [{"repetition_penalty": 1.5, "presence_penalty": 1.0, "logit_bias": {1: 2.0}, "min_tokens": 9}],
     "masked": [{"allowed_token_ids": [1, 2]}, {"bad_words_ids": [[1], [7, 2]]}],
+    "ruled": [*RULED, {"logprobs": 2, "token_rules": RULES}],
     "reported": [{"logprobs": 3}, {"logprobs": 0, "top_k": 4}, {"logprobs": ALL_LOGPROBS}],
     "all": ASKING,
 }

@@ -70,21 +70,21 @@ def test_steps_without_image_tokens_have_no_rows(first: int, count: int):
 def test_plans_drop_rows_and_pixels_leave():
     store = filled()
     assert store.names == [SECOND, FIRST]
-    assert (store.num_bytes, store.num_pixel_bytes) == (5 * 3 * 3 * 4, 15)
+    assert (store.num_bytes, store.num_held_bytes) == (5 * 3 * 3 * 4, 15)
     store.apply(StepPlan(2, drop_rows=(FIRST,)), lambda request_id: REQUEST)
     assert store.names == [SECOND]
     # After sleep the plan drops what is gone.
     store.clear()
     store.apply(StepPlan(3, drop_rows=(SECOND,)), lambda request_id: REQUEST)
     store.forget([5])
-    assert (store.num_bytes, store.num_pixel_bytes) == (0, 0)
+    assert (store.num_bytes, store.num_held_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("store", "held", "words"),
     [
-        (new_store(), [], "request 5: this rank does not hold the pixels of image 0"),
-        (new_store(), [image(SECOND, 0, 3)], "does not hold the pixels of image 0"),
+        (new_store(), [], "request 5: this rank does not hold the content of image 0"),
+        (new_store(), [image(SECOND, 0, 3)], "does not hold the content of image 0"),
         (new_store(None), [image(FIRST, 0, 3)], "no tower"),
         (new_store(), [image(FIRST, 0, 4)], r"rows of shape \(3, 4, 3\) .* \(3, 3, 3\)"),
         (new_store(num_added=0), [image(FIRST, 0, 3)], r"rows of shape \(3, 3, 3\) .* \(1, 3, 3\)"),

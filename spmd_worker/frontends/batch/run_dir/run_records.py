@@ -95,6 +95,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         num_media_rows=limits.media.num_rows,
         max_encode_patches=limits.media.max_encode_patches,
         sees_whole_image=limits.media.sees_whole_image,
+        max_encoder_len=resolved.max_encoder_len,
         verify_hits=limits.verify_hits,
         num_full_groups=cache.groups.num_full,
         num_window_groups=cache.groups.num_windows,

@@ -1,0 +1,67 @@
+"""Limits of the input that the encoder of an encoder-decoder model reads. Imports no torch, for row readers."""
+
+from dataclasses import dataclass
+
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.replica.sequence.encoder_input import EncoderInput
+from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.memory.media_memory import media_row_limits
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLimits:
+    """`kind` of input, "text" or "audio", with at most `max_len` rows. `may_raise`: the model allows more. The workers
+    keep `num_kept_rows`.
+    """
+
+    kind: str
+    max_len: int
+    may_raise: bool
+    num_kept_rows: int
+
+    def check(self, given: EncoderInput, vocab_size: int) -> None:
+        """Raise RequestError for an input that is empty, too long, or outside the vocabulary."""
+        if not given.num_rows:
+            raise RequestError("empty_prompt", f"the encoder's {self.kind} is empty: give at least one token")
+        if given.num_rows > self.max_len:
+            way_out = " or raise scheduler.max_encoder_len" if self.may_raise else ""
+            raise RequestError(
+                "prompt_too_long",
+                f"the encoder's {self.kind} has {given.num_rows} {'tokens' if self.kind == 'text' else 'rows'} but "
+                f"scheduler.max_encoder_len is {self.max_len}: shorten it{way_out}",
+            )
+        if given.num_rows > self.num_kept_rows:
+            raise RequestError(
+                "prompt_too_long",
+                f"the encoder's {self.kind} has {given.num_rows} rows, more than the {self.num_kept_rows} that are "
+                f"kept: raise cache.media_rows_gib",
+            )
+        least, most = min(given.token_ids), max(given.token_ids)
+        if least < 0 or most >= vocab_size:
+            raise RequestError(
+                "token_out_of_vocabulary",
+                f"token id {least if least < 0 else most} of the encoder's text is outside the vocabulary of "
+                f"{vocab_size} tokens",
+            )
+
+
+def encoder_limits(resolved: ResolvedRun) -> EncoderLimits | None:
+    """Limits of a run; None for a model without an encoder."""
+    part, max_len = resolved.model_config.encoder_part, resolved.max_encoder_len
+    if part is None:
+        return None
+    may_raise = not part.max_rows or max_len < part.max_rows
+    return EncoderLimits(part.kind, max_len, may_raise, media_row_limits(resolved).num_rows)
+
+
+def check_encoder_input(limits: EncoderLimits | None, vocab_size: int, given: EncoderInput | None) -> None:
+    """Raise RequestError for a missing input, one that the model does not read, or one beyond the limits."""
+    if limits is None:
+        if given is not None:
+            message = "this model has no encoder: give a prompt, and no encoder_prompt"
+            raise RequestError("encoder_unsupported", message)
+    elif given is None:
+        way = "its text under encoder_prompt" if limits.kind == "text" else "audio"
+        raise RequestError("encoder_input_missing", f"this model's encoder reads {limits.kind}: give {way}")
+    else:
+        limits.check(given, vocab_size)

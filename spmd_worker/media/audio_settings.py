@@ -1,0 +1,84 @@
+"""AudioSettings: the numbers by which a checkpoint's audio becomes features, and how they are read.
+
+Numbers of Whisper's that no checkpoint changes are constants; a file with others is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media.processor_settings import json_object
+from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.encoder_part import AudioInput
+
+SAMPLING_RATE: Final = 16_000
+"""Samples of a second."""
+HOP_SAMPLES: Final = 160
+"""Samples from frame to frame."""
+FRAME_SAMPLES: Final = 400
+"""Samples of a frame, and of its Fourier transform (`n_fft`)."""
+_FILES: Final = ("processor_config.json", "preprocessor_config.json")
+_CLASS: Final = "WhisperFeatureExtractor"
+_FIXED: Final[Mapping[str, Any]] = {
+    "sampling_rate": SAMPLING_RATE,
+    "hop_length": HOP_SAMPLES,
+    "n_fft": FRAME_SAMPLES,
+    "padding_value": 0.0,
+    "padding_side": "right",
+    "dither": 0.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AudioSettings:
+    """`window_s` is the length of audio that an encoder reads: shorter audio is padded with silence, longer audio is
+    cut (`audio_windows.py`).
+    """
+
+    num_mel_bins: int
+    window_s: int = 30
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a window."""
+        return self.window_s * SAMPLING_RATE
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of a window."""
+        return self.num_samples // HOP_SAMPLES
+
+    @property
+    def num_rows(self) -> int:
+        """The encoder's second convolution has stride 2."""
+        return self.num_frames // 2
+
+
+def read_audio_settings(folder: Path, audio: AudioInput) -> AudioSettings:
+    """Read `preprocessor_config.json`, or the part of `processor_config.json` for audio. A missing key has the value
+    that its class of transformers has. Raises ModelConfigError.
+    """
+    reader = _reader(folder)
+    reader.choice("feature_extractor_type", (_CLASS,), _CLASS)
+    for key, value in _FIXED.items():
+        reader.choice(key, (value,), value)
+    settings = AudioSettings(reader.count("feature_size", 80), reader.count("chunk_length", 30))
+    if settings.num_mel_bins != audio.num_mel_bins:
+        raise reader.error("feature_size", f"must be num_mel_bins of config.json, {audio.num_mel_bins}")
+    if settings.num_frames != audio.num_frames:
+        rule = f"makes {settings.num_frames} frames and the encoder of config.json reads {audio.num_frames}"
+        raise reader.error("chunk_length", rule)
+    return settings
+
+
+def _reader(folder: Path) -> ConfigReader:
+    for path in (folder / name for name in _FILES):
+        found = json_object(path)
+        if found is not None and path.name == _FILES[0]:
+            found = found.get("feature_extractor")
+        if isinstance(found, dict):
+            return ConfigReader(found, path)
+    files = f"neither {_FILES[0]} with feature_extractor nor {_FILES[1]}"
+    raise ModelConfigError(f"{folder} has {files}: add it, audio cannot be prepared without it")

@@ -1,0 +1,53 @@
+"""Settings of a run with an encoder-decoder model: the lengths of both parts, and what such models do not support."""
+
+from kv_cache.block import num_blocks_for
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.model_config.encoder_part import EncoderPart
+from spmd_worker.model_config.model_config import ModelConfig
+
+
+def max_encoder_len(config: RunConfig, model_config: ModelConfig) -> int:
+    """Rows of the longest input of the encoder; 0 for a model without one. Raises ConfigError for an unsupported
+    setting.
+    """
+    part, wanted = model_config.encoder_part, config.scheduler.max_encoder_len
+    if part is None:
+        if wanted is not None:
+            raise ConfigError(
+                f"scheduler.max_encoder_len={wanted} is for encoder-decoder models, and {model_config.architecture} "
+                f"has no encoder: leave it out"
+            )
+        return 0
+    _check_options(config, model_config.architecture)
+    if part.max_rows and wanted is not None and wanted > part.max_rows:
+        raise ConfigError(
+            f"scheduler.max_encoder_len={wanted} is more than the {part.max_rows} positions of the model's encoder: "
+            f"lower it or leave it null"
+        )
+    return wanted or _own_max_len(part, model_config)
+
+
+def num_encoder_positions(config: RunConfig, model_config: ModelConfig) -> int:
+    """Positions of the longest input, which takes whole blocks."""
+    block_size = config.cache.block_size
+    return num_blocks_for(max_encoder_len(config, model_config), block_size) * block_size
+
+
+def _own_max_len(part: EncoderPart, model_config: ModelConfig) -> int:
+    return part.max_rows or model_config.max_model_len
+
+
+def _check_options(config: RunConfig, architecture: str) -> None:
+    """Raise ConfigError for what an encoder-decoder model does not support."""
+    model = config.model
+    given = {
+        "model.runner=pooling": model.runner == "pooling" or model.classifier_from_token is not None,
+        "model.enable_lora=true": model.adapter_limits is not None,
+        "model.prompt_adapters": bool(model.prompt_adapters),
+        f"model.quantization={model.quantization}": model.quantization is not None,
+        "cache.window_groups=true": config.cache.window_groups is True,
+    }
+    for key, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"{key} is not supported for {architecture}, an encoder-decoder model: leave it out")
