@@ -27,8 +27,8 @@ from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
-from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest

@@ -12,6 +12,7 @@ from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
