@@ -12,8 +12,8 @@ from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneratio
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
 from spmd_worker.replica.sequence.decoder_prompt import DecoderPrompt, decoder_prompt, detected_language, segments
 
-NUM_TOKENS, END, START = 20, IDS["<|endoftext|>"], IDS["<|startoftranscript|>"]
-SOUNDS = [sound(1.2 + index / 10, index) for index in range(6)]
+NUM_TOKENS, END = 14, IDS["<|endoftext|>"]
+SOUNDS = [sound(1.2 + index / 10, index) for index in range(4)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "detected language": {},
     "detected language, timestamps": {"timestamps": True},
@@ -61,6 +61,7 @@ def their_answers(features: torch.Tensor, settings: dict[str, Any]) -> list[list
     config.return_timestamps = settings.get("timestamps", False)
     # transformers takes no task by default.
     config.language, config.task = settings.get("language"), settings.get("task", "transcribe")
+    config.no_speech_threshold = None
     ids = model._retrieve_init_tokens(features, len(features), config, model.config, features.shape[-1], {})
     most = NUM_TOKENS - (ids.shape[1] - 1 if "language" not in settings else 0)
     processors = model._retrieve_logit_processors(config, None, ids.shape[1], 1, "cpu")
