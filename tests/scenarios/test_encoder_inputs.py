@@ -173,7 +173,7 @@ def test_greedy_ids_equal_those_of_transformers(name: str, monkeypatch: pytest.M
     reference = cross_reference(name)
     # Rules of the folder's settings are of other tests.
     plain = transformers.GenerationConfig(
-        max_new_tokens=num_tokens, repetition_penalty=1.5, pad_token_id=1, decoder_start_token_id=2
+        max_new_tokens=num_tokens, repetition_penalty=1.5, pad_token_id=1, decoder_start_token_id=2, use_cache=False
     )
     monkeypatch.setattr(reference, "generation_config", plain)
     prompts = [read(64, [2])] if name == "whisper" else [*TEXTS, given(ids(520 if options else 90, 7), [2])]
