@@ -54,13 +54,20 @@ from spmd_worker.ranks.topology import Stage
 class DecoderStack(nn.Module):
     """Token ids -> hidden states, or a pipeline stage of it. `layers` are indexed from 0 in each stage."""
 
-    def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        model_config: ModelConfig,
+        stage: Stage,
+        embedding: VocabularyParallelEmbedding | None = None,
+    ) -> None:
+        """`embedding` is that of another stack, which this one has too."""
         super().__init__()
         hidden_size, size = model_config.hidden_size, model_config.own_embedding_size
         num_types = model_config.num_token_types
         self._has_positions = model_config.num_positions > 0 or model_config.sinusoid != ""
         if stage.is_first:
-            self.embed_tokens = VocabularyParallelEmbedding(
+            self.embed_tokens = embedding or VocabularyParallelEmbedding(
                 context.of_head, model_config.num_embeddings, model_config.embedding_size
             )
             self._multiplier = model_config.embedding_multiplier
@@ -306,7 +313,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
-        self.tower: Tower | None = _tower(context, model_config) if stage.is_first else None
+        self.tower: Tower | None = _tower(context, model_config, self.model) if stage.is_first else None
         """Makes the rows of images, or of an encoder's input, on the first stage of a model that takes them."""
         self.pooler: Pooler | None = None
         """Replaces the token head on the last stage of a pooling model."""
@@ -380,10 +387,13 @@ class DecoderForCausalLM(nn.Module):
             layer.forget_addresses()
 
 
-def _tower(context: LayerContext, model_config: ModelConfig) -> Tower | None:
+def _tower(context: LayerContext, model_config: ModelConfig, stack: DecoderStack) -> Tower | None:
+    """The tower beside the first stage's stack."""
     vision, part = model_config.vision, model_config.encoder_part
     if part is not None:
-        return new_encoder(context, part, DecoderStack)
+        # A rank that has all of the table, as it is, needs it once.
+        shares = part.shares_embedding and context.tensor_group.size == 1 and context.quantised is None
+        return new_encoder(context, part, partial(DecoderStack, embedding=stack.embed_tokens if shares else None))
     if vision is None or vision.tower is None:
         return None
     return new_tower(context, vision, model_config.embedding_size)

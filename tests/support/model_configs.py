@@ -12,15 +12,19 @@ from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
 
 
 def families(*quick: str) -> list[Any]:
-    """All architectures of decoders alone as parameters of a test. But for `quick` ones those that came last are in the tier of layouts,
-    and text parts that are rows of others, without the first two, in that of stress.
+    """All architectures of decoders alone as parameters of a test. But for `quick` ones those that came last are in the
+    tier of layouts, and text parts that are rows of others, without the first two, in that of stress.
     """
     sparse = {name for name, family in FAMILIES.items() if family.experts} - {"Qwen2MoeForCausalLM"}
     first, second, *others = TEXT_PART_ROWS
     marks = dict.fromkeys([*RMS_ROWS, *LAYER_NORM_ROWS, *sparse, first, second], pytest.mark.matrix)
     marks |= dict.fromkeys([*others, "Glm4vMoeForConditionalGeneration"], pytest.mark.stress)
     marks |= {"Lfm2ForCausalLM": pytest.mark.matrix}
-    return [pytest.param(each, marks=() if each in quick else marks.get(each, ())) for each, row in FAMILIES.items() if row.encoder_part is None]
+    return [
+        pytest.param(each, marks=() if each in quick else marks.get(each, ()))
+        for each, row in FAMILIES.items()
+        if row.encoder_part is None
+    ]
 
 
 def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
