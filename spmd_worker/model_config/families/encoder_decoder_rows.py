@@ -176,12 +176,9 @@ def _t5_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """
     del path
     scales = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
-    return {
-        **config,
-        "scale_decoder_outputs": scales,
-        "tie_word_embeddings": scales,
-        "num_decoder_layers": config.get("num_decoder_layers") or config.get("num_layers"),
-    }
+    num_layers = {"num_decoder_layers": config["num_layers"]} if config.get("num_layers") is not None else {}
+    given = {key: value for key, value in config.items() if value is not None}
+    return {**num_layers, **given, "scale_decoder_outputs": scales, "tie_word_embeddings": scales}
 
 
 def _mt5_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
@@ -286,6 +283,7 @@ _MT5: Final = replace(
         "num_layers": 8,
         "num_decoder_layers": 8,
         "num_heads": 6,
+        "feed_forward_proj": "gated-gelu",
     },
     newer=_mt5_keys,
 )
