@@ -336,7 +336,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
 
 
 def _with_head(model_config: ModelConfig, family: Family, model_folder: Path) -> ModelConfig:
-    """The config with what files alone say of the head: whether it has a bias, and in a sharded state whether it is tied."""
+    """The config with what files alone say of the head: whether it has a bias, and whether a sharded state ties it."""
     names, parameters = tensor_names(model_folder), state_names(model_folder)
     if family.names.head_bias and (names or parameters):
         has_bias = family.names.head_bias in names or "lm_head.bias" in parameters
