@@ -107,8 +107,8 @@ class ModelConfig:
     of an encoder-decoder model, whose decoder the other fields describe.
 
     With a `sinusoid` positions are sines, then cosines, of `max_position_embeddings` positions behind `position_offset`
-    (https://arxiv.org/abs/1706.03762), which no file has: "exact", or "fairseq", whose last angle turns by position /
-    10,000 and whose frequencies are rounded.
+    (https://arxiv.org/abs/1706.03762), which the files do not have: "exact", or "fairseq", whose last angle is the
+    position / 10,000 and whose frequencies are rounded.
 
     `is_encoder`: a token sees all of its row, so a row is computed in one step, nothing of it is cached, and its only
     result is a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1 where
@@ -328,7 +328,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     names = tensor_names(model_folder) if _is_tied_by_class(config, family) else ()
     if names:
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
-    model_config = _with_head(model_config, family, model_folder)
+    model_config = _with_positions(_with_head(model_config, family, model_folder), model_folder)
     generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
     pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
@@ -356,7 +356,7 @@ def _decoder_generation(
 
 
 def _with_head(model_config: ModelConfig, family: Family, model_folder: Path) -> ModelConfig:
-    """With what files alone say of the head: whether it has a bias, and in a sharded state whether it is tied."""
+    """The config with what files alone say of the head: whether it has a bias, and whether a sharded state ties it."""
     names, parameters = tensor_names(model_folder), state_names(model_folder)
     if family.names.head_bias and (names or parameters):
         has_bias = family.names.head_bias in names or "lm_head.bias" in parameters
@@ -364,6 +364,23 @@ def _with_head(model_config: ModelConfig, family: Family, model_folder: Path) ->
     if family.head.ties_by_files and parameters:
         model_config = replace(model_config, has_tied_embeddings="lm_head.weight" not in parameters)
     return model_config
+
+
+def _with_positions(model_config: ModelConfig, model_folder: Path) -> ModelConfig:
+    """The config with computed positions, where the files could have a table of them and have none."""
+    part = model_config.encoder_part
+    if part is None or not family_of(model_config.architecture).embedding.sinusoid:
+        return model_config
+    names, parameters = tensor_names(model_folder), state_names(model_folder)
+    has_table = any(each.endswith("embed_positions.weight") for each in (*names, *parameters))
+    if has_table or not (names or parameters):
+        return model_config
+    return replace(_computed(model_config), encoder_part=replace(part, stack=_computed(part.stack)))
+
+
+def _computed(model_config: ModelConfig) -> ModelConfig:
+    sinusoid = family_of(model_config.architecture).embedding.sinusoid
+    return replace(model_config, num_positions=0, sinusoid=sinusoid)
 
 
 def has_image_processor(model_folder: Path) -> bool:
@@ -490,7 +507,7 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         logit_divisor=_logit_divisor(reader, family.head, hidden_size),
         logit_cap=_number(reader, family.head.cap_key, 0.0),
         position_offset=family.embedding.position_offset,
-        sinusoid=family.embedding.sinusoid,
+        sinusoid="" if family.names.positions else family.embedding.sinusoid,
         has_head_bias=_flag(reader, family.head.has_bias),
         is_encoder=encoder is not None,
         num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
