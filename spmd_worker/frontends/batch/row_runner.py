@@ -8,8 +8,9 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.engine_models import engine_models
 from spmd_worker.frontends.openai.row import NO_IMAGES, EncodedRow, ImagesOfRow, Row, RowError
 from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_outputs import is_split
 from spmd_worker.frontends.openai.row_writer import RowAnswer, error_code_of, error_result, format_result
-from spmd_worker.frontends.openai.split_rows import SplitRows, is_split
+from spmd_worker.frontends.openai.split_rows import SplitRows
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.request import RequestId

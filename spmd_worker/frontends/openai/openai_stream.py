@@ -29,9 +29,8 @@ from spmd_worker.frontends.openai.openai_body import (
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
 from spmd_worker.frontends.openai.pooling_body import pooling_body
 from spmd_worker.frontends.openai.row import EncodedRow
-from spmd_worker.frontends.openai.row_outputs import RowOutputs
+from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, RowOutputs
 from spmd_worker.frontends.openai.row_writer import json_line
-from spmd_worker.frontends.openai.split_rows import EncodedSplitRow
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 DONE: Final = b"data: [DONE]\n\n"

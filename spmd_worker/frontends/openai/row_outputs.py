@@ -1,8 +1,18 @@
-"""RowOutputs: outputs of a row of several requests."""
+"""Rows of several requests, texts to pool or windows of audio, and their outputs."""
 
 from dataclasses import dataclass
 
+from spmd_worker.frontends.openai.audio_row import EncodedAudioRow
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
+from spmd_worker.frontends.openai.row import AudioPrompt, Row
 from spmd_worker.replica.sequence.outputs import RequestOutput
+
+EncodedSplitRow = EncodedPooledRow | EncodedAudioRow
+
+
+def is_split(row: Row) -> bool:
+    """Whether a row is of a kind that has several requests."""
+    return row.pooling is not None or isinstance(row.prompt, AudioPrompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Any
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.audio_answer import audio_line
 from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio
-from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
+from spmd_worker.frontends.openai.pooled_row import encode_pooled
 from spmd_worker.frontends.openai.pooling_body import pooled_line
-from spmd_worker.frontends.openai.row import AudioPrompt, ImagesOfRow, Row, row_error
-from spmd_worker.frontends.openai.row_outputs import RowOutputs
+from spmd_worker.frontends.openai.row import ImagesOfRow, Row, row_error
+from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, RowOutputs
 from spmd_worker.frontends.openai.row_writer import RowAnswer, error_code_of, error_result, format_error
 from spmd_worker.frontends.openai.served_models import ServedModels
 from spmd_worker.media.sent_audio import PreparedMedia
@@ -18,13 +18,6 @@ from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.tokenizer.messages import InvalidRequestError
-
-EncodedSplitRow = EncodedPooledRow | EncodedAudioRow
-
-
-def is_split(row: Row) -> bool:
-    """Whether a row is several requests, or one of these kinds."""
-    return row.pooling is not None or isinstance(row.prompt, AudioPrompt)
 
 
 def admit_split(engine: Engine, encoded: EncodedSplitRow) -> list[RequestId]:

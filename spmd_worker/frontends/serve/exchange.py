@@ -16,8 +16,7 @@ from typing import Final
 
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.frontends.openai.row import EncodedRow
-from spmd_worker.frontends.openai.row_outputs import RowOutputs
-from spmd_worker.frontends.openai.split_rows import EncodedSplitRow
+from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, RowOutputs
 from spmd_worker.replica.sequence.outputs import RequestOutput
 
 FAILED: Final = "server_failed"

@@ -24,9 +24,9 @@ from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
 from spmd_worker.frontends.openai.prompt_values import check_keys
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_encoding import encode_row
+from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, is_split
 from spmd_worker.frontends.openai.row_parser import parse_fields
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
-from spmd_worker.frontends.openai.split_rows import EncodedSplitRow, is_split
 from spmd_worker.frontends.serve.audio_form import body_of_form
 from spmd_worker.frontends.serve.multipart import is_multipart, read_form
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
