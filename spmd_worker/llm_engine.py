@@ -17,9 +17,9 @@ from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
-from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling, encode_prompt
+from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling
 from spmd_worker.compat.script_tokenizer import script_tokenizer
-from spmd_worker.engine.calls.prompt_tensors import row_reading
+from spmd_worker.engine.calls.given_prompts import encode_given
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.lora_adapters import LoRAAdapters
 from spmd_worker.engine.partial_outputs import PartialOutputs
@@ -27,6 +27,7 @@ from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
+from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
@@ -187,8 +188,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         if not isinstance(params, PoolingParams):
             check_sampling(params)
         is_truncated = params.truncate_prompt_tokens is not None
-        check_text, read_rows = None if is_truncated else self.limits.check_text, row_reading(self.limits)
-        encoded = encode_prompt(prompt, self.need_tokenizer, check_text, read_rows, self.limits.images)
+        encoded = encode_given(prompt, self, is_truncated=is_truncated)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         # Not in the lock: an adapter that is not loaded takes steps.
@@ -204,7 +204,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             if isinstance(params, PoolingParams):
                 number = self._add_pooled(encoded, params, text, adapter)
             else:
-                given = (encoded.token_ids, encoded.salted(params))
+                given = (encoded.token_ids, encoded.completed(params, RuledParams()))
                 number = self.requests.add(
                     *given,
                     prompt=text,
@@ -240,7 +240,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             raise ValueError(encoded.error)
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
-        token_ids, sampling = encoded.token_ids, encoded.salted(pooled_sampling(encoded.pooling, config))
+        sampling = encoded.completed(pooled_sampling(encoded.pooling, config), RuledParams())
+        token_ids = encoded.token_ids
         items = encoded.media_items
         self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows, media_items=items)
         return self.requests.admit(

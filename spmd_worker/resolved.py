@@ -169,8 +169,9 @@ def resolve(
     if files.model_config.is_encoder:
         config = _encoder_config(config, _max_model_len(config, files.model_config))
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
-    if model_config.vision is not None:
-        config = replace(config, limits=config.limits.for_images())
+    part = model_config.encoder_part
+    if model_config.vision is not None or (part is not None and part.audio is not None):
+        config = replace(config, limits=config.limits.for_media())
     _check_quantization(config, model_config, device_type)
     _check_states(config, model_config)
     if config.model.prompt_adapters and model_config.pooling is not None:

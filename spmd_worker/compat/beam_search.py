@@ -13,6 +13,7 @@ from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, REJECTED, SamplingParams
+from spmd_worker.replica.sequence.token_rules import TokenRules, as_token_rules
 
 _NO_GRAMMAR: Final = "beams are not constrained: use generate with structured_outputs, or leave it out"
 
@@ -36,6 +37,7 @@ class BeamSearchParams:
 
     `skip_special_tokens` applies to the beams' text. `include_stop_str_in_output` is accepted for vLLM and has no
     effect: beams have all their tokens. `temperature` is 0; `structured_outputs` and `watermarking` are not supported.
+    `token_rules` are as in `SamplingParams`: a beam has allowed tokens alone. Encoder-decoder models set their own.
     """
 
     beam_width: int
@@ -47,6 +49,7 @@ class BeamSearchParams:
     structured_outputs: Any = None
     skip_special_tokens: bool = True
     watermarking: Any = None
+    token_rules: TokenRules | None = None
 
     def __post_init__(self) -> None:
         kinds: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
@@ -60,6 +63,7 @@ class BeamSearchParams:
                 if value is None:
                     raise ValueError(f"{name}={shown(getattr(self, name))} must be {rule}")
                 object.__setattr__(self, name, value)
+        object.__setattr__(self, "token_rules", as_token_rules(self.token_rules))
         most = MAX_LOGPROBS // 2
         if self.beam_width > most:
             raise ValueError(f"beam_width={self.beam_width} must be at most {most}")
@@ -108,8 +112,9 @@ class BeamSearch:
         params: BeamSearchParams,
         eos_token_ids: Sequence[int],
         lora_request: LoRARequest | None = None,
+        rules: TokenRules | None = None,
     ) -> None:
-        self._params = params
+        self._params, self._rules, self._num_prompt = params, rules or params.token_rules, len(prompt_token_ids)
         self._eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
         self._beams = [BeamSearchSequence(list(prompt_token_ids), lora_request=lora_request)]
         self._ended: list[BeamSearchSequence] = []
@@ -118,6 +123,14 @@ class BeamSearch:
         """The prompts to compute next; none if every beam has ended or has the maximum length."""
         return [{"prompt_token_ids": beam.tokens} for beam in self._beams if len(beam.tokens) < max_model_len]
 
+    def next_params(self, plain: SamplingParams) -> SamplingParams:
+        """Parameters of the next call for each of `prompts`: `plain`, with rules if there are any."""
+        if self._rules is None or not self._beams:
+            return plain
+        # All beams have the same length.
+        num_tokens = len(self._beams[0].tokens) - self._num_prompt
+        return replace(plain, token_rules=replace(self._rules, num_beam_tokens=num_tokens)).frozen()
+
     def advance(self, outputs: Sequence[RequestOutput]) -> None:
         """Extend the beams by the outputs of `prompts`, in their order."""
         extended: list[BeamSearchSequence] = []
@@ -125,6 +138,9 @@ class BeamSearch:
             (completion,) = output.outputs
             (position,) = completion.logprobs or [{}]
             for token_id, entry in position.items():
+                if entry.logprob == -math.inf:
+                    # Forbidden: fewer tokens are allowed than asked for.
+                    continue
                 longer = replace(
                     beam,
                     tokens=[*beam.tokens, token_id],

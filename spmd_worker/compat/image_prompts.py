@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
@@ -142,12 +143,12 @@ def check_sizes(images: Sequence[PreparedImage]) -> None:
             )
 
 
-def num_pixel_bytes(media: Sequence[PreparedMedia]) -> int:
+def num_media_bytes(media: Sequence[PreparedMedia]) -> int:
     """Bytes of memory of prepared images and audio."""
     return sum(
-        sum(crop.nbytes for crop in each.pixels.crops)
-        if isinstance(each, PreparedImage)
-        else each.features.features.nbytes
+        each.features.features.nbytes
+        if isinstance(each, PreparedAudio)
+        else sum(crop.nbytes for crop in each.pixels.crops)
         for each in media
     )
 

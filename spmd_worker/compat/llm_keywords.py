@@ -153,6 +153,7 @@ class LLMKeywords(_Others, total=False):
     enable_chunked_prefill: bool | None
     preemption_mode: str | None
     max_encode_patches: int | None
+    max_encoder_len: int | None
     async_scheduling: bool | None
     max_images: int | None
     max_image_bytes: int | None

@@ -14,6 +14,7 @@ from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.lora_request import LoRARequest
@@ -23,6 +24,7 @@ from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterReq
 from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.token_rules import TokenRules
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -58,7 +60,14 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType = str | TextPrompt | TokensPrompt | EmbedsPrompt
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """vLLM's name of a prompt of an encoder-decoder model, a dict. `decoder_prompt` None is the model's own."""
+
+    encoder_prompt: Any
+    decoder_prompt: NotRequired[Any]
+
+
+PromptType = str | TextPrompt | TokensPrompt | EmbedsPrompt | ExplicitEncoderDecoderPrompt
 """vLLM's name."""
 CheckText = Callable[..., None]
 """`RequestLimits.check_text`, called before texts are encoded."""
@@ -95,7 +104,8 @@ class Encoded:
     rows of each of its images, `media`.
 
     `encoder` is the input of an encoder-decoder model's encoder: text, and then `encoder_text` is that text if it was
-    given as one, or the only one of `media`, audio. The ids are then the decoder's prompt.
+    given as one, or the only one of `media`, audio. The ids are then the decoder's prompt, and `rules` are those of its
+    answer, for parameters that have none.
     """
 
     text: str | None
@@ -117,15 +127,17 @@ class Encoded:
     media_items: tuple[MediaItem, ...] = ()
     encoder: EncoderInput | None = None
     encoder_text: str | None = None
+    rules: TokenRules | None = None
 
     @property
     def num_virtual_tokens(self) -> int:
         """Tokens of the prompt adapter, before it is loaded too."""
         return 0 if self.prompt_adapter is None else self.prompt_adapter.prompt_adapter_num_virtual_tokens
 
-    def salted(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the prompt's salt. Raises ValueError for an invalid salt."""
-        return params if self.cache_salt is None else replace(params, cache_salt=self.cache_salt).frozen()
+    def completed(self, params: SamplingParams, ruled: RuledParams) -> SamplingParams:
+        """The parameters with the prompt's salt and rules. Raises ValueError for an invalid salt."""
+        salted = params if self.cache_salt is None else replace(params, cache_salt=self.cache_salt).frozen()
+        return ruled.of(salted, self.rules)
 
 
 def _reject_rows(value: Any) -> PromptRows:

@@ -342,6 +342,6 @@ class Engine:
         # Calls of the parent's threads, and the lock that one of them may hold, never end in a forked process.
         is_own = self.life.is_of_this_process
         with self.calls.inside("close", is_alone=True) if is_own else nullcontext():
-            if is_own and self.limits.images is not None:
-                self.limits.images.preparer.close()
+            if is_own:
+                self.limits.close()
             self.life.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.compat.audio_reading import open_encoder_prompts
 from spmd_worker.compat.image_reading import open_image_prompts
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.embeds_reader import EmbedsReader
@@ -69,6 +70,7 @@ class Requests:
             images=open_image_prompts(resolved),
             media=media_row_limits(resolved),
             encoder=encoder_limits(resolved),
+            encoder_prompts=open_encoder_prompts(resolved),
         )
         self._hold_rows, self._hold_media = hold_rows, hold_media
         self.num_requests = 0

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int, shown
+from spmd_worker.compat.encoder_prompts import EncoderPrompts
 from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.encoder_limits import EncoderLimits, check_encoder_input
@@ -59,7 +60,8 @@ def _as_request_id(value: Any) -> RequestId:
 class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
     which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
-    `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has.
+    `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has,
+    which `encoder_prompts` reads.
     """
 
     vocab_size: int
@@ -71,6 +73,14 @@ class RequestLimits:
     images: ImagePrompts | None = None
     media: MediaRowLimits = NO_MEDIA
     encoder: EncoderLimits | None = None
+    encoder_prompts: EncoderPrompts | None = None
+
+    def close(self) -> None:
+        """End the processes that prepare images or audio. Idempotent."""
+        if self.images is not None:
+            self.images.preparer.close()
+        if self.encoder_prompts is not None and self.encoder_prompts.audio is not None:
+            self.encoder_prompts.audio.close()
 
     def truncate(
         self,

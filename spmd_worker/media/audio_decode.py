@@ -24,6 +24,7 @@ _MAX_EXPLAINED: Final = 200
 _MAX_LEVEL: Final = 1e9
 """Full scale is 1. Larger numbers than any format's whole ones are damage, and their squares would not be finite."""
 _SIGNATURES: Final = (b"fLaC", b"OggS", b"ID3")
+_MPEG: Final = ("MP3", "MPEG")
 _LIBSNDFILE_NAMES: Final = ("WAVEX", "MPEG", *FORMATS)
 _QUALITY: Final = "soxr_hq"
 _UNKNOWN_FRAMES: Final = 1 << 62
@@ -66,13 +67,15 @@ def _counted(recording: Recording, limits: AudioLimits) -> Iterator[Samples]:
         if num_frames > limits.max_audio_s * recording.sampling_rate:
             rule = f"limits.max_audio_s={limits.max_audio_s}"
             raise MediaError("audio_too_long", f"the audio is longer than {rule}: cut it into parts, or raise it")
-        mono = block.mean(axis=1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            mono = block.mean(axis=1)
         # False for NaN.
         if not (np.abs(mono) <= _MAX_LEVEL).all():
             raise _unreadable("it has samples that are not finite, or beyond all scales")
         yield mono
     if recording.num_frames is not None and num_frames < recording.num_frames:
-        raise _unreadable(f"it declares {recording.num_frames:,} samples and has {num_frames:,}: it is cut short")
+        declared = f"it declares {recording.num_frames:,} samples or more"
+        raise _unreadable(f"{declared} and has {num_frames:,}: it is cut short")
 
 
 def _resampled(blocks: Iterable[Samples], rate: int) -> Iterator[Samples]:
@@ -109,9 +112,17 @@ def _open_with_libsndfile(data: bytes) -> Recording:
         raise _unreadable(_explained(error)) from None
     if file.format not in _LIBSNDFILE_NAMES:
         raise _unreadable(f"{file.format} is not one of {', '.join(FORMATS)}")
-    # Compressed streams may not say how long they are, or guess.
-    num_frames = file.frames if file.format == "FLAC" and file.frames < _UNKNOWN_FRAMES else None
-    return Recording(file.samplerate, file.channels, num_frames, _blocks(file))
+    # Else it seeks after each block, which fails where a stream does not say how long it is.
+    file.seekable = lambda: False
+    return Recording(file.samplerate, file.channels, _num_declared(file), _blocks(file))
+
+
+def _num_declared(file: "SoundFile") -> int | None:
+    """Frames that must come, None where a header does not say it."""
+    if file.format == "FLAC":
+        return int(file.frames) if file.frames < _UNKNOWN_FRAMES else None
+    # Counts in headers of MP3 are off by some frames where files were joined or tagged; OGG has none.
+    return int(file.frames) - int(file.samplerate) if file.format in _MPEG else None
 
 
 def _check_format(data: bytes) -> None:
@@ -140,7 +151,8 @@ def _blocks(file: "SoundFile") -> Iterator[Block]:
 
 
 def _explained(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MAX_EXPLAINED] or type(error).__name__
+    """The message of libsndfile, without the name that Python gives to the bytes."""
+    return " ".join(str(getattr(error, "error_string", error)).split())[:_MAX_EXPLAINED] or type(error).__name__
 
 
 def _missing(what: str) -> MediaError:

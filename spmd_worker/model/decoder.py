@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from kv_cache.cache_engine import LayerCaches
 from kv_cache.layer_states import LayerStates
-from spmd_worker.model.layers.attention import Attention
+from spmd_worker.model.decoder_layer import DecoderLayer, normed
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.cross_attention import CrossAttention
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
     SinusoidalPositions,
@@ -33,13 +32,11 @@ from spmd_worker.model.layers.embedding import (
     VocabularyParallelHead,
 )
 from spmd_worker.model.layers.experts import SparseFeedForward
-from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import replicated_linear
-from spmd_worker.model.layers.mixers import MIXERS
-from spmd_worker.model.layers.norm import Norm, RMSNorm, add_without_norm, new_norm
+from spmd_worker.model.layers.norm import add_without_norm, new_norm
 from spmd_worker.model.layers.relative_bias import RelativeBiasTable
-from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
+from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.model.towers.new_tower import new_encoder, new_tower
@@ -47,184 +44,30 @@ from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
 from spmd_worker.model.weights.store import WeightStore
-from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.backend import JoinedLayers
 from spmd_worker.ops.attention.metadata import AttentionMetadata, CrossStep, WantedTokens
-from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
-from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import Stage
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward on a residual stream, with norms at any of four positions: before and after each. In
-    a decoder with an encoder, attention to the encoder's rows is between the two, with norms at two more.
-
-    A layer that `defers` has plain norms before both and no others: an output is summed over ranks and added together
-    with the next norm, in one call. Otherwise it is summed and added at once.
-    """
-
-    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
-        super().__init__()
-        assert layer.is_plain_wiring or not defers, layer
-        self.config, self.hidden_size = layer, hidden_size
-        self._group, self._defers, self._multiplier = context.parts_group, defers, layer.residual_multiplier
-        self._mixers = MIXERS[layer.mixer]
-        for name, mixer_class in self._mixers:
-            self.add_module(name, mixer_class(context, layer, hidden_size))
-        self.mlp: FeedForward | SparseFeedForward | None = None
-        if layer.has_feed_forward:
-            self.mlp = (FeedForward if layer.experts is None else SparseFeedForward)(context, layer, hidden_size)
-        norms = [new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.norms]
-        self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
-        self.cross_attn: CrossAttention | None = None
-        if layer.has_cross_attention:
-            self.cross_attn = CrossAttention(context, layer, hidden_size)
-        self.cross_attention_norm, self.cross_attention_output_norm = (
-            new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.cross_norms
-        )
-
-    def forward(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
-        distance_bias: Tensor | None = None,
-        seen: AttentionMetadata | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
-        changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
-        results are [W, hidden], and only keys and values of the other tokens are computed. `distance_bias` is that of
-        attention, if it has one; `seen` is `CrossStep.seen`, if the layer attends to an encoder's rows.
-        """
-        parallel_input = None
-        if self._mixers:
-            x = _normed(self.input_layernorm, part, residual)
-            if self.config.is_parallel:
-                assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
-                parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
-            arguments = (x, ropes, layer_cache, metadata, wanted)
-            biases = {} if distance_bias is None else {"distance_bias": distance_bias}
-            part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused, **biases)
-            if wanted is not None:
-                residual, adapters = residual[wanted.rows], wanted.adapters
-                if not len(residual):
-                    return part, residual
-            part = self._added(part, self.attention_output_norm, residual)
-        if self.cross_attn is not None:
-            assert part is None, "layers with cross-attention add at once"
-            x = _normed(self.cross_attention_norm, None, residual)
-            part = self._added(self.cross_attn(x, layer_cache, seen), self.cross_attention_output_norm, residual)
-        if self.mlp is None:
-            return part, residual
-        x = _normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
-        options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
-        if adapters is not None:
-            options["adapters"] = adapters
-        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
-
-    def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
-        """The feed-forward of `x`: a part that is still to be added to the stream, or None."""
-        assert self.mlp is not None, "a layer without a feed-forward has nothing to do here"
-        return self._added(self.mlp(x, **options), self.mlp_output_norm, residual)
-
-    def _mixed(self, *arguments: Any, **options: Any) -> Tensor:
-        """The sum of the mixers' outputs, in their order."""
-        (first, _), *others = self._mixers
-        part: Tensor = getattr(self, first)(*arguments, **options)
-        for name, _ in others:
-            # Parts have one buffer in symmetric memory.
-            part = part.clone().add_(getattr(self, name)(*arguments, **options))
-        return part
-
-    @property
-    def supports_wanted(self) -> bool:
-        """Whether tokens can be left out: each is computed by itself, and no tokens of experts are counted. A state is
-        a function of all tokens.
-        """
-        return self._defers and isinstance(self.mlp, FeedForward) and not self.config.has_states
-
-    def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
-        """The scaled part if it is still to be added; None if it was added here."""
-        if self._defers:
-            return part if self._multiplier == 1.0 else part.mul_(self._multiplier)
-        x, norms_sums = self._group.all_reduce(part), self.config.norms_sums
-        x = x if norm is None or norms_sums else norm(x)
-        residual.add_(x if self._multiplier == 1.0 else x * self._multiplier)
-        if norm is not None and norms_sums:
-            residual.copy_(norm(residual))
-        return None
-
-    @property
-    def _attention(self) -> Attention:
-        attention = self.self_attn
-        assert isinstance(attention, Attention), "layers with other mixers are not joined"
-        return attention
-
-    def weights(self) -> LayerWeights:
-        attention, feed_forward = self._attention, self.mlp
-        norms = [norm for norm in (self.input_layernorm, self.post_attention_layernorm) if isinstance(norm, RMSNorm)]
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
-        assert len(norms) == 2, "layers with other norms are not joined"
-        return LayerWeights(
-            input_norm=norms[0].weight,
-            qkv=attention.qkv_proj.weight,
-            qkv_bias=attention.qkv_proj.bias,
-            output=attention.o_proj.weight,
-            output_bias=attention.o_proj.rank_bias,
-            norm=norms[1].weight,
-            gates=feed_forward.gate_up_proj.weight,
-            gates_bias=feed_forward.gate_up_proj.bias,
-            down=feed_forward.down_proj.weight,
-            down_bias=feed_forward.down_proj.rank_bias,
-            window=attention.window,
-        )
-
-    def adapter_stacks(self) -> tuple[AdapterStack | None, ...]:
-        attention, feed_forward = self._attention, self.mlp
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
-        layers = (attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj)
-        return tuple(layer.adapters for layer in layers)
-
-    def sizes(self) -> LayerSizes:
-        attention, feed_forward = self._attention, self.mlp
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
-        return LayerSizes(
-            hidden_size=self.hidden_size,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_size=attention.head_size,
-            intermediate_size=feed_forward.intermediate_size,
-            eps=self.config.norm.eps,
-            scale=attention.scale,
-        )
-
-
-def _normed(norm: Norm | None, part: Tensor | None, residual: Tensor) -> Tensor:
-    """The residual stream, normed if there is a norm, after a deferred part was added to it."""
-    if part is not None:
-        assert isinstance(norm, RMSNorm), "layers defer only to plain norms"
-        return norm.add_and_norm(part, residual)
-    return residual if norm is None else norm(residual)
 
 
 class DecoderStack(nn.Module):
     """Token ids -> hidden states, or a pipeline stage of it. `layers` are indexed from 0 in each stage."""
 
-    def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        model_config: ModelConfig,
+        stage: Stage,
+        embedding: VocabularyParallelEmbedding | None = None,
+    ) -> None:
+        """`embedding` is that of another stack, which this one has too."""
         super().__init__()
         hidden_size, size = model_config.hidden_size, model_config.own_embedding_size
         num_types = model_config.num_token_types
         self._has_positions = model_config.num_positions > 0 or model_config.sinusoid != ""
         if stage.is_first:
-            self.embed_tokens = VocabularyParallelEmbedding(
+            self.embed_tokens = embedding or VocabularyParallelEmbedding(
                 context.of_head, model_config.num_embeddings, model_config.embedding_size
             )
             self._multiplier = model_config.embedding_multiplier
@@ -348,7 +191,7 @@ class DecoderStack(nn.Module):
             part, residual = None if part is None else part[wanted.rows], residual[wanted.rows]
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
-        hidden = _normed(self.norm, part, residual)
+        hidden = normed(self.norm, part, residual)
         if part is not None and self._group.fast is not None:
             # Symmetric memory is overwritten by the next step.
             hidden = hidden.clone()
@@ -470,7 +313,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.model_config, self.stage = model_config, stage
         self.model = DecoderStack(context, model_config, stage)
-        self.tower: Tower | None = _tower(context, model_config) if stage.is_first else None
+        self.tower: Tower | None = _tower(context, model_config, self.model) if stage.is_first else None
         """Makes the rows of images, or of an encoder's input, on the first stage of a model that takes them."""
         self.pooler: Pooler | None = None
         """Replaces the token head on the last stage of a pooling model."""
@@ -544,10 +387,13 @@ class DecoderForCausalLM(nn.Module):
             layer.forget_addresses()
 
 
-def _tower(context: LayerContext, model_config: ModelConfig) -> Tower | None:
+def _tower(context: LayerContext, model_config: ModelConfig, stack: DecoderStack) -> Tower | None:
+    """The tower beside the first stage's stack."""
     vision, part = model_config.vision, model_config.encoder_part
     if part is not None:
-        return new_encoder(context, part, DecoderStack)
+        # A rank that has all of the table, as it is, needs it once.
+        shares = part.shares_embedding and context.tensor_group.size == 1 and context.quantised is None
+        return new_encoder(context, part, partial(DecoderStack, embedding=stack.embed_tokens if shares else None))
     if vision is None or vision.tower is None:
         return None
     return new_tower(context, vision, model_config.embedding_size)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_worker.model.decoder import DecoderLayer
+from spmd_worker.model.decoder_layer import DecoderLayer
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward

@@ -27,13 +27,14 @@ class EncoderPart:
     model's vocabulary.
 
     `max_rows` is the most rows of an input, 0 if the model sets no bound: its positions are relative.
-    `start_token_id` begins the decoder's prompt.
+    `start_token_id` begins the decoder's prompt. `shares_embedding`: its table of embeddings is the decoder's.
     """
 
     # A `ModelConfig` has this record, so its module is not imported here.
     stack: Any
     max_rows: int
     start_token_id: int
+    shares_embedding: bool = False
     audio: AudioInput | None = None
 
     @property

@@ -58,7 +58,7 @@ from spmd_worker.model_config.rope import (
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
 from spmd_worker.model_config.tensor_names import tensor_names
-from spmd_worker.model_config.tower_elements import tower_elements
+from spmd_worker.model_config.tower_elements import encoder_elements, tower_elements
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.model_config.weight_format import Quantization
 
@@ -233,7 +233,11 @@ class ModelConfig:
 
     @property
     def num_tower_parameters(self) -> int:
-        """Parameters of the tower, which `num_parameters` does not count; 0 without one."""
+        """Parameters of the tower, or of the encoder but for a table of embeddings that is the decoder's, which
+        `num_parameters` does not count; 0 without one.
+        """
+        if self.encoder_part is not None:
+            return encoder_elements(self.encoder_part)
         return 0 if self.vision is None else tower_elements(self.vision, self.embedding_size)
 
     @property
@@ -437,7 +441,8 @@ def _encoder_part(
     most = decoder.vocab_size - 1
     start = reader.get("decoder_start_token_id", reader.get("bos_token_id"))
     start = checked_integer(start, reader.where("decoder_start_token_id"), 0, most)
-    return EncoderPart(stack, _max_rows(reader, rule), start, _audio(reader, rule))
+    shares = stack.names.embedding == family.names.embedding
+    return EncoderPart(stack, _max_rows(reader, rule), start, shares, _audio(reader, rule))
 
 
 def _max_rows(reader: ConfigReader, rule: EncoderDecoder) -> int:

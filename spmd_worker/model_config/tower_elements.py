@@ -2,6 +2,7 @@
 compares them with the parameters of real towers.
 """
 
+from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
 _ROW_STEP = 16
@@ -70,3 +71,33 @@ def tower_activations(vision: VisionConfig, num_tokens: int) -> tuple[int, int]:
 
 
 _MOST_ROWS = 16384
+
+
+def encoder_elements(part: EncoderPart) -> int:
+    """Elements of all parameters of an encoder, but for a table of embeddings that is the decoder's."""
+    stack, audio = part.stack, part.audio
+    table: int = stack.vocab_size * stack.embedding_size
+    layers: int = stack.num_parameters - table * (part.shares_embedding or audio is not None)
+    if audio is None:
+        return layers
+    size = stack.hidden_size
+    return layers + size * (_NUM_TAPS * (audio.num_mel_bins + size) + 2 + audio.num_frames // 2)
+
+
+def encoder_activations(part: EncoderPart, num_rows: int) -> int:
+    """Elements of the model's dtype that an encoder holds at its peak for an input of `num_rows`.
+
+    It has the residual stream, its norm, an output, queries, keys and values, these two in blocks, what is attended, or
+    columns of the feed-forward. Before the first layer it has frames: unfolded, convolved and activated.
+    """
+    stack, frames = part.stack, 0
+    size = stack.hidden_size
+    (heads,) = {(layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size for layer in stack.layers}
+    columns = max(layer.intermediate_size * (2 + layer.is_gated) for layer in stack.layers)
+    if part.audio is not None:
+        frames = 2 * (_NUM_TAPS + 1) * part.audio.num_mel_bins + (4 + _NUM_TAPS + 2) * size
+    return num_rows * max(4 * size + max(2 * heads, columns), frames)
+
+
+_NUM_TAPS = 3
+"""Frames that an output of a convolution over audio sees."""

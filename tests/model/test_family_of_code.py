@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LAYER = '''
 """A decoder layer whose feed-forward is scaled by a gate per token."""
 from torch import Tensor
-from spmd_worker.model.decoder import DecoderLayer
+from spmd_worker.model.decoder_layer import DecoderLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import replicated_linear

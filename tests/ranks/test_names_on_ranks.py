@@ -39,6 +39,8 @@ def calls(llm, prompts):
     yield "all log-probabilities", [[len(each) for each in output.outputs[0].logprobs] for output in found], plain
     beams = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True))
     yield "beams", [[each.tokens for each in output.sequences] for output in beams], plain
+    beams = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True, token_rules=rules))
+    yield "beams with rules", [[each.tokens for each in output.sequences] for output in beams], plain
     if llm.llm_engine.config.parallel.data_parallel_size > 1:
         return
     engine = llm.llm_engine

@@ -14,8 +14,10 @@ from reference_models import (
     reference_model,
     write_text_checkpoint,
 )
+from transformers import GenerationConfig
+from transformers.generation import logits_process
 
-from spmd_worker import LLM, BeamSearchParams, SamplingParams
+from spmd_worker import LLM, BeamSearchParams, SamplingParams, TimestampRules, TokenRules
 from spmd_worker.compat.beam_search import BeamSearchOutput
 
 NAME = "llama3"
@@ -34,7 +36,9 @@ def found(output: BeamSearchOutput, prompt: list[int]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def transformers_beams(prompt: list[int], width: int, num_tokens: int) -> tuple[list[list[int]], list[float]]:
+def transformers_beams(
+    prompt: list[int], width: int, num_tokens: int, **arguments: object
+) -> tuple[list[list[int]], list[float]]:
     ids = torch.tensor([prompt])
     made = reference_model(NAME).generate(
         ids,
@@ -48,6 +52,7 @@ def transformers_beams(prompt: list[int], width: int, num_tokens: int) -> tuple[
         length_penalty=0.0,
         output_scores=True,
         return_dict_in_generate=True,
+        **arguments,
     )
     return made.sequences[:, len(prompt) :].tolist(), made.sequences_scores.tolist()
 
@@ -78,6 +83,37 @@ def test_one_beam_is_greedy_several_find_likelier_text(llm: LLM):
     assert sum(output.sequences[0].cum_logprob for output in five) > sum(
         output.sequences[0].cum_logprob for output in one
     )
+
+
+def transformers_rules(prompt: list[int]) -> dict[str, object]:
+    config = GenerationConfig(eos_token_id=90, no_timestamps_token_id=129)
+    config.max_initial_timestamp_index = 60
+    processors = [
+        logits_process.SuppressTokensAtBeginLogitsProcessor((140, 141), len(prompt)),
+        logits_process.SuppressTokensLogitsProcessor((*range(0, 100, 2),)),
+        logits_process.WhisperTimeStampLogitsProcessor(config, begin_index=len(prompt)),
+    ]
+    return {"no_repeat_ngram_size": 2, "logits_processor": processors}
+
+
+def test_beams_with_rules_are_transformers(llm: LLM):
+    rules = TokenRules(
+        suppress_tokens=(*range(0, 100, 2),),
+        begin_suppress_tokens=(140, 141),
+        no_repeat_ngram_size=2,
+        timestamps=TimestampRules(130, 90, 60),
+    )
+    params = BeamSearchParams(beam_width=3, max_tokens=7, ignore_eos=True, token_rules=rules)
+    outputs = llm.beam_search(PROMPTS, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected, scores = transformers_beams(prompt, 3, 7, **transformers_rules(prompt))
+        assert found(output, prompt) == expected
+        assert [each.cum_logprob for each in output.sequences] == pytest.approx(scores, abs=1e-4)
+    # Fewer tokens are allowed than beams want.
+    narrow = replace(params, token_rules={"forced_tokens": [7], "suppress_tokens": [*range(3, 211)]}, max_tokens=2)
+    (output,) = llm.beam_search(PROMPTS[:1], narrow)
+    assert [each[0] for each in found(output, PROMPTS[0])] == [7, 7, 7]
+    assert sorted(each[1] for each in found(output, PROMPTS[0])) == [0, 1, 2]
 
 
 EVEN = tuple(range(0, 211, 2))

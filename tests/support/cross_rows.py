@@ -87,6 +87,8 @@ def _write(folder: Path, name: str) -> None:
         noise = torch.randn(value.shape, generator=generator)
         is_norm = value.ndim == 1 and key.endswith("weight")
         size = 0.3 if min(value.shape) == 1 or value.ndim == 1 else 1.4 * value[0].numel() ** -0.5
+        # Queries of T5 are not scaled.
+        size *= 0.2 if key.endswith(".q.weight") else 1
         value.copy_(is_norm + size * noise)
     model.save_pretrained(folder)
 

@@ -12,8 +12,8 @@ from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
 
 
 def families(*quick: str) -> list[Any]:
-    """All architectures of decoders alone as parameters of a test. But for `quick` ones those that came last are in the tier of layouts,
-    and text parts that are rows of others, without the first two, in that of stress.
+    """All architectures of decoders alone as parameters of a test. But for `quick` ones those that came last are in the
+    tier of layouts, and text parts that are rows of others, without the first two, in that of stress.
     """
     sparse = {name for name, family in FAMILIES.items() if family.experts} - {"Qwen2MoeForCausalLM"}
     first, second, *others = TEXT_PART_ROWS
@@ -34,6 +34,8 @@ def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     words, is_partial = FAMILIES[architecture].file_keys, "partial_rotary_factor" in FAMILIES[architecture].defaults
     given = {**config, "head_dim": 8} if is_partial and config.get("head_dim") == 6 else config
     own = {words.get(key, key): value for key, value in given.items() if words.get(key) not in ("", *given)}
+    if FAMILIES[architecture].encoder_part is not None:
+        own = {key.replace("decoder_", "encoder_"): value for key, value in own.items()} | own
     return {"architectures": [architecture], **_few_experts(architecture), **_mixed_layers(architecture, own), **own}
 
 

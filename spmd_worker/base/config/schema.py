@@ -576,7 +576,7 @@ class RowLimits:
     """Limits of a single row: one that goes beyond is an error row. Null is no limit but the model's."""
 
     max_line_bytes: int | None = command_option(
-        None, "bytes of a row's line; null: 16 MiB, and 64 MiB for a model that takes images", least=1
+        None, "bytes of a row's line; null: 16 MiB, and 64 MiB for a model of images or audio", least=1
     )
     max_nesting: int = command_option(
         64, f"levels of JSON in a row, at most {_MAX_NESTING}", least=1, most=_MAX_NESTING
@@ -599,7 +599,6 @@ class RowLimits:
     image_formats: list[str] | None = option(
         None, f"formats that are decoded, of {', '.join(IMAGE_FORMATS)}; null: all but {IMAGE_FORMATS[-1]}"
     )
-
     max_audio_bytes: int = option(25 * 1024 * 1024, "bytes of an audio file", least=1)
     max_audio_s: int = option(3600, "seconds of a row's audio, counted as it is decoded", least=1)
 
@@ -612,11 +611,11 @@ class RowLimits:
 
     @property
     def num_line_bytes(self) -> int:
-        """`max_line_bytes`, or the default of a model without images."""
+        """`max_line_bytes`, or the default of a model of text."""
         return _MAX_LINE_BYTES if self.max_line_bytes is None else self.max_line_bytes
 
-    def for_images(self) -> "RowLimits":
-        """The limits of a model that takes images."""
+    def for_media(self) -> "RowLimits":
+        """The limits of a model that takes images or audio."""
         most = 4 * _MAX_LINE_BYTES if self.max_line_bytes is None else self.max_line_bytes
         return dataclasses.replace(self, max_line_bytes=most)
 
@@ -665,15 +664,15 @@ class JobConfig:
     )
     media_root: str | None = option(
         None,
-        "folder of the images that rows name by path; null: paths are rejected",
+        "folder of the images and audio that rows name by path; null: paths are rejected",
         keyword="allowed_local_media_path",
         is_vllms=True,
         vllm_values={"": None},
         is_path=True,
     )
-    media_threads: int = option(2, "processes that decode and prepare images, on each replica's first rank", least=1)
+    media_threads: int = option(2, "processes that decode images and audio, on each replica's first rank", least=1)
     media_window_gib: float = command_option(
-        4.0, "GiB of prepared images that are held for rows that run or wait, on each replica's first rank", least=0
+        4.0, "GiB of prepared images and audio, held for rows that run or wait, on each replica's first rank", least=0
     )
     private: bool = command_option(False, "only the user can read what the job writes (files 0600, folders 0700)")
 

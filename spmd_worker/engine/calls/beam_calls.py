@@ -76,7 +76,7 @@ class BeamCalls:
 
             # In `turns()` each rank has its own beams.
             token_ids, *_ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
-            eos_token_ids = engine.resolved.model_config.eos_token_ids
+            eos_token_ids, plain = engine.resolved.model_config.eos_token_ids, params.step_params.frozen()
             searches = [
                 BeamSearch(ids, params, eos_token_ids, each.lora_request)
                 for ids, each in zip(token_ids, first, strict=True)
@@ -91,7 +91,12 @@ class BeamCalls:
                     if not flat:
                         break
                     given = [each for each, beams in zip(first, wanted) for _ in beams]
-                    outputs = iter(self._runner.run("generate", partial(self._encode, flat, given), params.step_params))
+                    steps = [
+                        each
+                        for search, beams in zip(searches, wanted)
+                        for each in [search.next_params(plain)] * len(beams)
+                    ]
+                    outputs = iter(self._runner.run("generate", partial(self._encode, flat, given), steps))
                     for search, beams in zip(searches, wanted):
                         if beams:
                             search.advance([without_error(next(outputs)) for _ in beams])

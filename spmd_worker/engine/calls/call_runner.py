@@ -21,6 +21,7 @@ from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls, answ
 from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_prompts
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
+from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -62,7 +63,7 @@ class CallRunner:
                 check_options(on_error, gather, use_tqdm)
                 engine.requests.check_idle()
                 engine.changes.complete_weights()
-                encoded, pooling = encode(), engine.limits.pooling
+                encoded, pooling, ruled = encode(), engine.limits.pooling, RuledParams()
                 params = self._encoder.params(sampling_params, len(encoded))
                 for index, each in enumerate(encoded):
                     if each.pooling is not None and pooling is not None:
@@ -72,7 +73,7 @@ class CallRunner:
                     elif each.form is not None:
                         params[index] = replace(params[index], structured_outputs=each.form).frozen()
                     try:
-                        params[index] = each.salted(params[index])
+                        params[index] = each.completed(params[index], ruled)
                     except ValueError as error:
                         each.error = each.error or str(error)
                 deliver_signals()

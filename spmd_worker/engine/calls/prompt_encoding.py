@@ -9,9 +9,10 @@ from spmd_worker.base.config.plain_values import plain_int
 from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
 from spmd_worker.compat.chat import ChatOptions, answer_form, prepared_messages, render, warn_unread_tools
+from spmd_worker.compat.encoder_prompts import NO_CHAT
 from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, check_images, images_of
-from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
-from spmd_worker.engine.calls.prompt_tensors import row_reading
+from spmd_worker.compat.prompts import Encoded, Prompt, TextPair
+from spmd_worker.engine.calls.given_prompts import encode_given
 from spmd_worker.engine.engine import Engine
 from spmd_worker.media.errors import MediaError
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -57,10 +58,7 @@ class PromptEncoder:
         """Encode a prompt; `images` are those of its call, None for the engine's."""
         # Encoding many prompts takes a while, and may be interrupted between two of them.
         deliver_signals()
-        limits = self._engine.limits
-        check_text = None if is_truncated else limits.check_text
-        given = (check_text, row_reading(limits), images or limits.images)
-        return encode_prompt(prompt, self._engine.need_tokenizer, *given)
+        return encode_given(prompt, self._engine, is_truncated=is_truncated, images=images)
 
     def _render(
         self, given: "_Conversation", options: ChatOptions, is_truncated: bool, images: ImagePrompts | None
@@ -68,6 +66,8 @@ class PromptEncoder:
         deliver_signals()
         messages, sources = given.messages, given.images
         try:
+            if self._engine.limits.encoder_prompts is not None:
+                raise ValueError(NO_CHAT)
             tokenizer = self._engine.need_tokenizer()
             if given.error is not None:
                 raise given.error
@@ -79,9 +79,9 @@ class PromptEncoder:
                 self._engine.limits.check_text(tokenizer, text)
             encode = partial(tokenizer.encode, add_special_tokens=False)
             if sources and images is not None:
-                prepared = images.prepare(sources)
-                encoded = Encoded(text, (), media=prepared)
-                encoded.token_ids, encoded.media_items = images.of_chat(text, prepared, encode)
+                media = images.prepare(sources)
+                token_ids, items = images.of_chat(text, media, encode)
+                encoded = Encoded(text, token_ids, media=media, media_items=items)
             else:
                 encoded = Encoded(text, tuple(encode(text)))
             encoded.form = answer_form(text, options, tokenizer)

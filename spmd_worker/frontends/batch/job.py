@@ -28,7 +28,6 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
 from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.frontends.batch.file_lock import ENDING
-from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job_metrics import (
@@ -40,10 +39,12 @@ from spmd_worker.frontends.batch.job_metrics import (
     stages_of,
 )
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
+from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.batch.output_file import OutputFile, VectorColumn
 from spmd_worker.frontends.batch.progress import Progress, format_summary
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
+from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
 from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
@@ -188,7 +189,7 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
         *(resolved, package_versions(), fingerprint),
         inputs=reader.paths,
         adapters=adapters,
-        images=image_answers(resolved),
+        media=image_answers(resolved) | audio_answers(resolved),
     )
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
@@ -343,7 +344,7 @@ def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: Vecto
 
 
 def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> None:
-    runner, window = RowRunner(engine, model_name), ImageWindow.of(engine)
+    runner, window = RowRunner(engine, model_name), MediaWindow.of(engine)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.max_num_seqs
     timeout_s = engine.config.executor.timeout_s
@@ -361,7 +362,7 @@ def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name:
 
 def _admit(
     rows: JobInput,
-    window: ImageWindow,
+    window: MediaWindow,
     runner: RowRunner,
     output: JobOutput,
     most_unfinished: int,

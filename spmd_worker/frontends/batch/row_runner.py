@@ -6,11 +6,11 @@ from dataclasses import replace
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.engine_models import engine_models
-from spmd_worker.frontends.openai.pooled_rows import PooledRows
 from spmd_worker.frontends.openai.row import NO_IMAGES, EncodedRow, ImagesOfRow, Row, RowError
-from spmd_worker.frontends.openai.row_parser import resolve
+from spmd_worker.frontends.openai.row_encoding import resolve
 from spmd_worker.frontends.openai.row_writer import RowAnswer, error_code_of, error_result, format_result
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.frontends.openai.split_rows import SplitRows, is_split
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.request import RequestId
 
@@ -23,22 +23,22 @@ class RowRunner:
         self._chat_format = model_chat_format(engine.config.model, engine.tokenizer)
         self._rows: dict[RequestId, EncodedRow] = {}
         self._images: dict[RequestId, ImagesOfRow] = {}
-        self._pooled = PooledRows(engine, self._models)
+        self._split = SplitRows(engine, self._models)
 
     @property
     def num_rows(self) -> int:
         """Rows admitted and not answered."""
-        return len(self._rows) + self._pooled.num_rows
+        return len(self._rows) + self._split.num_rows
 
     @property
     def num_requests(self) -> int:
-        """Running requests: a pooling row has one per text."""
-        return len(self._rows) + self._pooled.num_sequences
+        """Running requests: a pooling row has one per text, a row of audio one per window."""
+        return len(self._rows) + self._split.num_requests
 
     @property
     def num_sequences(self) -> int:
         """Running samples, and texts to pool."""
-        return sum(row.sampling.num_sequences for row in self._rows.values()) + self._pooled.num_sequences
+        return sum(row.sampling.num_sequences for row in self._rows.values()) + self._split.num_sequences
 
     @property
     def num_compile_bytes(self) -> int:
@@ -48,15 +48,15 @@ class RowRunner:
 
     @property
     def num_media_bytes(self) -> int:
-        """Bytes of the prepared images of the admitted rows."""
-        return sum(each.num_bytes for each in self._images.values()) + self._pooled.num_media_bytes
+        """Bytes of the prepared images and audio of the admitted rows."""
+        return sum(each.num_bytes for each in self._images.values()) + self._split.num_media_bytes
 
-    def admit(self, row: Row, media: Sequence[PreparedImage] | None = None) -> RowAnswer | None:
-        """Queue a row for the next step; returns the answer of one that cannot run. `media` are its prepared images;
-        None: they are prepared here.
+    def admit(self, row: Row, media: Sequence[PreparedMedia] | None = None) -> RowAnswer | None:
+        """Queue a row for the next step; returns the answer of one that cannot run. `media` are its prepared images,
+        or the windows of its audio; None: they are prepared here.
         """
-        if row.pooling is not None:
-            return self._pooled.admit(row, media)
+        if is_split(row):
+            return self._split.admit(row, media)
         engine = self._engine
         limits = engine.config.limits
         encoded = resolve(row, engine.tokenizer, engine.limits, limits, self._chat_format, self._models, media)
@@ -89,8 +89,8 @@ class RowRunner:
 
     def _answer(self, output: RequestOutput) -> RowAnswer | None:
         request_id = RequestId(int(output.request_id))
-        if self._pooled.has(request_id):
-            return self._pooled.take(request_id, output)
+        if self._split.has(request_id):
+            return self._split.take(request_id, output)
         row = self._rows.pop(request_id)
         images = self._images.pop(request_id, NO_IMAGES)
         return RowAnswer(

@@ -9,7 +9,7 @@ from typing import Final
 
 from spmd_worker.engine.data_parallel.round import share_of
 from spmd_worker.frontends.batch.job_rows import JobInput
-from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, Prompt, Row, RowError, TextPrompt
+from spmd_worker.frontends.openai.row import ChatPrompt, EncoderPrompt, Prompt, ReadPrompt, Row, RowError, TextPrompt
 
 _MAX_ROWS: Final = 4096
 _MAX_BYTES: Final = 64 << 20
@@ -91,7 +91,9 @@ def expected_length(row: Row) -> int:
 
 
 def _prompt_length(prompt: Prompt) -> int:
-    if isinstance(prompt, EmbedsPrompt):
+    if isinstance(prompt, EncoderPrompt):
+        return _prompt_length(prompt.encoder)
+    if not isinstance(prompt, ReadPrompt):
         # The number of rows is not known before they are read.
         return 0
     of_images = _TOKENS_PER_IMAGE * len(prompt.images)

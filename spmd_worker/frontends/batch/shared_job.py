@@ -13,9 +13,9 @@ from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
-from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.job_metrics import ReplicaCounts
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
+from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.batch.row_exchange import RowClaimer, RowSender
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
@@ -52,7 +52,7 @@ class ReplicaWork:
         self.has_ended = False
         self._engine, self._round, self._claimer, self._deliver = engine, round_, claimer, deliver
         self._runner = RowRunner(engine, model_name)
-        self._window = ImageWindow.of(engine)
+        self._window = MediaWindow.of(engine)
         self._claimed: deque[NumberedLine] = deque()
         self._num_reported_tokens = 0
         self._last_step_s = time.monotonic()

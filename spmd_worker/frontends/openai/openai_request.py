@@ -6,10 +6,12 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.chat.chat_request import ChatRequest, chat_request, response_schema
+from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS, audio_row
 from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
     chat_prompt,
     check_keys,
+    check_neutral,
     embeds_prompt,
     model_name,
     sampling_from,
@@ -31,7 +33,7 @@ _POOLING_URLS: Final[Mapping[str, PoolingKind]] = {
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), "rerank"),
 }
 """OpenAI's names and vLLM's."""
-URLS: Final = (COMPLETIONS_URL, CHAT_URL, *_POOLING_URLS)
+URLS: Final = (COMPLETIONS_URL, CHAT_URL, *_POOLING_URLS, *AUDIO_TASKS)
 
 IGNORED_KEYS: Final = (
     "model",
@@ -104,6 +106,8 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
         return _completion_row(index, custom_id, body, defaults)
     if url == CHAT_URL:
         return _chat_row(index, custom_id, body, defaults)
+    if isinstance(url, str) and url in AUDIO_TASKS:
+        return audio_row(index, custom_id, url, body, defaults)
     if isinstance(url, str) and url in _POOLING_URLS:
         return pooling_row(index, custom_id, _POOLING_URLS[url], body, defaults)
     raise InvalidRequestError(f"url={shown(url)} is not supported: use one of {', '.join(URLS)}", "unsupported_url")
@@ -182,11 +186,7 @@ def _check_one_grammar(body: Mapping[str, Any], key: str) -> None:
 
 def _check_body(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
     check_keys(body, known, " in body")
-    for key, neutral in unsupported.items():
-        value = body.get(key)
-        # Types are compared too: true is not 1.
-        if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
-            raise InvalidRequestError(f"{key}={shown(value)} is not supported", "unsupported_value")
+    check_neutral(body, unsupported)
 
 
 def _completion_prompt(value: Any) -> Prompt:

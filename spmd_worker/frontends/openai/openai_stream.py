@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from spmd_worker.chat.answer_reader import AnswerReader, AnswerStream, MarkedText
 from spmd_worker.chat.message import call_records
+from spmd_worker.frontends.openai.audio_answer import audio_body
+from spmd_worker.frontends.openai.audio_row import EncodedAudioRow
 from spmd_worker.frontends.openai.openai_body import (
     JsonObject,
     call_ids,
@@ -24,10 +26,12 @@ from spmd_worker.frontends.openai.openai_body import (
     num_characters,
     total_usage,
 )
-from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
 from spmd_worker.frontends.openai.pooling_body import pooling_body
 from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_outputs import RowOutputs
 from spmd_worker.frontends.openai.row_writer import json_line
+from spmd_worker.frontends.openai.split_rows import EncodedSplitRow
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -78,9 +82,15 @@ class AnswerName:
 
 
 def response_body(
-    rows: Sequence[EncodedRow | EncodedPooledRow], outputs: Sequence[RequestOutput | PooledOutput], name: AnswerName
-) -> JsonObject:
-    """Body of an answer that is not streamed; of several prompts their choices in order, like OpenAI's."""
+    rows: Sequence[EncodedRow | EncodedSplitRow], outputs: Sequence[RequestOutput | RowOutputs], name: AnswerName
+) -> JsonObject | str:
+    """Body of an answer that is not streamed, text for some of audio; of several prompts their choices in order, like
+    OpenAI's.
+    """
+    (row, output), *_ = zip(rows, outputs, strict=True)
+    if isinstance(row, EncodedAudioRow):
+        assert isinstance(output, RowOutputs), output
+        return audio_body(row, output.outputs)
     bodies = [_body(row, output, name) for row, output in zip(rows, outputs, strict=True)]
     if len(bodies) == 1:
         return bodies[0]
@@ -97,13 +107,14 @@ def _sum_usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {key: sum(each[key] for each in counts) for key in counts[0]}
 
 
-def _body(row: EncodedRow | EncodedPooledRow, output: RequestOutput | PooledOutput, name: AnswerName) -> JsonObject:
+def _body(row: EncodedRow | EncodedSplitRow, output: RequestOutput | RowOutputs, name: AnswerName) -> JsonObject:
     if isinstance(row, EncodedPooledRow):
-        assert isinstance(output, PooledOutput), output
+        assert isinstance(output, RowOutputs), output
         body = pooling_body(row, output.outputs, name.model)
         own = {"id": f"{row.row.kind}-{name.request}", "created": name.created}
         return {key: own.get(key, value) for key, value in body.items()}
     assert isinstance(output, RequestOutput), output
+    assert isinstance(row, EncodedRow), row
     body = (chat_body if row.kind == "chat" else completion_body)(row, output, name.model)
     return {**body, "id": _body_id(row, name), "created": name.created}
 

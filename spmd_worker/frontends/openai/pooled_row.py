@@ -1,20 +1,18 @@
 """A pooling row: its texts as ids for an engine, and their outputs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
-from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, prepare_images
+from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, of_images, prepare_images
 from spmd_worker.frontends.openai.prompt_values import invalid_request
-from spmd_worker.frontends.openai.row import EmbedsPrompt, Prompt, Row, TextPrompt
+from spmd_worker.frontends.openai.row import ReadPrompt, Row, TextPrompt
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
-from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.media_items import MediaItem
-from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -35,26 +33,12 @@ class EncodedPooledRow:
     media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class PooledOutput:
-    """Outputs of all texts of a row, in their order."""
-
-    outputs: tuple[RequestOutput, ...]
-    finished: bool = True
-
     @property
-    def failed(self) -> RequestOutput | None:
-        """Output of the first text without a vector; its error is the row's."""
-        return next((output for output in self.outputs if output.error is not None), None)
+    def num_sequences(self) -> int:
+        return len(self.texts)
 
-    @property
-    def error(self) -> str | None:
-        return None if self.failed is None else self.failed.error
-
-    @property
-    def error_code(self) -> str | None:
-        return None if self.failed is None else self.failed.error_code
+    def without_media(self) -> "EncodedPooledRow":
+        return replace(self, media=())
 
 
 @invalid_request(errors=RequestError)
@@ -64,7 +48,7 @@ def encode_pooled(
     engine: RequestLimits,
     limits: RowLimits,
     models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedImage] | None = None,
+    media: Sequence[PreparedMedia] | None = None,
 ) -> EncodedPooledRow:
     """Encode a row's texts as ids within the limits of `engine`. `media` are its images, prepared before. Raises
     InvalidRequestError.
@@ -78,7 +62,7 @@ def encode_pooled(
     with invalid_request():
         params = resolve_pooling(inputs.params, config)
     are_pairs = bool(inputs.num_firsts) and config.task == "classify"
-    prompts: Iterable[Prompt | TextPair] = inputs.prompts
+    prompts: Iterable[ReadPrompt | TextPair] = inputs.prompts
     if are_pairs:
         firsts, seconds = inputs.prompts[: inputs.num_firsts], inputs.prompts[inputs.num_firsts :]
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
@@ -102,11 +86,11 @@ def encode_pooled(
 
 
 def _truncated(
-    prompt: Prompt | TextPair,
+    prompt: ReadPrompt | TextPair,
     tokenizer: Tokenizer | None,
     engine: RequestLimits,
     params: PoolingParams,
-    media: Sequence[PreparedImage] | None,
+    media: Sequence[PreparedMedia] | None,
 ) -> Encoded:
     """Encode a prompt, truncated like `apply_pooling`."""
 
@@ -122,14 +106,12 @@ def _truncated(
             raise InvalidRequestError("the model folder has no tokenizer.json: give ids", "tokenizer_missing")
         check_text(prompt.first, prompt.second)
         encoded = encode_prompt(prompt, need_tokenizer)
-    elif not isinstance(prompt, EmbedsPrompt) and prompt.images:
+    elif prompt.images:
         is_truncated = params.truncate_prompt_tokens is not None
-        media = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else media
-        given = (prompt, media, tokenizer, engine, check_text)
+        images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else of_images(media)
+        given = (prompt, images, tokenizer, engine, check_text)
         text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
-        encoded = Encoded(
-            text if isinstance(prompt, TextPrompt) else None, token_ids, media=tuple(media), media_items=items
-        )
+        encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids, media=images, media_items=items)
     else:
         text, token_ids = encode(prompt, tokenizer, check_text)
         # The text of a chat template is truncated as ids: its special tokens are part of the text.

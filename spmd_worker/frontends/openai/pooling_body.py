@@ -10,14 +10,27 @@ from typing import Any
 
 import numpy as np
 
-from spmd_worker.frontends.openai.decimals import shortest_decimals
+from spmd_worker.frontends.openai.decimals import FormattedVectors, shortest_decimals
 from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
 from spmd_worker.frontends.openai.row import PoolingInputs, Row, TextPrompt
+from spmd_worker.frontends.openai.row_writer import json_line, response_line
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import similarity
 
 FormatVector = Callable[[Sequence[float]], Any]
+
+
+def pooled_line(encoded: EncodedPooledRow, outputs: Sequence[RequestOutput], default_model: str) -> bytes:
+    """Output line of a pooling row, with its line end."""
+
+    def line(format_vector: FormatVector) -> bytes:
+        if encoded.row.kind == "pooled":
+            return json_line(pooled_record(encoded.row, outputs[0], format_vector))
+        return response_line(encoded.row, pooling_body(encoded, outputs, default_model, format_vector))
+
+    vectors = FormattedVectors()
+    return vectors.fill(line(vectors.mark)) or line(shortest_decimals)
 
 
 def pooled_record(row: Row, output: RequestOutput, format_vector: FormatVector = shortest_decimals) -> JsonObject:

@@ -6,9 +6,10 @@ from functools import partial
 from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.compat.image_prompts import MediaPrompt, check_conversation, check_images
 from spmd_worker.engine.validation import RequestLimits
-from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt, TextPrompt, TokensPrompt
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -16,7 +17,7 @@ CheckText = Callable[[str], None]
 
 
 def encode(
-    prompt: Prompt,
+    prompt: ReadPrompt,
     tokenizer: Tokenizer | None,
     check_text: CheckText = lambda text: None,
     adds_special_tokens: bool | None = None,
@@ -27,7 +28,6 @@ def encode(
     """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
-    assert not isinstance(prompt, EmbedsPrompt), "read by encode_row"
     tokenizer = _needed(tokenizer)
     text = _text_of(prompt, tokenizer)
     check_text(text)
@@ -35,9 +35,7 @@ def encode(
     return text, _encoded(tokenizer, text, adds_special_tokens=adds)
 
 
-def prepare_images(
-    prompt: TextPrompt | TokensPrompt | ChatPrompt, engine: RequestLimits, *, is_truncated: bool
-) -> tuple[PreparedImage, ...]:
+def prepare_images(prompt: ReadPrompt, engine: RequestLimits, *, is_truncated: bool) -> tuple[PreparedImage, ...]:
     """Prepare the images of a prompt. Raises InvalidRequestError."""
     try:
         check_images(engine.images, prompt.images, is_truncated=is_truncated)
@@ -47,8 +45,13 @@ def prepare_images(
         raise InvalidRequestError(str(error), error.code) from None
 
 
+def of_images(media: Sequence[PreparedMedia]) -> tuple[PreparedImage, ...]:
+    """Prepared images of a row whose prompt has images."""
+    return tuple([each for each in media if isinstance(each, PreparedImage)])
+
+
 def encode_with_images(
-    prompt: TextPrompt | TokensPrompt | ChatPrompt,
+    prompt: ReadPrompt,
     media: Sequence[PreparedImage],
     tokenizer: Tokenizer | None,
     engine: RequestLimits,

@@ -69,6 +69,15 @@ def tokens_prompt(name: str, value: Any) -> TokensPrompt:
     return TokensPrompt(tuple(value))
 
 
+def check_neutral(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise InvalidRequestError for a key of `unsupported` whose value is neither null nor one of its neutral ones."""
+    for key, neutral in unsupported.items():
+        value = given.get(key)
+        # Types are compared too: true is not 1.
+        if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
+            raise InvalidRequestError(f"{key}={shown(value)} is not supported", "unsupported_value")
+
+
 def embeds_prompt(name: str, value: Any) -> EmbedsPrompt:
     """Embeddings, which are read later."""
     if not isinstance(value, str | dict):
@@ -93,10 +102,10 @@ def chat_prompt(value: Any, template_kwargs: Any) -> ChatPrompt:
 def with_images(prompt: _AnyPrompt, value: Any) -> _AnyPrompt:
     """The prompt with the images of a plain row. In a conversation they belong to the image parts without an image."""
     given = [] if value is None else list(value) if isinstance(value, list) else [value]
-    images = tuple([_image(f"images[{index}]", each) for index, each in enumerate(given)])
+    images = tuple([media_source(f"images[{index}]", each) for index, each in enumerate(given)])
     if not images:
         return prompt
-    if isinstance(prompt, EmbedsPrompt):
+    if not isinstance(prompt, TextPrompt | TokensPrompt | ChatPrompt):
         raise InvalidRequestError(
             "images go with text, ids or messages, this row has prompt_embeds", "conflicting_keys"
         )
@@ -113,14 +122,14 @@ def with_images(prompt: _AnyPrompt, value: Any) -> _AnyPrompt:
     return replace(prompt, images=tuple([next(left) if each is None else each for each in prompt.images]))
 
 
-def _image(name: str, value: Any) -> str:
-    """A data URL or a path; an object has either under `bytes` and `path`, as the image columns of datasets do."""
+def media_source(name: str, value: Any, media_type: str = "image/png") -> str:
+    """A data URL or a path; an object has either under `bytes` and `path`, as the media columns of datasets do."""
     found = value
     if isinstance(value, dict):
         check_keys(value, ("bytes", "path"), f" in {name}")
         found = value.get("path") if value.get("bytes") is None else value["bytes"]
         if value.get("bytes") is not None and not str(found).startswith(DATA_URL):
-            raise InvalidRequestError(f"{name}.bytes={shown(found)} must be a data URL: data:image/png;base64,...")
+            raise InvalidRequestError(f"{name}.bytes={shown(found)} must be a data URL: data:{media_type};base64,...")
     if not isinstance(found, str) or not found:
         raise InvalidRequestError(f"{name}={shown(value)} must be a data URL or a path")
     return found

@@ -10,7 +10,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_request import ChatRequest
-from spmd_worker.compat.image_prompts import media_digest, num_pixel_bytes
+from spmd_worker.compat.image_prompts import media_digest, num_media_bytes
+from spmd_worker.frontends.openai.transcript import ResponseFormat, Task
+from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
@@ -22,8 +24,10 @@ from spmd_worker.tokenizer.token_texts import TokenText
 
 PoolingKind = Literal["embedding", "score", "rerank"]
 
-RowKind = Literal["plain", "completion", "chat", "pooled", "embedding", "score", "rerank"]
-"""Format of the output row: the project's own, an OpenAI completion or chat completion; the same for pooling rows."""
+RowKind = Literal["plain", "completion", "chat", "audio", "pooled", "embedding", "score", "rerank"]
+"""Format of the output row: the project's own, an OpenAI completion, chat completion or transcript; the same for
+pooling rows.
+"""
 
 ErrorShape = Literal["plain", "openai"]
 
@@ -68,7 +72,35 @@ class EmbedsPrompt:
     value: str | Mapping[str, Any]
 
 
-Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt
+@dataclass(frozen=True, slots=True)
+class EncoderPrompt:
+    """Text or ids for the encoder of an encoder-decoder model. `decoder` None is the model's own decoder's prompt, or
+    that of an answer in `target_language`.
+    """
+
+    encoder: TextPrompt | TokensPrompt
+    decoder: TextPrompt | TokensPrompt | None = None
+    target_language: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AudioPrompt:
+    """Audio for an encoder: bytes of a file, a data URL or a path. It is cut into windows, and each is a request whose
+    decoder's prompt is `decoder`, or is written of the other values; `language` None is detected, `text` was spoken
+    before.
+    """
+
+    source: str | bytes = field(repr=False)
+    decoder: TextPrompt | TokensPrompt | None = None
+    language: str | None = None
+    task: Task = "transcribe"
+    has_timestamps: bool = False
+    text: str | None = None
+
+
+ReadPrompt = TextPrompt | TokensPrompt | ChatPrompt
+"""Prompts that are encoded as ids."""
+Prompt = ReadPrompt | EmbedsPrompt | EncoderPrompt | AudioPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +109,7 @@ class PoolingInputs:
     with these: with one, or each with its own. `top_n` is the number of results of a rerank row, None for all.
     """
 
-    prompts: tuple[TextPrompt | TokensPrompt | ChatPrompt, ...]
+    prompts: tuple[ReadPrompt, ...]
     params: PoolingParams
     is_base64: bool = False
     num_firsts: int = 0
@@ -93,7 +125,7 @@ class Row:
     """One well-formed input row. `index` counts input rows from 0; `model` is the name in an OpenAI body, `request` the
     constraints on its answer. With `pooling` nothing is generated: `prompt` is the first of its prompts, and `sampling`
     is unused. `returns_token_ids`: the answer has the ids of its prompt and texts. `adapter` and
-    `prompt_adapter` are names in a plain row.
+    `prompt_adapter` are names in a plain row. `response_format` is that of a transcript.
     """
 
     index: int
@@ -108,6 +140,7 @@ class Row:
     returns_token_ids: bool = False
     adapter: str | None = None
     prompt_adapter: str | None = None
+    response_format: ResponseFormat = "json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +195,9 @@ class RowError:
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
     grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
     embeddings_outside, images_unsupported, image_missing, image_outside_root, image_unreadable, image_too_large,
-    image_too_narrow, image_too_long, too_many_images, reserved_token, placeholder_mismatch; and non_finite_logits,
+    image_too_narrow, image_too_long, too_many_images, reserved_token, placeholder_mismatch, audio_unsupported,
+    audio_missing, audio_outside_root, audio_unreadable, audio_empty, audio_too_large, audio_too_long,
+    encoder_unsupported, encoder_input_missing; and non_finite_logits,
     grammar_failed and non_finite_vector, for a row that ran and could not be completed.
     """
 
@@ -174,14 +209,16 @@ class RowError:
 
 
 class ImagesOfRow(NamedTuple):
-    """Bytes of a row's prepared images, and the digest of what they were made of."""
+    """Bytes of a row's prepared images or audio, and the digest of what they were made of."""
 
     num_bytes: int
     digest: str
 
     @staticmethod
     def of(media: Sequence[PreparedMedia]) -> "ImagesOfRow":
-        return ImagesOfRow(num_pixel_bytes(media), media_digest([each.source_digest for each in media]))
+        # Windows are made of the same bytes.
+        sources = [each.source_digest for each in media if not isinstance(each, PreparedAudio) or not each.start_s]
+        return ImagesOfRow(num_media_bytes(media), media_digest(sources))
 
 
 NO_IMAGES: Final = ImagesOfRow(0, "")
@@ -189,7 +226,7 @@ NO_IMAGES: Final = ImagesOfRow(0, "")
 
 def images_of_row(row: Row) -> tuple[str | None, ...]:
     """The images of a row's prompt."""
-    return () if isinstance(row.prompt, EmbedsPrompt) else row.prompt.images
+    return row.prompt.images if isinstance(row.prompt, ReadPrompt) else ()
 
 
 def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:

@@ -27,12 +27,12 @@ def format_result(row: EncodedRow, output: RequestOutput, model_name: str = "") 
     if output.error is not None:
         return format_error(row_error(row, error_code_of(output), output.error))
     if row.kind == "plain":
-        return json_line(_plain_result(row, output))
+        return json_line(plain_result(row, output))
     build = completion_body if row.kind == "completion" else chat_body
     return response_line(row, build(row, output, model_name))
 
 
-def response_line(row: EncodedRow | Row, body: JsonObject) -> bytes:
+def response_line(row: EncodedRow | Row, body: JsonObject | str) -> bytes:
     """Output line of an OpenAI row that ran."""
     response = {"status_code": 200, "request_id": f"req-{row.index}", "body": body}
     return json_line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": response, "error": None})
@@ -51,7 +51,8 @@ def format_error(row: RowError) -> bytes:
     return json_line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": None, "error": error})
 
 
-def _plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
+def plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
+    """Record of a plain row that ran."""
     outputs: list[JsonObject] = []
     for completion in output.outputs:
         names = ("index", "text", "token_ids", "finish_reason", "stop_reason")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from spmd_worker.base.version import version
 from spmd_worker.compat.metrics import Counter, Gauge, Metric
+from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS
 from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.openai_request import URLS
 from spmd_worker.frontends.openai.openai_stream import (
@@ -30,13 +31,14 @@ from spmd_worker.frontends.openai.openai_stream import (
     response_body,
     status_of,
 )
-from spmd_worker.frontends.openai.pooled_row import PooledOutput
 from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_outputs import RowOutputs
 from spmd_worker.frontends.openai.row_writer import REJECTED
 from spmd_worker.frontends.serve.exchange import EndingError, NoCapacityError, OpenRequest, RequestExchange
 from spmd_worker.frontends.serve.request_reader import RequestReader, ServedRow
 from spmd_worker.frontends.serve.responses import (
     AsgiApp,
+    Headers,
     JsonResponse,
     Message,
     PlainResponse,
@@ -61,7 +63,7 @@ BODY_S: Final = 60.0
 _MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
 _IMAGES_MARK: Final = b'"image'
-"""Mark of bodies with images, whose preparing takes long: such bodies are read apart."""
+"""Mark of bodies with images, whose preparing takes long, as that of audio: such bodies are read apart."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
@@ -93,7 +95,7 @@ class ServerApp:
         # Encoded one at a time outside the loop, which must not wait for a chat template.
         self._pool = ThreadPoolExecutor(1, "spmd-encode")
         self._large_pool = ThreadPoolExecutor(1, "spmd-encode-large")
-        self._image_pool = ThreadPoolExecutor(_MAX_LARGE, "spmd-encode-images")
+        self._media_pool = ThreadPoolExecutor(_MAX_LARGE, "spmd-encode-media")
         self._large = asyncio.Semaphore(_MAX_LARGE)
         self._routes = _routes(self)
 
@@ -111,11 +113,11 @@ class ServerApp:
 
     def close(self) -> None:
         """Shut down without waiting for prompts that are being encoded."""
-        for pool in (self._pool, self._large_pool, self._image_pool):
+        for pool in (self._pool, self._large_pool, self._media_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, request: "Request") -> AsgiApp:
-        """Answer a completion or a chat completion, complete or streamed, or vectors or scores."""
+        """Answer a completion or a chat completion, complete or streamed, vectors, scores or a transcript."""
         return await self._with_capacity(request, self._answer)
 
     async def tokens(self, request: "Request") -> AsgiApp:
@@ -142,13 +144,13 @@ class ServerApp:
     async def _answer(self, request: "Request", reservation: "Reservation") -> AsgiApp:
         served = await self._read(request)
         most = self.exchange.max_sequences
-        if served.num_sequences > most:
+        if served.num_sequences > most and served.must_fit:
             raise InvalidRequestError(
                 f"the request has {served.num_sequences} sequences but the server's capacity is {most}: send fewer at "
                 f"once (scheduler.max_num_seqs and serve.max_queued)",
                 "limit_exceeded",
             )
-        reservation.add(served.num_sequences - 1)
+        reservation.add(min(served.num_sequences, most) - 1)
         return Answer(self, served, reservation)
 
     async def _tokens(self, request: "Request", reservation: "Reservation") -> AsgiApp:
@@ -223,7 +225,8 @@ class ServerApp:
         if custom_id is not None and not (0 < len(custom_id) <= _MAX_CUSTOM_ID and custom_id.isascii()):
             raise InvalidRequestError(f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII", "invalid_value")
         read = partial(self.reader.read, next(self._indices), request.url.path)
-        return await self._read_by(request, lambda data: read(data, custom_id))
+        content_type = request.headers.get("content-type", "")
+        return await self._read_by(request, lambda data: read(data, custom_id, content_type))
 
     async def _read_by(self, request: "Request", read: Callable[[bytes], _Read]) -> _Read:
         """Parse the body with `read`, in a thread."""
@@ -231,7 +234,8 @@ class ServerApp:
             data = await self._body(request, held)
             # A path takes few bytes, and its image may take seconds.
             pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
-            pool = self._image_pool if _IMAGES_MARK in data else pool
+            has_media = request.url.path in AUDIO_TASKS or _IMAGES_MARK in data
+            pool = self._media_pool if has_media else pool
             return await _in_pool(pool, lambda: read(data), request.receive)
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
@@ -344,9 +348,9 @@ class Answer:
         outputs = [await self._app.exchange.newest(request) for request in requests]
         failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None:
-            response = self._app.error_response(_failure(failed), self._headers)
+            response: PlainResponse = self._app.error_response(_failure(failed), self._headers)
         else:
-            response = JsonResponse(response_body(self._served.rows, outputs, self._name), 200, self._headers)
+            response = _complete(response_body(self._served.rows, outputs, self._name), self._headers)
         for message in response.messages():
             await self._send(send, message)
         return failed is None
@@ -421,8 +425,14 @@ def _routes(app: ServerApp) -> AsgiApp:
     return routed
 
 
-def _failure(output: RequestOutput | PooledOutput) -> InvalidRequestError:
+def _failure(output: RequestOutput | RowOutputs) -> InvalidRequestError:
     return InvalidRequestError(output.error or "", output.error_code or REJECTED)
+
+
+def _complete(body: JsonObject | str, headers: Headers) -> PlainResponse:
+    if isinstance(body, str):
+        return PlainResponse(body.encode("utf-8", "replace"), b"text/plain; charset=utf-8", 200, headers)
+    return JsonResponse(body, 200, headers)
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -11,8 +11,9 @@ from spmd_worker.compat.metrics import engine_metrics
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.step_interval import max_step_interval_s
-from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput
-from spmd_worker.frontends.openai.pooled_rows import admit_pooled
+from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_outputs import RowOutputs
+from spmd_worker.frontends.openai.split_rows import admit_split
 from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.request import RequestId
@@ -27,7 +28,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, exchange: RequestExchange, drain_s: float) -> None:
         self._engine, self._exchange, self._drain_s = engine, exchange, drain_s
         self._requests: dict[RequestId, OpenRequest] = {}
-        # A pooling row has one per text, in their order.
+        # A pooling row has one per text, a row of audio one per window, in their order.
         self._ids: dict[OpenRequest, list[RequestId]] = {}
         self._outputs: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
@@ -79,8 +80,8 @@ class EngineLoop:
 
     def _admit(self, request: OpenRequest) -> None:
         row = request.row
-        if isinstance(row, EncodedPooledRow):
-            ids = admit_pooled(self._engine, row)
+        if not isinstance(row, EncodedRow):
+            ids = admit_split(self._engine, row)
         else:
             try:
                 request_id = self._engine.requests.admit(
@@ -123,8 +124,8 @@ class EngineLoop:
         self._exchange.give(outputs)
         self._publish()
 
-    def _ended(self, output: RequestOutput) -> tuple[OpenRequest, RequestOutput | PooledOutput] | None:
-        """Output of a request; None while other texts of it are not pooled."""
+    def _ended(self, output: RequestOutput) -> tuple[OpenRequest, RequestOutput | RowOutputs] | None:
+        """Output of a request; None while others of it are not answered."""
         request_id = RequestId(int(output.request_id))
         request = self._requests.pop(request_id)
         self._partials.pop(request_id, None)
@@ -134,7 +135,7 @@ class EngineLoop:
             return None
         del self._outputs[request]
         ordered = tuple([outputs[each] for each in self._ids.pop(request)])
-        return request, PooledOutput(ordered) if isinstance(request.row, EncodedPooledRow) else output
+        return request, output if isinstance(request.row, EncodedRow) else RowOutputs(ordered)
 
     def _end_all(self, reason: str) -> None:
         if not self._exchange.has_failed:

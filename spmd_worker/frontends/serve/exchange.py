@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from spmd_worker.compat.metrics import Metric
-from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, PooledOutput
 from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_outputs import RowOutputs
+from spmd_worker.frontends.openai.split_rows import EncodedSplitRow
 from spmd_worker.replica.sequence.outputs import RequestOutput
 
 FAILED: Final = "server_failed"
@@ -35,11 +36,11 @@ class EndingError(Exception):
 class OpenRequest:
     """A request that was accepted. `is_streamed`: its reader wants outputs before the last."""
 
-    row: EncodedRow | EncodedPooledRow
+    row: EncodedRow | EncodedSplitRow
     is_streamed: bool
     loop: asyncio.AbstractEventLoop
     has_output: asyncio.Event = field(default_factory=asyncio.Event)
-    output: RequestOutput | PooledOutput | None = None
+    output: RequestOutput | RowOutputs | None = None
     """The newest output, until it is read; under the exchange's lock."""
 
 
@@ -85,7 +86,7 @@ class RequestExchange:
             self._arrived.append(request)
             self._changed.notify_all()
 
-    async def newest(self, request: OpenRequest) -> RequestOutput | PooledOutput:
+    async def newest(self, request: OpenRequest) -> RequestOutput | RowOutputs:
         """Wait for an unread output: all of the request so far."""
         await request.has_output.wait()
         with self._changed:
@@ -122,7 +123,7 @@ class RequestExchange:
             given_up, self._given_up = self._given_up, []
             return arrived, given_up, must_look
 
-    def give(self, outputs: Sequence[tuple[OpenRequest, RequestOutput | PooledOutput]]) -> None:
+    def give(self, outputs: Sequence[tuple[OpenRequest, RequestOutput | RowOutputs]]) -> None:
         """Put outputs into their requests' slots, and wake the readers whose slot was empty. No effect after `fail`."""
         with self._changed:
             if not self.has_failed:
@@ -152,7 +153,7 @@ class RequestExchange:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, limit_s)
 
-    def _put(self, outputs: Sequence[tuple[OpenRequest, RequestOutput | PooledOutput]]) -> None:
+    def _put(self, outputs: Sequence[tuple[OpenRequest, RequestOutput | RowOutputs]]) -> None:
         woken = [request for request, _ in outputs if request in self._open and request.output is None]
         for request, output in outputs:
             request.output = output
@@ -169,5 +170,5 @@ def _wake(requests: list[OpenRequest]) -> None:
 
 def _failed(request: OpenRequest, reason: str) -> RequestOutput:
     row = request.row
-    prompt, token_ids = (None, []) if isinstance(row, EncodedPooledRow) else (row.prompt, list(row.prompt_token_ids))
+    prompt, token_ids = (row.prompt, list(row.prompt_token_ids)) if isinstance(row, EncodedRow) else (None, [])
     return RequestOutput("", prompt, token_ids, finished=True, error=reason, error_code=FAILED)

@@ -16,13 +16,19 @@ from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS
+from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio
 from spmd_worker.frontends.openai.openai_request import COMPLETIONS_URL, IGNORED_KEYS
-from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
+from spmd_worker.frontends.openai.pooled_row import encode_pooled
 from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
 from spmd_worker.frontends.openai.prompt_values import check_keys
 from spmd_worker.frontends.openai.row import EncodedRow
-from spmd_worker.frontends.openai.row_parser import encode_row, parse_fields
+from spmd_worker.frontends.openai.row_encoding import encode_row
+from spmd_worker.frontends.openai.row_parser import parse_fields
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.frontends.openai.split_rows import EncodedSplitRow, is_split
+from spmd_worker.frontends.serve.audio_form import body_of_form
+from spmd_worker.frontends.serve.multipart import is_multipart, read_form
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -37,16 +43,21 @@ _UNNAMED: Final = "request"
 class ServedRow:
     """A request that can run: one row, or one for each prompt. `includes_usage`: its stream ends with the usage."""
 
-    rows: tuple[EncodedRow | EncodedPooledRow, ...]
+    rows: tuple[EncodedRow | EncodedSplitRow, ...]
     is_streamed: bool
     includes_usage: bool
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the request runs at once."""
+        """Sequences of the request, which it runs at once if they fit."""
         return sum(
-            len(row.texts) if isinstance(row, EncodedPooledRow) else row.sampling.num_sequences for row in self.rows
+            row.sampling.num_sequences if isinstance(row, EncodedRow) else row.num_sequences for row in self.rows
         )
+
+    @property
+    def must_fit(self) -> bool:
+        """Whether all sequences have to fit at once. Windows of audio, which may be an hour, wait for one another."""
+        return not any(isinstance(row, EncodedAudioRow) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +71,12 @@ class RequestReader:
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     models: ServedModels = ANY_MODEL
 
-    def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow:
-        """Parse a body; `custom_id` is the header's, `index` the request's number. Raises InvalidRequestError."""
-        body = parse_body(data, self.limits)
+    def read(self, index: int, url: str, data: bytes, custom_id: str | None, content_type: str = "") -> ServedRow:
+        """Parse a body; `custom_id` is the header's, `index` the request's number. A request of audio may be a form
+        with the file. Raises InvalidRequestError.
+        """
+        is_form = url in AUDIO_TASKS and is_multipart(content_type)
+        body = body_of_form(read_form(data, content_type)) if is_form else parse_body(data, self.limits)
         stream = _stream_of(body)
         fields = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
         prompts = _prompts(url, fields)
@@ -73,7 +87,7 @@ class RequestReader:
             row = self._read_one(index, url, fields, custom_id, is_streamed=stream[0])
             return ServedRow((row,), *stream)
         name = content_name(url, fields) if custom_id is None else custom_id
-        rows: list[EncodedRow | EncodedPooledRow] = []
+        rows: list[EncodedRow | EncodedSplitRow] = []
         for number, prompt in enumerate(prompts):
             # Each like a single one, under its own name.
             one, own_name = {**fields, "prompt": prompt}, f"{name}#{number}" if number else name
@@ -85,15 +99,18 @@ class RequestReader:
 
     def _read_one(
         self, index: int, url: str, fields: dict[str, Any], custom_id: str | None, *, is_streamed: bool
-    ) -> EncodedRow | EncodedPooledRow:
+    ) -> EncodedRow | EncodedSplitRow:
         # Content is named only for what can run: rejected bodies may have megabytes.
         line = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": fields}
         row = parse_fields(index, line, self.defaults, self.limits)
-        if row.pooling is not None:
+        if is_split(row):
             if is_streamed:
-                message = "vectors and scores cannot be streamed: leave out stream"
+                message = "vectors, scores and transcripts cannot be streamed: leave out stream"
                 raise InvalidRequestError(message, "unsupported_value")
-            return encode_pooled(row, self.tokenizer, self.engine_limits, self.limits, self.models)
+            given = (row, self.tokenizer, self.engine_limits, self.limits, self.models)
+            if row.pooling is not None:
+                return encode_pooled(*given)
+            return encode_audio(*given).named(content_name(url, fields) if custom_id is None else custom_id)
         # With echo and logprobs those of the prompt are in the choices.
         is_echoed = row.echo is not None and fields.get("prompt_logprobs") is None
         if is_streamed and row.sampling.prompt_logprobs is not None and not is_echoed:
@@ -122,8 +139,12 @@ def _prompts(url: str, fields: Mapping[str, Any]) -> list[Any]:
 def content_name(url: str, body: Mapping[str, Any]) -> str:
     """Default name of a request: a digest of all that its answer depends on besides the model."""
     fields = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
-    text = json.dumps([url, fields], sort_keys=True, separators=(",", ":"))
+    text = json.dumps([url, fields], sort_keys=True, separators=(",", ":"), default=_digest_of_file)
     return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"
+
+
+def _digest_of_file(value: bytes) -> str:
+    return blake2b(value, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _stream_of(body: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -8,7 +8,7 @@ from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.openai_request import CHAT_URL
 from spmd_worker.frontends.openai.prompt_ids import encode
 from spmd_worker.frontends.openai.prompt_values import check_keys, text_prompt, tokens_prompt
-from spmd_worker.frontends.openai.row import ChatPrompt, Prompt
+from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt
 from spmd_worker.frontends.openai.row_parser import parse_fields
 from spmd_worker.frontends.serve.request_reader import RequestReader, parse_body
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
@@ -39,7 +39,7 @@ def _tokenized(reader: RequestReader, tokenizer: Tokenizer, body: Mapping[str, A
     if len(given) != 1:
         code = "conflicting_prompts" if given else "missing_prompt"
         raise InvalidRequestError("the body needs one of prompt and messages", code)
-    prompt: Prompt = text_prompt("prompt", body["prompt"]) if given == ["prompt"] else _conversation(reader, body)
+    prompt: ReadPrompt = text_prompt("prompt", body["prompt"]) if given == ["prompt"] else _conversation(reader, body)
     # The tokenizer adds special tokens to text; a chat template has written them.
     adds = optional_flag(body, "add_special_tokens", default=not isinstance(prompt, ChatPrompt))
     shows_strings = optional_flag(body, "return_token_strs")

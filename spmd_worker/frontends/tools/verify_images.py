@@ -1,10 +1,10 @@
-"""Reads the images of a job again, and compares them with the digest in its provenance."""
+"""Reads the images or the audio of a job again, and compares them with the digest in its provenance."""
 
 import json
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ConfigError
@@ -14,10 +14,10 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
-from spmd_worker.frontends.openai.row import RowError, images_of_row
+from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.source import read_source
+from spmd_worker.media.source import AUDIO, IMAGE, Medium, read_source
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 
@@ -43,7 +43,7 @@ def compare_images(run_dir: Path) -> str | None:
 
 
 def _digests(manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """(row, digest of its images) of the rows that ran with images."""
+    """(row, digest of its images or its audio) of the rows that ran with any."""
     config = manifest["config"]
     limits, root = RowLimits(**config["limits"]), manifest["answers"].get("job.media_root")
     inputs = RowReader([Path(each) for each in manifest["input"]], limits.num_line_bytes)
@@ -51,17 +51,31 @@ def _digests(manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:
     try:
         for (index, line), (_, answer) in zip(inputs, outputs):
             row = parse_row(index, line, SamplingParams(), limits)
-            sources = () if isinstance(row, RowError) else images_of_row(row)
+            sources = () if isinstance(row, RowError) else _sources(row, limits)
             if not sources or json.loads(answer).get("error") is not None:
                 continue
-            yield index, media_digest([_digest(index, each, root, limits.max_image_bytes) for each in sources])
+            yield index, media_digest([_digest(index, each, root) for each in sources])
     except (OSError, ValueError) as error:
         raise ImagesError(str(error)) from None
 
 
-def _digest(row: int, source: str | None, root: str | None, max_bytes: int) -> bytes:
+class _Source(NamedTuple):
+    """A path or a data URL, and what it is of."""
+
+    source: str | bytes
+    max_bytes: int
+    medium: Medium
+
+
+def _sources(row: Row, limits: RowLimits) -> list[_Source]:
+    if isinstance(row.prompt, AudioPrompt):
+        return [_Source(row.prompt.source, limits.max_audio_bytes, AUDIO)]
+    return [_Source(each or "", limits.max_image_bytes, IMAGE) for each in images_of_row(row)]
+
+
+def _digest(row: int, given: _Source, root: str | None) -> bytes:
     try:
-        return sha256(read_source(source or "", None if root is None else Path(root), max_bytes)).digest()
+        return sha256(read_source(given.source, None if root is None else Path(root), *given[1:])).digest()
     except MediaError as error:
         raise ImagesError(f"row {row}: {error}") from None
 

@@ -5,7 +5,6 @@ T: tokens of the step; Hq, Hkv: query and key-value heads of this rank; D: head 
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,8 +138,8 @@ class Attention(nn.Module):
                     return x[:0]
                 query, metadata = query[wanted.rows], wanted.metadata
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
-            biases: dict[str, Any] = {} if distance_bias is None else {"distance_bias": distance_bias}
-            attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window, *bounds, **biases)
+            of_layer = (layer_cache, metadata, self.scale, self.window, *bounds)
+            attended = self._backend.attend(query, *of_layer, distance_bias=distance_bias)
             attended = attended.view(len(query), -1)
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters

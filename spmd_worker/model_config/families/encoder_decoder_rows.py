@@ -310,7 +310,7 @@ def _encoder_of(decoder: Family) -> Family:
         each: getattr(names, each).replace("decoder", "encoder")
         for each in ("positions", "embedding_norm", "layers", "norm")
     }
-    names = replace(names, **own, cross_norms=("", ""), head_bias="")
+    names = replace(names, **own, cross_norms=("", ""), head="", head_bias="")
     positions = decoder.file_keys[_POSITIONS].replace("target", "source")
     return replace(
         decoder,
@@ -333,7 +333,7 @@ def _t5_encoder_of(decoder: Family) -> Family:
     is_gated = decoder.feed_forward.is_gated
     return replace(
         decoder,
-        names=_t5_names("encoder", is_gated=is_gated),
+        names=replace(_t5_names("encoder", is_gated=is_gated), head=""),
         head=Head(),
         encoder=Encoder(),
         encoder_part=None,

@@ -38,6 +38,8 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
 
 
 def _input(family: Family) -> str:
+    if family.encoder_part is not None:
+        return "audio to text" if family.encoder_part.mel_bins_key else "text to text"
     return "text and images" if family.vision else "text"
 
 

@@ -129,6 +129,7 @@ class CpuBackend(AttentionBackend):
             sinks = sinks.contiguous()
             check_tensor(sinks, torch.float32, (num_heads,))
         if distance_bias is not None:
+            assert not value_size, "latents have no biases"
             assert distance_bias.shape[1] % 2 == 1, distance_bias.shape
             check_tensor(distance_bias, torch.float32, (num_heads, distance_bias.shape[1]))
         rows = self._row_arguments(query, (checked.num_tokens, num_heads, size))

@@ -136,15 +136,14 @@ class TritonBackend(AttentionBackend):
         value_size: int = 0,
         distance_bias: Tensor | None = None,
     ) -> Tensor:
-        assert distance_bias is None, "not supported yet"
         num_heads, head_size = query.shape[1:]
         # A token's heads must be contiguous; tokens may be strided.
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
         plan = self._plan(query, metadata, layer_cache, num_heads, window)
         if value_size:
-            assert (score_cap, sinks) == (0.0, None), "latents have no caps and no sinks"
+            assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases"
             return attention.attend_latents(query, layer_cache, plan, num_heads, scale, value_size)
-        return attention.attend(query, layer_cache, plan, num_heads, scale, score_cap, sinks)
+        return attention.attend(query, layer_cache, plan, num_heads, scale, score_cap, sinks, distance_bias)
 
     def attend_projected(
         self,

@@ -29,6 +29,7 @@ from spmd_worker.ops.kernels.host_copies import send, to_device
 from spmd_worker.ops.kernels.random import random_bits, random_shares
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
+from spmd_worker.ops.sampling.beam_logprobs import beam_logprobs
 from spmd_worker.ops.sampling.filters import bounded_temperature, exponent_factors, filter_logits, filter_numbers
 from spmd_worker.ops.sampling.processors import process_logits
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
@@ -215,6 +216,14 @@ class Sampler:
         is_processed = self._logprobs_mode == "processed_logprobs"
         source, group = (gathered, alone) if is_processed else (logits, self._group)
         reports = self._report(source, part, choice, group, read_back)
+        if part.beams:
+            own, allowed, ids = (
+                part.rows_of(each, "beams", part.beams) for each in (logits, gathered, choice.token_ids)
+            )
+            counts = [part.rows[index].sampling.logprobs or 0 for index in part.beams]
+            group = self._group
+            entries = beam_logprobs(self._kernels, own, allowed, ids, counts, group, self._shard_start, read_back)
+            reports.append((part.beams, entries))
         return _Launched(part.indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
 
     def _process(self, logits: Tensor, part: SomeRows) -> None:

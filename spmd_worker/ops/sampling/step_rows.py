@@ -27,7 +27,9 @@ class SomeRows:
         self.rows = [rows[index] for index in self.indices]
         self.drawn = [index for index, row in enumerate(self.rows) if not row.sampling.is_greedy]
         self.filtered = [index for index in self.drawn if self.rows[index].sampling.has_filters]
-        self.reported = [index for index, row in enumerate(self.rows) if row.sampling.needs_logprobs]
+        reported = [index for index, row in enumerate(self.rows) if row.sampling.needs_logprobs]
+        self.beams = [index for index in reported if _is_beam(self.rows[index])]
+        self.reported = [index for index in reported if index not in self.beams] if self.beams else reported
         ruled = [index for index, row in enumerate(self.rows) if row.sampling.token_rules is not None]
         self.timestamps = _first_timestamps(self.rows, ruled)
         self.drawn_first = [index for index in ruled if _draws_first_token(self.rows[index])]
@@ -78,10 +80,17 @@ def _first_timestamps(rows: Sequence[SampleRow], ruled: Sequence[int]) -> dict[i
     return found
 
 
-def _draws_first_token(row: SampleRow) -> bool:
-    """Whether the row is not greedy and its first token is the most probable of some all the same."""
+def _is_beam(row: SampleRow) -> bool:
     rules = row.sampling.token_rules
-    return rules is not None and bool(rules.first_tokens) and not row.sampling.is_greedy
+    return rules is not None and rules.num_beam_tokens is not None
+
+
+def _draws_first_token(row: SampleRow) -> bool:
+    """Whether the row's first token is the most probable of some, though it is drawn or several are reported."""
+    rules = row.sampling.token_rules
+    if rules is None or not rules.first_tokens or rules.num_beam_tokens:
+        return False
+    return not row.sampling.is_greedy or rules.num_beam_tokens == 0
 
 
 class StepRows:

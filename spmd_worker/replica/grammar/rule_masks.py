@@ -31,6 +31,10 @@ def allowed_tokens(
     eos_token_ids: tuple[int, ...],
 ) -> NDArray[np.int32]:
     """A bit for each token, int32 [V / 32]: token t is bit t % 32 of word t / 32. Not to be changed."""
+    if rules.num_beam_tokens is not None:
+        # A beam's last token is not that of its row.
+        cut, max_tokens = len(prompt_token_ids) - rules.num_beam_tokens, None
+        prompt_token_ids, output_token_ids = prompt_token_ids[:cut], [*prompt_token_ids[cut:], *output_token_ids]
     num_outputs = len(output_token_ids)
     forced = _forced(rules, num_outputs, max_tokens, eos_token_ids)
     position = min(num_outputs - rules.begin_index, 1)

@@ -46,7 +46,10 @@ class TokenRules:
     `min_new_tokens`: no end-of-sequence token comes before.
     `no_repeat_ngram_size` n: no n tokens in a row occur twice in prompt and answer. `timestamps`: Whisper's rules.
 
-    Fields but the first two have transformers' names. A rule that would leave no token to sample is ignored.
+    `num_beam_tokens` None: no beam. A beam's row has its answer so far as the last of its prompt's tokens, this many;
+    its log-probabilities are the model's own, of allowed tokens alone, and its last token is not forced.
+
+    Most names are transformers'. A rule that would leave no token to sample is ignored.
     """
 
     first_tokens: tuple[int, ...] = ()
@@ -57,11 +60,13 @@ class TokenRules:
     min_new_tokens: int = 0
     no_repeat_ngram_size: int = 0
     timestamps: TimestampRules | None = None
+    num_beam_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in _LISTS:
             object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
-        object.__setattr__(self, "forced_eos_token_id", _number("forced_eos_token_id", self.forced_eos_token_id, True))
+        for name in ("forced_eos_token_id", "num_beam_tokens"):
+            object.__setattr__(self, name, _number(name, getattr(self, name), is_optional=True))
         for name in ("min_new_tokens", "no_repeat_ngram_size"):
             object.__setattr__(self, name, _number(name, getattr(self, name) or 0))
         object.__setattr__(self, "timestamps", _record("timestamps", self.timestamps, TimestampRules))
@@ -79,6 +84,11 @@ class TokenRules:
     def needs_output_ids(self) -> bool:
         """Whether the next token depends on which tokens the answer has, not only on how many."""
         return self.timestamps is not None or self.no_repeat_ngram_size > 0
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the next token depends on tokens of the prompt."""
+        return self.no_repeat_ngram_size > 0 or bool(self.num_beam_tokens)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

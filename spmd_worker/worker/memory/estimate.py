@@ -17,7 +17,7 @@ from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
-from spmd_worker.model_config.tower_elements import tower_activations
+from spmd_worker.model_config.tower_elements import encoder_activations, tower_activations
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, stage_of, vocabulary_rows
 
@@ -90,7 +90,12 @@ def weights_bytes(
     if model_config.is_encoder and model_config.pooling is not None and stage.is_last:
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
     head_bias = num_rows * (model_config.has_head_bias and has_head) * stage.is_last
-    tower = stage.is_first * model_config.num_tower_parameters
+    tower = model_config.num_tower_parameters
+    part = model_config.encoder_part
+    if part is not None and part.shares_embedding and (layout.tensor_parallel_size > 1 or quantization is not None):
+        # The rank has a part of the table, or other numbers, and the encoder all of it.
+        tower += vocabulary_rows(part.stack.vocab_size, 1) * part.stack.embedding_size
+    tower *= stage.is_first
     num_bytes = (tables + layers + norm + head_bias + tower) * DTYPE_BYTES[dtype] + float32_bytes
     num_bytes -= _bytes_saved(model_config, layout, rank, dtype, stored)
     if quantization is not None:
@@ -255,7 +260,9 @@ def activation_bytes(
 
 
 def tower_bytes(model_config: ModelConfig, dtype: str, num_image_tokens: int) -> int:
-    """Peak bytes of the tower for an image of so many tokens; 0 without a tower."""
+    """Peak bytes of the tower for an image of so many tokens, or an encoder's input of so many rows; 0 without one."""
+    if model_config.encoder_part is not None:
+        return encoder_activations(model_config.encoder_part, num_image_tokens) * DTYPE_BYTES[dtype]
     if model_config.vision is None:
         return 0
     elements, float32 = tower_activations(model_config.vision, num_image_tokens)

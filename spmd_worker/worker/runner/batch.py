@@ -205,7 +205,7 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
         constraint, rules = sampling.structured_outputs, sampling.token_rules
         if constraint is not None or rules is not None:
             allows_forced = (not sampling.forbids_tokens, not sampling.needs_logprobs)
-            prompt = request.known_token_ids if rules is not None and rules.no_repeat_ngram_size else ()
+            prompt = request.known_token_ids if rules is not None and rules.needs_prompt_ids else ()
             for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)
                 own = (index + number, key, constraint, sequence.output_token_ids)

@@ -23,7 +23,8 @@ from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.row import EncodedRow, RowError
-from spmd_worker.frontends.openai.row_parser import parse_row, resolve
+from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.openai.row_writer import format_result
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams

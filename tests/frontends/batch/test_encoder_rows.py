@@ -11,7 +11,7 @@ from test_pooled_rows import TEXTS, openai
 
 from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.frontends.batch.job import run_job
-from spmd_worker.frontends.openai.pooled_rows import PooledRows
+from spmd_worker.frontends.openai.split_rows import SplitRows
 from spmd_worker.frontends.tools import replay
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -70,9 +70,9 @@ def test_embedding_job_has_equal_bytes_resumed_or_rebatched(tmp_path: Path, monk
         with pytest.raises(Ended):
             answered(folder, "modern_dense", asked, max_num_batched_tokens=300, max_num_seqs=3)
     assert not (folder / "out.jsonl").exists()
-    admit, admitted = PooledRows.admit, []
+    admit, admitted = SplitRows.admit, []
     monkeypatch.setattr(
-        PooledRows, "admit", lambda self, row, *given: (admitted.append(row), admit(self, row, *given))[1]
+        SplitRows, "admit", lambda self, row, *given: (admitted.append(row), admit(self, row, *given))[1]
     )
     assert answered(folder, "modern_dense", asked, max_num_batched_tokens=300, max_num_seqs=3) == rows
     assert len(admitted) == 40

@@ -9,9 +9,9 @@ from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.engine import step_interval as between_steps
 from spmd_worker.engine.step_interval import TimeBudget
 from spmd_worker.frontends.batch import shared_job
-from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.job import _admit
 from spmd_worker.frontends.batch.job_rows import InputRow
+from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.batch.shared_job import ReplicaWork
 from spmd_worker.frontends.openai.row import Row, RowError, TextPrompt
@@ -63,7 +63,7 @@ def test_job_admits_limited_grammars_between_two_steps(form_bytes: int, counts: 
     rows, runner, found = Rows(10), Runner(form_bytes), []
     for _ in counts:
         before = len(runner.admitted)
-        window, output = ImageWindow(None, 0), SimpleNamespace()
+        window, output = MediaWindow(None, 0), SimpleNamespace()
         _admit(rows, window, runner, output, 100, TimeBudget(1e9))  # type: ignore[arg-type]  # what is asked of them
         found.append(len(runner.admitted) - before)
     assert found == counts
@@ -85,7 +85,7 @@ def replica_work(monkeypatch: pytest.MonkeyPatch, runner: Runner, num_chunks: in
     engine: Any = SimpleNamespace(
         default_sampling=SamplingParams(),
         config=SimpleNamespace(limits=RowLimits(), executor=SimpleNamespace(timeout_s=1e9), job=JobConfig()),
-        limits=SimpleNamespace(images=None),
+        limits=SimpleNamespace(images=None, encoder_prompts=None),
         counters=SimpleNamespace(num_output_tokens=0),
         channel=SimpleNamespace(size=1),
         close_followers=lambda: None,
@@ -153,7 +153,7 @@ def test_admission_ends_with_its_turn(monkeypatch: pytest.MonkeyPatch, timeout_s
     output: Any = SimpleNamespace(add=taken.append)
     for _ in counts:
         before = rows.num_left
-        window = ImageWindow(None, 0)
+        window = MediaWindow(None, 0)
         _admit(rows, window, Runner(0), output, 512, TimeBudget(timeout_s))  # type: ignore[arg-type]  # as above
         found.append(before - rows.num_left)
     assert found == counts

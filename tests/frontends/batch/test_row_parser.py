@@ -9,7 +9,8 @@ from tokenizer_folders import CHATML, write_byte_level
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.row import ChatPrompt, EncodedRow, Row, RowError, TextPrompt, TokensPrompt
-from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row, resolve
+from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
 from spmd_worker.frontends.openai.row_writer import format_error
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer

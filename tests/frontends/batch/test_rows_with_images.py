@@ -14,14 +14,15 @@ from media_models import noise, saved
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.compat.image_prompts import ImagePrompts, num_pixel_bytes
+from spmd_worker.compat.image_prompts import ImagePrompts, num_media_bytes
 from spmd_worker.engine.validation import RequestLimits
-from spmd_worker.frontends.batch.image_window import ImageWindow
 from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.openai.openai_request import CHAT_URL
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
-from spmd_worker.frontends.openai.row_parser import parse_row, resolve
+from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.serve.request_reader import RequestReader
 from spmd_worker.frontends.serve.token_requests import TOKENIZE_URL, answer_tokens
 from spmd_worker.model_config.pooling import last_token_pooling
@@ -89,7 +90,7 @@ def test_forms_of_a_row_have_the_same_tokens(door: Door):
     for each in found:
         assert isinstance(each, EncodedRow), each
         assert (each.prompt_token_ids, each.media_items) == (first.prompt_token_ids, first.media_items)
-        assert num_pixel_bytes(each.media) == NUM_BYTES
+        assert num_media_bytes(each.media) == NUM_BYTES
     assert [each.prompt for each in found if isinstance(each, EncodedRow)] == [text] * 7 + [None]
 
 
@@ -133,7 +134,7 @@ def test_model_without_images_rejects_rows_with_them(door: Door):
     found = resolve(row, door.tokenizer, door.limits(None))
     assert isinstance(found, RowError)
     assert found.code == "images_unsupported"
-    (ready,) = drained(ImageWindow(None, 0), [row])
+    (ready,) = drained(MediaWindow(None, 0), [row])
     assert ready.media is None
 
 
@@ -179,7 +180,7 @@ def rows_of(door: Door, *images: str | None) -> list[Row]:
     return rows
 
 
-def drained(window: ImageWindow, rows: list[Row]) -> list[Any]:
+def drained(window: MediaWindow, rows: list[Row]) -> list[Any]:
     for row in rows:
         window.put(row)
     found = []
@@ -192,7 +193,7 @@ def test_no_row_passes_one_whose_images_are_prepared(door: Door):
     images = door.images(root=door.folder, holds=True)
     preparer = images.preparer
     assert isinstance(preparer, HerePreparer)
-    window = ImageWindow(images, 1 << 30)
+    window = MediaWindow(images, 1 << 30)
     assert drained(window, rows_of(door, "a.png", None, "gone.png", "a.png")) == []
     assert [len(each) for each in preparer.asked] == [1, 1, 1]
     preparer.held[2].is_held = preparer.held[1].is_held = False
@@ -209,7 +210,7 @@ def test_prepared_images_are_bounded_in_bytes(door: Door):
     images = door.images(root=door.folder)
     preparer = images.preparer
     assert isinstance(preparer, HerePreparer)
-    window = ImageWindow(images, 2 * NUM_BYTES)
+    window = MediaWindow(images, 2 * NUM_BYTES)
     for row in rows_of(door, *["a.png"] * 20):
         window.put(row)
     most = 0
@@ -226,19 +227,19 @@ def test_prepared_images_are_bounded_in_bytes(door: Door):
 
 
 def test_row_larger_than_the_window_runs_alone(door: Door):
-    window = ImageWindow(door.images(root=door.folder), 1)
+    window = MediaWindow(door.images(root=door.folder), 1)
     for row in rows_of(door, "a.png", None):
         window.put(row)
     assert window.next_ready(0) is None
     assert window.next_ready(1) is None
     ready = window.next_ready(0)
     assert ready is not None
-    assert num_pixel_bytes(ready.media or ()) == NUM_BYTES
+    assert num_media_bytes(ready.media or ()) == NUM_BYTES
     assert window.next_ready(NUM_BYTES) is not None
 
 
 def test_window_of_rows_is_bounded(door: Door):
-    window = ImageWindow(door.images(root=door.folder, holds=True), 1 << 30)
+    window = MediaWindow(door.images(root=door.folder, holds=True), 1 << 30)
     row = rows_of(door, "a.png")[0]
     count = 0
     while window.has_room:

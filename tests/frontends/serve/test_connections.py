@@ -280,11 +280,11 @@ class HeldReader:
         self._read = RequestReader.read
         monkeypatch.setattr(RequestReader, "read", lambda *arguments: self.read(*arguments))
 
-    def read(self, reader: RequestReader, index: int, url: str, data: bytes, custom_id: str | None) -> Any:
+    def read(self, reader: RequestReader, index: int, url: str, data: bytes, *more: Any) -> Any:
         if len(data) > LARGE_BYTES if self._mark is None else self._mark in data:
             self.num_begun += 1
             assert self.may_read.wait(LIMIT_S)
-        return self._read(reader, index, url, data, custom_id)
+        return self._read(reader, index, url, data, *more)
 
 
 @pytest.mark.finding(number="B2")

@@ -179,7 +179,7 @@ MODELS = {"llama-8b": (32, 8, 128), "qwen-0.5b": (14, 2, 64), "llama-135m": (9, 
 _POINTERS = dict.fromkeys(
     ("items", "num_items", "starts", "lengths", "tables", "joins", "num_joins", "slots", "last_visible"), "*i32"
 )
-_FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_denoms", "sinks"), "*fp32")
+_FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_denoms", "sinks", "biases"), "*fp32")
 _OF_ROWS = {
     **dict.fromkeys(("maxima", "factors", "min_logits", "values"), "*fp32"),
     **dict.fromkeys(("sums", "targets", "ids", "counts", "rows", "mask_rows", "top_k"), "*i64"),
@@ -189,7 +189,7 @@ _OF_ROWS = {
 }
 """What belongs to rows of logits."""
 _SCALARS = dict.fromkeys(("stride_query", "stride_page", "stride_table", "stride_key", "stride_value", "window"), "i32")
-_PLANNED = dict.fromkeys(("S", "num_few", "max_partials", "later"), "i32")
+_PLANNED = dict.fromkeys(("S", "num_few", "max_partials", "later", "most"), "i32")
 _SIZES = dict.fromkeys(("M", "N", "K", "stride_x", "stride_weight", "stride_out", "H", "V", "stride"), "i32")
 _COUNTS = {**dict.fromkeys(("num_pieces", "first_id", "num_words"), "i32"), "first": "i64", "parts": "*i64"}
 _NUMBERS = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "i32": tl.int32}
@@ -220,6 +220,7 @@ def norm_variant(width: int, element: str = "bf16") -> Variant:
 
 HEAD_SIZES = {"96": (8, 8, 96), "192": (8, 2, 192), "256": (8, 4, 256), "512": (16, 2, 512), "64 of one": (64, 1, 128)}
 """Further shapes of attention: query heads, key-value heads, head size."""
+T5 = (12, 12, 64)
 _COMPUTE = {80: (8, 0), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 _STRIDES = ("stride_query", "stride_page")
 
@@ -233,6 +234,8 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     capped = attend_variant("attend 256 many cap", *HEAD_SIZES["256"], element)
     yield replace(capped, stack_bytes=8)
     yield attend_variant("attend 256 many sight", *HEAD_SIZES["256"], element)
+    for way in ("few", "many"):
+        yield attend_variant(f"attend t5 bias {way}", *T5, element)
     for name, shape in LATENTS.items():
         for way in ("few", "few joined", "many"):
             variant = attend_variant(f"attend {name} {way}", *shape, element)
@@ -289,6 +292,7 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     is_latent = "latent" in name
     value_size = size - 64 if is_latent else size
     kind = {"is_capped": capped, "has_sinks": sinks, "is_latent": is_latent, "has_sight": "sight" in name}
+    kind |= {"is_biased": "bias" in name}
     constants = attention.attend_constants(tile, heads, kv_heads, size, value_size, 16, **kind)
     constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.

@@ -25,7 +25,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_recurrent_cases.py": ((), 7),
     "triton_latent_cases.py": ((), 4),
     "triton_tower_cases.py": ((), 3),
-    "triton_cross_cases.py": ((), 1),
+    "triton_cross_cases.py": ((), 2),
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
 ALL_CASES = {

@@ -32,6 +32,8 @@ from spmd_worker.worker.runner.batch_state import BatchState
 Heads = tuple[int, int, int]  # query heads, key-value heads, head size
 Chunk = tuple[int, int, int]  # sequence, first query, end
 SMALL = Tile(16, 4, 2, 1)
+NEAR = 20
+"""Distances with a bias of their own."""
 
 
 @contextmanager
@@ -69,6 +71,7 @@ class Step:
             self.written.append(pair)
         self.queries = [torch.randn(length, self.num_heads, size, generator=generator).to(dtype) for length in lengths]
         self.sinks = torch.randn(self.num_heads, generator=generator)
+        self.bias = 2 * torch.randn(self.num_heads, 2 * NEAR + 1, generator=generator)
 
     def attend(
         self,
@@ -107,6 +110,7 @@ class Step:
         is_causal: bool = True,
         score_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
         images: tuple[range, ...] = (),
     ) -> torch.Tensor:
         """In float64."""
@@ -124,6 +128,8 @@ class Step:
             seen = (distance <= 0) & (quotients[first:, None] == quotients)
         scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
         scores = score_cap * (scores / score_cap).tanh() if score_cap else scores
+        if distance_bias is not None:
+            scores += distance_bias.double()[:, distance.clamp(-NEAR, NEAR) + NEAR]
         scores = scores.masked_fill(~seen, -math.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, end - first, 1)), -1)
@@ -178,6 +184,26 @@ def capped_scores_and_sinks_are_right() -> None:
         for arguments in ({"score_cap": 2.0}, {"sinks": step.sinks}):
             found = step.attend([chunk], **arguments)[0]
             assert_near(found, step.reference(chunk, **arguments), torch.float32)
+
+
+def biases_of_distances_are_right_in_any_cut() -> None:
+    step = Step([40, 13], (2, 1, 16), torch.float32)
+    bias = {"distance_bias": step.bias}
+    (whole,) = step.attend([(0, 0, 40)], **bias)
+    assert_near(whole, step.reference((0, 0, 40), **bias), torch.float32)
+    cut, _ = step.attend([(0, 29, 40), (1, 12, 13)], **bias)
+    assert torch.equal(cut, whole[29:])
+    for splits in (True, False):
+        assert torch.equal(step.attend([(0, 39, 40)], splits=splits, **bias)[0], whole[-1:]), splits
+    both_ways = step.attend([(1, 0, 13)], is_causal=False, **bias)[0]
+    assert_near(both_ways, step.reference((1, 0, 13), is_causal=False, **bias), torch.float32)
+    more = bias | {"score_cap": 2.0, "sinks": step.sinks}
+    assert_near(step.attend([(0, 35, 40)], 30, **more)[0], step.reference((0, 35, 40), 30, **more), torch.float32)
+    # A bias of zeros changes no more than a rounding; control: another one changes more.
+    (plain,) = step.attend([(0, 35, 40)])
+    (nothing,) = step.attend([(0, 35, 40)], distance_bias=torch.zeros_like(step.bias))
+    assert_near(plain, nothing.double(), torch.float32)
+    assert not torch.allclose(plain, whole[35:], rtol=1e-2, atol=1e-2)
 
 
 def encoders_see_both_ways() -> None:
@@ -373,6 +399,7 @@ CASES: tuple[Callable[[], None], ...] = (
     heads_of_every_size_are_right,
     a_window_is_right_and_what_is_before_it_is_never_read,
     capped_scores_and_sinks_are_right,
+    biases_of_distances_are_right_in_any_cut,
     encoders_see_both_ways,
     tokens_of_images_see_all_of_them,
     a_rows_bits_do_not_depend_on_how_it_was_cut,

@@ -62,7 +62,15 @@ def decoders_of_text_have_the_logits_of_plain_torch() -> None:
     check("BartForConditionalGeneration", _SIZES)
 
 
-CASES: tuple[Callable[[], None], ...] = (decoders_of_text_have_the_logits_of_plain_torch,)
+def decoders_with_relative_bias_have_the_logits_of_plain_torch() -> None:
+    sizes = {"d_kv": 16, "d_ff": 48, "num_heads": 2, "num_layers": 1, "relative_attention_num_buckets": 4}
+    check("T5ForConditionalGeneration", {**_SIZES, **sizes, "relative_attention_max_distance": 6})
+
+
+CASES: tuple[Callable[[], None], ...] = (
+    decoders_of_text_have_the_logits_of_plain_torch,
+    decoders_with_relative_bias_have_the_logits_of_plain_torch,
+)
 
 
 def main() -> None:

@@ -18,7 +18,8 @@ from run_folder import made_once
 from spmd_worker import PromptsRefusedError, SamplingParams, StructuredOutputsParams
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
-from spmd_worker.frontends.openai.row_parser import parse_row, resolve
+from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.replica.grammar import llguidance_input as forms
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError

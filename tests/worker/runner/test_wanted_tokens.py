@@ -11,7 +11,7 @@ from ranks import REPOSITORY
 from reference_models import checkpoint_folder
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
-from spmd_worker.model.decoder import DecoderLayer
+from spmd_worker.model.decoder_layer import DecoderLayer
 from spmd_worker.ops.attention.metadata import WantedTokens
 from spmd_worker.worker.runner import batch as batch_module
 

@@ -47,8 +47,8 @@ _INVALID_UTF8: Final = b"\xff"
 """A line that its parser rejects as not UTF-8."""
 _SCALARS: Final = ("null", "boolean", "integer", "floating", "string", "large_string", "string_view")
 """Types of scalars that JSON has, by pyarrow's names."""
-_IMAGES: Final = re.compile(r"images(\[\])?(\.bytes)?")
-"""Columns that may have bytes: a list of files of images, or of the structs of datasets, `{bytes, path}`."""
+_MEDIA: Final = re.compile(r"(images(\[\])?|audio|body\.file)(\.bytes)?")
+"""Columns that may have bytes: files of images, a file of audio, or the structs of datasets, `{bytes, path}`."""
 _DATA_URL: Final = "data:application/octet-stream;base64,"
 _VALUE_BYTES: Final = 16
 """Least bytes of a value in memory, however few bits it takes in the file."""
@@ -179,9 +179,9 @@ class ParquetRows:
     name of a row's key. Integers that pandas stored as floats, in a column with nulls, become integers again.
 
     A row with texts longer than `max_line_bytes` becomes `max_line_bytes + 1` spaces, without being assembled; one with
-    invalid UTF-8 becomes an invalid line. Bytes, in the column `images`, become data URLs. Memory is bounded by the
-    file's pages and one row, also if a few bytes of dictionary and run lengths encode huge rows: the texts of a small
-    row group are decoded from its dictionaries row by row, a large row group is read row by row.
+    invalid UTF-8 becomes an invalid line. Bytes, in the columns `images` and `audio`, become data URLs. Memory is
+    bounded by the file's pages and one row, also if a few bytes of dictionary and run lengths encode huge rows: the
+    texts of a small row group are decoded from its dictionaries row by row, a large row group is read row by row.
 
     Raises ConfigError for column types that JSON lacks, for duplicate names, for rows of more values than a line has
     bytes, and for an invalid Parquet file.
@@ -348,7 +348,7 @@ def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
             _check_type(path, f"{name}.{kind.field(index).name}", kind.field(index).type, types)
     elif _is_list(kind, types):
         _check_type(path, f"{name}[]", kind.value_type, types)
-    elif (types.is_binary(kind) or types.is_large_binary(kind)) and _IMAGES.fullmatch(name):
+    elif (types.is_binary(kind) or types.is_large_binary(kind)) and _MEDIA.fullmatch(name):
         return
     elif not any(getattr(types, f"is_{each}")(kind) for each in _SCALARS):
         raise ConfigError(

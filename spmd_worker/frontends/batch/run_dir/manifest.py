@@ -49,13 +49,13 @@ def make_manifest(
     tokenizer: str | None,
     inputs: Sequence[Path] | None,
     adapters: Mapping[str, str],
-    images: Mapping[str, Any] | None = None,
+    media: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A manifest: a resumed run must have equal `answers`; the rest describes the run. Raises OSError.
 
     `tokenizer` is the tokenizer's fingerprint, `inputs` the files to read (None: a stream). Their digest and number of
     rows are added later (`set_input`), and so is the arithmetic of the ranks (`set_arithmetic`). `adapters` are digests
-    of the adapters' contents, by key, `images` what answers to images depend on (`image_answers`).
+    of the adapters' contents, by key, `media` what answers to images and audio depend on.
     """
     config = resolved.config
     settings = asdict(config)
@@ -66,7 +66,7 @@ def make_manifest(
     answers[_INPUT_KEY] = None if inputs is None else NOT_READ
     answers[_MODEL_KEY] = model_digest(resolved)
     answers |= adapters
-    answers |= images or {}
+    answers |= media or {}
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()

@@ -275,11 +275,13 @@ def attend(
     scale: float,
     score_cap: float = 0.0,
     sinks: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """Queries [T, at least Hq * D], a token's heads contiguous; `layer_cache` [blocks, 2, Hkv, block, D], blocks
     contiguous -> [T, Hq, D]. For the rest see `AttentionBackend.attend`.
     """
-    return attend_pages(queries, layer_cache[:, 0], layer_cache[:, 1], plan, num_heads, scale, score_cap, sinks)
+    pages = (layer_cache[:, 0], layer_cache[:, 1])
+    return attend_pages(queries, *pages, plan, num_heads, scale, score_cap, sinks, distance_bias)
 
 
 def attend_latents(
@@ -299,6 +301,7 @@ def attend_pages(
     scale: float,
     score_cap: float = 0.0,
     sinks: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     *,
     is_latent: bool = False,
 ) -> Tensor:
@@ -311,6 +314,11 @@ def attend_pages(
         return out
     partials = (plan.partial_sums, plan.partial_tops, plan.partial_denoms)
     sink_scores = sinks.contiguous() if sinks is not None else plan.partial_tops
+    biases, most = plan.partial_tops, 0
+    if distance_bias is not None:
+        biases, most = distance_bias.contiguous(), distance_bias.shape[1] // 2
+        assert biases.dtype == torch.float32, biases.dtype
+        assert biases.shape == (num_heads, 2 * most + 1), (biases.shape, num_heads)
     scale_log2 = scale / score_cap if score_cap > 0 else scale * _LOG2_E
     sizes = (num_heads, num_kv_heads, head_size, value_size, block_size)
     is_short = plan.launches == Launches(has_many=False, has_joins=False)
@@ -322,11 +330,12 @@ def attend_pages(
         kinds.append((plan.items[plan.num_few :], plan.counts[1:], many, num_programs(device, many.programs), False))
     kind = {"is_capped": score_cap > 0, "has_sinks": sinks is not None, "is_latent": is_latent}
     kind |= {"is_chunked": plan.window < 0, "has_sight": plan.last_visible is not None}
+    kind |= {"is_biased": distance_bias is not None}
     for items, count, tile, programs, is_one in kinds:
         attention_kernels.attend[(programs,)](
-            *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores, _sight(plan)),
+            *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores, biases, _sight(plan)),
             *(queries.stride(0), keys.stride(0), plan.tables.stride(0)),
-            *(plan.window or _ALL_KEYS, plan.later, scale_log2, score_cap * _LOG2_E),
+            *(plan.window or _ALL_KEYS, plan.later, most, scale_log2, score_cap * _LOG2_E),
             **attend_constants(tile, *sizes, **kind),
             ONE=is_one,
             LOOPS=not is_short,
@@ -354,6 +363,7 @@ def attend_constants(
     is_latent: bool = False,
     is_chunked: bool = False,
     has_sight: bool = False,
+    is_biased: bool = False,
 ) -> dict[str, int]:
     """Constexprs of `attention_kernels.attend` that its items do not choose."""
     assert value_size % tile.parts == 0, (value_size, tile)
@@ -378,6 +388,7 @@ def attend_constants(
         "LATENT": is_latent,
         "CHUNKED": is_chunked,
         "SIGHT": has_sight,
+        "BIASED": is_biased,
     }
 
 

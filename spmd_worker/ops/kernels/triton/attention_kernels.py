@@ -115,13 +115,15 @@ def _store(rows, value, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: t
 
 @triton.jit
 def _segment(
-    q0, q1, keys, values, table, before, last, first, end, lowest, all_from, all_until, scale, cap, stride_page,
+    q0, q1, keys, values, table, biases, position, before, last, first, end, lowest, all_from, all_until, scale, cap,
+    most, stride_page,
     D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr,
-    LATENT: tl.constexpr,
+    LATENT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, end) of one segment from a fresh state. `first` is a multiple of TILE; keys below `lowest` are not
-    read. A row sees keys after `before` up to `last`, every row [all_from, all_until). Scores are exponents of two.
+    read. A row sees keys after `before` up to `last`, every row [all_from, all_until). Scores are exponents of two. If
+    BIASED, `biases` [ROWS] point to a row's bias of its own `position`, with `most` on both sides.
     """
     top, denom, left, right = _fresh(ROWS, V0, V1)
     for start in tl.range(first, end, TILE):
@@ -142,6 +144,11 @@ def _segment(
             # cap * tanh(x), as 1 - 2 / (e^2x + 1).
             scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
             factor = cap
+        if BIASED:
+            distance = tl.minimum(tl.maximum(n[None, :] - position[:, None], -most), most)
+            bias = tl.load(biases[:, None] + distance) * 1.4426950408889634
+            scores = tl.fma(scores, tl.full([ROWS, TILE], factor, tl.float32), bias)
+            factor = 1.0
         if (start < all_from) | (start + TILE > all_until):
             # Most tiles of prompts are seen completely, and comparisons would cost them a third of their time.
             visible = (n[None, :] > before[:, None]) & (n[None, :] <= last[:, None])
@@ -172,12 +179,12 @@ def _first_seen(position, window):
 
 @triton.jit
 def _item(
-    work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks, last_visible,
-    stride_query, stride_page, stride_table, window, later, scale, cap,
+    work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks, biases,
+    last_visible, stride_query, stride_page, stride_table, window, later, most, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr,
+    LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """One item, key-value head and part of the values, see `attend`."""
     heads: tl.constexpr = KV_HEADS * G
@@ -212,21 +219,22 @@ def _item(
     if not LATENT:
         head_keys, head_values = keys + kv_head * (BLOCK * D), values + kv_head * (BLOCK * DV) + column
     table = tables + sequence.to(tl.int64) * stride_table
+    head_biases = biases + (head * (2 * most + 1) + most)
     if ONE:
         top, denom, left, right = _segment(
-            q0, q1, head_keys, head_values, table, before, last,
+            q0, q1, head_keys, head_values, table, head_biases, position, before, last,
             tl.maximum(first * SEGMENT, lowest // TILE * TILE), tl.minimum((first + 1) * SEGMENT, seen), lowest,
-            all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
-            LATENT,
+            all_from, all_until, scale, cap, most, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
+            LATENT, BIASED,
         )  # fmt: skip
     else:
         top, denom, left, right = _fresh(ROWS, V0, V1)
         for segment in tl.range(first, end):
             top2, denom2, left2, right2 = _segment(
-                q0, q1, head_keys, head_values, table, before, last,
+                q0, q1, head_keys, head_values, table, head_biases, position, before, last,
                 tl.maximum(segment * SEGMENT, lowest // TILE * TILE), tl.minimum((segment + 1) * SEGMENT, seen), lowest,
-                all_from, all_until, scale, cap, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
-                LATENT,
+                all_from, all_until, scale, cap, most, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS,
+                CAPPED, LATENT, BIASED,
             )  # fmt: skip
             top, denom, left, right = _join(top, denom, left, right, top2, denom2, left2, right2, V1)
     if partial < 0:
@@ -245,14 +253,14 @@ def _item(
         tl.store(partial_denoms + part, denom, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["stride_table", "window", "later"])
+@triton.jit(do_not_specialize=["stride_table", "window", "later", "most"])
 def attend(
-    queries, keys, values, tables, items, num_items, out, partial_sums, partial_tops, partial_denoms, sinks,
-    last_visible, stride_query, stride_page, stride_table, window, later, scale, cap,
+    queries, keys, values, tables, items, num_items, out, partial_sums, partial_tops, partial_denoms, sinks, biases,
+    last_visible, stride_query, stride_page, stride_table, window, later, most, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, LOOPS: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr,
+    SINKS: tl.constexpr, LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """All items of a step, whose number `num_items` int32 [1] is read here, so that one CUDA graph serves every mix of
     lengths. If it LOOPS, any number of programs share the items; else there is a program for each, which takes fewer
@@ -262,8 +270,9 @@ def attend(
     A token sees `later` keys after its own, and of the earlier ones those less than `window` away (2**30 for all) or,
     if CHUNKED, those of its own chunk of -window keys. If SIGHT, it sees keys up to `last_visible`, int32 [T], its own
     or a later one, and `later` is 0.
-    `sinks` float32 [Hq]. `scale` is log2(e) * the attention scale, or if CAPPED the attention scale / the cap; `cap` is
-    log2(e) * the cap.
+    `sinks` float32 [Hq]. If BIASED, `biases` float32 [Hq, 2 * most + 1] are added to scores: column most + d, with d
+    the key's position less the token's, bounded to [-most, most].
+    `scale` is log2(e) * the attention scale, or if CAPPED the attention scale / the cap; `cap` is log2(e) * the cap.
     """
     count = tl.load(num_items) * (KV_HEADS * PARTS)
     work = tl.program_id(0)
@@ -271,16 +280,16 @@ def attend(
         for each in tl.range(work, count, tl.num_programs(0)):
             _item(
                 each, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
-                last_visible, stride_query, stride_page, stride_table, window, later, scale, cap,
+                biases, last_visible, stride_query, stride_page, stride_table, window, later, most, scale, cap,
                 KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
-                CHUNKED, SIGHT,
+                CHUNKED, SIGHT, BIASED,
             )  # fmt: skip
     elif work < count:
         _item(
             work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
-            last_visible, stride_query, stride_page, stride_table, window, later, scale, cap,
+            biases, last_visible, stride_query, stride_page, stride_table, window, later, most, scale, cap,
             KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
-            CHUNKED, SIGHT,
+            CHUNKED, SIGHT, BIASED,
         )  # fmt: skip
 
 

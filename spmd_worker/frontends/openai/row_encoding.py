@@ -1,0 +1,226 @@
+"""Encodes a Row within the limits of an engine; any error becomes a RowError, never an exception."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.chat.chat_format import ChatFormat, check_takes_tools
+from spmd_worker.compat.encoder_prompts import NO_CHAT, NO_TRUNCATION, EncoderPrompts
+from spmd_worker.compat.prompts import Encoded
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.frontends.openai.constrained_answer import answer_reader, constrained_sampling, error_message
+from spmd_worker.frontends.openai.prompt_ids import CheckText, encode, encode_with_images, of_images, prepare_images
+from spmd_worker.frontends.openai.prompt_values import invalid_request
+from spmd_worker.frontends.openai.row import (
+    AudioPrompt,
+    ChatPrompt,
+    Echo,
+    EmbedsPrompt,
+    EncodedRow,
+    EncoderPrompt,
+    Row,
+    RowError,
+    TextPrompt,
+    TokensPrompt,
+    row_error,
+)
+from spmd_worker.frontends.openai.served_models import ANY_MODEL, RowAdapters, ServedModels
+from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.replica.sequence.decoder_prompt import RuledParams
+from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
+from spmd_worker.replica.sequence.resolved_params import resolve_params
+from spmd_worker.tokenizer.incremental_decoder import num_unfinished
+from spmd_worker.tokenizer.messages import InvalidRequestError
+from spmd_worker.tokenizer.token_texts import TokenTexts
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+_DEFAULT_LIMITS: Final = RowLimits()
+_NO_FORMAT: Final = ChatFormat()
+_MAX_TOKENS_KEY: Final = "limits.max_prompt_tokens"
+
+
+def resolve(
+    row: Row,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    limits: RowLimits = _DEFAULT_LIMITS,
+    chat_format: ChatFormat = _NO_FORMAT,
+    models: ServedModels = ANY_MODEL,
+    media: Sequence[PreparedMedia] | None = None,
+) -> EncodedRow | RowError:
+    """`encode_row`, with an error row for a row that cannot run."""
+    try:
+        return encode_row(row, tokenizer, engine, limits, chat_format, models, media)
+    except InvalidRequestError as error:
+        return row_error(row, error.code, str(error))
+
+
+@invalid_request(errors=RequestError)
+def encode_row(
+    row: Row,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    limits: RowLimits,
+    chat_format: ChatFormat,
+    models: ServedModels = ANY_MODEL,
+    media: Sequence[PreparedMedia] | None = None,
+) -> EncodedRow:
+    """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`. Raises
+    InvalidRequestError.
+
+    `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
+    at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning. `media` are the row's
+    images, prepared before; None: they are prepared here.
+    """
+    adapters = models.adapters_of(row)
+    engine.check_runner(None)
+    if row.request is not None:
+        check_takes_tools(row.request, chat_format)
+    check_text = text_check(row, tokenizer, engine, limits)
+    if engine.encoder_prompts is not None:
+        given = _read_for_encoder(row, tokenizer, engine.encoder_prompts, check_text)
+    else:
+        given = _read(row, tokenizer, engine, check_text, media)
+    return finish_row(row, given, adapters, tokenizer, engine, limits, chat_format)
+
+
+def text_check(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits) -> CheckText:
+    """The check of a row's text, before it is encoded."""
+
+    def check_text(text: str) -> None:
+        if tokenizer is not None:
+            is_cut = row.sampling.truncate_prompt_tokens is not None
+            most = None if is_cut else limits.max_prompt_tokens
+            engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
+
+    return check_text
+
+
+def _read(
+    row: Row,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    check_text: CheckText,
+    media: Sequence[PreparedMedia] | None,
+) -> Encoded:
+    """The prompt of a decoder alone."""
+    prompt = row.prompt
+    if isinstance(prompt, EncoderPrompt | AudioPrompt):
+        kind = "audio" if isinstance(prompt, AudioPrompt) else "encoder_prompt, decoder_prompt or target_language"
+        message = f"this model has no encoder: give a prompt, and no {kind}"
+        raise InvalidRequestError(message, "encoder_unsupported")
+    if isinstance(prompt, EmbedsPrompt):
+        rows = _read_rows(row, prompt, engine)
+        return Encoded(None, (PLACEHOLDER,) * rows.num_rows, rows=rows)
+    if prompt.images:
+        is_truncated = row.sampling.truncate_prompt_tokens is not None
+        images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else of_images(media)
+        given = (prompt, images, tokenizer, engine, check_text)
+        text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
+        return Encoded(text, token_ids, media=images, media_items=items)
+    return Encoded(*encode(prompt, tokenizer, check_text))
+
+
+def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPrompts, check_text: CheckText) -> Encoded:
+    """The text of an encoder, and the prompt of the decoder."""
+    if row.sampling.truncate_prompt_tokens is not None:
+        raise InvalidRequestError(NO_TRUNCATION, "conflicting_keys")
+    if isinstance(row.prompt, ChatPrompt):
+        raise InvalidRequestError(NO_CHAT, "chat_template_missing")
+    if prompts.audio is not None:
+        message = "this model's encoder reads audio: give audio, or a body of /v1/audio/transcriptions"
+        raise InvalidRequestError(message, "encoder_input_missing")
+    given = EncoderPrompt(row.prompt) if isinstance(row.prompt, TextPrompt | TokensPrompt) else row.prompt
+    if not isinstance(given, EncoderPrompt) or given.encoder.images:
+        raise InvalidRequestError("the model's encoder reads text or audio alone", "encoder_unsupported")
+    encoder_text, encoder_ids = encode(given.encoder, tokenizer, check_text)
+    with invalid_request():
+        text, made = None, None
+        encoder = prompts.of_ids(encoder_ids)
+        if given.decoder is None:
+            made = prompts.text_decoder(tokenizer, given.target_language)
+        else:
+            text, token_ids = encode(given.decoder, tokenizer, check_text, adds_special_tokens=False)
+            made = prompts.decoder_of(token_ids)
+    return Encoded(text, made.token_ids, encoder=encoder, encoder_text=encoder_text, rules=made.rules)
+
+
+@invalid_request(errors=RequestError)
+def finish_row(
+    row: Row,
+    given: Encoded,
+    adapters: RowAdapters,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    limits: RowLimits,
+    chat_format: ChatFormat = _NO_FORMAT,
+) -> EncodedRow:
+    """A row with its prompt, `given`, and concrete limits. Raises InvalidRequestError."""
+    adapter_id, virtual = adapters
+    num_virtual = 0 if virtual is None else virtual.num_tokens
+    text, rows = given.text, given.rows
+    token_ids = tuple(engine.truncate(given.token_ids, row.sampling, rows, num_virtual))
+    sampling = given.completed(constrained_sampling(row, text, tokenizer, chat_format), RuledParams())
+    try:
+        engine.check(token_ids, sampling, None, rows, num_virtual, given.media_items, given.encoder)
+    except RequestError as error:
+        raise InvalidRequestError(error_message(row, error), error.code) from None
+    echo = _echo(row, text, token_ids, tokenizer)
+    num_tokens = len(token_ids) + (0 if given.encoder is None or given.media else given.encoder.num_rows)
+    if limits.max_prompt_tokens is not None and num_tokens > limits.max_prompt_tokens:
+        message = f"the prompt has {num_tokens} tokens, more than {_MAX_TOKENS_KEY}={limits.max_prompt_tokens}"
+        raise InvalidRequestError(message, "prompt_too_long")
+    # A prompt that is only scored may fill the length: its one token is not computed.
+    num_left = max(engine.max_model_len - num_virtual - len(token_ids), 1)
+    if limits.max_tokens is not None:
+        num_left = min(num_left, limits.max_tokens)
+    if sampling.min_tokens > num_left:
+        raise InvalidRequestError(
+            f"min_tokens={sampling.min_tokens} but only {num_left} tokens of model.max_model_len are left"
+        )
+    limit = num_left if sampling.max_tokens is None else min(sampling.max_tokens, num_left)
+    is_text = sampling.detokenize and tokenizer is not None
+    sampling = replace(sampling, max_tokens=limit, detokenize=is_text).frozen()
+    # The engine's conversion of bad words, before admission.
+    with invalid_request():
+        resolve_params(sampling, tokenizer, engine.vocab_size)
+    reader = answer_reader(row, text, tokenizer, sampling, chat_format)
+    return EncodedRow(
+        *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),
+        echo=echo,
+        returns_token_ids=row.returns_token_ids,
+        adapter_id=adapter_id,
+        adapter=row.adapter,
+        rows=rows,
+        virtual=virtual,
+        prompt_adapter=row.prompt_adapter,
+        media=given.media,
+        media_items=given.media_items,
+        encoder=given.encoder,
+        encoder_text=given.encoder_text,
+    )
+
+
+def _read_rows(row: Row, prompt: EmbedsPrompt, engine: RequestLimits) -> PromptRows:
+    if row.echo is not None:
+        raise InvalidRequestError("echo repeats a prompt's text, and prompt_embeds have none: leave it out")
+    assert engine.rows is not None, "an engine's limits have a reader"
+    return engine.rows.of_value(prompt.value)
+
+
+def _echo(row: Row, text: str | None, token_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> Echo | None:
+    if row.echo is None:
+        return None
+    if tokenizer is None:
+        raise InvalidRequestError("echo needs the model's tokenizer.json: leave it out", "tokenizer_missing")
+    if text is None or row.sampling.truncate_prompt_tokens is not None:
+        skips_special = row.sampling.skip_special_tokens
+        text = tokenizer.decode(token_ids, skip_special_tokens=skips_special)
+        if row.echo != "prompt":
+            # The unfinished character begins the completion's text.
+            text = text[: len(text) - num_unfinished(tokenizer, token_ids, skips_special)]
+    texts = TokenTexts(tokenizer, (), skip_special_tokens=False)
+    ((first,),) = texts.decode([token_ids[:1]], is_last=len(token_ids) == 1)
+    return Echo(text, first, row.echo == "prompt")
