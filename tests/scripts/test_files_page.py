@@ -26,6 +26,7 @@ from spmd_worker.frontends.openai.row import RowError
 from spmd_worker.frontends.openai.row_writer import REJECTED
 from spmd_worker.frontends.serve import http_protocol
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.media.source import AUDIO, IMAGE
 from spmd_worker.replica.sequence import outputs
 
 PACKAGE = REPOSITORY / "spmd_worker"
@@ -153,6 +154,9 @@ def raised_codes() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "medium.error":
+                end = ast.literal_eval(call.args[0])
+                found |= {f"{medium.name}_{end}": {path.relative_to(PACKAGE).as_posix()} for medium in (AUDIO, IMAGE)}
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                 continue
             position = CODE_ARGUMENTS.get(call.func.id, len(call.args))
