@@ -25,8 +25,8 @@ from spmd_worker.frontends.openai import openai_stream
 from spmd_worker.frontends.openai.row import RowError
 from spmd_worker.frontends.openai.row_writer import REJECTED
 from spmd_worker.frontends.serve import http_protocol
-from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.media.source import AUDIO, IMAGE
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.sequence import outputs
 
 PACKAGE = REPOSITORY / "spmd_worker"
