@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.media.audio_prepared import PreparedAudio
-from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
