@@ -22,8 +22,6 @@ from spmd_worker import LLM, BeamSearchParams, PromptsRefusedError, SamplingPara
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.worker.runner.media_store import MediaStore
 
-NAME = "answers of encoder-decoder models are the same in every batch, chunk and cache"
-
 
 def ids(num_tokens: int, seed: int) -> list[int]:
     return [4 + each % (VOCAB_SIZE - 4) for each in random_prompt(num_tokens, seed=seed, vocab_size=VOCAB_SIZE)]
@@ -100,7 +98,7 @@ def expected(llm: LLM) -> list[Any]:
     return found
 
 
-@pytest.mark.guarantee(NAME)
+@pytest.mark.guarantee("answers of encoder-decoder models are the same in every batch, chunk and cache")
 def test_batched_and_cached_rows_equal_alone(llm: LLM, expected: list[Any]):
     llm.reset_prefix_cache()
     llm.reset_mm_cache()
@@ -143,7 +141,7 @@ def test_preempted_and_chunked_rows_equal_alone(
         assert store.names == [*made.llm_engine.scheduler.media_rows.names]
 
 
-@pytest.mark.control(NAME)
+@pytest.mark.control("answers of encoder-decoder models are the same in every batch, chunk and cache")
 def test_blocks_named_by_ids_give_others_answers(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     """Negative control: without the input's name a row behind other audio gets the first one's keys."""
     from spmd_worker.replica.scheduler import allocator
@@ -157,7 +155,7 @@ def test_blocks_named_by_ids_give_others_answers(llm: LLM, expected: list[Any], 
     llm.reset_prefix_cache()
 
 
-@pytest.mark.control(NAME)
+@pytest.mark.control("answers of encoder-decoder models are the same in every batch, chunk and cache")
 def test_comparison_detects_rows_of_others(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     of_step = MediaStore.of_step
 
