@@ -114,7 +114,7 @@ class BeamSearch:
         lora_request: LoRARequest | None = None,
         rules: TokenRules | None = None,
     ) -> None:
-        self._params, self._rules, self._num_prompt = params, rules or params.token_rules, len(prompt_token_ids)
+        self._params, self._rules, self._num_prompt = params, rules, len(prompt_token_ids)
         self._eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
         self._beams = [BeamSearchSequence(list(prompt_token_ids), lora_request=lora_request)]
         self._ended: list[BeamSearchSequence] = []

@@ -57,7 +57,7 @@ from spmd_worker.model_config.rope import (
     with_sections,
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
-from spmd_worker.model_config.tensor_names import tensor_names
+from spmd_worker.model_config.tensor_names import state_names, tensor_names
 from spmd_worker.model_config.tower_elements import encoder_elements, tower_elements
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.model_config.weight_format import Quantization
@@ -107,8 +107,8 @@ class ModelConfig:
     of an encoder-decoder model, whose decoder the other fields describe.
 
     With a `sinusoid` positions are sines, then cosines, of `max_position_embeddings` positions behind `position_offset`
-    (https://arxiv.org/abs/1706.03762), which no file has: "exact", or "fairseq", whose last angle turns by position /
-    10,000 and whose frequencies are rounded.
+    (https://arxiv.org/abs/1706.03762), which the files do not have: "exact", or "fairseq", whose last angle is the
+    position / 10,000 and whose frequencies are rounded.
 
     `is_encoder`: a token sees all of its row, so a row is computed in one step, nothing of it is cached, and its only
     result is a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1 where
@@ -328,9 +328,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     names = tensor_names(model_folder) if _is_tied_by_class(config, family) else ()
     if names:
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
-    if family.names.head_bias:
-        names = tensor_names(model_folder)
-        model_config = replace(model_config, has_head_bias=not names or family.names.head_bias in names)
+    model_config = _with_positions(_with_head(model_config, family, model_folder), model_folder)
     generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
     pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
@@ -355,6 +353,34 @@ def _decoder_generation(
         eos_token_ids=model_config.eos_token_ids,
         max_positions=model_config.max_position_embeddings,
     )
+
+
+def _with_head(model_config: ModelConfig, family: Family, model_folder: Path) -> ModelConfig:
+    """With what files alone say of the head: whether it has a bias, and in a sharded state whether it is tied."""
+    names, parameters = tensor_names(model_folder), state_names(model_folder)
+    if family.names.head_bias and (names or parameters):
+        has_bias = family.names.head_bias in names or "lm_head.bias" in parameters
+        model_config = replace(model_config, has_head_bias=has_bias)
+    if family.head.ties_by_files and parameters:
+        model_config = replace(model_config, has_tied_embeddings="lm_head.weight" not in parameters)
+    return model_config
+
+
+def _with_positions(model_config: ModelConfig, model_folder: Path) -> ModelConfig:
+    """With computed positions where the files could have a table of them and have none."""
+    part = model_config.encoder_part
+    if part is None or not family_of(model_config.architecture).embedding.sinusoid:
+        return model_config
+    names, parameters = tensor_names(model_folder), state_names(model_folder)
+    has_table = any(each.endswith("embed_positions.weight") for each in (*names, *parameters))
+    if has_table or not (names or parameters):
+        return model_config
+    return replace(_computed(model_config), encoder_part=replace(part, stack=_computed(part.stack)))
+
+
+def _computed(model_config: ModelConfig) -> ModelConfig:
+    sinusoid = family_of(model_config.architecture).embedding.sinusoid
+    return replace(model_config, num_positions=0, sinusoid=sinusoid)
 
 
 def has_image_processor(model_folder: Path) -> bool:
@@ -481,7 +507,7 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         logit_divisor=_logit_divisor(reader, family.head, hidden_size),
         logit_cap=_number(reader, family.head.cap_key, 0.0),
         position_offset=family.embedding.position_offset,
-        sinusoid=family.embedding.sinusoid,
+        sinusoid="" if family.names.positions else family.embedding.sinusoid,
         has_head_bias=_flag(reader, family.head.has_bias),
         is_encoder=encoder is not None,
         num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
@@ -753,7 +779,7 @@ def _family_of_text(part: TextPart, config: Mapping[str, Any], path: Path) -> Fa
 
 def _variant(family: Family, config: Mapping[str, Any]) -> int:
     for number, variant in enumerate(family.variants, start=1):
-        if all(config.get(key) == value for key, value in variant.keys.items()):
+        if all(config.get(key, family.defaults.get(key)) == value for key, value in variant.keys.items()):
             return number
     return 0
 

@@ -34,6 +34,17 @@ def tensor_names(model_folder: Path) -> tuple[str, ...]:
     return ()
 
 
+def state_names(model_folder: Path) -> tuple[str, ...]:
+    """Names of parameters in the files of a sharded state; empty for other folders."""
+    if not (model_folder / STATE_FILE).is_file():
+        return ()
+    try:
+        headers = [_header(each) for each in sorted(model_folder.glob("*.safetensors"))]
+    except (OSError, ValueError, RecursionError):
+        return ()
+    return tuple([name for header in headers for name in header])
+
+
 def _header(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

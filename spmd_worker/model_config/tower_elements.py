@@ -80,7 +80,7 @@ def encoder_elements(part: EncoderPart) -> int:
     layers: int = stack.num_parameters - table * (part.shares_embedding or audio is not None)
     if audio is None:
         return layers
-    size = stack.hidden_size
+    size: int = stack.hidden_size
     return layers + size * (_NUM_TAPS * (audio.num_mel_bins + size) + 2 + audio.num_frames // 2)
 
 
@@ -91,9 +91,10 @@ def encoder_activations(part: EncoderPart, num_rows: int) -> int:
     columns of the feed-forward. Before the first layer it has frames: unfolded, convolved and activated.
     """
     stack, frames = part.stack, 0
-    size = stack.hidden_size
+    size: int = stack.hidden_size
+    heads: int
     (heads,) = {(layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size for layer in stack.layers}
-    columns = max(layer.intermediate_size * (2 + layer.is_gated) for layer in stack.layers)
+    columns: int = max(layer.intermediate_size * (2 + layer.is_gated) for layer in stack.layers)
     if part.audio is not None:
         frames = 2 * (_NUM_TAPS + 1) * part.audio.num_mel_bins + (4 + _NUM_TAPS + 2) * size
     return num_rows * max(4 * size + max(2 * heads, columns), frames)

@@ -120,3 +120,15 @@ def test_updates_change_the_bias_of_distances():
     assert not torch.equal(own_logits([model])[0], before[0])
     model.load_weights([(name, table)])
     assert all(map(torch.equal, own_logits([model]), before))
+
+
+@pytest.mark.parametrize("name", CASE_MARKS)
+def test_found_blocks_change_no_bit(name: str):
+    """As hits of the prefix cache leave rows: behind the encoder's, inside them, inside the decoder's."""
+    run = ImageRun([model_of(name)], rows())
+    complete = run.finish()
+    firsts = (rows()[0].num_virtual, 16, rows()[2].num_virtual + 16)
+    for sequence, first in zip(run.sequences, firsts, strict=True):
+        sequence.num_computed_tokens = first
+    for found, logits, first, row in zip(run.finish(7), complete, firsts, rows(), strict=True):
+        assert torch.equal(found[max(row.num_virtual - first, 0) :], logits[max(first, row.num_virtual) :])

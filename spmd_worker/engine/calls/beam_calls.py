@@ -78,7 +78,7 @@ class BeamCalls:
             token_ids, *_ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
             eos_token_ids, plain = engine.resolved.model_config.eos_token_ids, params.step_params.frozen()
             searches = [
-                BeamSearch(ids, params, eos_token_ids, each.lora_request)
+                BeamSearch(ids, params, eos_token_ids, each.lora_request, params.token_rules or each.rules)
                 for ids, each in zip(token_ids, first, strict=True)
             ]
             with contextlib.closing(CallBar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:

@@ -252,6 +252,10 @@ class CheckpointNames:
         """Whether the tensor is of a module of the stack."""
         return name.rpartition(".")[0] in self._top_modules or self._layer_of(name) is not None
 
+    def is_copy(self, name: str) -> bool:
+        """Whether the tensor equals the embedding, which the model has once."""
+        return name in self._names.embedding_copies
+
     def embedding_in(self, files: Collection[str]) -> tuple[str, str] | None:
         """Name of the embedding, and of its copy that files of these names have in its place, if they have one."""
         embedding = f"{self._names.embedding}.weight"
@@ -375,8 +379,7 @@ class CheckpointNames:
         """
         if name.rpartition(".")[0] in self._head_modules or self._is_of_tower(name):
             return False
-        is_copy = name in self._names.embedding_copies
-        is_ignored = is_copy or name.endswith(self._names.ignored) or self._is_beside_text(name)
+        is_ignored = self.is_copy(name) or name.endswith(self._names.ignored) or self._is_beside_text(name)
         has_no_head = self._is_tied or not self._has_head
         is_head = name == self._head or (not self._has_head and name == f"{self._names.head}.bias")
         return is_ignored or (has_no_head and is_head) or self._is_of_later_layer(name) or self._is_of_keys(name)

@@ -67,7 +67,9 @@ class SourceTensors:
 
 
 def _is_unused(store: WeightStore, name: str) -> bool:
-    return store.names.is_derived(name) and name not in (*(store.names.tied or ()), *store.tensors)
+    """Whether the tensor is none of the model's, and follows from none of them."""
+    is_own = name in (*(store.names.tied or ()), *store.tensors) or store.names.is_copy(name)
+    return store.names.is_derived(name) and not is_own
 
 
 def model_tensors(store: WeightStore) -> list[TensorToWrite]:

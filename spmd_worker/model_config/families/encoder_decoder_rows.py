@@ -50,6 +50,9 @@ def _defaults(num_layers: int, num_heads: int, inner_size: int, **others: Any) -
     return {"activation_function": "gelu", "tie_word_embeddings": True, **of_parts, **others}
 
 
+_OLDER: Final = ("encoder.version", "decoder.version")
+_COMPUTED: Final = ("embed_positions.weights",)
+"""Endings of tensors that older files have."""
 _BART: Final = Family(
     models="BART: bart-large-cnn, distilbart",
     names=Names(
@@ -70,7 +73,7 @@ _BART: Final = Family(
         },
         head_bias="final_logits_bias",
         optional_prefix="model.",
-        ignored=(),
+        ignored=_OLDER,
     ),
     attention=Attention(qkv_bias=True, output_bias=True),
     rope=None,
@@ -98,23 +101,22 @@ _PEGASUS: Final = replace(
     _MBART,
     models="Pegasus: pegasus-xsum, pegasus-cnn_dailymail",
     names=replace(_BEFORE, embedding_norm=""),
-    embedding=Embedding(root_key="scale_embedding"),
+    embedding=Embedding(root_key="scale_embedding", sinusoid="exact"),
     encoder_part=EncoderDecoder("PegasusEncoder", max_rows_key=_POSITIONS),
     defaults={**_BART.defaults, "eos_token_id": 1, "decoder_start_token_id": 0},
 )
 _BLENDERBOT: Final = replace(
     _PEGASUS,
     models="Blenderbot: blenderbot-400M-distill, blenderbot-3B",
+    embedding=Embedding(root_key="scale_embedding"),
     encoder_part=EncoderDecoder("BlenderbotEncoder", max_rows_key=_POSITIONS),
     defaults=_defaults(*(2, 32, 10240), vocab_size=8008, d_model=2560, eos_token_id=2, decoder_start_token_id=1)
     | {_POSITIONS: 128, "decoder_layers": 24},
 )
-_IN_FILES: Final = ("embed_positions.weight", "embed_positions.weights")
-"""Endings of computed tables that older files have."""
 _MARIAN: Final = replace(
     _BART,
     models="Marian: opus-mt",
-    names=replace(_BART.names, embedding_norm="", positions="", ignored=_IN_FILES),
+    names=replace(_BART.names, embedding_norm=""),
     embedding=Embedding(root_key="scale_embedding", sinusoid="exact"),
     encoder_part=EncoderDecoder("MarianEncoder", max_rows_key=_POSITIONS),
     required={"share_encoder_decoder_embeddings": True},
@@ -123,7 +125,7 @@ _MARIAN: Final = replace(
 _M2M100: Final = replace(
     _MBART,
     models="M2M100, NLLB-200, dense",
-    names=replace(_BEFORE, embedding_norm="", positions="", head_bias="", ignored=_IN_FILES),
+    names=replace(_BEFORE, embedding_norm="", positions="", head_bias="", ignored=_OLDER + _COMPUTED),
     embedding=Embedding(root_key="scale_embedding", position_offset=2, sinusoid="fairseq"),
     head=Head(),
     encoder_part=EncoderDecoder("M2M100Encoder", max_rows_key=_POSITIONS),
@@ -176,12 +178,9 @@ def _t5_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """
     del path
     scales = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
-    return {
-        **config,
-        "scale_decoder_outputs": scales,
-        "tie_word_embeddings": scales,
-        "num_decoder_layers": config.get("num_decoder_layers") or config.get("num_layers"),
-    }
+    num_layers = {"num_decoder_layers": config["num_layers"]} if config.get("num_layers") is not None else {}
+    given = {key: value for key, value in config.items() if value is not None}
+    return {**num_layers, **given, "scale_decoder_outputs": scales, "tie_word_embeddings": scales}
 
 
 def _mt5_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
@@ -286,6 +285,7 @@ _MT5: Final = replace(
         "num_layers": 8,
         "num_decoder_layers": 8,
         "num_heads": 6,
+        "feed_forward_proj": "gated-gelu",
     },
     newer=_mt5_keys,
 )

@@ -263,7 +263,8 @@ class Embedding:
     """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; otherwise by
     `multiplier_key`, or by the root as it is if the flag `root_key` is true. `size_key` is their width, projected to
     the hidden size. The first `position_offset` rows of a table of positions are unused. `has_norm`: there is a norm
-    before the layers. `sinusoid` is as in `ModelConfig`.
+    before the layers. `sinusoid` is as in `ModelConfig`, of files without the table of positions in
+    `Names`, if that has one.
     """
 
     by_root: bool = False

@@ -12,6 +12,7 @@ from spmd_worker.base.errors import ReplayDivergedError, ReplayError
 from spmd_worker.frontends.replay import model
 from spmd_worker.frontends.replay.replay import Replay
 from spmd_worker.frontends.replay.step_log import read_step_log
+from spmd_worker.replica.sequence.encoder_input import encoder_audio, encoder_text
 from spmd_worker.replica.sequence.events import Admit, ResetMediaRows, ResetPrefixCache
 from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
@@ -85,3 +86,30 @@ def test_recomputing_says_that_it_lacks_the_images(tmp_path: Path, monkeypatch: 
     steps = Replay(log.header, None).steps(log.messages())
     with pytest.raises(ReplayError, match=r"step 2 computes with the images of request 2, which the log does not have"):
         list(model.recompute(log.header, tmp_path, steps))
+
+
+def test_run_with_encoder_inputs_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Texts are in the log: their rows could be made again. Audio is not."""
+    events: dict[int, list[Any]] = {}
+    for number in range(6):
+        given = encoder_text([number % 3 + 1] * 9) if number else encoder_audio(bytes(16), 9)
+        ids, item = given.before(range(5), 4)
+        row = request(number, len(ids), media=(item,), max_tokens=4 + number)
+        events.setdefault(1 + 3 * (number // 2), []).append(
+            Admit(replace(row, prompt_token_ids=ids, num_virtual_tokens=12))
+        )
+    run = write_log(tmp_path / "log", events, None, **{**IMAGES, "max_model_len": 12, "block_size": 4})
+    log = read_step_log(tmp_path / "log")
+    replay = Replay(log.header, None)
+    assert [step.plan for step in replay.steps(log.messages())] == run.plans
+    assert replay.num_equal_digests == len(run.plans)
+    # Lengths are the decoder's: 5 tokens of 12 are the prompt's.
+    assert run.scheduler.counters.num_output_tokens == 4 + 5 + 6 + 7 + 7 + 7
+    executor = SimpleNamespace(
+        execute_model=lambda plan: StepResult(plan.step),
+        shutdown=lambda: None,
+        resolved=SimpleNamespace(model_config=SimpleNamespace(pooling=None)),
+    )
+    monkeypatch.setattr(model, "_start", lambda header, folder: executor)
+    with pytest.raises(ReplayError, match=r"computes with the audio of request 0, which the log does not have"):
+        list(model.recompute(log.header, tmp_path, Replay(log.header, None).steps(log.messages())))

@@ -25,7 +25,9 @@ from spmd_worker.base.errors import CheckpointError, ModelConfigError
 from spmd_worker.media.prepared import AudioFeatures, EncoderIds
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.embedding import SinusoidalPositions
 from spmd_worker.model.registry import build_model
+from spmd_worker.model.weights.saved_checkpoint import SourceTensors
 from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
@@ -230,8 +232,29 @@ def test_files_may_have_copies_of_the_embedding(tmp_path: Path):
         assert torch.equal(our_rows(new_model("bart", alone), given), expected)
     every = {**tensors, EMBEDDING: table} | {each: table.clone() for each in copies}
     assert torch.equal(our_rows(new_model("bart", written(tmp_path / "every", every)), given), expected)
+    # A saved model has the embedding alone: copies would keep what it was before an update.
+    assert SourceTensors(tmp_path / "every", new_model("bart").weights, is_read=True).unused == []
     short = {each.removeprefix("model."): tensor for each, tensor in {**tensors, EMBEDDING: table}.items()}
     assert torch.equal(our_rows(new_model("bart", written(tmp_path / "short", short)), given), expected)
+
+
+@pytest.mark.matrix
+def test_tables_of_computed_positions_may_be_missing(tmp_path: Path):
+    """Files of some releases have them, as Marian's of others."""
+    folder, given = cross_folder("pegasus"), givens("pegasus")[1]
+    tensors = load_file(folder / "model.safetensors")
+    computed = SinusoidalPositions(context(), replace(config_of("pegasus"), sinusoid="exact"))(torch.arange(96), None)
+    names = [f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")]
+    found = []
+    for label, changes in (("with", dict.fromkeys(names, computed)), ("without", {})):
+        kept = {each: tensor for each, tensor in tensors.items() if each not in names} | changes
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "config.json").write_text((folder / "config.json").read_text())
+        save_file({each: tensor.clone() for each, tensor in kept.items()}, tmp_path / label / "model.safetensors")
+        model = new_model("pegasus", tmp_path / label)
+        assert (model.model_config.sinusoid == "exact") == (label == "without")
+        found.append(our_rows(model, given))
+    assert torch.equal(*found)
 
 
 def test_files_without_bias_of_logits_are_read(tmp_path: Path):

@@ -47,6 +47,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
 
 FULL_POOLING = PoolingParams(task="embed", normalize=True, use_activation=False, dimensions=5)
 OTHER_SAMPLING = SamplingParams(
@@ -54,6 +55,7 @@ OTHER_SAMPLING = SamplingParams(
     stop=("é", "end"),
     temperature=0.25,
     structured_outputs=StructuredOutputsParams(choice=("é", "b"), whitespace_pattern=" ", around="start: @form"),
+    token_rules=TokenRules(suppress_tokens=(1, 2), timestamps=TimestampRules(9, 4)),
 )
 FULL_PLAN = StepPlan(
     step=9,
