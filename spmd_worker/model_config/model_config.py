@@ -356,7 +356,7 @@ def _decoder_generation(
 
 
 def _with_head(model_config: ModelConfig, family: Family, model_folder: Path) -> ModelConfig:
-    """With what files alone say of the head: whether it has a bias, and in a sharded state whether it is tied."""
+    """The config with what files alone say of the head: whether it has a bias, and whether a sharded state ties it."""
     names, parameters = tensor_names(model_folder), state_names(model_folder)
     if family.names.head_bias and (names or parameters):
         has_bias = family.names.head_bias in names or "lm_head.bias" in parameters
@@ -367,7 +367,7 @@ def _with_head(model_config: ModelConfig, family: Family, model_folder: Path) ->
 
 
 def _with_positions(model_config: ModelConfig, model_folder: Path) -> ModelConfig:
-    """With computed positions where the files could have a table of them and have none."""
+    """The config with computed positions, where the files could have a table of them and have none."""
     part = model_config.encoder_part
     if part is None or not family_of(model_config.architecture).embedding.sinusoid:
         return model_config

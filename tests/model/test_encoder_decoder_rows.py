@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cross_rows import CASES, cross_folder, cross_logits, cross_row, cross_stages
+from cross_rows import CASES, cross_folder, cross_logits, cross_stages
 from family_mutants import entries
 from image_rows import ImageRun
 from model_types import MODEL_TYPES
 from reference_models import relative_error
+from rows_of_encoders import cross_row
 from transformers import AutoConfig
 
 from spmd_worker.base.errors import CheckpointError, ModelConfigError
