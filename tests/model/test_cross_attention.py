@@ -124,7 +124,7 @@ def test_updates_change_the_bias_of_distances():
 
 @pytest.mark.parametrize("name", CASE_MARKS)
 def test_found_blocks_change_no_bit(name: str):
-    """As hits of the prefix cache leave rows: behind the encoder's, inside them, inside the decoder's."""
+    """Rows that hits of the prefix cache leave: behind the encoder's, inside them, inside the decoder's."""
     run = ImageRun([model_of(name)], rows())
     complete = run.finish()
     firsts = (rows()[0].num_virtual, 16, rows()[2].num_virtual + 16)
