@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.source import read_source
+from spmd_worker.media.source import AUDIO, read_source
 
 MOST = 64
 DATA = bytes(range(48))
@@ -169,3 +169,21 @@ def test_images_are_not_downloaded(url: str, root: Path):
     with pytest.raises(MediaError, match="download it first") as caught:
         read_source(url, root, MOST)
     assert caught.value.code == "images_unsupported"
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        (bytes(MOST + 1), "audio_too_large"),
+        ("data:audio/wav;base64", "audio_unreadable"),
+        ("https://a/b.wav", "audio_unsupported"),
+        ("inner", "audio_missing"),
+        ("../outside.png", "audio_outside_root"),
+        ("file://host/a.wav", "audio_outside_root"),
+    ],
+)
+def test_codes_of_audio_are_its_own(source: bytes | str, code: str, root: Path):
+    with pytest.raises(MediaError) as caught:
+        read_source(source, root, MOST, AUDIO)
+    assert caught.value.code == code
+    assert "image" not in str(caught.value)

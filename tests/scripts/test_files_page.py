@@ -25,7 +25,7 @@ from spmd_worker.frontends.openai import openai_stream
 from spmd_worker.frontends.openai.row import RowError
 from spmd_worker.frontends.openai.row_writer import REJECTED
 from spmd_worker.frontends.serve import http_protocol
-from spmd_worker.media.source import AUDIO, IMAGE
+from spmd_worker.media import source
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.sequence import outputs
 
@@ -154,9 +154,6 @@ def raised_codes() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "medium.error":
-                end = ast.literal_eval(call.args[0])
-                found |= {f"{medium.name}_{end}": {path.relative_to(PACKAGE).as_posix()} for medium in (AUDIO, IMAGE)}
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                 continue
             position = CODE_ARGUMENTS.get(call.func.id, len(call.args))
@@ -169,7 +166,16 @@ def raised_codes() -> dict[str, set[str]]:
 def row_codes() -> set[str]:
     ran = {outputs.NON_FINITE_LOGITS, outputs.NON_FINITE_VECTOR, outputs.GRAMMAR_FAILED}
     raised = {code for code, paths in raised_codes().items() if any("frontends/serve/" not in each for each in paths)}
-    return raised | ran | {REJECTED, "invalid_value"}
+    return raised | ran | source_codes() | {REJECTED, "invalid_value"}
+
+
+def source_codes() -> set[str]:
+    """Codes that the reader of files makes for images and for audio alike."""
+    kinds = re.findall(r'medium\.error\("(\w+)"', (PACKAGE / "media" / "source.py").read_text(encoding="utf-8"))
+    assert kinds
+    media = (source.IMAGE, source.AUDIO)
+    codes = {f"{medium.name}_{kind}" for medium in media for kind in kinds}
+    return codes | {f"{medium.plural}_unsupported" for medium in media}
 
 
 def check_row_codes(page: str) -> None:
