@@ -14,14 +14,13 @@ import ranks
 import torch
 import transformers
 from cross_rows import CASES, cross_folder, cross_reference
-from encoder_prompts import encoder_prompts, given, heard, read
+from encoder_prompts import encoder_prompts, given, heard
 from reference_models import random_prompt
 from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 
 from spmd_worker import LLM, BeamSearchParams, PromptsRefusedError, SamplingParams
+from spmd_worker.engine.request_error import RequestError
 from spmd_worker.worker.runner.media_store import MediaStore
-
-NAME = "answers of encoder-decoder models are the same in every batch, chunk and cache"
 
 
 def ids(num_tokens: int, seed: int) -> list[int]:
@@ -99,7 +98,7 @@ def expected(llm: LLM) -> list[Any]:
     return found
 
 
-@pytest.mark.guarantee(NAME)
+@pytest.mark.guarantee("answers of encoder-decoder models are the same in every batch, chunk and cache")
 def test_batched_and_cached_rows_equal_alone(llm: LLM, expected: list[Any]):
     llm.reset_prefix_cache()
     llm.reset_mm_cache()
@@ -118,7 +117,15 @@ def test_batched_and_cached_rows_equal_alone(llm: LLM, expected: list[Any]):
     assert expected[3] != expected[5]
 
 
-@pytest.mark.parametrize("options", [RECOMPUTING, SWAPPING], ids=["recompute", "swap"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(RECOMPUTING, id="recompute"),
+        pytest.param(SWAPPING, id="swap"),
+        pytest.param({**RECOMPUTING, "async_scheduling": True}, id="ahead", marks=pytest.mark.stress),
+        pytest.param({**SWAPPING, "host_tier_gib": 0.01, "verify_hits": 1}, id="tier", marks=pytest.mark.stress),
+    ],
+)
 def test_preempted_and_chunked_rows_equal_alone(
     model: Path, expected: list[Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
@@ -134,7 +141,7 @@ def test_preempted_and_chunked_rows_equal_alone(
         assert store.names == [*made.llm_engine.scheduler.media_rows.names]
 
 
-@pytest.mark.control(NAME)
+@pytest.mark.control("answers of encoder-decoder models are the same in every batch, chunk and cache")
 def test_blocks_named_by_ids_give_others_answers(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     """Negative control: without the input's name a row behind other audio gets the first one's keys."""
     from spmd_worker.replica.scheduler import allocator
@@ -148,7 +155,7 @@ def test_blocks_named_by_ids_give_others_answers(llm: LLM, expected: list[Any], 
     llm.reset_prefix_cache()
 
 
-@pytest.mark.control(NAME)
+@pytest.mark.control("answers of encoder-decoder models are the same in every batch, chunk and cache")
 def test_comparison_detects_rows_of_others(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     of_step = MediaStore.of_step
 
@@ -162,9 +169,7 @@ def test_comparison_detects_rows_of_others(llm: LLM, expected: list[Any], monkey
     llm.reset_prefix_cache()
 
 
-@pytest.mark.parametrize(
-    "name", ["bart", "t5", "whisper", *[pytest.param(each, marks=pytest.mark.stress) for each in OTHERS]]
-)
+@pytest.mark.parametrize("name", ["bart", "t5", *[pytest.param(each, marks=pytest.mark.stress) for each in OTHERS]])
 def test_greedy_ids_equal_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch):
     """With a repetition penalty, which counts the decoder's tokens alone, and texts longer than T5's default."""
     num_tokens = 16
@@ -176,16 +181,12 @@ def test_greedy_ids_equal_those_of_transformers(name: str, monkeypatch: pytest.M
         max_new_tokens=num_tokens, repetition_penalty=1.5, pad_token_id=1, decoder_start_token_id=2, use_cache=False
     )
     monkeypatch.setattr(reference, "generation_config", plain)
-    prompts = [read(64, [2])] if name == "whisper" else [*TEXTS, given(ids(520 if options else 90, 7), [2])]
+    prompts = [*TEXTS, given(ids(520 if options else 90, 7), [2])]
     with encoder_prompts(), LLM(cross_folder(name), dtype="float32", **{**ROOMY, **options}) as made:
         found = made.generate(prompts, params, use_tqdm=False)
     for prompt, output in zip(prompts, found, strict=True):
-        given_input = {"inputs": torch.tensor([prompt["encoder"].token_ids])}
-        if name == "whisper":
-            given_input = {"input_features": torch.from_numpy(prompt["media"][0].features.features).unsqueeze(0)}
-        wanted = transformers.GenerationMixin.generate(
-            reference, **given_input, decoder_input_ids=torch.tensor([prompt["ids"]])
-        )
+        text, started = (torch.tensor([each]) for each in (prompt["encoder"].token_ids, prompt["ids"]))
+        wanted = reference.generate(text, decoder_input_ids=started)
         assert output.outputs[0].token_ids == wanted[0, len(prompt["ids"]) :].tolist()
 
 
@@ -254,7 +255,6 @@ def test_audio_leaves_with_its_request(llm: LLM):
         (given(ids(97, 1), [2]), "the encoder's text has 97 tokens but max_encoder_len is 96: shorten it"),
         (given([], [2]), "the encoder's text is empty"),
         (given([VOCAB_SIZE], [2]), f"token id {VOCAB_SIZE} of the encoder's text is outside the vocabulary"),
-        ({"prompt_token_ids": [2]}, "this model's encoder reads text"),
         (given([5], []), "the prompt has no tokens"),
         (given([5], [2] * 48), "the prompt has 48 tokens but max_model_len is 48"),
     ],
@@ -262,6 +262,15 @@ def test_audio_leaves_with_its_request(llm: LLM):
 def test_inputs_that_never_fit_are_refused(llm: LLM, prompt: dict[str, Any], words: str):
     with pytest.raises(PromptsRefusedError, match=words):
         llm.generate([prompt], use_tqdm=False)
+
+
+def test_rows_without_input_are_refused(llm: LLM, model: Path):
+    check, plain = llm.llm_engine.requests.check, SamplingParams()
+    with pytest.raises(RequestError, match="this model's encoder reads text: give its text under encoder_prompt"):
+        check([2], plain)
+    of_adapter = {"num_virtual": 3, "encoder": PROMPTS[0]["encoder"]}
+    with pytest.raises(RequestError, match="a prompt adapter and an encoder's input exclude each other"):
+        check([2], plain, **of_adapter)
 
 
 def test_answers_end_at_the_decoders_length(llm: LLM):
@@ -296,7 +305,7 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
     "layout",
     [
         {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.stress),
         pytest.param({"data_parallel_size": 2}, marks=pytest.mark.stress),
     ],
     ids=str,

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 from rows_of_encoders import encoder_rows
 
+from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.prepared import AudioFeatures
@@ -25,20 +26,10 @@ def given(encoder: Sequence[int], decoder: Sequence[int]) -> dict[str, Any]:
 
 
 def heard(number: int, num_rows: int, decoder: Sequence[int]) -> dict[str, Any]:
-    """Audio for the table, whose features are its number."""
-    return _audio(number, np.full((2, 2 * num_rows), number, dtype=np.float32), decoder)
-
-
-def read(num_frames: int, decoder: Sequence[int]) -> dict[str, Any]:
-    """Audio for the tiny encoder of audio in `cross_rows`, random features of 8 mel bins."""
-    features = np.random.default_rng(num_frames).standard_normal((8, num_frames)).astype(np.float32)
-    return _audio(0, features, decoder)
-
-
-def _audio(number: int, features: Any, decoder: Sequence[int]) -> dict[str, Any]:
-    num_rows = features.shape[1] // 2
+    """Audio, whose features are its number."""
+    features = AudioFeatures(np.full((2, 2 * num_rows), number, dtype=np.float32))
     name = bytes([number, num_rows]) * 8
-    audio = PreparedAudio(name, AudioFeatures(features), num_rows, num_rows, 0.0, 1.0, 1.0, b"source")
+    audio = PreparedAudio(name, features, num_rows, num_rows, 0.0, 1.0, 1.0, b"source")
     return {"encoder": encoder_audio(name, num_rows), "ids": [*decoder], "media": (audio,)}
 
 
@@ -50,13 +41,11 @@ def encoder_prompts() -> Iterator[None]:
     def encode(encoder: PromptEncoder, prompt: Any, is_truncated: bool, *others: Any) -> Any:
         if not isinstance(prompt, dict) or "encoder" not in prompt:
             return encode_one(encoder, prompt, is_truncated, *others)
-        encoded = encode_one(encoder, {"prompt_token_ids": prompt["ids"]}, is_truncated)
-        encoded.encoder, encoded.media = prompt["encoder"], prompt["media"]
-        return encoded
+        return Encoded(None, tuple(prompt["ids"]), is_ids=True, encoder=prompt["encoder"], media=prompt["media"])
 
     def store_with_table(store: MediaStore, make_rows: Any, *args: Any) -> None:
         def make(content: Any) -> TowerRows:
-            if not isinstance(content, AudioFeatures) or len(content.features) != 2:
+            if not isinstance(content, AudioFeatures):
                 return make_rows(content)
             num_rows = content.features.shape[1] // 2
             return TowerRows(encoder_rows(num_rows) * content.features[0, 0])

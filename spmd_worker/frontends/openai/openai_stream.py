@@ -40,6 +40,7 @@ _STATUSES: Final = {
     "not_found": 404,
     "model_not_found": 404,
     "method_not_allowed": 405,
+    "invalid_multipart": 400,
     "invalid_api_key": 401,
     "body_too_slow": 408,
     "line_too_long": 413,
