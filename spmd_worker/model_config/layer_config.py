@@ -417,6 +417,7 @@ class LayerConfig:
             self.mixer == "attention"
             and self.qk_norm == "none"
             and self.rope is not None
+            and self.relative_bias is None
             and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate or self.norms_values)
             and self.kv_layer is None
             and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}

@@ -5,7 +5,8 @@
 // threads or of heads.
 //
 // Keys are processed in tiles of 64 at absolute positions. Within a tile, for one row:
-//   scores         one key per lane; products are added over the head's dimensions in ascending order
+//   scores         one key per lane; products are added over the head's dimensions in ascending order; then scaled, bounded,
+//                  and the bias of the key's distance added
 //   probabilities  2^(score - maximum so far), the maximum and the sum carried from tile to tile (online softmax,
 //                  https://arxiv.org/abs/1805.02867), rounded to bfloat16 if the cache is
 //   values         one dimension per lane; products are added over the keys the row sees in ascending order, from zero;

@@ -109,6 +109,14 @@ def test_a_common_beginning_changes_no_bit(instruction_set, dtype, group_size, b
 
 @each_library
 @each_dtype
+def test_distance_bias_is_of_each_sequences_own_position(instruction_set, dtype):
+    """Rows that share a tile are at different distances from its keys."""
+    sizes = Sizes(dtype=dtype, group_size=1, head_size=32, max_distance=80)
+    assert_sharing_changes_no_bit(instruction_set, NESTED, sizes)
+
+
+@each_library
+@each_dtype
 @pytest.mark.parametrize("block_size", [2, 8, pytest.param(128, marks=pytest.mark.matrix)])
 def test_nor_do_blocks_of_another_size(instruction_set, dtype, block_size):
     sizes = Sizes(dtype=dtype, block_size=block_size)

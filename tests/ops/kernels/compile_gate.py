@@ -297,7 +297,7 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.
     staged = itemsize * attention_kernels.TILE * (size + (0 if is_latent else size // tile.parts))
-    most = attention.shared_bytes(tile, size, itemsize)
+    most = attention.shared_bytes(tile, size, itemsize, has_biases="bias" in name)
     kernel, types = attention_kernels.attend, _typed(attention_kernels.attend, element) | {"values": f"*{element}"}
     return Variant(name, kernel, types, constants, tile.options(), _STRIDES, element != "fp32", staged, most)
 

@@ -399,13 +399,14 @@ def join_constants(num_heads: int, value_size: int, *, has_sinks: bool = False) 
     return {"HEADS": num_heads, "HEADS_EACH": each, "DV": value_size, "V0": v0, "V1": v1, "SINKS": has_sinks}
 
 
-def shared_bytes(tile: Tile, head_size: int, itemsize: int) -> int:
+def shared_bytes(tile: Tile, head_size: int, itemsize: int, *, has_biases: bool = False) -> int:
     """Maximum bytes of shared memory of `attention_kernels.attend` on chips without wgmma or tcgen05, which have the
-    least: queries, the stages of keys and values that are not in registers, weights of a tile.
+    least: queries, the stages of keys and values that are not in registers, weights of a tile and its biases, float32.
     """
     keys = attention_kernels.TILE
     staged = tile.rows + 2 * keys * max(1, tile.num_stages - 2)
-    return itemsize * (staged * sum(head_parts(head_size)) + tile.rows * keys) + _REDUCED_BYTES
+    of_biases = 4 * tile.rows * keys * has_biases
+    return itemsize * (staged * sum(head_parts(head_size)) + tile.rows * keys) + of_biases + _REDUCED_BYTES
 
 
 def _integers(values: object, device: torch.device) -> Tensor:
