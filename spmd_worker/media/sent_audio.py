@@ -10,7 +10,7 @@ from spmd_worker.media.prepared import AudioFeatures, PreparedImage
 from spmd_worker.media.sent_image import SentImage
 
 PreparedMedia = PreparedImage | PreparedAudio
-"""What a request's rows are made of, but an encoder's text."""
+"""Content that a request's rows are made of, but an encoder's text."""
 
 
 class SentAudio(NamedTuple):
