@@ -20,6 +20,7 @@ from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 
 from spmd_worker import LLM, BeamSearchParams, PromptsRefusedError, SamplingParams
 from spmd_worker.engine.request_error import RequestError
+from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
 from spmd_worker.worker.runner.media_store import MediaStore
 
 
@@ -195,6 +196,21 @@ def test_outputs_have_both_prompts(llm: LLM):
     assert (text.prompt_token_ids, text.encoder_prompt_token_ids) == (FOLLOWING, [*PROMPTS[1]["encoder"].token_ids])
     assert (audio.prompt_token_ids, audio.encoder_prompt_token_ids) == (FOLLOWING, None)
     assert (text.num_prompt_tokens, audio.num_prompt_tokens) == (16 + 11, 11)
+    assert llm.llm_engine.model_config.is_encoder_decoder
+
+
+def test_partial_outputs_have_both_prompts(llm: LLM, expected: list[Any]):
+    engine, encoder_ids = llm.llm_engine, [*PROMPTS[1]["encoder"].token_ids]
+    prompt = {"encoder_prompt": {"prompt_token_ids": encoder_ids}, "decoder_prompt": {"prompt_token_ids": FOLLOWING}}
+    # The folder's rules force the last token.
+    params = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("streamed", prompt, params)
+    parts: list[Any] = []
+    while engine.has_unfinished_requests():
+        parts += engine.step()
+    assert len(parts) > 2
+    assert [each for part in parts for each in part.outputs[0].token_ids][:16] == expected[1][0][0]
+    assert {(*part.encoder_prompt_token_ids, *part.prompt_token_ids) for part in parts} == {(*encoder_ids, *FOLLOWING)}
 
 
 def test_scores_are_those_of_sampling(llm: LLM, expected: list[Any]):
