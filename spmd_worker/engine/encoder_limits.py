@@ -5,19 +5,15 @@ from dataclasses import dataclass
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.worker.memory.media_memory import media_row_limits
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderLimits:
-    """`kind` of input, "text" or "audio", with at most `max_len` rows. `may_raise`: the model allows more. The workers
-    keep `num_kept_rows`.
-    """
+    """`kind` of input, "text" or "audio", with at most `max_len` rows. `may_raise`: the model allows more."""
 
     kind: str
     max_len: int
     may_raise: bool
-    num_kept_rows: int
 
     def check(self, given: EncoderInput, vocab_size: int) -> None:
         """Raise RequestError for an input that is empty, too long, or outside the vocabulary."""
@@ -29,12 +25,6 @@ class EncoderLimits:
                 "prompt_too_long",
                 f"the encoder's {self.kind} has {given.num_rows} {'tokens' if self.kind == 'text' else 'rows'} but "
                 f"scheduler.max_encoder_len is {self.max_len}: shorten it{way_out}",
-            )
-        if given.num_rows > self.num_kept_rows:
-            raise RequestError(
-                "prompt_too_long",
-                f"the encoder's {self.kind} has {given.num_rows} rows, more than the {self.num_kept_rows} that are "
-                f"kept: raise cache.media_rows_gib",
             )
         least, most = min(given.token_ids), max(given.token_ids)
         if least < 0 or most >= vocab_size:
@@ -51,7 +41,7 @@ def encoder_limits(resolved: ResolvedRun) -> EncoderLimits | None:
     if part is None:
         return None
     may_raise = not part.max_rows or max_len < part.max_rows
-    return EncoderLimits(part.kind, max_len, may_raise, media_row_limits(resolved).num_rows)
+    return EncoderLimits(part.kind, max_len, may_raise)
 
 
 def check_encoder_input(limits: EncoderLimits | None, vocab_size: int, given: EncoderInput | None) -> None:

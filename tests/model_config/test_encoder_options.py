@@ -67,6 +67,17 @@ def test_settings_that_do_not_fit_are_refused(model: dict[str, Any], scheduler: 
         run("bart", model, **scheduler)
 
 
+def test_inputs_that_are_never_read_are_refused_at_start():
+    """Too few kept rows, or too short for any audio: every row would be refused."""
+    words = r"keeps 95 rows and an encoder's input has up to 96 \(scheduler.max_encoder_len\): raise it to at least"
+    gib = 95.5 * 64 * 4 / 2**30
+    with pytest.raises(ConfigError, match=words):
+        check_cache_setting(run("bart", cache={"media_rows_gib": gib}))
+    check_cache_setting(run("bart", cache={"media_rows_gib": gib}, max_encoder_len=95))
+    with pytest.raises(ConfigError, match=r"scheduler\.max_encoder_len=31 is less than the 32 rows of all audio"):
+        run("whisper", max_encoder_len=31)
+
+
 def test_decoders_alone_have_no_encoder_length():
     config = RunConfig(scheduler=SchedulerConfig(max_encoder_len=9))
     with pytest.raises(ConfigError, match=r"scheduler\.max_encoder_len=9 is for encoder-decoder models, and LlamaFor"):

@@ -58,7 +58,15 @@ SMALL = {
     "media_rows_gib": (20 * HIDDEN_SIZE * 4 + 1) / 2**30,
 }
 SWAPPING = {**SMALL, "preemption_mode": "swap", "swap_space": 0.01, "max_num_batched_tokens": 13}
-RECOMPUTING = {**SMALL, "preemption_mode": "recompute", "max_num_batched_tokens": 7, "max_encode_patches": 20}
+# Blocks of another size: random numbers do not count the padding.
+RECOMPUTING = {
+    **SMALL,
+    "block_size": 16,
+    "num_blocks": 5,
+    "preemption_mode": "recompute",
+    "max_num_batched_tokens": 7,
+    "max_encode_patches": 20,
+}
 
 
 def answers(llm: LLM, prompts: list[Any] = PROMPTS, params: Any = PARAMS, **options: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, adapter_bytes, cache_spec, weights_bytes
+from spmd_worker.worker.memory.media_memory import media_row_bytes, media_row_limits
 from spmd_worker.worker.memory.window_groups import group_of_stage, grouping_of
 
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
@@ -30,8 +31,16 @@ _ESTIMATE_MARGIN: Final = 2
 
 
 def check_cache_setting(resolved: ResolvedRun) -> None:
-    """Raise ConfigError if `cache.num_blocks` cannot hold one sequence; measured sizes are checked later."""
-    num_blocks = resolved.config.cache.num_blocks
+    """Raise ConfigError if `cache.num_blocks` cannot hold one sequence, or `cache.media_rows_gib` the longest input of
+    an encoder; measured sizes are checked later.
+    """
+    num_blocks, num_rows = resolved.config.cache.num_blocks, resolved.max_encoder_len
+    if num_rows and (num_kept := media_row_limits(resolved).num_rows) < num_rows:
+        raise ConfigError(
+            f"cache.media_rows_gib={resolved.config.cache.media_rows_gib} keeps {num_kept} rows and an encoder's input "
+            f"has up to {num_rows} (scheduler.max_encoder_len): raise it to at least "
+            f"{-(-num_rows * media_row_bytes(resolved) * 10**6 // 2**30) / 10**6}, or leave it null"
+        )
     if num_blocks is not None and not resolved.model_config.is_encoder:
         check_cache_blocks(resolved, num_blocks * grouping_of(resolved).groups.num_groups, 0)
 

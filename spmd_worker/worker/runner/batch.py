@@ -255,7 +255,8 @@ def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
                 request.sampling,
                 request.stream,
                 sample_index,
-                len(request.prompt_token_ids),
+                # Random numbers do not depend on the size of blocks.
+                len(request.prompt_token_ids) - request.num_encoder_positions,
                 request.known_token_ids,
                 sequence.output_token_ids,
             )

@@ -95,7 +95,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def limits(audio: HereAudio, tokenizer: Tokenizer) -> RequestLimits:
     prompts = EncoderPrompts(GENERATION, audio)
-    encoder = EncoderLimits("audio", 10, may_raise=False, num_kept_rows=10)
+    encoder = EncoderLimits("audio", 10, may_raise=False)
     return RequestLimits(tokenizer.vocab_size, 64, has_tokenizer=True, encoder=encoder, encoder_prompts=prompts)
 
 
