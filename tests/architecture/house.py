@@ -57,6 +57,7 @@ OPTIONAL = {
         "spmd_worker.frontends.serve.http_server",
     ),
     "starlette": ("spmd_worker.frontends.serve.app", "spmd_worker.frontends.serve.http_server"),
+    "python_multipart": ("spmd_worker.frontends.serve.multipart", "spmd_worker.frontends.serve.http_server"),
     "matplotlib": ("spmd_worker.frontends.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
     "transformers": (

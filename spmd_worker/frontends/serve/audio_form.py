@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.frontends.openai.audio_request import FILE_KEYS, NUMBER_KEYS
-from spmd_worker.frontends.serve.multipart import FilePart, FormField
+from spmd_worker.frontends.serve.multipart import FormField
 from spmd_worker.tokenizer.messages import InvalidRequestError
 
 _LIST: Final = "[]"
@@ -31,11 +31,11 @@ def body_of_form(fields: Sequence[FormField]) -> dict[str, Any]:
     return body
 
 
-def _value(name: str, value: str | FilePart) -> Any:
-    if isinstance(value, FilePart):
+def _value(name: str, value: str | bytes) -> Any:
+    if isinstance(value, bytes):
         if name not in FILE_KEYS:
             raise InvalidRequestError(f"the field {name[:100]!r} is a file: send audio as file", "unknown_key")
-        return value.content
+        return value
     if name in _FLAG_KEYS:
         return _FLAGS.get(value.lower(), value)
     if name in NUMBER_KEYS and value:
@@ -47,7 +47,7 @@ def _value(name: str, value: str | FilePart) -> Any:
 def _number(name: str, value: str) -> int | float:
     try:
         number = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         number = None
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise InvalidRequestError(f"{name}={shown(value)} must be a number")

@@ -21,6 +21,7 @@ _FLUSH_S: Final = 2
 def require_server() -> None:
     """Raise ConfigError if the extra `serve` is missing."""
     try:
+        import python_multipart  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from spmd_worker.frontends.serve.audio_form import body_of_form
-from spmd_worker.frontends.serve.multipart import FilePart, FormField, is_multipart, read_form
+from spmd_worker.frontends.serve.multipart import FormField, is_multipart, read_form
 from spmd_worker.tokenizer.messages import InvalidRequestError
 
 TYPE = "multipart/form-data; boundary=b"
@@ -52,30 +52,30 @@ def test_form_of_the_client_is_read_back() -> None:
         }
 
 
-def test_name_of_a_file_is_kept() -> None:
+def test_odd_name_of_a_file_changes_nothing() -> None:
     (field,) = [each for each in read_form(*sent(b"x", 'a"b é.wav')) if each.name == "file"]
-    assert isinstance(field.value, FilePart)
-    assert field.value.content == b"x"
+    assert field.value == b"x"
 
 
-@pytest.mark.parametrize("around", [(b"", b"\r\n"), (b"preamble\r\n", b""), (b"", b"\r\nepilogue")])
+@pytest.mark.parametrize("around", [(b"", b"\r\n"), (b"\r\n", b""), (b"", b"\r\nepilogue")])
 def test_text_around_the_parts_is_skipped(around: tuple[bytes, bytes]) -> None:
-    body = around[0] + b"--b \t\r\n" + HEAD + b"1\r\n--b\r\n" + HEAD + b"\r\n--b--" + around[1]
+    body = around[0] + b"--b\r\n" + HEAD + b"1\r\n--b \t\r\n" + HEAD + b"\r\n--b--" + around[1]
     assert read_form(body, TYPE) == [FormField("a", "1"), FormField("a", "")]
 
 
 @pytest.mark.parametrize(
     ("body", "content_type", "words"),
     [
-        (b"", TYPE, "has no line --b"),
-        (b"--b\r\n" + HEAD + b"1", TYPE, "ends inside a part"),
-        (b"--b", TYPE, "behind a boundary"),
-        (b"--bc\r\n" + HEAD + b"1\r\n--bc--", TYPE, "behind a boundary"),
+        (b"", TYPE, "no last boundary"),
+        (b"--b\r\n" + HEAD + b"1", TYPE, "no last boundary"),
+        (b"--b", TYPE, "no last boundary"),
+        (b"--bc\r\n" + HEAD + b"1\r\n--bc--", TYPE, "is no form"),
+        (b"--c\r\n" + HEAD + b"1\r\n--c--", TYPE, "is no form"),
         (b"--b\r\nContent-Type: a/b\r\n\r\n1\r\n--b--", TYPE, "Content-Disposition"),
-        (b'--b\r\nContent-Disposition: form-data; name=""\r\n\r\n1\r\n--b--', TYPE, "Content-Disposition"),
-        (b"--b\r\n\r\n1\r\n--b--", TYPE, "empty line|Content-Disposition"),
-        (b"--b\r\nA: " + b"x" * 5000 + b"\r\n\r\n1\r\n--b--", TYPE, "empty line"),
-        (b"--b\r\nContent-Transfer-Encoding: base64\r\n" + HEAD + b"1\r\n--b--", TYPE, "Transfer-Encoding"),
+        (b"--b\r\n\r\n1\r\n--b--", TYPE, "Content-Disposition"),
+        (b"--b\r\nA: " + b"x" * 5000 + b"\r\n\r\n1\r\n--b--", TYPE, "header size"),
+        (b"--b\r\n" + b"A: x\r\n" * 50 + b"\r\n1\r\n--b--", TYPE, "header count"),
+        (b"--b\r\nContent-Transfer-Encoding: zip\r\n" + HEAD + b"1\r\n--b--", TYPE, "Transfer-Encoding"),
         ((b"--b\r\n" + HEAD + b"1\r\n") * 101 + b"--b--", TYPE, "more than 100 parts"),
         (b"--b\r\n" + HEAD + b"\xff\r\n--b--", TYPE, "not UTF-8"),
         (b"--b--", "multipart/form-data", "boundary="),
@@ -91,9 +91,10 @@ def test_bodies_that_are_no_form_are_refused(body: bytes, content_type: str, wor
     ("fields", "words"),
     [
         ([FormField("model", "a"), FormField("model", "b")], "twice"),
-        ([FormField("prompt", FilePart("a", b""))], "is a file"),
+        ([FormField("prompt", b"")], "is a file"),
         ([FormField("temperature", "warm")], "must be a number"),
         ([FormField("seed", "true")], "must be a number"),
+        ([FormField("seed", "[" * 100_000)], "must be a number"),
     ],
 )
 def test_fields_with_bad_values_are_refused(fields: list[FormField], words: str) -> None:
