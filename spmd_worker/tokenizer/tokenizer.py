@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE
 from spmd_worker.tokenizer.conversion import older_files
@@ -114,6 +115,18 @@ class Tokenizer:
         """
         _check_unicode(text)
         return self._encoder.encode(text, add_special_tokens)
+
+    def encode_source(self, text: str, language: str) -> list[int]:
+        """Token ids of a text in this language, for the encoder of a translator. Raises ValueError as `encode`, for an
+        unknown language, and for a tokenizer without source languages.
+        """
+        if self._files.source is None:
+            raise ValueError(
+                f"source_language={shown(language)}: by its class this model's tokenizer marks no source languages: "
+                f"leave it out"
+            )
+        before, after = self._files.source.around(language, self.marker_id)
+        return [*before, *self.encode(text, add_special_tokens=False), *after]
 
     def min_num_tokens(self, text: str) -> int:
         """Lower bound of `len(encode(text, add_special_tokens=False))`, fast; 0 if unknown. Never raises."""
