@@ -116,17 +116,16 @@ class Tokenizer:
         _check_unicode(text)
         return self._encoder.encode(text, add_special_tokens)
 
-    def encode_source(self, text: str, language: str) -> list[int]:
-        """Token ids of a text in this language, for the encoder of a translator. Raises ValueError as `encode`, for an
-        unknown language, and for a tokenizer without source languages.
+    def around_source(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids before and after a text in this language, without other special tokens, for the encoder of a translator.
+        Raises ValueError for an unknown language, and for a tokenizer without source languages.
         """
         if self._files.source is None:
             raise ValueError(
-                f"source_language={shown(language)}: by its class this model's tokenizer marks no source languages: "
-                f"leave it out"
+                f"source_language={shown(language)}: this model's tokenizer is of no class that marks the source "
+                f"language: leave it out, or set tokenizer_class in tokenizer_config.json"
             )
-        before, after = self._files.source.around(language, self.marker_id)
-        return [*before, *self.encode(text, add_special_tokens=False), *after]
+        return self._files.source.around(language, self.marker_id)
 
     def min_num_tokens(self, text: str) -> int:
         """Lower bound of `len(encode(text, add_special_tokens=False))`, fast; 0 if unknown. Never raises."""
