@@ -20,7 +20,7 @@ CLASSES = {
 }
 
 
-def write(folder: Path, tokenizer_class: str, end: str, **settings: Any) -> Path:
+def write(folder: Path, tokenizer_class: str, end: str, settings: dict[str, Any]) -> Path:
     """A folder as an older release wrote it: the file's own template has the language at the other end."""
     languages = CLASSES[tokenizer_class]
     pieces = [*SPECIAL, "▁", "a", "b", "c", "▁a", "ab", "▁ab"]
@@ -29,7 +29,8 @@ def write(folder: Path, tokenizer_class: str, end: str, **settings: Any) -> Path
         vocabulary = {each: index for index, each in enumerate(pieces)}
         library = Library(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True))
     else:
-        library = Library(models.Unigram([(each, -float(index)) for index, each in enumerate(pieces)], unk_id=3))
+        scores = [(each, -float(index)) for index, each in enumerate([*pieces, *languages])]
+        library = Library(models.Unigram(scores, unk_id=3))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Metaspace()
     library.add_special_tokens([*SPECIAL, *languages])
@@ -37,7 +38,7 @@ def write(folder: Path, tokenizer_class: str, end: str, **settings: Any) -> Path
     special = [(each, library.token_to_id(each)) for each in ("</s>", languages[0])]
     library.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=special)
     library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class, **settings}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class} | settings))
     (folder / "config.json").write_text('{"model_type": "mbart"}')
     return folder
 
@@ -56,7 +57,7 @@ def write(folder: Path, tokenizer_class: str, end: str, **settings: Any) -> Path
 def test_source_texts_have_the_ids_of_transformers(tmp_path: Path, tokenizer_class: str, settings: dict[str, Any]):
     """NLLB's own tokenizer.json ends texts with the language; the class, since 2023, begins them with it."""
     is_last = tokenizer_class != "MBartTokenizer" and not settings.get("legacy_behaviour")
-    folder = write(tmp_path, tokenizer_class, "last" if is_last else "first", **settings)
+    folder = write(tmp_path, tokenizer_class, "last" if is_last else "first", settings)
     ours, theirs = Tokenizer.open(folder), AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
@@ -69,7 +70,7 @@ def test_source_texts_have_the_ids_of_transformers(tmp_path: Path, tokenizer_cla
 
 
 def test_unknown_source_languages_are_named(tmp_path: Path):
-    tokenizer = Tokenizer.open(write(tmp_path, "MBartTokenizer", "last"))
+    tokenizer = Tokenizer.open(write(tmp_path, "MBartTokenizer", "last", {}))
     with pytest.raises(ValueError, match="source_language='klingon' is not a language token"):
         tokenizer.around_source("klingon")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
