@@ -1,7 +1,8 @@
 """Encodes the prompts of an encoder-decoder model, in vLLM's forms.
 
 encoder of text    text, ids, {"prompt": text} or {"prompt_token_ids": ids}, or {"encoder_prompt": any of these,
-                   "decoder_prompt": text or ids of the answer's beginning}; with "target_language" for a translator
+                   "decoder_prompt": text or ids of the answer's beginning}; with "target_language" for a translator,
+                   and "source_language" of its text
 encoder of audio   {"prompt": decoder's text, "multi_modal_data": {"audio": audio}}, or {"encoder_prompt":
                    {"prompt": "", "multi_modal_data": {"audio": audio}}, "decoder_prompt": decoder's text}
 """
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_text, shown
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.compat.encoder_prompts import NO_TRUNCATION, EncoderPrompts, audio_of
+from spmd_worker.compat.encoder_prompts import NO_TRUNCATION, OF_TEXT, EncoderPrompts, audio_of
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.prompts import CheckText, Encoded, TextPair
 from spmd_worker.replica.sequence.decoder_prompt import DecoderPrompt
@@ -22,6 +23,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 _ENCODER: Final = "encoder_prompt"
 _DECODER: Final = "decoder_prompt"
 _LANGUAGE: Final = "target_language"
+_SOURCE: Final = "source_language"
 _AUDIO: Final = "multi_modal_data"
 _SALT: Final = "cache_salt"
 _ONE_KEYS: Final = ("prompt", "prompt_token_ids", _AUDIO)
@@ -63,13 +65,16 @@ class EncoderDecoderReader:
 
     def _of_text(self, encoded: Encoded, given: dict[str, Any]) -> None:
         encoder, decoder, language = given, None, given.pop(_LANGUAGE, None)
+        source = given.pop(_SOURCE, None)
         if _ENCODER in given:
             _check_keys(given, (_ENCODER, _DECODER))
             encoder, decoder = _as_mapping(given[_ENCODER]), given.get(_DECODER)
         _check_keys(encoder, _ONE_KEYS)
         if encoder.get(_AUDIO) is not None:
             raise ValueError("the model's encoder reads text: leave multi_modal_data out")
-        encoded.encoder_text, ids = self._text_or_ids(encoder, is_decoder=False)
+        if not isinstance(source, str | None):
+            raise ValueError(f"{_SOURCE}={shown(source)} must be text")
+        encoded.encoder_text, ids = self._text_or_ids(encoder, is_decoder=False, language=source)
         encoded.encoder = self.prompts.of_ids(ids)
         if language is not None and (decoder is not None or not isinstance(language, str)):
             raise ValueError(f"{_LANGUAGE}={shown(language)} must be text, and goes without {_DECODER}")
@@ -103,10 +108,14 @@ class EncoderDecoderReader:
             made = self.prompts.decoder_of(ids)
         encoded.token_ids, encoded.rules = made.token_ids, made.rules
 
-    def _text_or_ids(self, given: Mapping[str, Any], *, is_decoder: bool) -> tuple[str | None, tuple[int, ...]]:
+    def _text_or_ids(
+        self, given: Mapping[str, Any], *, is_decoder: bool, language: str | None = None
+    ) -> tuple[str | None, tuple[int, ...]]:
         """Text, None for ids, and the ids. A decoder's text gets no special tokens: an end would end its answer."""
         value = given.get("prompt")
         text = plain_text(value)
+        if language is not None and (text is None or "prompt_token_ids" in given):
+            raise ValueError(OF_TEXT)
         if "prompt_token_ids" in given:
             return text, as_token_ids(given["prompt_token_ids"])
         if text is None and value is None:
@@ -115,6 +124,9 @@ class EncoderDecoderReader:
             return None, as_token_ids(value)
         tokenizer = self.need_tokenizer()
         self.check_text(tokenizer, text)
+        if language is not None:
+            before, after = tokenizer.around_source(language)
+            return text, (*before, *tokenizer.encode(text, add_special_tokens=False), *after)
         return text, tuple(tokenizer.encode(text, add_special_tokens=not is_decoder))
 
 
@@ -134,5 +146,5 @@ def _without_empty(prompt: Mapping[str, Any]) -> dict[str, Any]:
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     unknown = [str(key) for key in given if key not in known]
     if unknown:
-        every = ", ".join((*_ONE_KEYS, _ENCODER, _DECODER, _LANGUAGE))
+        every = ", ".join((*_ONE_KEYS, _ENCODER, _DECODER, _LANGUAGE, _SOURCE))
         raise ValueError(f"a prompt of an encoder-decoder model has no key {', '.join(unknown)} here: give {every}")

@@ -14,6 +14,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 NO_CHAT: Final = "an encoder-decoder model has no conversations: give the text or audio of its encoder as a prompt"
 NO_TRUNCATION: Final = "truncate_prompt_tokens is not supported for encoder-decoder models: shorten the encoder's text"
+OF_TEXT: Final = "source_language goes with the encoder's text: token ids have its token"
 _AUDIO: Final = "audio"
 
 

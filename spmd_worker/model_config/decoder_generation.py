@@ -25,7 +25,6 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
-    "bad_words_ids": (),
     "sequence_bias": (),
     "penalty_alpha": (0.0,),
     "guidance_scale": (1.0,),
@@ -59,7 +58,7 @@ class DecoderGeneration:
 
     Lengths count the decoder's prompt too, as in transformers; 0 or None for no bound. `end_token_id` is the first that
     ends an answer, `max_positions` the most tokens of prompt and answer, 0 for no bound. `without_effect` are keys of
-    the file that change nothing here.
+    `file` that change nothing here.
     """
 
     start_token_id: int
@@ -75,6 +74,7 @@ class DecoderGeneration:
     max_positions: int = 0
     speech: SpeechTokens | None = None
     without_effect: tuple[str, ...] = ()
+    file: str = "generation_config.json"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -93,7 +93,7 @@ class DecoderGeneration:
             return ""
         beams = [key for key in self.without_effect if key.split("=")[0] in _OF_BEAMS]
         way_out = ": call LLM.beam_search for beams" if beams else ""
-        return f"generation_config.json: {', '.join(self.without_effect)} are without effect here{way_out}"
+        return f"{self.file}: {', '.join(self.without_effect)} are without effect here{way_out}"
 
 
 def read_decoder_generation(
@@ -111,12 +111,13 @@ def read_decoder_generation(
     name = "generation_config.json" if generation else "config.json"
     ids = _Ids(ConfigReader(generation or config, folder / name), vocab_size)
     speech = _speech_tokens(ids) if is_speech else None
+    bad_ids, bad_words = ids.bad_words(eos_token_ids)
     return DecoderGeneration(
         start_token_id=start_token_id,
         end_token_id=eos_token_ids[0] if eos_token_ids else 0,
         forced_bos_token_id=ids.optional("forced_bos_token_id"),
         forced_eos_token_id=ids.optional("forced_eos_token_id"),
-        suppress_tokens=ids.listed("suppress_tokens"),
+        suppress_tokens=tuple(sorted({*ids.listed("suppress_tokens"), *bad_ids})),
         begin_suppress_tokens=ids.listed("begin_suppress_tokens"),
         no_repeat_ngram_size=ids.number("no_repeat_ngram_size") or 0,
         # A speech model's length is that of its table of positions.
@@ -125,7 +126,8 @@ def read_decoder_generation(
         max_length=None if is_speech else ids.number("max_length", least=1),
         max_positions=max_positions,
         speech=speech,
-        without_effect=_without_effect(generation),
+        without_effect=(*_without_effect(generation or config), *_bad_words(bad_words)),
+        file=name,
     )
 
 
@@ -149,6 +151,16 @@ class _Ids:
             raise self.reader.error(key, "must be a list of token ids")
         ids = [checked_integer(each, self.reader.where(key), 0, MAX_INT) for each in values]
         return tuple(sorted(dict.fromkeys([each for each in ids if each < self.vocab_size])))
+
+    def bad_words(self, eos_token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[Any]]:
+        """Tokens that `bad_words_ids` lists alone, but for those that end an answer, and its longer words."""
+        key = "bad_words_ids"
+        words = self.reader.get(key, [])
+        if not isinstance(words, list) or not all(isinstance(each, list) and each for each in words):
+            raise self.reader.error(key, "must be a list of lists of token ids")
+        alone = [checked_integer(each[0], self.reader.where(key), 0, MAX_INT) for each in words if len(each) == 1]
+        found = [each for each in alone if each < self.vocab_size and each not in eos_token_ids]
+        return tuple(found), [each for each in words if len(each) > 1]
 
     def number(self, key: str, least: int = 0) -> int | None:
         value = self.reader.get(key)
@@ -180,6 +192,10 @@ def _speech_tokens(ids: _Ids) -> SpeechTokens | None:
         previous=ids.optional("prev_sot_token_id"),
         max_initial_index=ids.number("max_initial_timestamp_index"),
     )
+
+
+def _bad_words(words: list[Any]) -> tuple[str, ...]:
+    return (f"bad_words_ids={words}",) if words else ()
 
 
 def _without_effect(generation: Mapping[str, Any]) -> tuple[str, ...]:

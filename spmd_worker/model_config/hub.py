@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 _SETTINGS: Final = ("config.json", "generation_config.json", *POOLING_FILES)
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", STATE_FILE)
 TOKENIZER_FILES: Final = (
-    *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json"),
+    *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model"),
+    *("source.spm", "target.spm"),
     *("special_tokens_map.json", "chat_template*", "additional_chat_templates/*.jinja"),
 )
 """Patterns of a tokenizer's files."""

@@ -21,7 +21,7 @@ from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checke
 from spmd_worker.model_config.decoder_generation import DecoderGeneration, read_decoder_generation
 from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.experts_reader import read_experts
-from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS
+from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS, generating_of
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import (
     Attention,
@@ -329,7 +329,8 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     if names:
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
     model_config = _with_positions(_with_head(model_config, family, model_folder), model_folder)
-    generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
+    is_named = model_config.architecture in config["architectures"] or model_config.encoder_part is not None
+    generates = is_named and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
     pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
@@ -722,7 +723,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     """The row for `architectures`: a name of its own, else the base of an encoder's or of a decoder's name."""
     given = config.get("architectures")
     names = given if isinstance(given, list) else []
-    for table, base_of in ((FAMILIES, lambda name: name), (ENCODERS, encoder_of), (FAMILIES, decoder_of)):
+    kinds = ((FAMILIES, lambda name: name), (ENCODERS, encoder_of), (FAMILIES, generating_of), (FAMILIES, decoder_of))
+    for table, base_of in kinds:
         bases = [base_of(name) for name in names]
         for architecture in table:
             if architecture in bases:

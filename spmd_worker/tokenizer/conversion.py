@@ -1,4 +1,4 @@
-"""Conversion of older tokenizers' files, `vocab.json` with `merges.txt` or `tokenizer.model`, to a tokenizer.json.
+"""Conversion of older tokenizers' files, `vocab.json` with `merges.txt` or a SentencePiece model, to a tokenizer.json.
 
 transformers' own converter does it, if transformers is installed; nothing is downloaded, no code of the folder is
 executed, and nothing is written. That converter goes by the class that the folder names, not by a SentencePiece model's
@@ -14,8 +14,12 @@ from tokenizers import Tokenizer
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.encoder import is_failure
 
-_KINDS: Final = (("vocab.json", "merges.txt"), ("tokenizer.model",))
 _SENTENCEPIECE: Final = "tokenizer.model"
+_OF_ENCODERS: Final = ("spiece.model", "sentencepiece.bpe.model")
+"""SentencePiece models of T5, Pegasus, mBART and NLLB, whose classes number the pieces anew."""
+_PAIRS: Final = (("vocab.json", "source.spm", "target.spm"), ("vocab.json", "sentencepiece.bpe.model"))
+"""Files of Marian and M2M100, of which transformers makes no tokenizer.json."""
+_KINDS: Final = (("vocab.json", "merges.txt"), (_SENTENCEPIECE,), *_PAIRS, *[(each,) for each in _OF_ENCODERS])
 _MODELS: Final = {1: "Unigram", 2: "BPE"}
 """SentencePiece's numbers (`TrainerSpec.ModelType`) -> the names in a tokenizer.json."""
 _TEXTS: Final = (
@@ -38,10 +42,16 @@ def converted(folder: Path) -> bytes | None:
     if not names:
         return None
     missing = f"{folder} has {' and '.join(names)} but no tokenizer.json, and"
+    if names in _PAIRS:
+        raise TokenizerError(
+            f"{missing} transformers makes none of them: give the encoder's ids as prompt_token_ids, a language as ids "
+            f"of decoder_prompt, and decode the answer's token_ids, with transformers.AutoTokenizer.from_pretrained("
+            f"'{folder}')"
+        )
     try:
         from transformers import AutoTokenizer
 
-        if _SENTENCEPIECE in names:
+        if names[0] in (_SENTENCEPIECE, *_OF_ENCODERS):
             import sentencepiece.sentencepiece_model_pb2  # noqa: F401  # reported by its name if it is not installed
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         text = str(tokenizer.backend_tokenizer.to_str())

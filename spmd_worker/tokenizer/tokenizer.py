@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE
 from spmd_worker.tokenizer.conversion import older_files
@@ -114,6 +115,17 @@ class Tokenizer:
         """
         _check_unicode(text)
         return self._encoder.encode(text, add_special_tokens)
+
+    def around_source(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids before and after a text in this language, without other special tokens, for the encoder of a translator.
+        Raises ValueError for an unknown language, and for a tokenizer without source languages.
+        """
+        if self._files.source is None:
+            raise ValueError(
+                f"source_language={shown(language)}: this model's tokenizer is of no class that marks the source "
+                f"language: leave it out, or set tokenizer_class in tokenizer_config.json"
+            )
+        return self._files.source.around(language, self.marker_id)
 
     def min_num_tokens(self, text: str) -> int:
         """Lower bound of `len(encode(text, add_special_tokens=False))`, fast; 0 if unknown. Never raises."""

@@ -19,6 +19,7 @@ from spmd_worker.tokenizer.conversion import converted
 from spmd_worker.tokenizer.encoder import Encoder, opened
 from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
 from spmd_worker.tokenizer.file_check import WAY_OUT, CheckedFile, check_file, check_token
+from spmd_worker.tokenizer.source_language import SourceLanguage, source_language
 from spmd_worker.tokenizer.token_bound import UNKNOWN, TokenBound, token_bound
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ _BERT_NORMALIZER: Final = "BertNormalizer"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Checked contents of a folder's files. `backend` has the vocabulary and the decoder; `fingerprint` is a digest."""
+    """Checked contents of a folder's files. `backend` has the vocabulary and the decoder; `fingerprint` is a digest.
+    `source` is the rule of a translator's source languages.
+    """
 
     backend: tokenizers.Tokenizer
     encoder: Encoder | IsolatedEncoder
@@ -54,6 +57,7 @@ class TokenizerFiles:
     fingerprint: str
     truncation_side: str
     bound: TokenBound
+    source: SourceLanguage | None = None
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -72,9 +76,14 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     special_tokens = _named_tokens(config)
     checked = check_file(str(path), content)
     text = content.decode("utf-8")
-    normalizer = _class_normalizer(folder, checked, config)
-    if normalizer is not None:
-        checked = replace(checked, values={**checked.values, "normalizer": normalizer})
+    source = _source_language(folder, config)
+    of_class = {
+        "normalizer": _class_normalizer(folder, checked, config),
+        "post_processor": None if source is None else source.processor(_added_ids(checked.values).get),
+    }
+    changed = {key: value for key, value in of_class.items() if value not in (None, checked.values.get(key))}
+    if changed:
+        checked = replace(checked, values={**checked.values, **changed})
         text = json.dumps(checked.values)
     added = _added_tokens(checked.values, config, special_tokens, folder / _CONFIG_FILE)
     backend, encoder = _open_library(path, text, checked, added)
@@ -88,7 +97,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     for name, each in contents.items():
         digest.update(f"{name}:{each is not None}:{len(each or b'')}\n".encode())
         digest.update(each or b"")
-    return TokenizerFiles(backend, encoder, special_tokens, templates, digest.hexdigest(), side, bound)
+    return TokenizerFiles(backend, encoder, special_tokens, templates, digest.hexdigest(), side, bound, source)
 
 
 def _read(path: Path) -> bytes | None:
@@ -98,6 +107,15 @@ def _read(path: Path) -> bytes | None:
         return files.read_regular_file(path, most) if path.is_file() else None
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+def _source_language(folder: Path, config: Mapping[str, Any]) -> SourceLanguage | None:
+    return source_language(config, _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE)))
+
+
+def _added_ids(values: Mapping[str, Any]) -> dict[str, int]:
+    """Text of each added token of tokenizer.json -> its id."""
+    return {token["content"]: token["id"] for token in values.get("added_tokens") or []}
 
 
 def _class_normalizer(folder: Path, checked: CheckedFile, config: Mapping[str, Any]) -> dict[str, Any] | None:

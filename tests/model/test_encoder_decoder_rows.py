@@ -1,5 +1,6 @@
 """Rows of decoders with encoders: defaults of their classes, entries, and what files may not have."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,8 @@ def test_comparison_detects_changed_decoder_rows(name: str, monkeypatch: pytest.
         ("T5ForConditionalGeneration", {"relative_attention_max_distance": 16}, "num_buckets=32 must be even"),
         ("T5EncoderModel", {}, "relative positions as learned biases"),
         ("UMT5ForConditionalGeneration", {}, "relative positions of its own"),
+        ("BartForSequenceClassification", {}, "it classifies with an encoder-decoder model"),
+        ("LEDForConditionalGeneration", {}, "of a form that does not run"),
     ],
 )
 def test_other_encoder_decoders_are_rejected(architecture: str, keys: dict[str, Any], sentence: str):
@@ -141,6 +144,23 @@ def test_flags_of_t5_are_those_of_all_releases():
         (True, True): True,
         (None, True): True,
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "architecture"),
+    [
+        ("BartModel", "BartForConditionalGeneration"),
+        ("MarianModel", "MarianMTModel"),
+        ("T5WithLMHeadModel", "T5ForConditionalGeneration"),
+    ],
+)
+def test_older_names_are_of_models_that_generate(given: str, architecture: str, tmp_path: Path):
+    """Files of bart-base and t5-large have these, and AutoModelForSeq2SeqLM goes by model_type."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [given]}))
+    files = read_model_files(tmp_path)
+    assert files.generates
+    assert files.model_config.pooling is None
+    assert files.model_config == read(architecture)
 
 
 def test_start_token_of_generation_config_comes_first(tmp_path: Path):

@@ -95,6 +95,19 @@ def test_config_counts_without_generation_config():
     assert read({"eos_token_id": 2}, {"forced_bos_token_id": 7}).forced_bos_token_id is None
 
 
+def test_keys_of_config_without_effect_are_named():
+    """Pegasus and Blenderbot have no generation_config.json, and their beams were not named."""
+    assert read({}, {"num_beams": 8}).warning.startswith("config.json: num_beams=8 are without effect here")
+    assert read({"eos_token_id": 2}, {"num_beams": 8}).warning == ""
+
+
+def test_bad_words_of_one_token_are_suppressed():
+    """Marian's is its padding. transformers leaves out the ends of answers too."""
+    found = read({"bad_words_ids": [[58], [3], [70000], [1], [4, 5]], "suppress_tokens": [3, 9], "eos_token_id": 1})
+    assert found.suppress_tokens == (3, 9, 58)
+    assert found.without_effect == ("bad_words_ids=[[4, 5]]",)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -102,6 +115,8 @@ def test_config_counts_without_generation_config():
         ("forced_eos_token_id", "x"),
         ("suppress_tokens", 5),
         ("suppress_tokens", [-1]),
+        ("bad_words_ids", [5]),
+        ("bad_words_ids", [["a"]]),
         ("no_repeat_ngram_size", -1),
         ("max_length", 0),
         ("min_length", 1.5),

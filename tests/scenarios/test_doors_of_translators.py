@@ -32,6 +32,7 @@ def folder() -> Path:
         single="eng_Latn $A </s>", special_tokens=[("eng_Latn", ENGLISH), ("</s>", END)]
     )
     tokenizer.save(str(found / "tokenizer.json"))
+    (found / "tokenizer_config.json").write_text('{"tokenizer_class": "NllbTokenizer"}')
     config = M2M100Config(
         vocab_size=260,
         d_model=32,
@@ -52,15 +53,19 @@ def folder() -> Path:
     with torch.no_grad():
         for each in model.parameters():
             each.add_(torch.randn_like(each) * 0.2)
+        # Without it an answer to the end's token is that token.
+        for layer in model.model.decoder.layers:
+            layer.encoder_attn.out_proj.weight *= 4
     model.generation_config.max_length = None
     model.save_pretrained(found)
     return found
 
 
-def theirs(folder: Path, text: str, first: int | None) -> list[int]:
+def theirs(folder: Path, text: str, first: int | None, source: str = "eng_Latn") -> list[int]:
     """transformers' greedy answer, without the prompt."""
     model = M2M100ForConditionalGeneration.from_pretrained(folder).eval()
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(source), *tokenizer.encode(text).ids[1:]]
     num_more = 0 if first is None else 1
     (found,) = model.generate(
         torch.tensor([ids]), do_sample=False, max_new_tokens=8 + num_more, forced_bos_token_id=first
@@ -73,6 +78,7 @@ def expected(folder: Path) -> dict[str, list[list[int]]]:
     return {
         "plain": [theirs(folder, each, None) for each in TEXTS],
         "french": [theirs(folder, each, FRENCH) for each in TEXTS],
+        "from french": [theirs(folder, each, None, source="fra_Latn") for each in TEXTS],
     }
 
 
@@ -94,7 +100,14 @@ def test_calls_have_the_tokens_of_transformers(folder: Path, expected: dict[str,
         lambda text: {"encoder_prompt": text, "decoder_prompt": "fra_Latn"},
         lambda text: {"encoder_prompt": text, "decoder_prompt": {"prompt_token_ids": [END, FRENCH]}},
     ]
+    from_french: list[Any] = [
+        lambda text: {"prompt": text, "source_language": "fra_Latn"},
+        lambda text: {"encoder_prompt": {"prompt": text}, "decoder_prompt": None, "source_language": "fra_Latn"},
+    ]
     bad = {
+        "goes with the encoder's text": {"prompt_token_ids": [5], "source_language": "fra_Latn"},
+        "source_language='xx'": {"prompt": "a", "source_language": "xx"},
+        "source_language=5": {"prompt": "a", "source_language": 5},
         "has no key images": {"prompt": "a", "images": []},
         "reads text": {"prompt": "a", "multi_modal_data": {"audio": b""}},
         "not a language": {"prompt": "a", "target_language": "klingon"},
@@ -102,7 +115,7 @@ def test_calls_have_the_tokens_of_transformers(folder: Path, expected: dict[str,
         "max_encoder_len": "a" * 200,
     }
     with LLM(str(folder), dtype="float32", num_blocks=128, device="cpu") as llm:
-        for kind, forms in (("plain", plain), ("french", french)):
+        for kind, forms in (("plain", plain), ("from french", from_french), ("french", french)):
             for form in forms:
                 outputs = llm.generate([form(each) for each in TEXTS], params, use_tqdm=False)
                 assert [each.outputs[0].token_ids for each in outputs] == expected[kind]
@@ -116,8 +129,9 @@ def test_calls_have_the_tokens_of_transformers(folder: Path, expected: dict[str,
             llm.chat([{"role": "user", "content": "a"}], params, use_tqdm=False)
     for said, wanted in zip(errors, bad):
         assert wanted in said
-    # Negative control: the language decides.
+    # Negative control: the languages decide.
     assert expected["plain"] != expected["french"]
+    assert expected["plain"] != expected["from french"]
 
 
 def test_rows_have_the_tokens_of_transformers(
@@ -128,7 +142,11 @@ def test_rows_have_the_tokens_of_transformers(
         *[{"encoder_prompt": each, "decoder_prompt": [END], **SAMPLING} for each in TEXTS],
         *[{"prompt": each, "target_language": "fra_Latn", **SAMPLING} for each in TEXTS],
         *[{"encoder_prompt": each, "decoder_prompt": "fra_Latn", **SAMPLING} for each in TEXTS],
+        *[{"prompt": each, "source_language": "fra_Latn", **SAMPLING} for each in TEXTS],
+        openai_row("french", "/v1/completions", {"prompt": TEXTS[0], "target_language": "fra_Latn", **SAMPLING}),
         openai_row("openai", "/v1/completions", {"prompt": TEXTS[0], **SAMPLING}),
+        {"prompt": "a", "source_language": "klingon"},
+        {"prompt_token_ids": [5], "source_language": "fra_Latn"},
         {"audio": "a.wav"},
         {"messages": [{"role": "user", "content": "a"}]},
         {"prompt": "a", "decoder_prompt": "b", "target_language": "fra_Latn"},
@@ -138,12 +156,16 @@ def test_rows_have_the_tokens_of_transformers(
         {"prompt": "a" * 200},
     ]
     answers = answers_of_job(tmp_path, folder, rows)
-    ids = [each["outputs"][0]["token_ids"] for each in answers[:8]]
-    assert ids == [*expected["plain"] * 2, *expected["french"] * 2]
-    body = answers[8]["response"]["body"]
+    ids = [each["outputs"][0]["token_ids"] for each in answers[:10]]
+    assert ids == [*expected["plain"] * 2, *expected["french"] * 2, *expected["from french"]]
+    bodies = [each["response"]["body"] for each in answers[10:12]]
+    assert bodies[0]["choices"][0]["text"] == answers[4]["outputs"][0]["text"]
+    body = bodies[1]
     assert body["choices"][0]["text"] == answers[0]["outputs"][0]["text"]
     assert answers[0]["usage"]["prompt_tokens"] == body["usage"]["prompt_tokens"] == len(TEXTS[0]) + 3
-    assert [each["error"]["code"] for each in answers[9:]] == [
+    assert [each["error"]["code"] for each in answers[12:]] == [
+        "invalid_value",
+        "conflicting_keys",
         "audio_unsupported",
         "chat_template_missing",
         "conflicting_keys",

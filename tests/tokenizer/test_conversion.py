@@ -214,6 +214,43 @@ def test_conversion_that_differs_from_the_model_is_rejected(
     assert words in str(caught.value)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("tokenizer_class", "file"),
+    [
+        ("T5Tokenizer", "spiece.model"),
+        ("PegasusTokenizer", "spiece.model"),
+        ("MBart50Tokenizer", "sentencepiece.bpe.model"),
+    ],
+)
+def test_sentencepiece_of_encoders_gives_ids_of_transformers(tokenizer_class: str, file: str, tmp_path: Path):
+    """Their folders were taken for folders without a tokenizer."""
+    from transformers import AutoTokenizer
+
+    is_mbart = tokenizer_class.startswith("MBart")
+    write_model(tmp_path, train("unigram", **({"vocab_size": 130} if is_mbart else AS_T5)), tokenizer_class)
+    (tmp_path / "tokenizer.model").rename(tmp_path / file)
+    ours = Tokenizer.open_if_present(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    assert ours is not None
+    for text in many_texts():
+        assert ours.encode(text) == theirs.encode(text)
+
+
+@pytest.mark.parametrize("files", [("source.spm", "target.spm"), ("sentencepiece.bpe.model",)])
+def test_tokenizers_of_pairs_are_named_with_the_way_out(
+    files: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Marian's and M2M100's folders: save_pretrained would write no tokenizer.json."""
+    for name in ("vocab.json", *files):
+        (tmp_path / name).write_text("{}")
+    assert Tokenizer.open_if_present(tmp_path) is None
+    (record,) = caplog.records
+    assert f"has vocab.json and {' and '.join(files)} but no tokenizer.json" in record.getMessage()
+    assert "prompt_token_ids" in record.getMessage()
+    assert "save_pretrained" not in record.getMessage()
+
+
 @pytest.mark.parametrize("module", ["sentencepiece", "google.protobuf"])
 @pytest.mark.matrix
 def test_missing_sentencepiece_package_is_named(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,13 +9,12 @@ from spmd_worker.frontends.openai.prompt_values import (
     adapter_name,
     check_keys,
     check_neutral,
+    decoder_prompt,
     media_source,
     model_name,
     sampling_from,
-    text_prompt,
-    tokens_prompt,
 )
-from spmd_worker.frontends.openai.row import AudioPrompt, Row, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row import AudioPrompt, Row
 from spmd_worker.frontends.openai.transcript import RESPONSE_FORMATS, TIMED_FORMATS, ResponseFormat, Task
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
@@ -92,13 +91,6 @@ def plain_audio_row(index: int, custom_id: str | None, fields: Mapping[str, Any]
     )
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
     return Row(index, custom_id, "plain", prompt, sampling, adapter=adapter_name(fields))
-
-
-def decoder_prompt(name: str, value: Any) -> TextPrompt | TokensPrompt | None:
-    """The prompt of a decoder, text or ids; None for the model's own. Raises InvalidRequestError."""
-    if value is None:
-        return None
-    return tokens_prompt(name, value) if isinstance(value, list) else text_prompt(name, value)
 
 
 def _file(body: Mapping[str, Any]) -> str | bytes:

@@ -9,10 +9,12 @@ from spmd_worker.chat.chat_request import ChatRequest, chat_request, response_sc
 from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS, audio_row
 from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
+    LANGUAGE_KEYS,
     chat_prompt,
     check_keys,
     check_neutral,
     embeds_prompt,
+    for_encoder,
     model_name,
     sampling_from,
     text_prompt,
@@ -79,7 +81,7 @@ _COMMON_KEYS: Final = (
     *(*SAMPLING_KEYS, "max_completion_tokens", "response_format", "return_token_ids", "echo"),
     *(*IGNORED_KEYS, *_UNSUPPORTED),
 )
-_COMPLETION_KEYS: Final = ("prompt", "prompt_embeds", *_COMMON_KEYS)
+_COMPLETION_KEYS: Final = ("prompt", "prompt_embeds", *LANGUAGE_KEYS, *_COMMON_KEYS)
 _CHAT_KEYS: Final = ("messages", "top_logprobs", "chat_template_kwargs", *_COMMON_KEYS)
 BODY_KEYS: Final = (*_COMPLETION_KEYS, *_CHAT_KEYS)
 
@@ -121,6 +123,7 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
         raise InvalidRequestError("the body has prompt and prompt_embeds: give one of them", "conflicting_prompts")
     is_embeds = body.get("prompt") is None
     prompt = embeds_prompt("prompt_embeds", body["prompt_embeds"]) if is_embeds else _completion_prompt(body["prompt"])
+    prompt = for_encoder(prompt, body)
     given, echo = _sampling_values(body), optional_flag(body, "echo")
     is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
     if is_alone:

@@ -6,6 +6,7 @@ from functools import partial
 from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.compat.image_prompts import MediaPrompt, check_conversation, check_images
 from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt, TextPrompt, TokensPrompt
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
@@ -21,16 +22,22 @@ def encode(
     tokenizer: Tokenizer | None,
     check_text: CheckText = lambda text: None,
     adds_special_tokens: bool | None = None,
+    language: str | None = None,
 ) -> tuple[str | None, tuple[int, ...]]:
     """Text of a prompt without images, None for token ids, and its ids. `check_text` is called with the text before it
     is encoded. Special tokens are added to text and not to a chat, whose template writes them, unless
-    `adds_special_tokens` is given. Raises InvalidRequestError, and what `check_text` raises.
+    `adds_special_tokens` is given; for text in a `language` they have its token. Raises InvalidRequestError, and what
+    `check_text` raises.
     """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
     tokenizer = _needed(tokenizer)
     text = _text_of(prompt, tokenizer)
     check_text(text)
+    if language is not None:
+        with invalid_request():
+            before, after = tokenizer.around_source(language)
+        return text, (*before, *_encoded(tokenizer, text, adds_special_tokens=False), *after)
     adds = not isinstance(prompt, ChatPrompt) if adds_special_tokens is None else adds_special_tokens
     return text, _encoded(tokenizer, text, adds_special_tokens=adds)
 

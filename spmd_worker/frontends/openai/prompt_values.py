@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 from typing import Any, Final, TypeVar
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.compat.encoder_prompts import OF_TEXT
 from spmd_worker.engine.request_error import RequestError
-from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, EncoderPrompt, Prompt, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
 
@@ -17,6 +18,8 @@ _AnyPrompt = TypeVar("_AnyPrompt", bound=Prompt)
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
 """Sampling keys for which null is a value, not a missing key."""
 
+LANGUAGE_KEYS: Final = ("target_language", "source_language")
+"""Languages of a translator's answer and text."""
 DATA_URL: Final = "data:"
 _MAX_INTEGER: Final = 2**31 - 1
 """The maximum of any sampling key except `seed`: kernels take 32 bits."""
@@ -67,6 +70,33 @@ def tokens_prompt(name: str, value: Any) -> TokensPrompt:
     if not value:
         raise InvalidRequestError(f"{name} is empty: a prompt needs at least one token", "empty_prompt")
     return TokensPrompt(tuple(value))
+
+
+def decoder_prompt(name: str, value: Any) -> TextPrompt | TokensPrompt | None:
+    """The prompt of a decoder, text or ids; None for the model's own. Raises InvalidRequestError."""
+    if value is None:
+        return None
+    return tokens_prompt(name, value) if isinstance(value, list) else text_prompt(name, value)
+
+
+def for_encoder(prompt: Prompt, fields: Mapping[str, Any]) -> Prompt:
+    """The prompt with the keys of encoder-decoder models, if there are any. Raises InvalidRequestError."""
+    decoder = decoder_prompt("decoder_prompt", fields.get("decoder_prompt"))
+    target, source = (fields.get(key) for key in LANGUAGE_KEYS)
+    if decoder is None and target is None and source is None and fields.get("encoder_prompt") is None:
+        return prompt
+    if not isinstance(prompt, TextPrompt | TokensPrompt):
+        message = f"decoder_prompt, {' and '.join(LANGUAGE_KEYS)} go with the text or ids of an encoder"
+        raise InvalidRequestError(message, "conflicting_keys")
+    for key, language in zip(LANGUAGE_KEYS, (target, source), strict=True):
+        if not isinstance(language, str | None):
+            raise InvalidRequestError(f"{key}={shown(language)} must be a string")
+    if decoder is not None and target is not None:
+        message = "decoder_prompt begins the answer, in its language: leave target_language out"
+        raise InvalidRequestError(message, "conflicting_keys")
+    if source is not None and not isinstance(prompt, TextPrompt):
+        raise InvalidRequestError(OF_TEXT, "conflicting_keys")
+    return EncoderPrompt(prompt, decoder, target, source)
 
 
 def check_neutral(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:

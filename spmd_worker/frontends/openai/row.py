@@ -75,12 +75,13 @@ class EmbedsPrompt:
 @dataclass(frozen=True, slots=True)
 class EncoderPrompt:
     """Text or ids for the encoder of an encoder-decoder model. `decoder` None is the model's own decoder's prompt, or
-    that of an answer in `target_language`.
+    that of an answer in `target_language`; text is in `source_language`, None for the tokenizer's own.
     """
 
     encoder: TextPrompt | TokensPrompt
     decoder: TextPrompt | TokensPrompt | None = None
     target_language: str | None = None
+    source_language: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

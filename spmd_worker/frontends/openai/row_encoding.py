@@ -108,7 +108,7 @@ def _read(
     """The prompt of a decoder alone."""
     prompt = row.prompt
     if isinstance(prompt, EncoderPrompt | AudioPrompt):
-        kind = "audio" if isinstance(prompt, AudioPrompt) else "encoder_prompt, decoder_prompt or target_language"
+        kind = "audio" if isinstance(prompt, AudioPrompt) else "encoder_prompt, decoder_prompt or language"
         message = f"this model has no encoder: give a prompt, and no {kind}"
         raise InvalidRequestError(message, "encoder_unsupported")
     if isinstance(prompt, EmbedsPrompt):
@@ -135,7 +135,7 @@ def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPro
     given = EncoderPrompt(row.prompt) if isinstance(row.prompt, TextPrompt | TokensPrompt) else row.prompt
     if not isinstance(given, EncoderPrompt) or given.encoder.images:
         raise InvalidRequestError("the model's encoder reads text or audio alone", "encoder_unsupported")
-    encoder_text, encoder_ids = encode(given.encoder, tokenizer, check_text)
+    encoder_text, encoder_ids = encode(given.encoder, tokenizer, check_text, language=given.source_language)
     with invalid_request():
         text, made = None, None
         encoder = prompts.of_ids(encoder_ids)

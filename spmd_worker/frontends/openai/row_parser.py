@@ -9,28 +9,27 @@ from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.frontends.openai.audio_request import PLAIN_KEYS as AUDIO_KEYS
-from spmd_worker.frontends.openai.audio_request import decoder_prompt, plain_audio_row
+from spmd_worker.frontends.openai.audio_request import plain_audio_row
 from spmd_worker.frontends.openai.openai_request import BODY_KEYS, OPENAI_ROW_KEYS, parse_openai
 from spmd_worker.frontends.openai.pooling_request import PLAIN_KEYS as POOLING_KEYS
 from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
+    LANGUAGE_KEYS,
     adapter_name,
     chat_prompt,
     check_keys,
     embeds_prompt,
+    for_encoder,
     sampling_from,
     text_prompt,
     tokens_prompt,
     with_images,
 )
 from spmd_worker.frontends.openai.row import (
-    EncoderPrompt,
     ErrorShape,
     Prompt,
     Row,
     RowError,
-    TextPrompt,
-    TokensPrompt,
     row_error,
 )
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
@@ -45,7 +44,7 @@ _PLAIN_KEYS: Final = (
     "prompt_adapter",
     "chat_template_kwargs",
     "decoder_prompt",
-    "target_language",
+    *LANGUAGE_KEYS,
     *SAMPLING_KEYS,
 )
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *AUDIO_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
@@ -136,23 +135,7 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
         raise InvalidRequestError(f"the row has no prompt: give one of {', '.join(_PROMPT_KEYS)}", "missing_prompt")
     if len(given) > 1:
         raise InvalidRequestError(f"the row has {' and '.join(given)}: give one of them", "conflicting_prompts")
-    return with_images(_for_encoder(_prompt_without_images(given[0], fields), fields), fields.get("images"))
-
-
-def _for_encoder(prompt: Prompt, fields: Mapping[str, Any]) -> Prompt:
-    """The prompt with the keys of encoder-decoder models, if there are any."""
-    decoder, language = decoder_prompt("decoder_prompt", fields.get("decoder_prompt")), fields.get("target_language")
-    if decoder is None and language is None and fields.get("encoder_prompt") is None:
-        return prompt
-    if not isinstance(prompt, TextPrompt | TokensPrompt):
-        message = "decoder_prompt and target_language go with the text or ids of an encoder"
-        raise InvalidRequestError(message, "conflicting_keys")
-    if not isinstance(language, str | None):
-        raise InvalidRequestError(f"target_language={shown(language)} must be a string")
-    if decoder is not None and language is not None:
-        message = "decoder_prompt begins the answer, in its language: leave target_language out"
-        raise InvalidRequestError(message, "conflicting_keys")
-    return EncoderPrompt(prompt, decoder, language)
+    return with_images(for_encoder(_prompt_without_images(given[0], fields), fields), fields.get("images"))
 
 
 def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:

@@ -302,6 +302,19 @@ ENCODER_DECODER_ROWS: Final[dict[str, Family]] = {
     "MT5ForConditionalGeneration": _of_gates(_MT5, "mT5"),
 }
 
+_OLDER_ARCHITECTURES: Final = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
+
+
+def generating_of(architecture: object) -> str | None:
+    """The row of a model whose files name the class without a head, as bart-base, or an older one, as t5-large: both
+    generate, as AutoModelForSeq2SeqLM reads them; None for other names.
+    """
+    if not isinstance(architecture, str):
+        return None
+    base = architecture.removesuffix("Model")
+    names = (_OLDER_ARCHITECTURES.get(architecture), f"{base}ForConditionalGeneration", f"{base}MTModel")
+    return next((each for each in names if each in ENCODER_DECODER_ROWS and base != architecture), None)
+
 
 def _encoder_of(decoder: Family) -> Family:
     """The row of the encoder of a model whose decoder has that row: its names have the one word for the other."""

@@ -261,6 +261,7 @@ _LOGIT_SCALE: Final = (
 )
 _RELATIVE: Final = "its attention encodes relative positions as learned biases"
 _OWN_POSITIONS: Final = "each of its layers has relative positions of its own"
+_CLASSIFIES: Final = "it classifies with an encoder-decoder model, which only generates here"
 _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not run"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
@@ -301,6 +302,12 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
     _RELATIVE: ("MPNetModel", "T5EncoderModel"),
     _OWN_POSITIONS: ("UMT5ForConditionalGeneration",),
-    _HAS_ENCODER: ("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),
+    _HAS_ENCODER: (
+        *("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),
+        *("LEDForConditionalGeneration", "LongT5ForConditionalGeneration", "FSMTForConditionalGeneration"),
+        *("BigBirdPegasusForConditionalGeneration", "SwitchTransformersForConditionalGeneration"),
+        *("NllbMoeForConditionalGeneration", "T5GemmaForConditionalGeneration", "EncoderDecoderModel"),
+    ),
+    _CLASSIFIES: tuple([f"{each}ForSequenceClassification" for each in ("Bart", "MBart", "T5", "MT5")]),
 }
 """Known but unsupported architectures, by the reason."""

@@ -17,6 +17,7 @@ from spmd_worker.model_config.decoder_generation import TASKS, DecoderGeneration
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules, as_token_rules
 from spmd_worker.tokenizer.languages import LANGUAGES, language_code
+from spmd_worker.tokenizer.source_language import language_id, unknown_language
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 TIMESTAMP_S: Final = 0.02
@@ -227,11 +228,7 @@ def _previous_ids(generation: DecoderGeneration, tokenizer: Tokenizer | None, pr
 def _target_id(tokenizer: Tokenizer | None, language: str) -> int:
     if tokenizer is None:
         raise ValueError("target_language needs a tokenizer.json in the model folder: give decoder_prompt as token ids")
-    names = (language, f"__{language}__")
-    found = next((each for name in names if (each := tokenizer.marker_id(name)) is not None), None)
+    found = language_id(language, tokenizer.marker_id)
     if found is None:
-        raise ValueError(
-            f"target_language={shown(language)} is not a language token of this model's tokenizer: give one as it is "
-            f"written there, such as fra_Latn, fr_XX or fr"
-        )
+        raise unknown_language("target_language", language)
     return found
