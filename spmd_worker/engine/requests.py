@@ -213,7 +213,9 @@ class Requests:
             if rows is not None:
                 self._hold_rows(request_id, rows.content, rows.data)
             for number, image in enumerate(media):
-                self._hold_media(request_id, number, image)
+                # Only the leader of a replica has them.
+                if image.pixels.crops:
+                    self._hold_media(request_id, number, image)
             self.num_requests += 1
             self._prompts[request_id] = prompt
             for digest in adapters_of(request):

@@ -1,4 +1,4 @@
-"""SentImage: a prepared image as it travels to the worker, or the replica, that makes its rows."""
+"""SentImage: a prepared image as it travels to the worker that makes its rows."""
 
 from typing import NamedTuple
 
@@ -22,8 +22,3 @@ class SentImage(NamedTuple):
     @property
     def pixels(self) -> ImagePixels:
         return pixels_from(self.data, self.shapes, self.grid, self.size)
-
-    @property
-    def image(self) -> PreparedImage:
-        """The image as far as an engine needs it."""
-        return PreparedImage(self.media_id, self.pixels, "", 0, 0, (0, 0), b"")
