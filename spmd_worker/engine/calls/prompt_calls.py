@@ -69,8 +69,8 @@ class PromptCalls:
 
         A prompt of text or ids may have images, `"multi_modal_data": {"image": image or list}`, each a PIL image, an
         array [height, width, 3] of uint8, bytes, a data URL, or a path under `allowed_local_media_path`; the text has
-        the model's placeholder for each of them. All images of a call are prepared before its first step, and pixels beyond
-        2 GiB once more before their prompt starts: MediaError for an image that has changed by then.
+        the model's placeholder for each of them. All images of a call are prepared before its first step, and pixels
+        beyond 2 GiB once more before their prompt starts: MediaError for an image that has changed by then.
 
         `use_tqdm` may be a function that makes the progress bar, such as `partial(tqdm, leave=False)`, which is called
         on the first rank; its errors are logged. Rows are served first come, first served: a non-zero `priority`,

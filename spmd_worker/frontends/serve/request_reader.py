@@ -15,6 +15,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat
+from spmd_worker.compat.image_prompts import num_pixel_bytes
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.openai_request import COMPLETIONS_URL, IGNORED_KEYS
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
@@ -47,6 +48,11 @@ class ServedRow:
         return sum(
             len(row.texts) if isinstance(row, EncodedPooledRow) else row.sampling.num_sequences for row in self.rows
         )
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        """Bytes of the prepared images."""
+        return sum(num_pixel_bytes(row.media) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
