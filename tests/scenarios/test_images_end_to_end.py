@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from spmd_worker.engine.calls import call_runner
 from spmd_worker.engine.data_parallel import prompts
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.row_runner import RowRunner
+from spmd_worker.frontends.tools.report import main as report
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.media.errors import MediaError
@@ -157,7 +159,9 @@ def run_images(folder: Path, rows: list[Any], output: str, max_num_seqs: int = 4
     return (folder / output).read_bytes(), provenance
 
 
-def test_rows_of_a_job_have_the_answers_of_calls(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_a_job_have_the_answers_of_calls(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     folder = tmp_path / "images"
     folder.mkdir()
     for name, pixels in (("wide.png", WIDE), ("high.png", HIGH)):
@@ -182,6 +186,10 @@ def test_rows_of_a_job_have_the_answers_of_calls(llm: LLM, tmp_path: Path, monke
     assert answers[2]["error"]["code"] == "image_missing"
     assert [each["usage"]["prompt_tokens"] for each in answers if not each["error"]] == [27, 27, 5]
     assert provenance["images"]["rows"] == 2
+    metrics = json.loads((tmp_path / "whole.jsonl.run" / "metrics.json").read_text())
+    assert (metrics["images"], metrics["media_wait_s"] > 0) == (3, True)
+    assert report([str(tmp_path / "whole.jsonl.run")]) == 0
+    assert re.search(r"waiting for images.*3 images, .* in towers", capsys.readouterr().out)
     # A job that failed and is started again has the same bytes, and the digest of images of both starts.
     with monkeypatch.context() as patch:
         step, seen = RowRunner.step, []

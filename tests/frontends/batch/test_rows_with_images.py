@@ -247,6 +247,16 @@ def test_window_of_rows_is_bounded(door: Door):
     assert count == 64
 
 
+def test_pauses_count_while_images_are_prepared(door: Door):
+    window = ImageWindow(door.images(root=door.folder, holds=True), 1 << 30)
+    window.pause(0)
+    assert window.wait_s == 0
+    window.put(rows_of(door, "a.png")[0])
+    assert window.next_ready(0) is None
+    window.pause(0)
+    assert window.wait_s > 0
+
+
 @pytest.mark.parametrize("form", ["list of bytes", "list of structs", "bytes", "struct"])
 def test_parquet_images_are_read_without_base64(door: Door, tmp_path: Path, form: str):
     data, bytes_type = saved(WIDE), pyarrow.binary()
