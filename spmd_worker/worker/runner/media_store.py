@@ -6,6 +6,7 @@ tensor group keeps the same rows. A tower sees one image a call, on one rank, so
 E: tokens of a step that take rows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -27,6 +28,10 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 _NUM_SIZES: Final = 5
 """Integers that a broadcast of pixels begins with: the number of crops, then grid and size."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Encode(NamedTuple):
@@ -55,6 +60,10 @@ class MediaStore:
         self._hidden_size, self._num_added = hidden_size, num_added
         self._rows: dict[bytes, Tensor] = {}
         self._pixels: dict[RequestId, dict[int, SentImage]] = {}
+        self.on_layer: Callable[[], None] = _nothing
+        """Called behind each layer of a tower, of this rank's or of another's."""
+        self._num_layers = 0
+        """Layers since the begin of a plan's images."""
         self.encode_s = 0.0
         """Seconds in which this rank has made rows, or waited for those of other ranks."""
 
@@ -100,10 +109,35 @@ class MediaStore:
         encodes = [_Encode(each, request_of(RequestId(each.request_id)).media[each.index]) for each in plan.encode]
         # All pixels first: then every owner makes its rows while the others make theirs.
         pixels = [self._pixels_at_owner(each) for each in encodes]
-        made = [self._made(each, image) for each, image in zip(encodes, pixels, strict=True)]
+        made = self._all_made(encodes, pixels)
         for each, rows in zip(encodes, made, strict=True):
             self._rows[each.item.media_id] = self._group.broadcast(rows, each.plan.owner)
         self.encode_s += perf_counter() - started
+
+    def _all_made(self, encodes: Sequence[_Encode], pixels: Sequence[ImagePixels | None]) -> list[Tensor]:
+        """The rows of the images that this rank makes. The ranks meet behind each layer: those that wait for rows hear
+        of the others' progress, so a layer, and not an image, has the time that ranks wait for each other.
+        """
+        trunk, self._num_layers = getattr(self.make_rows, "trunk", None), 0
+        if trunk is None:
+            return [self._made(*each) for each in zip(encodes, pixels, strict=True)]
+        trunk.on_layer = self._end_layer
+        try:
+            made = [self._made(*each) for each in zip(encodes, pixels, strict=True)]
+        finally:
+            # Not a cycle: a model without references is freed at once.
+            trunk.on_layer = _nothing
+        num_images = Counter([each.plan.owner for each in encodes])
+        while self._num_layers < max(num_images.values()) * len(trunk.layers):
+            self._end_layer()
+        return made
+
+    def _end_layer(self) -> None:
+        self._num_layers += 1
+        # Layers are only queued on a GPU, where an image takes no minutes.
+        if self._device.type == "cpu" and self._group.size > 1:
+            self._group.all_gather(torch.zeros(1))
+        self.on_layer()
 
     def of_step(self, scheduled: Sequence[ScheduledSequence]) -> StepMedia | None:
         """The rows of a step, and their places among its tokens; None if it computes no image tokens."""
