@@ -117,22 +117,20 @@ def test_ranks_that_wait_hear_of_each_layer():
     """Regression: those that waited for the rows of a large image looked dead after `timeout_s`."""
     seen: list[tuple[int, str]] = []
 
-    def run(group: Any) -> tuple[Tensor, int]:
+    def run(group: Any) -> Tensor:
         store = MediaStore(LayeredTower(group.rank, seen), group, 3, 2, torch.float32, torch.device("cpu"))
         store.on_layer = lambda: seen.append((group.rank, "heard"))
         store.hold(5, 0, image(FIRST, 0, 3))
         store.hold(5, 1, image(SECOND, 50, 2))
         # Rank 1 makes both, rank 0 none.
         store.apply(StepPlan(1, encode=(EncodeMedia(5, 0, 1), EncodeMedia(5, 1, 1))), lambda request_id: REQUEST)
-        return store._rows[FIRST], group.num_gathered_elements
+        return store._rows[FIRST]
 
-    (first, _), (second, _) = on_ranks(2, run)
+    first, second = on_ranks(2, run)
     assert first.equal(second)
     assert first.equal(filled()._rows[FIRST])
     assert [what for rank, what in seen if rank == 0] == ["heard"] * 4
     assert [what for rank, what in seen if rank == 1] == ["layer", "heard"] * 4
     # Rank 1 has begun no layer before rank 0 heard of the one before.
-    heard = [
-        sum(each == (0, "heard") for each in seen[:index]) for index, each in enumerate(seen) if each == (1, "layer")
-    ]
-    assert all(number >= layer - 1 for layer, number in enumerate(heard))
+    begun = [index for index, each in enumerate(seen) if each == (1, "layer")]
+    assert all(seen[:index].count((0, "heard")) >= layer - 1 for layer, index in enumerate(begun))
