@@ -22,6 +22,7 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.record_checks import sent_fields
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
@@ -151,8 +152,9 @@ def records_of(hint: object, found: dict[type, None]) -> None:
             records_of(each, found)
         elif isinstance(each, type) and dataclasses.is_dataclass(each) and each not in found:
             found[each] = None
-            for inner in get_type_hints(each).values():
-                records_of(inner, found)
+            hints = get_type_hints(each)
+            for sent in sent_fields(each):
+                records_of(hints[sent.name], found)
 
 
 def test_a_workers_run_crosses_whatever_its_model_has():
