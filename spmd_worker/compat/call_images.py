@@ -52,7 +52,7 @@ def prepare_ahead(media: Sequence[PreparedMedia]) -> None:
 
 
 def _dropped(media: Sequence[PreparedMedia]) -> "CallPrompt | None":
-    """What makes the images of a prompt again; None if they were not dropped here. Audio never is."""
+    """The maker of a prompt's images; None if they were not dropped here. Audio never is."""
     first = media[0].content if media else None
     return first.prompt if isinstance(first, DroppedPixels) else None
 
