@@ -153,8 +153,8 @@ def records_of(hint: object, found: dict[type, None]) -> None:
         elif isinstance(each, type) and dataclasses.is_dataclass(each) and each not in found:
             found[each] = None
             hints = get_type_hints(each)
-            for sent in sent_fields(each):
-                records_of(hints[sent.name], found)
+            for spec in sent_fields(each):
+                records_of(hints[spec.name], found)
 
 
 def test_a_workers_run_crosses_whatever_its_model_has():

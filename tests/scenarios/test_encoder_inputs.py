@@ -20,6 +20,7 @@ from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 
 from spmd_worker import LLM, BeamSearchParams, PromptsRefusedError, SamplingParams
 from spmd_worker.engine.request_error import RequestError
+from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
 from spmd_worker.worker.runner.media_store import MediaStore
 
 
@@ -195,6 +196,21 @@ def test_outputs_have_both_prompts(llm: LLM):
     assert (text.prompt_token_ids, text.encoder_prompt_token_ids) == (FOLLOWING, [*PROMPTS[1]["encoder"].token_ids])
     assert (audio.prompt_token_ids, audio.encoder_prompt_token_ids) == (FOLLOWING, None)
     assert (text.num_prompt_tokens, audio.num_prompt_tokens) == (16 + 11, 11)
+    assert llm.llm_engine.model_config.is_encoder_decoder
+
+
+def test_partial_outputs_have_both_prompts(llm: LLM, expected: list[Any]):
+    engine, encoder_ids = llm.llm_engine, [*PROMPTS[1]["encoder"].token_ids]
+    prompt = {"encoder_prompt": {"prompt_token_ids": encoder_ids}, "decoder_prompt": {"prompt_token_ids": FOLLOWING}}
+    # The folder's rules force the last token.
+    params = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("streamed", prompt, params)
+    parts: list[Any] = []
+    while engine.has_unfinished_requests():
+        parts += engine.step()
+    assert len(parts) > 2
+    assert [each for part in parts for each in part.outputs[0].token_ids][:16] == expected[1][0][0]
+    assert {(*part.encoder_prompt_token_ids, *part.prompt_token_ids) for part in parts} == {(*encoder_ids, *FOLLOWING)}
 
 
 def test_scores_are_those_of_sampling(llm: LLM, expected: list[Any]):
@@ -292,12 +308,14 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
     MediaStore.apply = noted  # type: ignore[method-assign]  # this process ends with the test
     with encoder_prompts(), LLM(model, dtype="float32", **ROOMY, **layout) as made:
         rank = made.llm_engine.engine_channel.rank
-        own = [PROMPTS[3 + rank], PROMPTS[2]][: 2 - rank]
-        seen = [answers(made), answers(made, own, PARAMS[0], gather=True), owners]
+        own = [PROMPTS[3], PROMPTS[2], PROMPTS[5]]
+        mine = own[2:] if rank else own[:2]
+        seen = [answers(made), answers(made, mine, PARAMS[1], gather=True), owners]
         try:
             answers(made, [PROMPTS[1 + 3 * rank]], PARAMS[0])
         except Exception as error:
             seen.append(f"{type(error).__name__}: {error}")
+        seen.append(answers(made, own, PARAMS[1]))
         (folder / str(rank)).write_text(json.dumps(seen))
 
 
@@ -324,6 +342,8 @@ def test_encoder_inputs_on_ranks_give_the_same_bits(
         assert sorted(set(first[2])) == [0, 1]
     else:
         assert first[0] == wanted
+    # The audio of rank 1 has come to the replica that answers it.
+    assert first[1] + second[1] == first[4]
     assert [len(each[1]) for each in (first, second)] == [2, 1]
     assert "prompts[0].encoder_input" in first[3]
 

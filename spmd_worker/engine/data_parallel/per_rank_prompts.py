@@ -24,6 +24,8 @@ from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_promp
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
 from spmd_worker.media.media_sizes import MediaSizes, with_content
+from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.lockstep.wire.record_codec import codec_of
 from spmd_worker.replica.sequence.outputs import RequestOutput
@@ -151,14 +153,13 @@ def _send_media(engine: Engine, prompts: Mapping[int, CheckedPrompt]) -> dict[in
                 for each in media:
                     channel.send_bytes(torch.frombuffer(bytearray(each.content.data), dtype=torch.uint8), leader)
             elif source != leader and channel.rank == leader:
-                media = tuple(
-                    [
-                        with_content(each, channel.receive_bytes(each.content.num_bytes, source).numpy().data)
-                        for each in media
-                    ]
-                )
+                media = tuple([_received(channel, each, source) for each in media])
             found[index] = replace(prompt, media=media, replica=replica)
     return found
+
+
+def _received(channel: ControlChannel, media: PreparedMedia, source: int) -> PreparedMedia:
+    return with_content(media, channel.receive_bytes(media.content.num_bytes, source).numpy().data)
 
 
 def _placed(indices: Sequence[int], num_ranks: int, replica_size: int) -> dict[int, int]:

@@ -73,7 +73,7 @@ class EncoderTower(Tower):
             assert isinstance(given, EncoderIds), type(given)
             return TowerRows(self._rows(torch.tensor(given.token_ids, dtype=torch.int64, device=self._device), None))
         assert isinstance(given, AudioFeatures), type(given)
-        x = self.frames(torch.from_numpy(given.features))
+        x = self.frames(torch.from_numpy(given.features.copy()))
         return TowerRows(self._rows(torch.zeros(len(x), dtype=torch.int64, device=self._device), x))
 
     def _rows(self, token_ids: Tensor, incoming: Tensor | None) -> Tensor:

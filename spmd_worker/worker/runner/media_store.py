@@ -174,8 +174,8 @@ class MediaStore:
         return StepMedia(indices, rows, tuple(added))
 
     def _content_at_owner(self, encode: _Encode) -> TowerInput | None:
-        """Content of an image or an input, on the rank that makes its rows, sent there by rank 0. Every
-        rank knows the text that an encoder reads.
+        """The content that rows of an image or an input are made of, on the rank that makes them, sent there by rank 0.
+        Every rank knows the text that an encoder reads.
         """
         owner, rank = encode.plan.owner, self._group.rank
         given = encode.request.encoder_input
