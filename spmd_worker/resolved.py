@@ -5,24 +5,28 @@ They are derived from the configuration and the model's files. Needs no torch, s
 resolved later, where it is measured (`worker/memory/plan.py`).
 """
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kv_cache.state_slots import check_state_block_size
-from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.media.image_processor import KINDS, ImageProcessor, normalised_by, read_image_processor
+from spmd_worker.media.processor_settings import has_image_processor
 from spmd_worker.model_config.byte_rows import fits_bytes
 from spmd_worker.model_config.decoder_generation import DecoderGeneration
 from spmd_worker.model_config.encoder_options import max_encoder_len, num_encoder_positions
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MAX_INPUTS
-from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, has_image_processor, read_model_files
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.expert_layout import expert_layout_of
 from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, shard_range
 from spmd_worker.replica.sequence.defaults import default_sampling
@@ -42,7 +46,8 @@ class ResolvedRun:
     encoder-decoder model the decoder's; `max_encoder_len` those of its encoder's input, 0 without an encoder.
     `files_digest` covers the bytes of config.json, generation_config.json and the pooling files, `location` is that of
     the files. `tokenizer` is the folder's, in the process that has read the run; None in other processes, in a plan and
-    without tokenizer.json; `decoder` is of encoder-decoder models, in that process too.
+    without tokenizer.json; `decoder` is of encoder-decoder models, in that process too. `image_processor` has the
+    numbers by which images are prepared, in that process; None if the model takes none.
     """
 
     config: RunConfig
@@ -57,6 +62,7 @@ class ResolvedRun:
     max_encoder_len: int = 0
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
     decoder: DecoderGeneration | None = field(default=None, metadata=NOT_SENT)
+    image_processor: ImageProcessor | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
 
     @property
     def max_num_seqs(self) -> int:
@@ -128,7 +134,11 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
             location.folder,
             extra=SAME_ON_EVERY_RANK,
         )
-    resolved = resolve(config, files, device_type, location)
+    processor = _image_processor(config, files.model_config.vision, location.folder)
+    if processor is not None and files.model_config.vision is not None:
+        vision = normalised_by(files.model_config.vision, processor)
+        files = replace(files, model_config=replace(files.model_config, vision=vision))
+    resolved = replace(resolve(config, files, device_type, location), image_processor=processor)
     if config.plan:
         return resolved
     tokenizer = Tokenizer.open_if_present(location.folder)
@@ -138,6 +148,22 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
 def takes_images(config: RunConfig) -> bool:
     """Whether rows may have images: only then the tower of a model is loaded."""
     return config.limits.max_images > 0
+
+
+def _image_processor(config: RunConfig, vision: VisionConfig | None, folder: Path) -> ImageProcessor | None:
+    """The numbers by which the images of a run are prepared. None for a model without images, and in a plan without the
+    file that has them. Raises ModelConfigError.
+    """
+    if vision is None or vision.kind not in KINDS or (config.plan.enabled and not has_image_processor(folder)):
+        return None
+    return read_image_processor(folder, vision, _image_overrides(config.model))
+
+
+def _image_overrides(model: ModelOptions) -> dict[str, Any]:
+    """Values in place of those of the image processor's file."""
+    pixels = {"min_pixels": model.image_min_pixels, "max_pixels": model.image_max_pixels}
+    others = {name: json.loads(text) for name, text in (model.image_processor or {}).items()}
+    return {name: value for name, value in pixels.items() if value is not None} | others
 
 
 def _with_tokenizer_eos(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

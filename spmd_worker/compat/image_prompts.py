@@ -3,13 +3,12 @@
 sources --prepare--> images; text or ids, with a placeholder for each image --expand--> ids and MediaItems
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
 from spmd_worker.base.config.plain_values import shown
-from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
@@ -84,30 +83,6 @@ class ImagePrompts:
         ids = tuple(self.placeholders.expand_ids(token_ids, images, encode))
         return MediaPrompt(ids, self.placeholders.media_items(ids, images, self.image_token_id))
 
-    def for_call(self) -> "ImagePrompts":
-        """These prompts, for the prompts of one call: images that several of them have are prepared and held once."""
-        return replace(self, preparer=_PreparedOnce(self.preparer))
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparedOnce:
-    preparer: Preparer
-    known: dict[Hashable, tuple[tuple[Any, ...], PendingImages]] = field(default_factory=dict)
-    """Images of a prompt, by their sources, which are held: the id of an object is its own as long as it exists."""
-
-    def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedImage]:
-        return self.submit(sources).result()
-
-    def submit(self, sources: Sequence[Any]) -> PendingImages:
-        # The images of a prompt together: how one is prepared may depend on their number.
-        key = tuple([each if isinstance(each, str | bytes) else id(each) for each in sources])
-        if key not in self.known:
-            self.known[key] = (tuple(sources), self.preparer.submit(sources))
-        return self.known[key][1]
-
-    def close(self) -> None:
-        self.preparer.close()
-
 
 def check_images(images: ImagePrompts | None, sources: Sequence[Any], *, is_truncated: bool) -> ImagePrompts:
     """`images`, for a prompt whose images can be prepared. Raises MediaError."""
@@ -144,13 +119,8 @@ def check_sizes(images: Sequence[PreparedImage]) -> None:
 
 
 def num_media_bytes(media: Sequence[PreparedMedia]) -> int:
-    """Bytes of memory of prepared images and audio."""
-    return sum(
-        each.features.features.nbytes
-        if isinstance(each, PreparedAudio)
-        else sum(crop.nbytes for crop in each.pixels.crops)
-        for each in media
-    )
+    """Bytes of memory of prepared images and audio, once they are here."""
+    return sum(each.content.num_bytes for each in media)
 
 
 def media_digest(source_digests: Sequence[bytes]) -> str:

@@ -1,6 +1,5 @@
 """Opens the images of a run's prompts: processor, limits, root and helper processes."""
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -10,17 +9,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from spmd_worker.base.config.schema import ModelOptions, RunConfig
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.image_processor import ImageProcessor, read_image_processor
 from spmd_worker.media.limits import DEFAULT_FORMATS, MediaLimits
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.preparing import prepare
-from spmd_worker.model_config.model_config import has_image_processor
 from spmd_worker.resolved import ResolvedRun
 
 _EXAMPLES: Final = ((480, 640), (1080, 1920))
@@ -63,8 +60,8 @@ class LazyPreparer:
 
 
 def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
-    """The images of a run; None for a model without images. Raises ModelConfigError for an unsupported processor."""
-    vision, processor, config = resolved.model_config.vision, run_processor(resolved), resolved.config
+    """The images of a run; None for a model without images."""
+    vision, processor, config = resolved.model_config.vision, resolved.image_processor, resolved.config
     if vision is None or processor is None:
         return None
     placeholders = PLACEHOLDERS[vision.kind]
@@ -73,21 +70,11 @@ def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
     return ImagePrompts(LazyPreparer(make), placeholders, vision.image_token_id)
 
 
-def run_processor(resolved: ResolvedRun) -> ImageProcessor | None:
-    """The numbers by which the images of a run are prepared; None for a model without images. Raises
-    ModelConfigError.
-    """
-    vision = resolved.model_config.vision
-    if vision is None or vision.kind not in PLACEHOLDERS or not resolved.config.limits.max_images:
-        return None
-    return read_image_processor(resolved.model_folder, vision, _overrides(resolved.config.model))
-
-
 def image_costs(resolved: ResolvedRun) -> list[tuple[int, int, PreparedImage]]:
     """Height, width and what a prompt gets, of an image of each of two common sizes; empty without images, Pillow or
     the file of the processor, which plans do without.
     """
-    processor = run_processor(resolved) if has_image_processor(resolved.model_folder) else None
+    processor = resolved.image_processor
     if processor is None:
         return []
     try:
@@ -103,10 +90,3 @@ def media_limits(config: RunConfig) -> MediaLimits:
     formats = tuple([each.upper() for each in limits.image_formats]) if limits.image_formats else DEFAULT_FORMATS
     sizes = (limits.max_image_bytes, limits.max_image_pixels, limits.max_images, limits.max_image_tokens)
     return MediaLimits(*sizes, formats, (background[0], background[1], background[2]))
-
-
-def _overrides(model: ModelOptions) -> dict[str, Any]:
-    """Values in place of those of `preprocessor_config.json`."""
-    pixels = {"min_pixels": model.image_min_pixels, "max_pixels": model.image_max_pixels}
-    others = {name: json.loads(text) for name, text in (model.image_processor or {}).items()}
-    return {name: value for name, value in pixels.items() if value is not None} | others

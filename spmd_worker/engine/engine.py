@@ -112,6 +112,7 @@ class Engine:
         executor.adapters.watch(ref(self.adapters))
         executor.prompt_adapters.watch(ref(self.prompt_adapters))
         executor.attach_engine(self)
+        executor.watch_layers(self.times.heartbeat.tick)
         parallel = resolved.config.parallel
         stages = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._in_flight = StepPipeline(executor, channel, *stages)

@@ -232,8 +232,10 @@ class Requests:
             assert [each.media_id for each in held] == [each.media_id for each in media], request_id
             if rows is not None:
                 self._hold_rows(request_id, rows.content, rows.data)
-            for number, image in enumerate(media):
-                self._hold_media(request_id, number, image)
+            for number, each in enumerate(media):
+                # Only the leader of a replica has all.
+                if each.content.has_data:
+                    self._hold_media(request_id, number, each)
             self.num_requests += 1
             self._prompts[request_id] = (prompt, encoder_text)
             for digest in adapters_of(request):

@@ -285,6 +285,9 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         """Register the count of requests in flight, during which no weight may change."""
         self._num_in_flight = num_in_flight
 
+    def watch_layers(self, on_layer: Callable[[], None]) -> None:
+        """Register what is called behind each layer of a tower; no effect unless the workers are in this process."""
+
     def get_weight_updates(self) -> list[WeightUpdateReport | None]:
         """Each worker's open weight update, in rank order; may be empty if there is none."""
         return self.collective_rpc("get_weight_update")

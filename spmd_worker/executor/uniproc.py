@@ -69,6 +69,9 @@ class UniProcExecutor(Executor):
         # The worker itself rejects new weights.
         self.collective_rpc("watch_requests", args=(num_in_flight,))
 
+    def watch_layers(self, on_layer: Callable[[], None]) -> None:
+        self.collective_rpc("watch_layers", args=(on_layer,))
+
     def _call(self, method: str | Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
             if callable(method):

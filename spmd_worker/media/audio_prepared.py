@@ -23,6 +23,10 @@ class PreparedAudio:
     source_digest: bytes
 
     @property
+    def content(self) -> AudioFeatures:
+        return self.features
+
+    @property
     def text(self) -> str:
         """Audio has no place in a prompt's text."""
         return ""

@@ -6,7 +6,7 @@ square of another size than the tower's would be computed with wrong positions.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,6 +62,11 @@ class ImageProcessor:
     min_crops: int = 0
     max_crops: int = 0
     splits: bool = False
+
+
+def normalised_by(vision: VisionConfig, processor: ImageProcessor) -> VisionConfig:
+    """The config of a tower whose pixels are those of `processor`."""
+    return replace(vision, image_mean=processor.mean, image_std=processor.std, rescale_factor=processor.scale)
 
 
 def processor_of(values: Mapping[str, Any]) -> ImageProcessor:
@@ -257,3 +262,5 @@ _RULES: Final = {
     "pixtral": _PIXTRAL,
     "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),
 }
+KINDS: Final = frozenset(_RULES)
+"""Kinds of `VisionConfig` whose images are prepared here."""

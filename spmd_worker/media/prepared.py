@@ -2,6 +2,7 @@
 features that the encoder of an encoder-decoder model reads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +14,10 @@ Pixels = NDArray[np.uint8]
 Features = NDArray[np.float32]
 """[mel bins, frames]."""
 NUM_CHANNELS: Final = 3
+NUM_FEATURE_BYTES: Final = 4
+
+Shapes = tuple[tuple[int, int], ...]
+"""(height, width) of each crop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +31,7 @@ class ImagePixels:
     size: tuple[int, int]
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(height, width) of each crop."""
+    def shapes(self) -> Shapes:
         return tuple([(len(each), each.shape[1]) for each in self.crops])
 
     @property
@@ -35,10 +39,34 @@ class ImagePixels:
         """All crops, one behind the other."""
         return b"".join([each.tobytes() for each in self.crops])
 
+    @property
+    def has_data(self) -> bool:
+        """Whether more than its sizes is here."""
+        return True
 
-def pixels_from(
-    data: bytes | memoryview, shapes: tuple[tuple[int, int], ...], grid: tuple[int, int], size: tuple[int, int]
-) -> ImagePixels:
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All integers of it."""
+        return image_sizes(self.shapes, self.grid, self.size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of `data`."""
+        return sum(height * width for height, width in self.shapes) * NUM_CHANNELS
+
+
+def image_sizes(shapes: Shapes, grid: tuple[int, int], size: tuple[int, int]) -> tuple[int, ...]:
+    """`ImagePixels.sizes` of these."""
+    return (*grid, *size, *[side for shape in shapes for side in shape])
+
+
+def shapes_grid_size(sizes: Sequence[int]) -> tuple[Shapes, tuple[int, int], tuple[int, int]]:
+    """The inverse of `image_sizes`."""
+    lines, columns, height, width, *sides = sizes
+    return tuple(zip(sides[::2], sides[1::2], strict=True)), (lines, columns), (height, width)
+
+
+def pixels_from(data: bytes | memoryview, shapes: Shapes, grid: tuple[int, int], size: tuple[int, int]) -> ImagePixels:
     """`ImagePixels` of their `data` and `shapes`."""
     crops, start = [], 0
     whole = np.frombuffer(data, dtype=np.uint8)
@@ -68,6 +96,22 @@ class AudioFeatures:
         """All numbers, row by row."""
         return self.features.tobytes()
 
+    @property
+    def has_data(self) -> bool:
+        """Whether more than its sizes is here."""
+        return True
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Mel bins and frames."""
+        return len(self.features), self.features.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of `data`."""
+        bins, frames = self.sizes
+        return bins * frames * NUM_FEATURE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
@@ -84,3 +128,7 @@ class PreparedImage:
     num_patches: int
     token_grid: tuple[int, int]
     source_digest: bytes
+
+    @property
+    def content(self) -> ImagePixels:
+        return self.pixels

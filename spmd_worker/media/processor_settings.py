@@ -18,14 +18,27 @@ Values = dict[str, Any]
 
 def image_values(folder: Path) -> tuple[Values, Path]:
     """Settings of images, and their file: `processor_config.json` has them in newer checkpoints."""
+    found = _image_values(folder)
+    if found is None:
+        files = f"neither {_FILES[0]} with image_processor nor {_FILES[1]}"
+        raise ModelConfigError(f"{folder} has {files}: add it, or set limits.max_images=0 to run the text alone")
+    return found
+
+
+def has_image_processor(folder: Path) -> bool:
+    """Whether a folder says how images are prepared: what a trainer saves of a model for images may not."""
+    found = _image_values(folder)
+    return found is not None and bool(found[0])
+
+
+def _image_values(folder: Path) -> tuple[Values, Path] | None:
     for path in (folder / name for name in _FILES):
         found = json_object(path)
         if found is not None and path.name == _FILES[0]:
             found = found.get("image_processor")
         if isinstance(found, dict):
             return found, path
-    files = f"neither {_FILES[0]} with image_processor nor {_FILES[1]}"
-    raise ModelConfigError(f"{folder} has {files}: add it, or set limits.max_images=0 to run the text alone")
+    return None
 
 
 def json_object(path: Path) -> Values | None:

@@ -1,4 +1,4 @@
-"""SentAudio: prepared audio as it travels to the worker, or the replica, that makes its rows."""
+"""SentAudio: prepared audio as it travels to the worker that makes its rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,11 +32,6 @@ class SentAudio(NamedTuple):
     @property
     def content(self) -> AudioFeatures:
         return audio_from(self.sizes, self.data)
-
-    @property
-    def prepared(self) -> PreparedAudio:
-        """The audio as far as an engine needs it."""
-        return PreparedAudio(self.media_id, self.content, 0, 0, 0.0, 0.0, 0.0, b"")
 
 
 SentMedia = SentImage | SentAudio

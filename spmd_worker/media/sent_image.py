@@ -1,9 +1,9 @@
-"""SentImage: a prepared image as it travels to the worker, or the replica, that makes its rows."""
+"""SentImage: a prepared image as it travels to the worker that makes its rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spmd_worker.media.prepared import ImagePixels, PreparedImage, pixels_from
+from spmd_worker.media.prepared import ImagePixels, PreparedImage, image_sizes, pixels_from, shapes_grid_size
 
 
 class SentImage(NamedTuple):
@@ -23,20 +23,13 @@ class SentImage(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """All integers but those of the name."""
-        return (*self.grid, *self.size, *[side for shape in self.shapes for side in shape])
+        return image_sizes(self.shapes, self.grid, self.size)
 
     @property
     def content(self) -> ImagePixels:
-        return image_from(self.sizes, self.data)
-
-    @property
-    def prepared(self) -> PreparedImage:
-        """The image as far as an engine needs it."""
-        return PreparedImage(self.media_id, self.content, "", 0, 0, (0, 0), b"")
+        return pixels_from(self.data, self.shapes, self.grid, self.size)
 
 
 def image_from(sizes: Sequence[int], data: bytes | memoryview) -> ImagePixels:
     """Pixels of the `sizes` and `data` of a `SentImage`."""
-    lines, columns, height, width, *sides = sizes
-    shapes = tuple(zip(sides[::2], sides[1::2], strict=True))
-    return pixels_from(data, shapes, (lines, columns), (height, width))
+    return pixels_from(data, *shapes_grid_size(sizes))

@@ -35,7 +35,7 @@ from spmd_worker.model_config.families.family import (
     Windows,
 )
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
-from spmd_worker.model_config.families.vision_rows import read_vision, with_processor
+from spmd_worker.model_config.families.vision_rows import read_vision
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.layer_elements import layer_elements
 from spmd_worker.model_config.pooling import (
@@ -322,9 +322,6 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path, with_images=with_images)
     family = family_of(model_config.architecture)
-    if model_config.vision is not None:
-        vision = with_processor(model_config.vision, family.vision, *_image_processor(model_folder))
-        model_config = replace(model_config, vision=vision)
     names = tensor_names(model_folder) if _is_tied_by_class(config, family) else ()
     if names:
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
@@ -382,22 +379,6 @@ def _with_positions(model_config: ModelConfig, model_folder: Path) -> ModelConfi
 def _computed(model_config: ModelConfig) -> ModelConfig:
     sinusoid = family_of(model_config.architecture).embedding.sinusoid
     return replace(model_config, num_positions=0, sinusoid=sinusoid)
-
-
-def has_image_processor(model_folder: Path) -> bool:
-    """Whether a folder says how images are prepared: what a trainer saves of a model for images may not."""
-    return bool(_image_processor(model_folder)[0])
-
-
-def _image_processor(model_folder: Path) -> tuple[Mapping[str, Any], Path]:
-    """Contents of the image processor's file, {} if there is none, and its path: as images are prepared by it, the
-    newer file comes first.
-    """
-    path, newer = model_folder / "preprocessor_config.json", model_folder / "processor_config.json"
-    found = _json_object(_content(newer), newer).get("image_processor") if newer.exists() else None
-    if isinstance(found, dict):
-        return found, newer
-    return (_json_object(_content(path), path) if path.exists() else {}), path
 
 
 def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:

@@ -281,6 +281,11 @@ class Worker(WorkerBase):
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         self.loaded.model.weights.update.num_in_flight = num_in_flight
 
+    def watch_layers(self, on_layer: Callable[[], None]) -> None:
+        media = self.running.runner.media
+        if media is not None:
+            media.on_layer = on_layer
+
     def get_weight_update(self) -> WeightUpdateReport | None:
         if self._loaded is None:
             return None

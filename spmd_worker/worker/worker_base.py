@@ -281,6 +281,11 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         the engine's process.
         """
 
+    def watch_layers(self, on_layer: Callable[[], None]) -> None:  # optional: only for images that take minutes
+        """Register what is called behind each layer of a tower. Called only if the worker is in the engine's process,
+        by its thread.
+        """
+
     def get_weight_update(self) -> "WeightUpdateReport | None":
         """The loaded weights that are not committed; None if there are none and none was rejected."""
         return None

@@ -8,6 +8,7 @@ import pytest
 from image_doors import PAD, STRINGS_ALONE, WRITTEN, HerePreparer, image_prompts, image_tokenizer
 from media_models import noise, saved
 
+from spmd_worker.compat.call_images import images_of_call
 from spmd_worker.compat.chat import ChatOptions, prepared_messages, render
 from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation
 from spmd_worker.compat.prompts import Encoded, apply_pooling, encode_prompt
@@ -116,7 +117,7 @@ def test_prompt_without_images_is_as_before(images: ImagePrompts, tokenizer: Tok
 
 
 def test_images_of_several_prompts_are_prepared_once(images: ImagePrompts, tokenizer: Tokenizer):
-    of_call = images.for_call()
+    of_call = images_of_call(images, 1e9)
     found = [encoded(of_call, tokenizer, two(prompt=WRITTEN * 2)) for _ in range(3)]
     assert isinstance(images.preparer, HerePreparer)
     of_call.preparer.submit([WIDE, HIGH])

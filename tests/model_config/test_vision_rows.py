@@ -1,21 +1,20 @@
 """Reading of config.json and of the image processor's file: defaults of transformers' classes, and bad values."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from media_models import MODELS, media_processor
 from vision_checkpoints import vision_folder
 
+from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.media.image_processor import read_image_processor
+from spmd_worker.media.image_processor import CLIP_MEAN, CLIP_STD
 from spmd_worker.model_config.families.table import FAMILIES
-from spmd_worker.model_config.families.vision_rows import VISION_ROWS, read_vision, with_processor
-from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.model_config.families.vision_rows import VISION_ROWS, read_vision
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
+from spmd_worker.resolved import resolve_run
 
 PATH = Path("config.json")
 CLASSES = {
@@ -117,39 +116,33 @@ def test_unknown_towers_run_with_text_alone(caplog: pytest.LogCaptureFixture):
     assert caplog.text.count("the model runs with text alone") == 2
 
 
-def test_processor_files_give_mean_and_deviation():
-    vision, _ = read("qwen2_5_vl", {})
-    default = with_processor(vision, "qwen2_5_vl", {}, PATH)
-    assert default.image_mean[0] == pytest.approx(0.48145466)
-    given = with_processor(vision, "qwen2_5_vl", {"image_mean": [0, 0.5, 1], "image_std": [1, 1, 2]}, PATH)
-    assert given == replace(vision, image_mean=(0.0, 0.5, 1.0), image_std=(1.0, 1.0, 2.0))
-    for wrong in ({"image_mean": [0.5]}, {"image_std": [1, 1, 0]}, {"image_mean": "0.5"}, {"rescale_factor": 0}):
-        with pytest.raises(ModelConfigError, match=next(iter(wrong))):
-            with_processor(vision, "qwen2_5_vl", json.loads(json.dumps(wrong)), PATH)
+SIDES = {"height": 84, "width": 84}
+SQUARE = {"size": {"shortest_edge": 84}, "crop_size": SIDES}
+OLD = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "rescale_factor": 0.1, **SQUARE}
+HALVES = (0.5, 0.5, 0.5)
 
 
-def test_tower_and_preparing_read_the_same_file(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("old", "newer", "expected"),
+    [
+        (OLD, {}, ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 0.1)),
+        (OLD, {"image_processor": {"image_mean": 0.25, "image_std": 2, **SQUARE}}, ((0.25,) * 3, (2.0,) * 3, 1 / 255)),
+        ({"image_processor_type": "SiglipImageProcessor", "size": SIDES}, {}, (HALVES, HALVES, 1 / 255)),
+        (SQUARE, {}, (CLIP_MEAN, CLIP_STD, 1 / 255)),
+    ],
+    ids=["old file", "newer file, one number", "SigLIP's defaults", "defaults"],
+)
+def test_towers_normalise_as_their_image_processor(
+    old: dict[str, Any], newer: dict[str, Any], expected: tuple[Any, ...], tmp_path: Path
+):
     """Folders may have both files."""
-    (tmp_path / "config.json").write_text((vision_folder("gemma3") / "config.json").read_text())
-    square = {"size": {"height": 112, "width": 112}}
-    old = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "rescale_factor": 0.1, **square}
-    new = {"image_mean": [0.7, 0.6, 0.5], "image_std": [0.3, 0.2, 0.1], "rescale_factor": 0.2, **square}
+    (tmp_path / "config.json").write_text((vision_folder("llava_of_siglip") / "config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(old))
-    for contents, expected in (({}, old), ({"image_processor": new}, new)):
-        (tmp_path / "processor_config.json").write_text(json.dumps(contents))
-        vision = read_model_files(tmp_path, with_images=True).model_config.vision
-        assert vision is not None
-        processor = read_image_processor(tmp_path, vision)
-        assert list(vision.image_mean) == list(processor.mean) == expected["image_mean"]
-        assert list(vision.image_std) == list(processor.std) == expected["image_std"]
-        assert vision.rescale_factor == processor.scale == expected["rescale_factor"]
-
-
-@pytest.mark.parametrize("kind", sorted(MODELS))
-def test_tower_and_preparing_have_the_same_defaults(kind: str, tmp_path: Path):
-    processor = media_processor(tmp_path, kind, {"image_mean": None, "image_std": None, "rescale_factor": None})
-    vision = with_processor(VisionConfig(kind, 1), "llava" if kind == "pixtral" else kind, {}, PATH)
-    assert (vision.image_mean, vision.image_std, vision.rescale_factor) == (
-        *(processor.mean, processor.std),
-        processor.scale,
-    )
+    (tmp_path / "processor_config.json").write_text(json.dumps(newer))
+    config = RunConfig(model=ModelOptions(path=str(tmp_path)), plan=True)
+    resolved = resolve_run(config, "cpu")
+    vision, processor = resolved.model_config.vision, resolved.image_processor
+    assert vision is not None
+    assert processor is not None
+    assert (vision.image_mean, vision.image_std, vision.rescale_factor) == expected
+    assert (processor.mean, processor.std, processor.scale) == expected

@@ -233,8 +233,14 @@ def test_server_answers_the_client_of_openai(job: tuple[Path, dict[str, Any]], r
             audio.transcriptions.create(file=("a.wav", SHORT), stream=True, **more)
         by_json = server.client.ask(TRANSCRIPTIONS, {"file": url(SHORT), "language": "de", **MOST})
         assert by_json[:2] == (200, body_of(answers["short"]))
+        # Another request's images or audio fill the server.
+        server.exchange.reserve(0, 1)
+        server.exchange.max_media_bytes = 1
+        assert server.client.ask(TRANSCRIPTIONS, {"file": url(SHORT), **MOST})[0] == 429
+        server.exchange.free(0, 1)
         assert server.client.ask(TRANSCRIPTIONS, b"--b", {"content-type": "multipart/form-data; boundary=b"})[0] == 400
         assert server.client.metric("spmd_worker_serve_sequences") == 0
+        assert server.exchange.num_media_bytes == 0
 
 
 def test_parquet_audio_is_read_without_base64(root: Path, tmp_path: Path, job: tuple[Path, dict[str, Any]]) -> None:

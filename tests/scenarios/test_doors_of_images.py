@@ -71,6 +71,11 @@ def answers_of_server() -> tuple[tuple[str, int], list[tuple[int, str]]]:
     with ServedHere(model=image_folder("qwen3_vl")) as server:
         status, served, _ = server.client.ask(CHAT, body(*URLS))
         assert status == 200, served
+        server.exchange.reserve(0, 1)
+        server.exchange.max_media_bytes = 1
+        assert server.client.ask(CHAT, body(*URLS))[0] == 429
+        server.exchange.free(0, 1)
+        assert server.client.ask(CHAT, body(*URLS))[0] == 200
         refused = [server.client.ask(CHAT, body(*urls))[:2] for urls in BAD.values()]
     return answer_of(served), [(status, answer["error"]["code"]) for status, answer in refused]
 

@@ -316,12 +316,14 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
     MediaStore.apply = noted  # type: ignore[method-assign]  # this process ends with the test
     with encoder_prompts(), LLM(model, dtype="float32", **ROOMY, **layout) as made:
         rank = made.llm_engine.engine_channel.rank
-        own = [PROMPTS[3 + rank], PROMPTS[2]][: 2 - rank]
-        seen = [answers(made), answers(made, own, PARAMS[0], gather=True), owners]
+        own = [PROMPTS[3], PROMPTS[2], PROMPTS[5]]
+        mine = own[2:] if rank else own[:2]
+        seen = [answers(made), answers(made, mine, PARAMS[1], gather=True), owners]
         try:
             answers(made, [PROMPTS[1 + 3 * rank]], PARAMS[0])
         except Exception as error:
             seen.append(f"{type(error).__name__}: {error}")
+        seen.append(answers(made, own, PARAMS[1]))
         (folder / str(rank)).write_text(json.dumps(seen))
 
 
@@ -348,6 +350,8 @@ def test_encoder_inputs_on_ranks_give_the_same_bits(
         assert sorted(set(first[2])) == [0, 1]
     else:
         assert first[0] == wanted
+    # The audio of rank 1 has come to the replica that answers it.
+    assert first[1] + second[1] == first[4]
     assert [len(each[1]) for each in (first, second)] == [2, 1]
     assert "prompts[0].encoder_input" in first[3]
 

@@ -24,11 +24,18 @@ from image_models import (
     image_reference,
     image_token_id,
     prompt_of,
+    text_of,
     their_answer,
     their_logprobs,
+    their_vector,
 )
+from media_models import saved
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.scheduler import allocator
 from spmd_worker.worker.runner.media_store import MediaStore
 
@@ -36,6 +43,7 @@ ROOMY: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_blocks": 96, "ma
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True)
 FORKED = SamplingParams(temperature=1, seed=3, n=3, max_tokens=40, logprobs=1, ignore_eos=True)
+NUM_LONG = 32
 WHOLE_KINDS = ("qwen3_vl", "gemma3", "qwen3_5")
 """Kinds that go through everything: three positions and added rows, sight within an image, states."""
 RECOMPUTING = {"preemption_mode": "recompute"}
@@ -265,6 +273,28 @@ def test_trainers_weights_of_a_tower_take_effect():
             before = after
 
 
+@pytest.mark.guarantee("Vectors of images are those of transformers", is_control_inside=True)
+def test_vectors_of_images_are_those_of_transformers(tmp_path: Path):
+    """The shape of Qwen3-VL-Embedding: the normalised last hidden state of the last token; in calls and in rows."""
+    kind, talk = "qwen3_vl", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    chat = f"<user>{PLACEHOLDERS[kind].written}What?"
+    expected = [their_vector(kind, PICTURES, text_of(kind, 2)), their_vector(kind, PICTURES[:1], chat)]
+    with opened(kind, runner="pooling", max_num_batched_tokens=16) as llm:
+        given = [prompt_of(kind, PICTURES), prompt_of(kind, PICTURES[:1], chat), prompt_of(kind, OTHERS)]
+        found = [torch.tensor(each.outputs.embedding) for each in llm.embed(given, use_tqdm=False)]
+    for ours, theirs in zip(found, expected):
+        assert (ours - theirs).abs().max() < 2e-5
+    assert (found[2] - expected[0]).abs().max() > 1e-2, "negative control: another picture behind the same ids"
+    (tmp_path / "a.png").write_bytes(saved(PICTURES[0]))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"embed": {"messages": talk}, "images": ["a.png"]}) + "\n")
+    model = ModelOptions(path=str(image_folder(kind)), dtype="float32", max_model_len=192, runner="pooling")
+    paths = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out.jsonl"), "media_root": str(tmp_path)}
+    config = RunConfig(model=model, cache=CacheConfig(num_blocks=96), job=JobConfig(**paths), device="cpu")
+    run_job(config, RankEnvironment())
+    (row,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert (torch.tensor(row["embedding"]) - expected[1]).abs().max() < 2e-5
+
+
 def test_image_larger_than_a_step_is_refused_whole():
     with opened("gemma3", max_num_batched_tokens=15) as llm:
         with pytest.raises(PromptsRefusedError, match="max_num_batched_tokens"):
@@ -276,7 +306,14 @@ def main(kind: str, folder: Path, **layout: Any) -> None:
     """A rank's report: answers, and digests of rows."""
     with noted_rows() as rows, opened(kind, **layout) as llm:
         rank = llm.llm_engine.engine_channel.rank
-        (folder / str(rank)).write_text(json.dumps([answers(llm, prompts(kind), PARAMS), rows]))
+        found = answers(llm, prompts(kind), PARAMS)
+        (folder / str(rank)).write_text(json.dumps([found, rows, long_answers(llm, kind)]))
+
+
+def long_answers(llm: LLM, kind: str) -> list[Any]:
+    """The first prompts with images, for longer than they are compared with transformers."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_LONG, logprobs=1, ignore_eos=True)
+    return answers(llm, [prompts(kind)[number] for number in (0, 2, 3)], [params] * 3)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -300,17 +337,21 @@ def test_two_ranks_answer_as_one(kind: str, layout: str, models: Models, tmp_pat
     model = models(kind)
     done = ranks.run_forked([__file__, kind, tmp_path, json.dumps(LAYOUTS[layout])], 2, timeout_s=240)
     assert done.returncode == 0, done.output
-    (first, first_rows), (second, second_rows) = (json.loads(each.read_text()) for each in sorted(tmp_path.iterdir()))
-    assert first == second
+    (first, first_rows, first_long), (second, second_rows, second_long) = (
+        json.loads(each.read_text()) for each in sorted(tmp_path.iterdir())
+    )
+    assert (first, first_long) == (second, second_long)
     assert {**first_rows, **second_rows} == model.rows
     if layout == "tensor":
         assert first_rows == second_rows
         assert are_close(first, model.expected)
+        if kind == "gemma3":
+            assert are_close(first_long, json.loads(json.dumps(long_answers(model.llm, kind))), NUM_LONG)
     else:
         assert first == model.expected
 
 
-def are_close(found: list[Any], expected: list[Any]) -> bool:
+def are_close(found: list[Any], expected: list[Any], num_tokens: int = NUM_TOKENS) -> bool:
     """Whether prompts are the same, and the first greedy ids with their log-probabilities almost: two tensor ranks add
     in another order, which samples may show sooner or later.
     """
@@ -320,9 +361,9 @@ def are_close(found: list[Any], expected: list[Any]) -> bool:
         for (first, first_numbers), (second, second_numbers) in zip(mine[1], right[1], strict=True):
             if len(mine[1]) > 1:
                 continue
-            if first[:NUM_TOKENS] != second[:NUM_TOKENS]:
+            if first[:num_tokens] != second[:num_tokens]:
                 return False
-            steps = zip(first_numbers[:NUM_TOKENS], second_numbers[:NUM_TOKENS], strict=True)
+            steps = zip(first_numbers[:num_tokens], second_numbers[:num_tokens], strict=True)
             if any(abs(one[0][1] - other[0][1]) > 2e-3 for one, other in steps):
                 return False
     return True

@@ -2,9 +2,12 @@
 
 import base64
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from image_doors import WRITTEN
 from image_run_models import image_model_folder, their_ids
@@ -20,10 +23,16 @@ from spmd_worker.base.config.schema import (
     SamplingConfig,
     SchedulerConfig,
 )
+from spmd_worker.engine.calls import call_runner
+from spmd_worker.engine.data_parallel import prompts
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.row_runner import RowRunner
+from spmd_worker.frontends.tools.report import main as report
 from spmd_worker.frontends.tools.verify import main as verify
+from spmd_worker.llm_engine import LLMEngine
+from spmd_worker.media.errors import MediaError
 from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.worker.runner.media_store import MediaStore
 
 WIDE, HIGH = noise(64, 96), noise(128, 64, seed=1)
 NUM_TOKENS = 8
@@ -78,6 +87,57 @@ def test_conversation_is_its_rendered_prompt(llm: LLM):
     assert chat.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
+@pytest.fixture
+def small_window(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Calls hold the pixels of one image; bytes that the worker holds in each step."""
+    seen: list[int] = []
+    for module in (call_runner, prompts):
+        monkeypatch.setattr(module, "half_window_bytes", lambda gib: WIDE.nbytes)
+    apply = MediaStore.apply
+
+    def noted(store: MediaStore, *args: Any) -> None:
+        seen.append(store.num_held_bytes)
+        apply(store, *args)
+
+    monkeypatch.setattr(MediaStore, "apply", noted)
+    yield seen
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+PICTURES = [WIDE, HIGH, noise(64, 96, seed=2), noise(64, 96, seed=3)]
+
+
+def test_calls_hold_a_window_of_pixels(llm: LLM, small_window: list[int], monkeypatch: pytest.MonkeyPatch):
+    given: list[Any] = [with_images(each, prompt=CHAT) for each in PICTURES]
+    given.insert(2, {"prompt": "plain"})
+
+    def ids() -> list[Any]:
+        return [each.outputs[0].token_ids for each in llm.generate(given, GREEDY, use_tqdm=False)]
+
+    found = ids()
+    assert max(small_window) == max(each.nbytes for each in PICTURES)
+    for module in (call_runner, prompts):
+        monkeypatch.setattr(module, "half_window_bytes", lambda gib: 1e9)
+    small_window.clear()
+    assert ids() == found
+    assert max(small_window) == sum(each.nbytes for each in PICTURES)
+
+
+def test_image_changed_during_a_call_ends_it(llm: LLM, small_window: list[int], monkeypatch: pytest.MonkeyPatch):
+    pictures = [np.copy(each) for each in PICTURES]
+    run_step = LLMEngine.run_step
+
+    def changing(engine: LLMEngine) -> Any:
+        pictures[-1][:] = 0
+        return run_step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLMEngine, "run_step", changing)
+        with pytest.raises(MediaError, match="image 0 changed while the call ran"):
+            llm.generate([with_images(each, prompt=CHAT) for each in pictures], GREEDY, use_tqdm=False)
+    assert answer_of(llm, with_images(WIDE, prompt=CHAT)).outputs
+
+
 def run_images(folder: Path, rows: list[Any], output: str, max_num_seqs: int = 4) -> tuple[bytes, dict[str, Any]]:
     """Output and provenance of a job."""
     (folder / "rows.jsonl").write_text("".join([json.dumps(row) + "\n" for row in rows]))
@@ -99,7 +159,9 @@ def run_images(folder: Path, rows: list[Any], output: str, max_num_seqs: int = 4
     return (folder / output).read_bytes(), provenance
 
 
-def test_rows_of_a_job_have_the_answers_of_calls(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_a_job_have_the_answers_of_calls(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     folder = tmp_path / "images"
     folder.mkdir()
     for name, pixels in (("wide.png", WIDE), ("high.png", HIGH)):
@@ -124,6 +186,10 @@ def test_rows_of_a_job_have_the_answers_of_calls(llm: LLM, tmp_path: Path, monke
     assert answers[2]["error"]["code"] == "image_missing"
     assert [each["usage"]["prompt_tokens"] for each in answers if not each["error"]] == [27, 27, 5]
     assert provenance["images"]["rows"] == 2
+    metrics = json.loads((tmp_path / "whole.jsonl.run" / "metrics.json").read_text())
+    assert (metrics["images"], metrics["media_wait_s"] > 0) == (3, True)
+    assert report([str(tmp_path / "whole.jsonl.run")]) == 0
+    assert re.search(r"waiting for images.*3 images, .* in towers", capsys.readouterr().out)
     # A job that failed and is started again has the same bytes, and the digest of images of both starts.
     with monkeypatch.context() as patch:
         step, seen = RowRunner.step, []

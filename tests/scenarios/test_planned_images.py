@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
+from spmd_worker.engine.data_parallel import per_rank_prompts
 from spmd_worker.media.sent_image import SentImage
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA
 from spmd_worker.worker.runner.media_store import MediaStore
@@ -258,13 +259,23 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
         owners.extend(each.owner for each in plan.encode)
         apply(store, plan, *args)
 
+    received: list[int] = []
+    receive = per_rank_prompts._received
+
+    def noting(*args: Any) -> Any:
+        image = receive(*args)
+        received.append(int(image.pixels.crops[0][0, 0, 0]))
+        return image
+
     MediaStore.apply = noted  # type: ignore[method-assign]  # this process ends with the test
+    per_rank_prompts._received = noting
     with injected(), LLM(model, dtype="float32", **ROOMY, **layout) as made:
         rank = made.llm_engine.engine_channel.rank
         table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
         embeddings = [{"prompt_embeds": with_rows(table, each)} for each in PROMPTS]
-        own = [PROMPTS[rank], PROMPTS[5]][: 2 - rank]
-        seen = [answers(made), answers(made, embeddings), answers(made, own, PARAMS[0], gather=True), owners]
+        own = [PROMPTS[1], PROMPTS[5], PROMPTS[0]]
+        seen = [answers(made), answers(made, embeddings), answers(made, own, PARAMS[1]), owners]
+        seen += [answers(made, own if rank else [], PARAMS[1], gather=True), received]
         try:
             answers(made, [PROMPTS[4 * rank]], PARAMS[0])
         except Exception as error:
@@ -288,9 +299,11 @@ def test_images_on_ranks_give_the_same_bits(model: Path, expected: list[Any], la
     # Text too has other bits on two tensor ranks.
     assert first[0] == second[0] == first[1]
     assert "tensor_parallel_size" in layout or first[0] == json.loads(json.dumps(expected))
-    assert [len(each[2]) for each in (first, second)] == [2, 1]
+    # All prompts are rank 1's: one of the three runs in the other replica.
+    assert (first[4], second[4]) == ([], second[2])
+    assert (first[5], second[5]) == ([1] if "data_parallel_size" in layout else [2, 1, 2, 5, 1], [])
     assert sorted(set(first[3])) == [0, 1] or "tensor_parallel_size" not in layout
-    assert "prompts[0].images" in first[4]
+    assert "prompts[0].images" in first[6]
 
 
 @pytest.mark.stress

@@ -17,7 +17,7 @@ from spmd_worker.base import errors
 from spmd_worker.base.metrics import prometheus
 from spmd_worker.base.metrics.stage_times import StageSpan
 from spmd_worker.base.metrics.step_stats import StepStats
-from spmd_worker.frontends.batch.job_metrics import ReplicaCounts, job_metrics
+from spmd_worker.frontends.batch.job_metrics import job_metrics
 from spmd_worker.frontends.batch.job_rows import JobCounts
 from spmd_worker.frontends.batch.run_dir.job_files import RESERVED_NAMES
 from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
@@ -77,7 +77,8 @@ def all_metrics() -> dict[str, Any]:
         "thread_waits": [{"waited_s": 0.5, "num_lost": 1}],
         "computed_s": 1.0,
         "encode_s": 0.5,
-        "replica": {**asdict(ReplicaCounts()), "busy_s": 1.0},
+        "replica": {"rows": 1, "output_tokens": 1, "busy_s": 1.0},
+        "media_wait_s": 0.5,
         "counters": asdict(SchedulerCounters(num_images=1)),
         "times": dict.fromkeys(("schedule_s", "lockstep_s", "execute_s", "apply_s"), 1.0),
     }

@@ -128,15 +128,27 @@ def prompt_of(kind: str, pictures: Sequence[Pixels], text: str | None = None) ->
 
 
 @torch.no_grad()
-def their_answer(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list[int], list[float]]:
-    """transformers' ids of the prompt, greedy ids after it, and their log-probabilities."""
+def their_vector(kind: str, pictures: Sequence[Pixels], text: str) -> Tensor:
+    """transformers' last hidden state of the prompt's last token, of length 1."""
+    ids, given = _their_inputs(kind, pictures, text)
+    body: Any = image_reference(kind).model
+    return torch.nn.functional.normalize(body(torch.tensor([ids]), **given).last_hidden_state[0, -1], dim=0)
+
+
+def _their_inputs(kind: str, pictures: Sequence[Pixels], text: str) -> tuple[list[int], dict[str, Tensor]]:
     media = media_kind(kind)
     with one_axis_a_call():
         inputs = oracle_inputs(media, list(pictures))
     texts = oracle_texts(media, inputs, len(pictures))
-    whole = replaced(text_of(kind, len(pictures)), PLACEHOLDERS[media].marker, texts)
+    whole = replaced(text, PLACEHOLDERS[media].marker, texts)
     ids = list(tokenizer_of_images().encode(whole).ids)
-    given = _tensors(kind, inputs, torch.tensor([ids]))
+    return ids, _tensors(kind, inputs, torch.tensor([ids]))
+
+
+@torch.no_grad()
+def their_answer(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list[int], list[float]]:
+    """transformers' ids of the prompt, greedy ids after it, and their log-probabilities."""
+    ids, given = _their_inputs(kind, pictures, text_of(kind, len(pictures)))
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     made: Any = image_reference(kind).generate(torch.tensor([ids]), **given, **options)
     chosen = made.sequences[0, len(ids) :].tolist()

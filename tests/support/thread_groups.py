@@ -38,8 +38,8 @@ class ThreadGroup:
     def all_reduce(self, tensor: Tensor, *, is_exact: bool = False) -> Tensor:
         return tensor.copy_(self.all_gather(tensor).sum(dim=0))
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(self.all_gather(tensor)[0])
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return tensor.copy_(self.all_gather(tensor)[source])
 
 
 def on_ranks(size: int, function: Callable[[Any], Value]) -> list[Value]:

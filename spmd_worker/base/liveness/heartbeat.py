@@ -57,6 +57,10 @@ class Heartbeat:
         """The main thread enters `phase`, in the same step or in `step`. One assignment: readers need no lock."""
         self.now = Moment(self.now.step if step is None else step, phase)
 
+    def tick(self) -> None:
+        """The main thread has made progress in its phase."""
+        self.now = Moment(*self.now)
+
 
 class FailureKind(StrEnum):
     """Kinds of reasons for which a rank ends."""

@@ -5,6 +5,7 @@ With `gather` and in `turns()` the prompts of a call, and its outputs, are this 
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, get_args
@@ -12,6 +13,7 @@ from typing import Any, Final, Literal, get_args
 from spmd_worker.base.config.plain_values import plain_bool
 from spmd_worker.base.errors import PromptsRefusedError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.compat.call_images import half_window_bytes
 from spmd_worker.compat.lora_requests import set_in_output
 from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
@@ -79,7 +81,9 @@ class CallRunner:
                 deliver_signals()
                 return list(zip(encoded, params, strict=True))
 
-            if plain_bool(gather) or self._turns.is_open:
+            is_per_rank = bool(plain_bool(gather)) or self._turns.is_open
+            self._encoder.max_pixel_bytes = self._max_pixel_bytes(is_per_rank=is_per_rank)
+            if is_per_rank:
                 return self._answer_per_rank(call, prepare, on_error)
             given = agree_on_prompts(engine, call, prepare, {"on_error": "raise" if on_error is None else on_error})
             outputs = self._rejected(call, given, on_error)
@@ -88,6 +92,15 @@ class CallRunner:
             with contextlib.closing(CallBar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
                 outputs |= answer_prompts(engine, replicas, prompts, bar.update)
             return _in_order(given, outputs)
+
+    def _max_pixel_bytes(self, *, is_per_rank: bool) -> float:
+        """Pixels of a call's images that this rank holds before they are needed: a leader needs them later, and the
+        pixels of per-rank prompts are sent to the leaders that need them.
+        """
+        engine = self._engine
+        if is_per_rank and engine.engine_channel.size > 1:
+            return math.inf
+        return half_window_bytes(engine.config.job.media_window_gib) if engine.is_leader else 0.0
 
     def _answer_per_rank(
         self, call: str, prepare: Callable[[], _Given], on_error: OnError | None

@@ -69,7 +69,8 @@ class PromptCalls:
 
         A prompt of text or ids may have images, `"multi_modal_data": {"image": image or list}`, each a PIL image, an
         array [height, width, 3] of uint8, bytes, a data URL, or a path under `allowed_local_media_path`; the text has
-        the model's placeholder for each of them. All images of a call are prepared before its first step.
+        the model's placeholder for each of them. All images of a call are prepared before its first step, and pixels
+        beyond 2 GiB once more before their prompt starts: MediaError for an image that has changed by then.
 
         `use_tqdm` may be a function that makes the progress bar, such as `partial(tqdm, leave=False)`, which is called
         on the first rank; its errors are logged. Rows are served first come, first served: a non-zero `priority`,
@@ -204,8 +205,9 @@ class PromptCalls:
                 given = self._encoder.params(sampling_params, len(listed))
             adapters = one_each(prompt_adapter_request, len(listed), check_prompt_adapter, "prompt adapter")
             joined = []
-            for prompt, completion, sampling, adapter in zip(listed, completions, given, adapters, strict=True):
-                encoded, tokens = self._encoder.encode_one(prompt, is_truncated=False), as_token_ids(completion)
+            all_encoded = self._encoder.encode(listed)
+            for encoded, completion, sampling, adapter in zip(all_encoded, completions, given, adapters, strict=True):
+                tokens = as_token_ids(completion)
                 if not tokens:
                     raise ValueError("a completion has no tokens: there is nothing to score")
                 lengths.append(len(tokens))

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from spmd_worker.base.config.plain_values import plain_int
 from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.compat.call_images import images_of_call
 from spmd_worker.compat.chat import ChatOptions, answer_form, prepared_messages, render, warn_unread_tools
 from spmd_worker.compat.encoder_prompts import NO_CHAT
 from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, check_images, images_of
@@ -29,6 +30,8 @@ class PromptEncoder:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.max_pixel_bytes = 0.0
+        """Bytes of the pixels that the next call holds of its images."""
 
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
         """Encode one prompt or a list; `params` decide on truncation. Raises TypeError for an invalid type."""
@@ -52,7 +55,7 @@ class PromptEncoder:
 
     def _images_of_call(self) -> ImagePrompts | None:
         images = self._engine.limits.images
-        return None if images is None else images.for_call()
+        return None if images is None else images_of_call(images, self.max_pixel_bytes)
 
     def encode_one(self, prompt: Prompt | TextPair, is_truncated: bool, images: ImagePrompts | None = None) -> Encoded:
         """Encode a prompt; `images` are those of its call, None for the engine's."""

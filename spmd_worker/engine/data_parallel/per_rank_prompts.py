@@ -2,26 +2,30 @@
 
 A call is one exchange, in which each rank sends its prompts, and the run of all of them in one list, which every rank
 has. Prompt i of rank r has the index i * ranks + r, so that its random stream does not depend on the number of prompts
-of the others. Each rank keeps the outputs of its own.
+of the others. Each rank keeps the outputs of its own. A prompt with images or audio runs in a replica that is chosen
+before, and only the leader of that gets the pixels or features, from the rank that has them.
 
 In turns, a rank that calls waits until every other rank calls too or has left; ranks that have left pass no prompts,
 and follow until all have left. So loops of different lengths on different ranks never wait for each other for ever.
 """
 
 import base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Final
+
+import torch
 
 from spmd_worker.base.liveness.deferred_signals import host_signals
 from spmd_worker.engine.data_parallel.agreement import agree_to_compute, exchange
 from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_prompts
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
-from spmd_worker.media.sent_audio import PreparedMedia, SentAudio, sent
-from spmd_worker.media.sent_image import SentImage
+from spmd_worker.media.media_sizes import MediaSizes, with_content
+from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.lockstep.wire.record_codec import codec_of
 from spmd_worker.replica.sequence.outputs import RequestOutput
@@ -30,8 +34,7 @@ _TURNS: Final = "turns"
 _Prepare = Callable[[], Sequence[CheckedPrompt] | None]
 """None: this rank has left."""
 _PROMPTS: Final = codec_of(tuple[CheckedPrompt, ...] | None)
-_IMAGES: Final = codec_of(tuple[tuple[SentImage, ...], ...])
-_AUDIO: Final = codec_of(tuple[tuple[SentAudio, ...], ...])
+_MEDIA: Final = codec_of(tuple[tuple[MediaSizes, ...], ...])
 
 
 def answer_per_rank(
@@ -119,24 +122,69 @@ def _run_call(
     by_rank = [_decode(payload) for payload in answers] if answers else [own]
     if all(prompts is None for prompts in by_rank):
         return True, []
-    size = engine.engine_channel.size
+    size, rank = engine.engine_channel.size, engine.engine_channel.rank
+    # Those of this rank still have their images and audio.
+    by_rank[rank] = own
     prompts = {
         position * size + rank: prompt
         for rank, given in enumerate(by_rank)
         for position, prompt in enumerate(given or ())
     }
+    if size > 1:
+        prompts |= _send_media(engine, prompts)
     outputs = answer_prompts(engine, replicas, prompts, lambda num_answered: None)
-    rank = engine.engine_channel.rank
     return False, [outputs[position * size + rank] for position in range(len(own or ()))]
 
 
+def _send_media(engine: Engine, prompts: Mapping[int, CheckedPrompt]) -> dict[int, CheckedPrompt]:
+    """The prompts with images or audio, each placed in a replica, whose leader gets the content from the rank that has
+    it.
+    """
+    channel = engine.engine_channel
+    placed = _placed(
+        [index for index, each in sorted(prompts.items()) if each.media], channel.size, engine.channel.size
+    )
+    found = {}
+    with engine.life.exchanging():
+        for index, replica in placed.items():
+            prompt, source, leader = prompts[index], index % channel.size, replica * engine.channel.size
+            media = prompt.media
+            if source != leader and channel.rank == source:
+                for each in media:
+                    channel.send_bytes(torch.frombuffer(bytearray(each.content.data), dtype=torch.uint8), leader)
+            elif source != leader and channel.rank == leader:
+                media = tuple([_received(channel, each, source) for each in media])
+            found[index] = replace(prompt, media=media, replica=replica)
+    return found
+
+
+def _received(channel: ControlChannel, media: PreparedMedia, source: int) -> PreparedMedia:
+    return with_content(media, channel.receive_bytes(media.content.num_bytes, source).numpy().data)
+
+
+def _placed(indices: Sequence[int], num_ranks: int, replica_size: int) -> dict[int, int]:
+    """Replica of each prompt with media, by index: that of its rank, but no replica gets more than its share."""
+    num_prompts = [0] * (num_ranks // replica_size)
+    share = -(-len(indices) // len(num_prompts))
+    placed, others = {}, []
+    for index in indices:
+        replica = index % num_ranks // replica_size
+        if num_prompts[replica] == share:
+            others.append(index)
+            continue
+        placed[index] = replica
+        num_prompts[replica] += 1
+    for index in others:
+        placed[index] = num_prompts.index(min(num_prompts))
+        num_prompts[placed[index]] += 1
+    return dict(sorted(placed.items()))
+
+
 def _encode(prompts: Sequence[CheckedPrompt] | None) -> str:
-    """Encode the prompts as a JSON value."""
+    """Encode the prompts, without the content of their images and audio, as a JSON value."""
     writer = ByteWriter()
     _PROMPTS.write(writer, [None if prompts is None else tuple(prompts)])
-    media = [tuple(map(sent, each.media)) for each in prompts or ()]
-    for codec, kind in ((_IMAGES, SentImage), (_AUDIO, SentAudio)):
-        codec.write(writer, [tuple([tuple([one for one in each if isinstance(one, kind)]) for each in media])])
+    _MEDIA.write(writer, [tuple([tuple(map(MediaSizes.of, each.media)) for each in prompts or ()])])
     return base64.b64encode(bytes(writer.data)).decode("ascii")
 
 
@@ -145,12 +193,10 @@ def _decode(payload: str) -> Sequence[CheckedPrompt] | None:
     content = base64.b64decode(payload)
     reader = ByteReader(content, len(content))
     prompts: Sequence[CheckedPrompt] | None = _PROMPTS.read(reader, 1)[0]
-    images: Sequence[Sequence[SentImage]] = _IMAGES.read(reader, 1)[0]
-    audio: Sequence[Sequence[SentAudio]] = _AUDIO.read(reader, 1)[0]
+    media: Sequence[Sequence[MediaSizes]] = _MEDIA.read(reader, 1)[0]
     if prompts is None:
         return None
-    media: list[tuple[PreparedMedia, ...]] = [
-        (*[each.prepared for each in first], *[each.prepared for each in second])
-        for first, second in zip(images, audio, strict=True)
+    return [
+        replace(prompt, media=tuple([each.prepared for each in given])) if given else prompt
+        for prompt, given in zip(prompts, media, strict=True)
     ]
-    return [replace(prompt, media=given) if given else prompt for prompt, given in zip(prompts, media, strict=True)]

@@ -4,16 +4,21 @@ Every rank has the complete list. A replica's leader takes the next prompts from
 to its capacity; the other ranks of its replica follow its steps. No replica waits for another before all is answered.
 """
 
+import itertools
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from spmd_worker.compat.call_images import half_window_bytes, prepare_ahead, with_pixels
+from spmd_worker.compat.image_prompts import num_media_bytes
 from spmd_worker.engine.data_parallel.output_coding import decode_outputs, encode_outputs
 from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
+from spmd_worker.media.errors import MediaError
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
@@ -26,6 +31,8 @@ from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _LENGTH: Final = struct.Struct("<I")
+_MAX_AHEAD: Final = 8
+"""Prompts whose pixels are being made again."""
 OnAnswered = Callable[[int], object]
 """Called with the number of newly answered prompts."""
 
@@ -34,7 +41,7 @@ OnAnswered = Callable[[int], object]
 class CheckedPrompt:
     """A prompt that passed `Requests.check`. The first of its ids are placeholders of `rows`. Its output repeats
     `text` and `encoder_text`, on the rank that has them. `media` are the images of `media_items`, or the audio of
-    `encoder`.
+    `encoder`. `replica` is the one that answers it, None if any may.
     """
 
     token_ids: tuple[int, ...]
@@ -49,6 +56,11 @@ class CheckedPrompt:
     text: str | None = field(default=None, metadata=NOT_SENT)
     encoder_text: str | None = field(default=None, metadata=NOT_SENT)
     media: tuple[PreparedMedia, ...] = field(default=(), metadata=NOT_SENT)
+    replica: int | None = field(default=None, metadata=NOT_SENT)
+
+    @property
+    def num_media_bytes(self) -> int:
+        return num_media_bytes(self.media)
 
     @property
     def max_tokens(self) -> int:
@@ -67,7 +79,7 @@ def answer_prompts(
     Raises RankFailedError, naming replica and rank, where another replica failed or fell silent. An exception of a
     signal handler on any rank ends the call on all, with no request left open.
     """
-    run = _Run(engine, engine.requests.num_calls)
+    run = _Run(engine, engine.requests.num_calls, half_window_bytes(engine.config.job.media_window_gib))
     engine.requests.num_calls += 1
     if not prompts:
         return {}
@@ -78,9 +90,9 @@ def _answer_alone(
     run: "_Run", prompts: Mapping[int, CheckedPrompt], on_answered: OnAnswered
 ) -> dict[int, RequestOutput]:
     with run.engine.interruptible() as interruption:
-        for index, prompt in prompts.items():
-            run.add(index, prompt)
-        while run.engine.has_unfinished_requests():
+        run.waiting.extend(prompts.items())
+        # Not `is_ending`: the ranks of the replica add the same prompts before the same steps.
+        while (interruption.agreed_error is None and run.admit(interruption)) or run.engine.has_unfinished_requests():
             num_answered = run.step()
             if not interruption.is_ending:
                 on_answered(num_answered)
@@ -145,7 +157,13 @@ def _take_part(
         return {}
     # Sorting is stable, so every rank has one order.
     order = sorted(prompts.items(), key=lambda item: -item[1].max_tokens)
-    while (not interruption.is_ending and _take(run, round_, order)) or engine.has_unfinished_requests():
+    placed = deque([item for item in order if item[1].replica == round_.replica])
+    shared = [item for item in order if item[1].replica is None]
+    while not interruption.is_ending or engine.has_unfinished_requests():
+        if not interruption.is_ending:
+            _take(run, round_, placed, shared)
+            if not run.admit(interruption) and not engine.has_unfinished_requests():
+                break
         num_answered = run.step()
         if num_answered:
             round_.count(num_answered)
@@ -161,13 +179,18 @@ def _take_part(
     return run.outputs
 
 
-def _take(run: "_Run", round_: ReplicaRound, prompts: Sequence[tuple[int, CheckedPrompt]]) -> bool:
-    """Add the next prompts; returns whether there were any."""
-    capacity = num_wanted(run.engine, run.num_sequences)
-    taken = round_.take(len(prompts), capacity) if capacity else range(0)
-    for position in taken:
-        run.add(*prompts[position])
-    return bool(taken)
+def _take(
+    run: "_Run",
+    round_: ReplicaRound,
+    placed: deque[tuple[int, CheckedPrompt]],
+    shared: Sequence[tuple[int, CheckedPrompt]],
+) -> None:
+    """Take the next prompts: those that are placed here first."""
+    capacity = 0 if run.waiting else num_wanted(run.engine, run.num_sequences)
+    while placed and len(run.waiting) < capacity:
+        run.waiting.append(placed.popleft())
+    if capacity and not run.waiting:
+        run.waiting.extend([shared[position] for position in round_.take(len(shared), capacity)])
 
 
 class _Progress:
@@ -186,19 +209,54 @@ class _Progress:
 
 
 class _Run:
-    """Prompts of call number `call` in an engine, and their outputs by index."""
+    """Prompts of call number `call` in an engine, and their outputs by index. Those in `waiting` are admitted in order
+    while the images and audio of running ones take at most `max_media_bytes`, or are one prompt's.
+    """
 
-    def __init__(self, engine: Engine, call: int) -> None:
+    def __init__(self, engine: Engine, call: int, max_media_bytes: float) -> None:
         self.engine = engine
         self.outputs: dict[int, RequestOutput] = {}
-        self._call = call
+        self.waiting: deque[tuple[int, CheckedPrompt]] = deque()
+        self._call, self._max_media_bytes, self._num_media_bytes = call, max_media_bytes, 0
         self._open: dict[RequestId, tuple[int, CheckedPrompt]] = {}
 
     @property
     def num_sequences(self) -> int:
         return sum(prompt.sampling.num_sequences for _, prompt in self._open.values())
 
-    def add(self, index: int, prompt: CheckedPrompt) -> None:
+    def admit(self, interruption: Interruption) -> bool:
+        """Admit the next prompts; returns whether there were any. Images that cannot be made again end the call."""
+        num_before = len(self.waiting)
+        while self.waiting and self._has_room(self.waiting[0][1].num_media_bytes):
+            index, prompt = self.waiting.popleft()
+            media = prompt.media
+            self._num_media_bytes += prompt.num_media_bytes
+            if self.engine.is_leader:
+                prepare_ahead(media)
+                self._prepare_ahead()
+                try:
+                    media = with_pixels(media)
+                except MediaError as error:
+                    # Aborted before its first step, with all others.
+                    interruption.error = interruption.error or error
+            self._admit(index, prompt, media)
+        if self.engine.is_leader:
+            self._prepare_ahead()
+        return len(self.waiting) < num_before
+
+    def _has_room(self, num_bytes: int) -> bool:
+        is_within = self._num_media_bytes + num_bytes <= self._max_media_bytes
+        return is_within or not num_bytes or not self._num_media_bytes
+
+    def _prepare_ahead(self) -> None:
+        num_bytes = self._num_media_bytes
+        for _, prompt in itertools.islice(self.waiting, _MAX_AHEAD):
+            num_bytes += prompt.num_media_bytes
+            if num_bytes > self._max_media_bytes:
+                return
+            prepare_ahead(prompt.media)
+
+    def _admit(self, index: int, prompt: CheckedPrompt, media: Sequence[PreparedMedia]) -> None:
         number = self.engine.requests.admit(
             prompt.token_ids,
             prompt.sampling,
@@ -210,7 +268,7 @@ class _Run:
             adapter=prompt.adapter,
             rows=prompt.rows,
             virtual=prompt.virtual,
-            media=prompt.media,
+            media=media,
             media_items=prompt.media_items,
             encoder=prompt.encoder,
             encoder_text=prompt.encoder_text,
@@ -221,7 +279,8 @@ class _Run:
         """Run one step; returns the number of prompts answered in it."""
         answered = self.engine.step()
         for output in answered:
-            index, _ = self._open.pop(RequestId(int(output.request_id)))
+            index, prompt = self._open.pop(RequestId(int(output.request_id)))
+            self._num_media_bytes -= prompt.num_media_bytes
             output.request_id = str(index)
             self.outputs[index] = output
         return len(answered)

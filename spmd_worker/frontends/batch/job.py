@@ -290,9 +290,9 @@ def _lead(
         if replicas is not None:
             counts = lead_shared_job(replicas, rows, output, model_name)
         else:
-            _answer_alone(engine, rows, output, model_name)
+            media_wait_s = _answer_alone(engine, rows, output, model_name)
             num_answered = output.counts.rows - output.counts.resumed_rows
-            counts = ReplicaCounts(num_answered, engine.counters.num_output_tokens)
+            counts = ReplicaCounts(num_answered, engine.counters.num_output_tokens, media_wait_s)
         run.journal.commit()
         generated_s = time.perf_counter()
         if not engine.is_closed:
@@ -343,7 +343,8 @@ def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: Vecto
     return {"lines": num_lines, "bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
-def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> None:
+def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> float:
+    """Returns the seconds without a row to compute while images or audio were prepared."""
     runner, window = RowRunner(engine, model_name), MediaWindow.of(engine)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.max_num_seqs
@@ -355,9 +356,10 @@ def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name:
             output.add_all(runner.step())
             stepped_s = time.monotonic()
         elif len(window) or (not rows.has_ended and not rows.is_ready()):
-            time.sleep(_PAUSE_S)
+            window.pause(_PAUSE_S)
         output.show(engine.counters.num_output_tokens)
     output.show(engine.counters.num_output_tokens)
+    return window.wait_s
 
 
 def _admit(

@@ -11,10 +11,11 @@ from spmd_worker.frontends.batch.job_rows import JobCounts
 
 @dataclass(slots=True)
 class ReplicaCounts:
-    """Work of one replica."""
+    """Work of one replica. `media_wait_s`: it had no row to compute while images or audio were prepared."""
 
     rows: int = 0
     output_tokens: int = 0
+    media_wait_s: float = 0.0
 
 
 def report_of_rank(engine: Engine) -> bytes:
@@ -26,8 +27,9 @@ def report_of_replica(engine: Engine, answered: ReplicaCounts) -> bytes:
     """Report of a replica's leader."""
     times = engine.times
     phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
-    replica = {**asdict(answered), "busy_s": times.total_s}
+    replica = {"rows": answered.rows, "output_tokens": answered.output_tokens, "busy_s": times.total_s}
     report = {**_of_workers(engine), "replica": replica, "counters": asdict(engine.counters), "times": phases}
+    report["media_wait_s"] = answered.media_wait_s
     report["chain_head"] = engine.lockstep.chain_head.hex()
     return json.dumps(report).encode("ascii")
 
@@ -80,8 +82,11 @@ def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]]) -> di
     names = (*of_images, "rows_encoded", "rows_reused")
     if not any(counters[f"num_{name}"] for name in names):
         return {}
-    encode_s = sum(value["encode_s"] for value in values)
-    return {**{name: counters[f"num_{name}"] for name in names}, "encode_s": encode_s}
+    seconds = {
+        "encode_s": sum(value["encode_s"] for value in values),
+        "media_wait_s": sum(value["media_wait_s"] for value in values if "replica" in value),
+    }
+    return {**{name: counters[f"num_{name}"] for name in names}, **seconds}
 
 
 def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:

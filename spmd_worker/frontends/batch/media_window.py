@@ -4,6 +4,7 @@ A row is handed out when its media are prepared and those before it were; what r
 without media wait only for those before them.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -62,6 +63,8 @@ class MediaWindow:
         self._images, self._audio, self._max_bytes = images, audio, max_bytes
         self._rows: deque[_Waiting] = deque()
         self._num_source_bytes = 0
+        self.wait_s = 0.0
+        """Seconds without a row to compute while images or audio were prepared."""
 
     @staticmethod
     def of(engine: Engine) -> "MediaWindow":
@@ -117,6 +120,13 @@ class MediaWindow:
         self._rows.popleft()
         self._num_source_bytes -= first.num_source_bytes
         return first.ready
+
+    def pause(self, pause_s: float) -> None:
+        """Sleep: no row can be computed."""
+        started_s = time.perf_counter()
+        time.sleep(pause_s)
+        if self._rows:
+            self.wait_s += time.perf_counter() - started_s
 
     def _prepare_ahead(self, num_held_bytes: int) -> None:
         for each in self._rows:

@@ -73,7 +73,8 @@ class ReplicaWork:
             self._report_tokens()
         else:
             if not has_rows:
-                time.sleep(_PAUSE_S)
+                self._window.pause(_PAUSE_S)
+                self.counts.media_wait_s = self._window.wait_s
             is_due = time.monotonic() - self._last_step_s > max_step_interval_s(self._engine.config.executor.timeout_s)
             if is_due and self._engine.channel.size > 1 and not self.has_ended:
                 self._step()

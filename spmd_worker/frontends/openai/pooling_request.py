@@ -74,6 +74,7 @@ def _embedding(body: Mapping[str, Any]) -> PoolingInputs:
 
 
 def _score(body: Mapping[str, Any]) -> PoolingInputs:
+    _check_texts_alone(body, "text_1", "text_2")
     check_keys(body, _SCORE_KEYS, " in body")
     firsts, seconds = _texts(body, "text_1"), _texts(body, "text_2")
     if len(firsts) not in (1, len(seconds)):
@@ -83,6 +84,7 @@ def _score(body: Mapping[str, Any]) -> PoolingInputs:
 
 
 def _rerank(body: Mapping[str, Any]) -> PoolingInputs:
+    _check_texts_alone(body, "query", "documents")
     check_keys(body, _RERANK_KEYS, " in body")
     if not isinstance(body.get("query"), str):
         raise InvalidRequestError(f"query={shown(body.get('query'))} must be a string")
@@ -94,6 +96,16 @@ def _rerank(body: Mapping[str, Any]) -> PoolingInputs:
     texts = _texts({"documents": documents}, "documents")
     query = text_prompt("query", body["query"])
     return PoolingInputs((query, *texts), _params(body, "score"), num_firsts=1, top_n=top_n)
+
+
+def _check_texts_alone(body: Mapping[str, Any], *names: str) -> None:
+    """Reject images, and vLLM's `{"content": parts}`, which may have some."""
+    given = [each for name in names for each in (body[name] if isinstance(body.get(name), list) else [body.get(name)])]
+    if body.get("images") is not None or any(isinstance(each, dict) and "content" in each for each in given):
+        raise InvalidRequestError(
+            f"{' and '.join(names)} are texts alone: embed images in rows of /v1/embeddings and compare the vectors",
+            "images_unsupported",
+        )
 
 
 def _params(given: Mapping[str, Any], task: str) -> PoolingParams:

@@ -196,10 +196,10 @@ class RowError:
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
     grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
     embeddings_outside, images_unsupported, image_missing, image_outside_root, image_unreadable, image_too_large,
-    image_too_narrow, image_too_long, too_many_images, reserved_token, placeholder_mismatch, audio_unsupported,
-    audio_missing, audio_outside_root, audio_unreadable, audio_empty, audio_too_large, audio_too_long,
-    encoder_unsupported, encoder_input_missing; and non_finite_logits, grammar_failed and non_finite_vector, for a row
-    that ran and could not be completed.
+    image_too_narrow, image_changed, image_too_long, too_many_images, reserved_token, placeholder_mismatch,
+    audio_unsupported, audio_missing, audio_outside_root, audio_unreadable, audio_empty, audio_too_large,
+    audio_too_long, encoder_unsupported, encoder_input_missing; and non_finite_logits, grammar_failed and
+    non_finite_vector, for a row that ran and could not be completed.
     """
 
     index: int

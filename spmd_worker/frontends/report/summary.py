@@ -47,6 +47,7 @@ def summary_figures(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
         Figure(share(cached, prompt), "of prompts from the cache", cache_note),
         Figure(*count_and_noun(totals.num_preemptions, "preemption"), preemptions_note),
         _recomputed(totals, metrics),
+        *_media(metrics),
     ]
 
 
@@ -137,6 +138,15 @@ def _wall_time(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
     value = totals.wall_us if seconds is None else seconds * 1e6
     note = "from the first step to the last" if load_s is None else f"after {duration(load_s * 1e6)} to load"
     return Figure(duration(value), "to generate", note)
+
+
+def _media(metrics: Mapping[str, Any]) -> list[Figure]:
+    images, wait_s, encode_s = (_number(metrics, key) for key in ("images", "media_wait_s", "encode_s"))
+    if not images and not wait_s:
+        return []
+    note = f"{duration((encode_s or 0) * 1e6)} in towers"
+    note, what = (f"{count(images, 'image')}, {note}", "images") if images else (note, "audio")
+    return [Figure(duration((wait_s or 0) * 1e6), f"waiting for {what}", note)]
 
 
 def _recomputed(totals: Totals, metrics: Mapping[str, Any]) -> Figure:

@@ -150,7 +150,7 @@ class ServerApp:
                 f"once (scheduler.max_num_seqs and serve.max_queued)",
                 "limit_exceeded",
             )
-        reservation.add(min(served.num_sequences, most) - 1)
+        reservation.add(min(served.num_sequences, most) - 1, served.num_media_bytes)
         return Answer(self, served, reservation)
 
     async def _tokens(self, request: "Request", reservation: "Reservation") -> AsgiApp:
@@ -271,7 +271,7 @@ class ServerApp:
         if isinstance(error, NoCapacityError):
             message = f"{self.exchange.num_sequences} sequences are not answered yet: retry later (serve.max_queued)"
             error, headers = (
-                InvalidRequestError(message, "rate_limit_exceeded"),
+                InvalidRequestError(str(error) or message, "rate_limit_exceeded"),
                 (("retry-after", str(_RETRY_AFTER_S)),),
             )
         if isinstance(error, EndingError):
@@ -289,17 +289,20 @@ class Reservation:
     """Capacity of the exchange that one request holds."""
 
     def __init__(self, exchange: RequestExchange) -> None:
-        self._exchange, self._num = exchange, 0
+        self._exchange, self._num, self._num_media_bytes = exchange, 0, 0
 
-    def add(self, num: int) -> None:
-        """Reserve `num` more sequences. Raises NoCapacityError or EndingError, with the held number unchanged."""
-        self._exchange.reserve(num)
+    def add(self, num: int, num_media_bytes: int = 0) -> None:
+        """Reserve `num` more sequences, and bytes of images and audio. Raises NoCapacityError or EndingError, with what
+        is held unchanged.
+        """
+        self._exchange.reserve(num, num_media_bytes)
         self._num += num
+        self._num_media_bytes += num_media_bytes
 
     def free(self) -> None:
         """Free all of them. Idempotent."""
-        self._exchange.free(self._num)
-        self._num = 0
+        self._exchange.free(self._num, self._num_media_bytes)
+        self._num = self._num_media_bytes = 0
 
 
 class Answer:

@@ -117,7 +117,8 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
     from spmd_worker.frontends.serve.server import Listener, serve
 
     resume_collections()
-    exchange = RequestExchange(highest_num_seqs(config) + config.serve.max_queued)
+    max_media_bytes = config.job.media_window_gib * (1 << 30)
+    exchange = RequestExchange(highest_num_seqs(config) + config.serve.max_queued, max_media_bytes)
 
     def answer(watchdog: Watchdog) -> None:
         listener = None

@@ -4,11 +4,13 @@
     engine's thread   wait -> take -> give
 
 Bounded both ways. Down: a request that is not completed holds capacity for each of its sequences, up to
-`max_sequences` in total. Up: a request has one slot, in which the newest cumulative output replaces the last; a slow
-reader finds more in it the next time, without cost to the engine.
+`max_sequences` in total, and for its prepared images and audio, up to `max_media_bytes`. Up: a request has one slot, in
+which the newest cumulative output replaces the last; a slow reader finds more in it the next time, without cost to the
+engine.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ FAILED: Final = "server_failed"
 
 
 class NoCapacityError(Exception):
-    """Too many requests are not answered yet."""
+    """Too many requests are not answered yet, or too many images and audio, as the message says."""
 
 
 class EndingError(Exception):
@@ -44,11 +46,13 @@ class OpenRequest:
 
 
 class RequestExchange:
-    """`max_sequences` is the capacity. Any thread may call `end` and `fail`."""
+    """`max_sequences` is the capacity, and `max_media_bytes` that of images and audio, which one request may exceed.
+    Any thread may call `end` and `fail`.
+    """
 
-    def __init__(self, max_sequences: int) -> None:
-        self.max_sequences = max_sequences
-        self.num_sequences = 0
+    def __init__(self, max_sequences: int, max_media_bytes: float = math.inf) -> None:
+        self.max_sequences, self.max_media_bytes = max_sequences, max_media_bytes
+        self.num_sequences = self.num_media_bytes = 0
         self.metrics: list[Metric] = []
         """The engine's, after its last step."""
         self.ending = ""
@@ -62,18 +66,27 @@ class RequestExchange:
 
     # The server's side.
 
-    def reserve(self, num_sequences: int = 1) -> None:
+    def reserve(self, num_sequences: int = 1, num_media_bytes: int = 0) -> None:
         """Reserve capacity. Raises NoCapacityError or EndingError."""
         with self._changed:
             if self.ending:
                 raise EndingError(self.ending)
             if self.num_sequences + num_sequences > self.max_sequences:
                 raise NoCapacityError
+            if (
+                num_media_bytes
+                and self.num_media_bytes
+                and self.num_media_bytes + num_media_bytes > self.max_media_bytes
+            ):
+                held = f"requests with {self.num_media_bytes} bytes of images and audio are not answered yet"
+                raise NoCapacityError(f"{held}: retry later (job.media_window_gib)")
             self.num_sequences += num_sequences
+            self.num_media_bytes += num_media_bytes
 
-    def free(self, num_sequences: int) -> None:
+    def free(self, num_sequences: int, num_media_bytes: int = 0) -> None:
         with self._changed:
             self.num_sequences -= num_sequences
+            self.num_media_bytes -= num_media_bytes
             self._changed.notify_all()
 
     def submit(self, request: OpenRequest) -> None:

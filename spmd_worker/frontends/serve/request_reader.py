@@ -15,6 +15,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat
+from spmd_worker.compat.image_prompts import num_media_bytes
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS
 from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio
@@ -58,6 +59,11 @@ class ServedRow:
     def must_fit(self) -> bool:
         """Whether all sequences have to fit at once. Windows of audio, which may be an hour, wait for one another."""
         return not any(isinstance(row, EncodedAudioRow) for row in self.rows)
+
+    @property
+    def num_media_bytes(self) -> int:
+        """Bytes of the prepared images and audio."""
+        return sum(num_media_bytes(row.media) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

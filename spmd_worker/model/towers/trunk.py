@@ -95,6 +95,8 @@ class Trunk(nn.Module):
         super().__init__()
         self._config, self._backend = config, context.attention
         self.layers = nn.ModuleList(TowerLayer(context, config, index) for index in range(config.num_layers))
+        self.on_layer: Callable[[], None] = lambda: None
+        """Called behind each layer, of which an image has all once."""
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """The last of `states`, whose arguments these are."""
@@ -119,6 +121,7 @@ class Trunk(nn.Module):
         for index, layer in enumerate(self.layers):
             is_full = windows is None or index in config.full_layers
             layer(x, angles, attention, sequences if is_full or windows is None else windows)
+            self.on_layer()
             yield x
 
 

@@ -5,12 +5,11 @@ Keys that a file leaves out have the defaults of its class in transformers. Need
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
-from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.square_rows import gemma3, internvl, llava_of_squares, llava_onevision, smolvlm
@@ -182,31 +181,18 @@ def _mistral3(files: VisionFiles) -> VisionConfig:
     return VisionConfig("mistral3", image_token_id=image_token_of(files, 10), merge_size=merge_size, tower=tower)
 
 
-@dataclass(frozen=True, slots=True)
-class VisionRow:
-    """`read` gives the config of a kind; `mean` and `std` are its image processor's defaults."""
-
-    read: Callable[[VisionFiles], VisionConfig]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-
-_HALF: Final = (0.5, 0.5, 0.5)
-_CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
-
-VISION_ROWS: Final[dict[str, VisionRow]] = {
-    "qwen3_vl": VisionRow(_qwen3_vl, _CLIP_MEAN, _CLIP_STD),
-    "qwen3_5": VisionRow(_qwen3_5, _CLIP_MEAN, _CLIP_STD),
-    "qwen2_5_vl": VisionRow(_qwen2_5_vl, _CLIP_MEAN, _CLIP_STD),
-    "gemma3": VisionRow(gemma3, _HALF, _HALF),
-    "llava": VisionRow(_llava, _CLIP_MEAN, _CLIP_STD),
-    "llava_onevision": VisionRow(llava_onevision, _CLIP_MEAN, _CLIP_STD),
-    "internvl": VisionRow(internvl, _CLIP_MEAN, _CLIP_STD),
-    "mistral3": VisionRow(_mistral3, _CLIP_MEAN, _CLIP_STD),
-    "smolvlm": VisionRow(smolvlm, _HALF, _HALF),
+VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "gemma3": gemma3,
+    "llava": _llava,
+    "llava_onevision": llava_onevision,
+    "internvl": internvl,
+    "mistral3": _mistral3,
+    "smolvlm": smolvlm,
 }
-"""Rows by `Family.vision`."""
+"""How config.json is read, by `Family.vision`."""
 
 _FILE_KEYS: Final = {"num_hidden_layers": "depth"}
 
@@ -221,29 +207,7 @@ def read_vision(
     file_keys = _FILE_KEYS if row.startswith("qwen") else {}
     files = VisionFiles(whole, replace(whole.object("vision_config"), file_keys=file_keys), hidden_size, text_eps)
     try:
-        return VISION_ROWS[row].read(files)
+        return VISION_ROWS[row](files)
     except UnknownTowerError as error:
         logger.warning("%s: the model runs with text alone", error, extra=SAME_ON_EVERY_RANK)
         return None
-
-
-def with_processor(vision: VisionConfig, row: str, processor: Mapping[str, Any], path: Path) -> VisionConfig:
-    """The config with mean and deviation of the image processor's file, whose path is for errors."""
-    reader = ConfigReader(processor, path)
-    mean, std = (
-        _channels(reader, key, default)
-        for key, default in (("image_mean", VISION_ROWS[row].mean), ("image_std", VISION_ROWS[row].std))
-    )
-    if any(each <= 0 for each in std):
-        raise reader.error("image_std", "must be above 0")
-    factor = reader.number("rescale_factor", 1 / 255)
-    return replace(vision, image_mean=mean, image_std=std, rescale_factor=factor)
-
-
-def _channels(reader: ConfigReader, key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
-    value = reader.get(key, list(default))
-    is_list = isinstance(value, list) and len(value) == len(default)
-    if not is_list or any(isinstance(each, bool) or not isinstance(each, int | float) for each in value):
-        raise ModelConfigError(f"{reader.where(key)}={shown(value)} must list 3 numbers, one for each channel")
-    first, second, third = map(float, value)
-    return first, second, third

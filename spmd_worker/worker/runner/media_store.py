@@ -8,9 +8,10 @@ layout.
 E: tokens of a step that take rows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,13 @@ from spmd_worker.replica.sequence.encoder_input import is_text
 from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.step import StepPlan
+
+_MANY_PATCHES: Final = 1024
+"""Patches of one rank in a step, within which no rank waits for minutes: 8,160 took 15 on a busy core."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Encode(NamedTuple):
@@ -60,6 +68,10 @@ class MediaStore:
         self._hidden_size, self._num_added = hidden_size, num_added
         self._rows: dict[bytes, Tensor] = {}
         self._held: dict[RequestId, dict[int, SentMedia]] = {}
+        self.on_layer: Callable[[], None] = _nothing
+        """Called behind each layer of a tower, of this rank's or of another's, in steps whose images take long."""
+        self._num_layers = 0
+        """Layers since the begin of a plan's images."""
         self.encode_s = 0.0
         """Seconds in which this rank has made rows, or waited for those of other ranks."""
 
@@ -105,10 +117,41 @@ class MediaStore:
         encodes = [_Encode(each, request_of(RequestId(each.request_id))) for each in plan.encode]
         # All contents first: then every owner makes its rows while the others make theirs.
         contents = [self._content_at_owner(each) for each in encodes]
-        made = [self._made(each, content) for each, content in zip(encodes, contents, strict=True)]
+        made = self._all_made(encodes, contents)
         for each, rows in zip(encodes, made, strict=True):
             self._rows[each.item.media_id] = self._group.broadcast(rows, each.plan.owner)
         self.encode_s += perf_counter() - started
+
+    def _all_made(self, encodes: Sequence[_Encode], contents: Sequence[TowerInput | None]) -> list[Tensor]:
+        """The rows that this rank makes. Where images take long the ranks meet behind each layer: those that wait for
+        rows hear of the others' progress, so a layer, and not an image, has the time that ranks wait for each other.
+        """
+        trunk, num_images = getattr(self.make_rows, "trunk", None), Counter([each.plan.owner for each in encodes])
+        if trunk is None or not self._takes_long(encodes):
+            return [self._made(*each) for each in zip(encodes, contents, strict=True)]
+        self._num_layers, trunk.on_layer = 0, self._end_layer
+        try:
+            made = [self._made(*each) for each in zip(encodes, contents, strict=True)]
+        finally:
+            # Not a cycle: a model without references is freed at once.
+            trunk.on_layer = _nothing
+        while self._num_layers < max(num_images.values()) * len(trunk.layers):
+            self._end_layer()
+        return made
+
+    def _takes_long(self, encodes: Sequence[_Encode]) -> bool:
+        """Whether ranks may wait for rows for minutes. Layers are only queued on a GPU, where no image takes that."""
+        if self._group.size == 1 or self._device.type != "cpu":
+            return False
+        num_patches: Counter[int] = Counter()
+        for each in encodes:
+            num_patches[each.plan.owner] += each.item.num_patches
+        return max(num_patches.values()) > _MANY_PATCHES
+
+    def _end_layer(self) -> None:
+        self._num_layers += 1
+        self._group.all_gather(torch.zeros(1))
+        self.on_layer()
 
     def of_step(self, scheduled: Sequence[ScheduledSequence]) -> StepMedia | None:
         """The rows of a step, and their places among its tokens; None if it computes no image tokens."""

@@ -10,6 +10,23 @@ import ranks
 from reference_models import checkpoint_folder
 
 from spmd_worker import LLM
+from spmd_worker.engine.data_parallel.per_rank_prompts import _placed
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_prompts", "replica_size", "expected"),
+    [
+        ([0, 1, 2, 3], 2, [0, 0, 1, 1]),
+        # No replica gets more than its share; those left over go where least is.
+        ([0, 0, 0, 0, 3], 2, [0, 0, 0, 1, 1]),
+        ([2, 2, 2], 1, [2, 0, 1]),
+        ([], 1, []),
+    ],
+)
+def test_prompts_with_images_are_placed_evenly(ranks_of_prompts: list[int], replica_size: int, expected: list[int]):
+    indices = [4 * position + rank for position, rank in enumerate(ranks_of_prompts)]
+    assert list(_placed(indices, 4, replica_size).items()) == list(zip(indices, expected))
+
 
 LAYOUTS = {
     "tensor parallel": {"tensor_parallel_size": 2},

@@ -8,7 +8,7 @@ import pytest
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.engine import step_interval as between_steps
 from spmd_worker.engine.step_interval import TimeBudget
-from spmd_worker.frontends.batch import shared_job
+from spmd_worker.frontends.batch import media_window, shared_job
 from spmd_worker.frontends.batch.job import _admit
 from spmd_worker.frontends.batch.job_rows import InputRow
 from spmd_worker.frontends.batch.media_window import MediaWindow
@@ -111,7 +111,8 @@ def test_replica_pauses_only_when_given_no_row(monkeypatch: pytest.MonkeyPatch):
     def sleep(seconds: float) -> None:
         num_admitted_at_pauses.append(len(runner.admitted))
 
-    monkeypatch.setattr(shared_job, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    monkeypatch.setattr(shared_job, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(media_window.time, "sleep", sleep)
     work = replica_work(monkeypatch, runner, num_chunks=2)
     num_turns = 0
     while not work.has_ended:

@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from image_doors import PAD, WRITTEN, HerePreparer, image_prompts, image_tokenizer
+from jobs_of_rows import openai_row
 from media_models import noise, saved
 
 from spmd_worker.base.config.schema import RowLimits
@@ -246,6 +247,37 @@ def test_window_of_rows_is_bounded(door: Door):
         window.put(row)
         count += 1
     assert count == 64
+
+
+PARTS = {"content": [{"type": "image_url", "image_url": {"url": URL}}]}
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("score", {"text_1": "a", "text_2": PARTS}),
+        ("score", {"text_1": ["a"], "text_2": ["b", PARTS]}),
+        ("rerank", {"query": PARTS, "documents": ["a"]}),
+        ("rerank", {"query": "a", "documents": PARTS}),
+        ("rerank", {"query": "a", "documents": ["b", PARTS]}),
+        ("score", {"text_1": "a", "text_2": "b", "images": [URL]}),
+    ],
+)
+def test_scored_texts_have_no_images(url: str, body: dict[str, Any]):
+    found = parse(openai_row("a", f"/v1/{url}", body))
+    assert isinstance(found, RowError), found
+    assert found.code == "images_unsupported"
+    assert "are texts alone: embed images in rows of /v1/embeddings" in found.message
+
+
+def test_pauses_count_while_images_are_prepared(door: Door):
+    window = MediaWindow(door.images(root=door.folder, holds=True), 1 << 30)
+    window.pause(0)
+    assert window.wait_s == 0
+    window.put(rows_of(door, "a.png")[0])
+    assert window.next_ready(0) is None
+    window.pause(0)
+    assert window.wait_s > 0
 
 
 @pytest.mark.parametrize("form", ["list of bytes", "list of structs", "bytes", "struct"])

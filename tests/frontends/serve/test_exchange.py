@@ -4,9 +4,11 @@ import asyncio
 import threading
 from typing import Any
 
+import pytest
 from waiting import LIMIT_S, wait_until
 
-from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange
+from spmd_worker.frontends.serve.app import Reservation
+from spmd_worker.frontends.serve.exchange import NoCapacityError, OpenRequest, RequestExchange
 from spmd_worker.replica.sequence.outputs import RequestOutput
 
 
@@ -28,3 +30,20 @@ def test_readers_in_several_loops_are_all_woken():
         loop.call_soon_threadsafe(loop.stop)
         thread.join(LIMIT_S)
         loop.close()
+
+
+def test_images_of_open_requests_are_bounded_in_bytes():
+    exchange = RequestExchange(8, max_media_bytes=100)
+    first, second = Reservation(exchange), Reservation(exchange)
+    first.add(1, 120)
+    with pytest.raises(NoCapacityError, match=r"120 bytes of images .* \(job\.media_window_gib\)"):
+        second.add(1, 1)
+    # Text is not kept out, and what was refused holds nothing.
+    second.add(1)
+    first.free()
+    second.add(1, 60)
+    second.add(1, 40)
+    assert (exchange.num_sequences, exchange.num_media_bytes) == (3, 100)
+    second.free()
+    second.free()
+    assert (exchange.num_sequences, exchange.num_media_bytes) == (0, 0)

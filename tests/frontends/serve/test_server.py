@@ -296,9 +296,9 @@ def test_excess_test_detects_rejected_request_keeping_its_slot(
     """Negative control."""
     reserve = RequestExchange.reserve
 
-    def reserve_all_the_same(exchange: RequestExchange, num_sequences: int = 1) -> None:
+    def reserve_all_the_same(exchange: RequestExchange, num_sequences: int = 1, num_media_bytes: int = 0) -> None:
         try:
-            reserve(exchange, num_sequences)
+            reserve(exchange, num_sequences, num_media_bytes)
         except app.NoCapacityError:
             exchange.num_sequences += num_sequences
             raise

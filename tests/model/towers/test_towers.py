@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
-from vision_checkpoints import CASES, IMAGE_TOKEN, image_of, their_rows, vision_folder, vision_reference
+from vision_checkpoints import CASES, IMAGE_TOKEN, MEAN, STD, image_of, their_rows, vision_folder, vision_reference
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.media.prepared import ImagePixels
@@ -50,6 +50,7 @@ def config_of(name: str, **changes: Any) -> ModelConfig:
     vision = config.vision
     assert vision is not None
     assert vision.tower is not None
+    changes = {"image_mean": MEAN, "image_std": STD, **changes}
     own = {key: value for key, value in changes.items() if hasattr(vision, key)}
     tower = replace(vision.tower, **{key: value for key, value in changes.items() if key not in own})
     return replace(config, vision=replace(vision, tower=tower, **own))

@@ -248,6 +248,9 @@ class MadeUpExecutor:
     def attach_engine(self, engine: object) -> None:
         pass
 
+    def watch_layers(self, on_layer: Callable[[], None]) -> None:
+        """There are no towers."""
+
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """There are no weights."""
 

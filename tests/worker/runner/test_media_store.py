@@ -1,10 +1,13 @@
 """The worker's rows of images: made by a table from the pixels that arrived, found again by token."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from thread_groups import on_ranks
+from torch import Tensor
 
 from spmd_worker.media.prepared import ImagePixels, PreparedImage
 from spmd_worker.media.sent_image import SentImage
@@ -15,6 +18,7 @@ from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepPlan
+from spmd_worker.worker.runner import media_store
 from spmd_worker.worker.runner.media_store import MediaStore
 
 FIRST, SECOND = (bytes([number]) * 16 for number in (1, 2))
@@ -95,3 +99,46 @@ def test_rows_that_cannot_be_made_are_errors(store: MediaStore, held: list[SentI
         store.hold(5, 0, each)
     with pytest.raises(RuntimeError, match=words):
         store.apply(StepPlan(1, encode=(EncodeMedia(5, 0, 0),)), lambda request_id: REQUEST)
+
+
+class LayeredTower:
+    """The table with two layers, behind which a tower tells; `seen` are the calls of all ranks, in order."""
+
+    def __init__(self, rank: int, seen: list[tuple[int, str]]) -> None:
+        self.trunk, self._rank, self._seen = SimpleNamespace(layers=range(2), on_layer=lambda: None), rank, seen
+
+    def __call__(self, pixels: ImagePixels) -> TowerRows:
+        for _ in self.trunk.layers:
+            self._seen.append((self._rank, "layer"))
+            self.trunk.on_layer()
+        return table(pixels)
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_ranks_that_wait_hear_of_each_layer(is_long: bool, monkeypatch: pytest.MonkeyPatch):
+    """Regression: those that waited for the rows of a large image looked dead after `timeout_s`. Ranks with few patches
+    do not meet: one would wait for the other's larger image.
+    """
+    monkeypatch.setattr(media_store, "_MANY_PATCHES", 12 if is_long else 13)
+    seen: list[tuple[int, str]] = []
+
+    def run(group: Any) -> Tensor:
+        store = MediaStore(LayeredTower(group.rank, seen), group, 3, 2, torch.float32, torch.device("cpu"))
+        store.on_layer = lambda: seen.append((group.rank, "heard"))
+        store.hold(5, 0, image(FIRST, 0, 3))
+        store.hold(5, 1, image(SECOND, 50, 2))
+        # Rank 1 makes both, rank 0 none.
+        store.apply(StepPlan(1, encode=(EncodeMedia(5, 0, 1), EncodeMedia(5, 1, 1))), lambda request_id: REQUEST)
+        return store._rows[FIRST]
+
+    first, second = on_ranks(2, run)
+    assert first.equal(second)
+    assert first.equal(filled()._rows[FIRST])
+    if not is_long:
+        assert seen == [(1, "layer")] * 4
+        return
+    assert [what for rank, what in seen if rank == 0] == ["heard"] * 4
+    assert [what for rank, what in seen if rank == 1] == ["layer", "heard"] * 4
+    # Rank 1 has begun no layer before rank 0 heard of the one before.
+    begun = [index for index, each in enumerate(seen) if each == (1, "layer")]
+    assert all(seen[:index].count((0, "heard")) >= layer - 1 for layer, index in enumerate(begun))

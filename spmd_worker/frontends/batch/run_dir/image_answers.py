@@ -5,7 +5,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.compat.image_reading import run_processor
 from spmd_worker.media.versions import decoder_versions
 from spmd_worker.resolved import ResolvedRun
 
@@ -15,9 +14,9 @@ _KEYS: Final = ("image_background", "image_min_pixels", "image_max_pixels", "ima
 
 def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
     """Entries of a manifest: versions of Pillow and its decoders, files and numbers by which images are prepared, and
-    the folder of paths. Empty for a model without images. Raises OSError, ModelConfigError.
+    the folder of paths. Empty for a model without images. Raises OSError.
     """
-    config, processor = resolved.config, run_processor(resolved)
+    config, processor = resolved.config, resolved.image_processor
     if processor is None:
         return {}
     digest = blake2b(digest_size=16)

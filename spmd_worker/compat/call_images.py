@@ -1,0 +1,143 @@
+"""Images of one call: prepared once for prompts that have the same ones, and held within a bound of bytes.
+
+All images of a call are prepared before its first step, because they decide whether a prompt can be answered. Pixels
+beyond the bound are dropped then, and made again shortly before their prompt is admitted.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, Preparer, num_media_bytes
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.media_sizes import AbsentPixels
+from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedPixels(AbsentPixels):
+    """Sizes of pixels that `prompt` makes again."""
+
+    prompt: "CallPrompt | None" = None
+
+
+def without_pixels(image: PreparedImage, prompt: "CallPrompt") -> PreparedImage:
+    """The image with the sizes of its pixels alone."""
+    pixels = image.pixels
+    return replace(image, pixels=DroppedPixels((), pixels.grid, pixels.size, pixels.shapes, prompt))
+
+
+def with_pixels(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, ...]:
+    """The images or audio of a prompt; pixels that were dropped are made again. Raises MediaError if they cannot be, or
+    have changed.
+    """
+    prompt = _dropped(media)
+    if prompt is None:
+        return tuple(media)
+    made = prompt.again()
+    changed = [index for index, (old, new) in enumerate(zip(media, made)) if old.media_id != new.media_id]
+    if changed:
+        raise MediaError("image_changed", f"image {changed[0]} changed while the call ran: its tokens are of another")
+    return made
+
+
+def prepare_ahead(media: Sequence[PreparedMedia]) -> None:
+    """Begin to make dropped pixels of a prompt again, for `with_pixels`."""
+    prompt = _dropped(media)
+    if prompt is not None:
+        prompt.begin()
+
+
+def _dropped(media: Sequence[PreparedMedia]) -> "CallPrompt | None":
+    """The maker of a prompt's images; None if they were not dropped here. Audio never is."""
+    first = media[0].content if media else None
+    return first.prompt if isinstance(first, DroppedPixels) else None
+
+
+@dataclass(slots=True, eq=False)
+class CallPrompt:
+    """Images of one or several prompts of a call. `sources` are held: the id of an object is its own as long as it
+    exists.
+    """
+
+    sources: tuple[Any, ...]
+    call: "CallPreparer"
+    pending: PendingImages | None = None
+    images: tuple[PreparedImage, ...] | None = None
+    """As they were handed out."""
+
+    def begin(self) -> PendingImages:
+        if self.pending is None:
+            self.pending = self.call.preparer.submit(self.sources)
+        return self.pending
+
+    def again(self) -> tuple[PreparedImage, ...]:
+        """The images with their pixels, which are held until others are made: prompts with the same images often follow
+        each other. Raises MediaError.
+        """
+        if self.call.last is not self and self.call.last is not None:
+            self.call.last.pending = None
+        self.call.last = self
+        return tuple(self.begin().result())
+
+
+@dataclass(slots=True, eq=False)
+class CallPreparer:
+    """Preparer of one call, which holds at most `max_bytes` of pixels."""
+
+    preparer: Preparer
+    max_bytes: float
+    num_bytes: int = 0
+    last: CallPrompt | None = None
+    _prompts: dict[Hashable, CallPrompt] = field(default_factory=dict)
+
+    def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedImage]:
+        prompt = self._prompt_of(sources)
+        if prompt.images is None:
+            made = prompt.again()
+            num_bytes = num_media_bytes(made)
+            if self.num_bytes + num_bytes > self.max_bytes:
+                made = tuple([without_pixels(each, prompt) for each in made])
+            else:
+                self.num_bytes += num_bytes
+            prompt.images = made
+        return prompt.images
+
+    def submit(self, sources: Sequence[Any]) -> PendingImages:
+        """Begin to prepare images that were not prepared in this call."""
+        prompt = self._prompt_of(sources)
+        return _Made(prompt.images) if prompt.images is not None else prompt.begin()
+
+    def close(self) -> None:
+        self.preparer.close()
+
+    def _prompt_of(self, sources: Sequence[Any]) -> CallPrompt:
+        # The images of a prompt together: how one is prepared may depend on their number.
+        key = tuple([each if isinstance(each, str | bytes) else id(each) for each in sources])
+        if key not in self._prompts:
+            self._prompts[key] = CallPrompt(tuple(sources), self)
+        return self._prompts[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    images: tuple[PreparedImage, ...]
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Sequence[PreparedImage]:
+        return self.images
+
+
+def images_of_call(images: ImagePrompts, max_bytes: float) -> ImagePrompts:
+    """The images of a run, for the prompts of one call."""
+    return replace(images, preparer=CallPreparer(images.preparer, max_bytes))
+
+
+def half_window_bytes(media_window_gib: float) -> float:
+    """Bytes of pixels that a call holds of prompts that wait, and as many of prompts that run."""
+    return media_window_gib * _GIB / 2
