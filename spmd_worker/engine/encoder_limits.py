@@ -20,12 +20,7 @@ class EncoderLimits:
         if not given.num_rows:
             raise RequestError("empty_prompt", f"the encoder's {self.kind} is empty: give at least one token")
         if given.num_rows > self.max_len:
-            way_out = " or raise scheduler.max_encoder_len" if self.may_raise else ""
-            raise RequestError(
-                "prompt_too_long",
-                f"the encoder's {self.kind} has {given.num_rows} {'tokens' if self.kind == 'text' else 'rows'} but "
-                f"scheduler.max_encoder_len is {self.max_len}: shorten it{way_out}",
-            )
+            raise self.too_long(str(given.num_rows))
         least, most = min(given.token_ids), max(given.token_ids)
         if least < 0 or most >= vocab_size:
             raise RequestError(
@@ -33,6 +28,15 @@ class EncoderLimits:
                 f"token id {least if least < 0 else most} of the encoder's text is outside the vocabulary of "
                 f"{vocab_size} tokens",
             )
+
+    def too_long(self, count: str) -> RequestError:
+        """The error of an input of `count` rows."""
+        way_out = " or raise scheduler.max_encoder_len" if self.may_raise else ""
+        return RequestError(
+            "prompt_too_long",
+            f"the encoder's {self.kind} has {count} {'tokens' if self.kind == 'text' else 'rows'} but "
+            f"scheduler.max_encoder_len is {self.max_len}: shorten it{way_out}",
+        )
 
 
 def encoder_limits(resolved: ResolvedRun) -> EncoderLimits | None:

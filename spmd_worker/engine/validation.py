@@ -140,17 +140,20 @@ class RequestLimits:
     ) -> None:
         """Raise RequestError for texts, to be encoded together, with a minimum number of tokens above the model's
         limit, or above `most` of the name `key`, and for texts that are too large to encode. With `is_cut` the prompt
-        will be truncated: any number of tokens fits.
+        will be truncated: any number of tokens fits. A text of an encoder-decoder model may be of either part.
         """
         num_characters = sum(map(len, texts))
         if num_characters <= _SHORT_TEXT:
             return
         least = 0 if is_cut else sum(tokenizer.min_num_tokens(text) for text in texts)
-        if least > self.max_model_len:
-            raise self._too_long(f"at least {least}")
+        encoder = self.encoder if self.encoder is not None and self.encoder.kind == "text" else None
+        limit = self.max_model_len if encoder is None else max(self.max_model_len, encoder.max_len)
+        if least > limit:
+            count = f"at least {least}"
+            raise self._too_long(count) if encoder is None else encoder.too_long(count)
         if most is not None and least > most:
             raise RequestError("prompt_too_long", f"the prompt has at least {least} tokens, more than {key}={most}")
-        bound = max(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * self.max_model_len)
+        bound = max(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * limit)
         if num_characters > bound:
             message = f"the prompt has {num_characters} characters, more than the limit of {bound}: shorten it"
             raise RequestError("prompt_too_long", message)

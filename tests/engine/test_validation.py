@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.compat.image_reading import LazyPreparer
+from spmd_worker.engine.encoder_limits import EncoderLimits
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.frontends.batch.job import run_job
@@ -54,6 +55,23 @@ def test_only_tokens_of_images_are_beyond_the_vocabulary():
             limits.check(given, SamplingParams(), media_items=items)
     with pytest.raises(RequestError, match="token id 12 is outside"):
         limits.check((1, 12, 12, 2), SamplingParams())
+
+
+@pytest.mark.parametrize("kind", ["text", "audio"])
+def test_long_texts_of_encoders_have_their_own_limit(kind: str):
+    """The decoder's length refused texts of more than 10,000 characters that the encoder reads."""
+
+    class Words:
+        min_num_tokens = staticmethod(len)
+
+    limits = replace(LIMITS, encoder=EncoderLimits(kind, 20_000, may_raise=True))
+    words = "encoder's text has at least 20001 tokens but scheduler.max_encoder_len is 20000: shorten it or raise"
+    if kind == "audio":
+        words = "prompt has at least 20001 tokens but model.max_model_len is 4"
+    else:
+        limits.check_text(cast(Any, Words), "x" * 20_000)
+    with pytest.raises(RequestError, match=words):
+        limits.check_text(cast(Any, Words), "x" * 20_001)
 
 
 def test_the_largest_request_that_can_be_answered_passes():
