@@ -67,7 +67,7 @@ in the local cache and downloaded if it is not there (`pip install 'spmd-worker[
 | --- | --- |
 | `config.json` | required; its `architectures` must be in a table below |
 | `*.safetensors` | required: one file, or several with their index |
-| `tokenizer.json` | or `vocab.json` and `merges.txt`, or `tokenizer.model`. These two are converted, which needs transformers; `tokenizer.model` needs sentencepiece and protobuf too. Rows of token ids need no tokenizer |
+| `tokenizer.json` | or `vocab.json` and `merges.txt`, or `tokenizer.model`, `spiece.model` or `sentencepiece.bpe.model`. These are converted, which needs transformers; models of SentencePiece need sentencepiece and protobuf too. Rows of token ids need no tokenizer |
 | `generation_config.json` | optional: defaults of sampling, and end-of-sequence tokens |
 | `tokenizer_config.json`, `chat_template.jinja`, `additional_chat_templates/` | optional: the chat template, for chat rows |
 | `modules.json`, `config_sentence_transformers.json` | optional: pooling as in sentence-transformers, see [Pooling](../guides/pooling.md) |

@@ -37,7 +37,8 @@ _OF_BEAMS: Final = ("num_beams", "num_beam_groups", "length_penalty", "early_sto
 class SpeechTokens:
     """Special tokens of Whisper. `languages` and `tasks` are pairs of a name, such as "en" or "transcribe", and an id;
     both are empty in models of English alone. `previous` begins the text before, None if the model has no such token.
-    Timestamps follow `no_timestamps`, 20 ms each.
+    Timestamps follow `no_timestamps`, 20 ms each. `language`, a code or a name, is that of audio for which none is
+    given; None: it is detected.
     """
 
     no_timestamps: int
@@ -45,6 +46,7 @@ class SpeechTokens:
     tasks: tuple[tuple[str, int], ...] = ()
     previous: int | None = None
     max_initial_index: int | None = None
+    language: str | None = None
 
     @property
     def first_timestamp(self) -> int:
@@ -191,7 +193,15 @@ def _speech_tokens(ids: _Ids) -> SpeechTokens | None:
         tasks=ids.named("task_to_id") if is_multilingual else (),
         previous=ids.optional("prev_sot_token_id"),
         max_initial_index=ids.number("max_initial_timestamp_index"),
+        language=_language(ids.reader) if is_multilingual else None,
     )
+
+
+def _language(reader: ConfigReader) -> str | None:
+    language = reader.get("language")
+    if not isinstance(language, str | None):
+        raise reader.error("language", "must be the code or the name of a language")
+    return language
 
 
 def _bad_words(words: list[Any]) -> tuple[str, ...]:

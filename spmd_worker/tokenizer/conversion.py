@@ -44,9 +44,9 @@ def converted(folder: Path) -> bytes | None:
     missing = f"{folder} has {' and '.join(names)} but no tokenizer.json, and"
     if names in _PAIRS:
         raise TokenizerError(
-            f"{missing} transformers makes none of them: give the encoder's ids as prompt_token_ids, a language as ids "
-            f"of decoder_prompt, and decode the answer's token_ids, with transformers.AutoTokenizer.from_pretrained("
-            f"'{folder}')"
+            f"{missing} transformers cannot make one of them: encode texts with "
+            f"transformers.AutoTokenizer.from_pretrained('{folder}'), give their ids as prompt_token_ids, and the "
+            f"target language, if there is one, as ids of decoder_prompt; it decodes the token_ids of the answers"
         )
     try:
         from transformers import AutoTokenizer

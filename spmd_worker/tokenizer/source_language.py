@@ -2,9 +2,12 @@
 tokenizer. transformers goes by the class too, whatever tokenizer.json has: files of older releases have it elsewhere.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+from tokenizers import processors
 
 from spmd_worker.base.config.plain_values import shown
 
@@ -43,16 +46,13 @@ class SourceLanguage:
         token = next((each for each in token_names(self.default) if token_id(each) is not None), None)
         if token is None or token_id(self.end) is None:
             return None
-        text, end, source = (
-            [{"Sequence": {"id": each, "type_id": 0}} for each in "AB"],
-            _special(self.end),
-            _special(token),
-        )
-        pieces = {
-            count: [source, *text[:count], end] if self.is_first else [*text[:count], end, source] for count in (1, 2)
-        }
-        special = {each: {"id": each, "ids": [token_id(each)], "tokens": [each]} for each in (self.end, token)}
-        return {"type": "TemplateProcessing", "single": pieces[1], "pair": pieces[2], "special_tokens": special}
+        single, pair = [
+            [token, *texts, self.end] if self.is_first else [*texts, self.end, token]
+            for texts in (["$A"], ["$A", "$B"])
+        ]
+        special = [(each, token_id(each)) for each in (self.end, token)]
+        made = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+        return dict(json.loads(made.__getstate__()))
 
 
 def source_language(settings: Mapping[str, Any], model: Mapping[str, Any]) -> SourceLanguage | None:
@@ -94,7 +94,3 @@ def unknown_language(key: str, language: str) -> ValueError:
         f"{key}={shown(language)} is not a language token of this model's tokenizer: give one as it is written there, "
         f"such as fra_Latn, fr_XX or fr"
     )
-
-
-def _special(token: str) -> dict[str, Any]:
-    return {"SpecialToken": {"id": token, "type_id": 0}}

@@ -78,6 +78,8 @@ def test_speech_model_reads_languages_tasks_and_timestamps():
         50363, (("en", 50259), ("zh", 50260)), (("translate", 50358), ("transcribe", 50359)), 50361, 50
     )
     assert found.speech.first_timestamp == 50364
+    german = read({**WHISPER, "language": "german"}, is_speech=True)
+    assert german.speech == replace(found.speech, language="german")
     # An id outside the vocabulary cannot be sampled.
     assert (found.suppress_tokens, found.begin_suppress_tokens) == ((1, 2, 50358, 50999), (220, 50257))
     assert (found.max_length, found.warning) == (None, "")
@@ -123,9 +125,10 @@ def test_bad_words_of_one_token_are_suppressed():
         ("lang_to_id", [1]),
         ("lang_to_id", {"<|en|>": 70000}),
         ("no_timestamps_token_id", True),
+        ("language", 5),
     ],
 )
 def test_bad_values_are_named(key: str, value: object):
-    is_speech = key in ("lang_to_id", "no_timestamps_token_id")
+    is_speech = key in ("lang_to_id", "no_timestamps_token_id", "language")
     with pytest.raises(ModelConfigError, match=rf"generation_config\.json: {key}"):
         read({**(WHISPER if is_speech else BART_CNN), key: value}, is_speech=is_speech)

@@ -283,7 +283,8 @@ def _nothing_found(folder: Path) -> str:
     if pickles:
         return (
             f"{folder}: has weights only in {', '.join(pickles[:3])}: pickles are rejected because reading one can run "
-            "code: convert them to safetensors (save_pretrained of a recent transformers does)"
+            "code: convert them to safetensors (save_pretrained of a recent transformers does), or take those of a "
+            "pull request on the hub (model.revision=refs/pr/N), which many models have"
         )
     if any(entry.suffix == ".gguf" for entry in folder.iterdir()):
         return f"{folder}: has weights only as GGUF, which is unsupported: use the safetensors it was converted from"

@@ -83,9 +83,9 @@ def decoder_prompt(
     timestamps: bool = False,
     prompt_text: str = "",
 ) -> DecoderPrompt:
-    """The prompt of a speech model. `language` is a code or a name; the model detects it if it is None, and the answer
-    begins with its token. `task` is one of `TASKS`. `prompt_text` is what was said before, cut to its last tokens, half
-    of the model's positions.
+    """The prompt of a speech model. `language` is a code or a name; None: that of the model's files, or else the model
+    detects it, and the answer begins with its token. `task` is one of `TASKS`. `prompt_text` is what was said before,
+    cut to its last tokens, half of the model's positions.
 
     Raises ValueError naming the argument and the rule.
     """
@@ -101,6 +101,7 @@ def decoder_prompt(
     task_ids = tuple(token_id for name, token_id in speech.tasks if name == task)
     if not task_ids:
         raise ValueError(f"task={task!r} has no token in task_to_id of this model's generation_config.json")
+    language = speech.language if language is None else language
     if language is None:
         languages = tuple(token_id for _, token_id in speech.languages)
         rules = _rules(generation, timestamps, len(token_ids), languages, (*task_ids, *last))

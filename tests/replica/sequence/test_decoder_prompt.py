@@ -114,6 +114,14 @@ def test_detected_language_is_of_the_answer():
     assert detected_language(WHISPER, [7, END]) is None
 
 
+def test_language_of_the_files_is_the_default():
+    """Distil-Whisper's and fine-tuned models name one in generation_config.json."""
+    assert WHISPER.speech is not None
+    german = replace(WHISPER, speech=replace(WHISPER.speech, language="<|de|>"))
+    assert decoder_prompt(german) == decoder_prompt(WHISPER, language="de")
+    assert decoder_prompt(german, language="en") == decoder_prompt(WHISPER, language="en")
+
+
 def test_text_before_is_cut_to_half_of_the_positions(tokenizer: Tokenizer):
     short = decoder_prompt(WHISPER, tokenizer, language="en", prompt_text="  a b ")
     assert short.token_ids == (PREVIOUS, *tokenizer.encode(" a b"), START, 402, 406, NO_TIMESTAMPS)
