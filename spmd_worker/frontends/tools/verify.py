@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("first", type=Path, nargs="?", help="output rows, JSON Lines")
     parser.add_argument("second", type=Path, nargs="?", help="output rows of another run of the same input")
     parser.add_argument(
-        "--images", type=Path, metavar="RUN_DIR", help="the run directory of a job with images or audio"
+        "--images", type=Path, metavar="RUN_DIR", help="the run directory of a job with images, or audio"
     )
     parser.add_argument("--tokens-only", action="store_true", help="ignore log-probabilities")
     parser.add_argument("--bytes", action="store_true", help="compare the files byte by byte")
