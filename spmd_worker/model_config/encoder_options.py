@@ -25,6 +25,11 @@ def max_encoder_len(config: RunConfig, model_config: ModelConfig) -> int:
             f"scheduler.max_encoder_len={wanted} is more than the {part.max_rows} positions of the model's encoder: "
             f"lower it or leave it null"
         )
+    if part.audio is not None and wanted is not None and wanted < part.max_rows:
+        raise ConfigError(
+            f"scheduler.max_encoder_len={wanted} is less than the {part.max_rows} rows that audio of any length has: "
+            f"leave it null"
+        )
     return wanted or _own_max_len(part, model_config)
 
 
