@@ -146,5 +146,4 @@ def _without_empty(prompt: Mapping[str, Any]) -> dict[str, Any]:
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     unknown = [str(key) for key in given if key not in known]
     if unknown:
-        every = ", ".join((*_ONE_KEYS, _ENCODER, _DECODER, _LANGUAGE, _SOURCE))
-        raise ValueError(f"a prompt of an encoder-decoder model has no key {', '.join(unknown)} here: give {every}")
+        raise ValueError(f"the prompt has {', '.join(unknown)}: this model takes only {', '.join(known)} here")

@@ -73,7 +73,7 @@ def _samples(array: Any, rate: Any, limits: AudioLimits) -> GivenSamples:
         raise MediaError("audio_unreadable", f"samples of {samples.dtype} {rule}")
     channels = samples[None] if samples.ndim == 1 else samples
     if channels.ndim != 2 or not 1 <= len(channels) <= MAX_CHANNELS:
-        rule = f"must be [samples], or [channels, samples] of at most {MAX_CHANNELS} channels"
+        rule = f"must be [samples], or [channels, samples] of at most {MAX_CHANNELS} channels: transpose them"
         raise MediaError("audio_unreadable", f"samples of shape {list(samples.shape)} {rule}")
     if channels.shape[1] > limits.max_audio_s * rate:
         shown = f"limits.max_audio_s={limits.max_audio_s}"

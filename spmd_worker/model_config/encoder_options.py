@@ -27,7 +27,8 @@ def max_encoder_len(config: RunConfig, model_config: ModelConfig) -> int:
         )
     if part.audio is not None and wanted is not None and wanted < part.max_rows:
         raise ConfigError(
-            f"scheduler.max_encoder_len={wanted} is less than the {part.max_rows} rows of all audio: leave it null"
+            f"scheduler.max_encoder_len={wanted} is less than the {part.max_rows} rows that audio of any length has: "
+            f"leave it null"
         )
     return wanted or _own_max_len(part, model_config)
 

@@ -80,6 +80,8 @@ def test_inputs_that_are_never_read_are_refused_at_start():
 
 def test_decoders_alone_have_no_encoder_length():
     config = RunConfig(scheduler=SchedulerConfig(max_encoder_len=9))
+    with pytest.raises(ConfigError, match=r"scheduler\.max_encoder_len=31 is less than the 32 rows that audio"):
+        run("whisper", max_encoder_len=31)
     with pytest.raises(ConfigError, match=r"scheduler\.max_encoder_len=9 is for encoder-decoder models, and LlamaFor"):
         resolve(config, read_model_files(checkpoint_folder("llama3")), "cpu")
 

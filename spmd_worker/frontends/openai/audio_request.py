@@ -96,7 +96,7 @@ def plain_audio_row(index: int, custom_id: str | None, fields: Mapping[str, Any]
 def _file(body: Mapping[str, Any]) -> str | bytes:
     given = [key for key in FILE_KEYS if body.get(key) is not None]
     if not given:
-        message = "the body has no file: give a path below job.media_root, or a data URL, as file or file_url"
+        message = "the body has no file: upload it as file, or give a data URL or a path below job.media_root"
         raise InvalidRequestError(message, "missing_prompt")
     if len(given) > 1:
         raise InvalidRequestError("the body has file and file_url: give one of them", "conflicting_prompts")

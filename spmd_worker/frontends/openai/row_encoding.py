@@ -162,7 +162,9 @@ def finish_row(
     num_virtual = 0 if virtual is None else virtual.num_tokens
     text, rows = given.text, given.rows
     token_ids = tuple(engine.truncate(given.token_ids, row.sampling, rows, num_virtual))
-    sampling = given.completed(constrained_sampling(row, text, tokenizer, chat_format), RuledParams())
+    own = constrained_sampling(row, text, tokenizer, chat_format)
+    with invalid_request():
+        sampling = given.completed(own, RuledParams())
     try:
         engine.check(token_ids, sampling, None, rows, num_virtual, given.media_items, given.encoder)
     except RequestError as error:

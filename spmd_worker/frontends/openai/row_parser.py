@@ -115,8 +115,12 @@ def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
     if any(fields.get(task) is not None for task in PLAIN_TASKS) and not any(key in fields for key in _PROMPT_KEYS):
         return plain_pooling_row(index, custom_id, fields, defaults)
-    if fields.get("audio") is not None and not any(fields.get(key) is not None for key in _PROMPT_KEYS):
+    if fields.get("audio") is not None:
+        if prompts := _prompts(fields):
+            message = f"the row has audio and {' and '.join(prompts)}: give one of them"
+            raise InvalidRequestError(message, "conflicting_prompts")
         return plain_audio_row(index, custom_id, fields, defaults)
+    fields = {key: value for key, value in fields.items() if key != "audio"}
     for key in fields:
         if key in BODY_KEYS and key not in _PLAIN_KEYS:
             grammar = "; a plain row takes structured_outputs" if key == "response_format" else ""
@@ -129,10 +133,15 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     return Row(index, custom_id, "plain", prompt, sampling, adapter=adapters[0], prompt_adapter=adapters[1])
 
 
+def _prompts(fields: Mapping[str, Any]) -> list[str]:
+    return [key for key in _PROMPT_KEYS if fields.get(key) is not None]
+
+
 def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
-    given = [key for key in _PROMPT_KEYS if fields.get(key) is not None]
+    given = _prompts(fields)
     if not given:
-        raise InvalidRequestError(f"the row has no prompt: give one of {', '.join(_PROMPT_KEYS)}", "missing_prompt")
+        every = ", ".join((*_PROMPT_KEYS, "audio"))
+        raise InvalidRequestError(f"the row has no prompt: give one of {every}", "missing_prompt")
     if len(given) > 1:
         raise InvalidRequestError(f"the row has {' and '.join(given)}: give one of them", "conflicting_prompts")
     return with_images(for_encoder(_prompt_without_images(given[0], fields), fields), fields.get("images"))

@@ -71,6 +71,8 @@ def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
         hits = count(totals.sums.num_verified_hits, "prefix-cache hit")
         pressure += f" {hits} computed again for comparison: all equal."
     cached, prompt = _cached_and_prompt_tokens(totals, metrics)
+    if not cached and totals.sums.num_cached_tokens:
+        return f"{pressure} Inputs of the encoder were found in the prefix cache, and no tokens of prompts."
     if not cached:
         return f"{pressure} No prompt tokens were found in the prefix cache: no prompts shared a prefix, or it was off."
     found = share(cached, prompt).capitalize()

@@ -7,7 +7,7 @@
     python -m spmd_worker.tools.verify A.jsonl B.jsonl --bytes
         compares the files byte by byte
     python -m spmd_worker.tools.verify --images A.jsonl.run
-        reads the images of a job again, and compares them with those that its answers are of
+        reads the images or audio of a job again, and compares them with those that its answers are of
 
 Prints "same" and exits with 0; or prints the first row that differs, its sample, the token (counted from 0 in the
 output) and both values, and exits with 1; or reports why the files cannot be compared, and exits with 2. Embeddings,
@@ -270,7 +270,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("verify", __doc__)
     parser.add_argument("first", type=Path, nargs="?", help="output rows, JSON Lines")
     parser.add_argument("second", type=Path, nargs="?", help="output rows of another run of the same input")
-    parser.add_argument("--images", type=Path, metavar="RUN_DIR", help="the run directory of a job with images")
+    parser.add_argument(
+        "--images", type=Path, metavar="RUN_DIR", help="the run directory of a job with images, or audio"
+    )
     parser.add_argument("--tokens-only", action="store_true", help="ignore log-probabilities")
     parser.add_argument("--bytes", action="store_true", help="compare the files byte by byte")
     options = parser.parse_args(arguments)

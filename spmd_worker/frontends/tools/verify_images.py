@@ -39,7 +39,7 @@ def compare_images(run_dir: Path) -> str | None:
     found = chained_digest(_digests(manifest))
     if found == recorded:
         return None
-    return f"images: {_shown(recorded)} when the job ran, {_shown(found)} now"
+    return f"images or audio: {_shown(recorded)} when the job ran, {_shown(found)} now"
 
 
 def _digests(manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:

@@ -41,9 +41,14 @@ class RuledParams:
         self._last: tuple[SamplingParams, TokenRules | None, SamplingParams] | None = None
 
     def of(self, sampling: SamplingParams, rules: TokenRules | None) -> SamplingParams:
-        """`sampling` with these rules, unless it has its own."""
+        """`sampling` with these rules, unless it has its own. Raises ValueError if both say how the answer begins."""
         if rules is None or sampling.token_rules is not None:
             return sampling
+        if rules.first_tokens and sampling.structured_outputs is not None:
+            raise ValueError(
+                "structured_outputs begins with the answer's first token, which is the language that the model "
+                "detects: give language, or a decoder's prompt that ends with language and task"
+            )
         # Read and set once each: a server has several threads.
         frozen, last = sampling.frozen(), self._last
         if last is None or last[0] is not frozen or last[1] != rules:

@@ -20,6 +20,7 @@ from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal
 from spmd_worker.frontends.batch.run_dir.manifest import FORMAT_VERSION, _compare, write_manifest
+from spmd_worker.frontends.batch.run_dir.media_root import resolved_media_root
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.frontends.tools.verify import main as verify
@@ -83,6 +84,8 @@ def test_job_is_not_resumed_with_other_decoders(folder: Path, tmp_path: Path, mo
 
 def test_manifest_of_text_has_no_entries_of_images(folder: Path):
     assert image_answers(resolved_run(folder)) == {}
+    with pytest.raises(ConfigError, match="none is not a folder"):
+        resolved_media_root(str(folder / "none"))
     run = resolved_run(folder, VisionConfig("qwen3_vl", 1))
     run.config = replace(run.config, limits=RowLimits(max_images=0))
     assert image_answers(run) == {}

@@ -175,7 +175,8 @@ def test_bad_bodies_are_error_rows(body: dict[str, Any], code: str) -> None:
         ({"audio": "1", "decoder_prompt": ""}, "empty_prompt"),
         ({"audio": "1", "images": []}, "unknown_key"),
         ({"audio": "1", "timestamps": 1}, "invalid_value"),
-        ({"audio": "1", "prompt": "a"}, "unknown_key"),
+        ({"audio": "1", "prompt": "a"}, "conflicting_prompts"),
+        ({"audio": None}, "missing_prompt"),
         ({"encoder_prompt": "a", "prompt": "a"}, "conflicting_prompts"),
     ],
 )
@@ -189,6 +190,23 @@ def encoded_row(tokenizer: Tokenizer, num_windows: int, **body: Any) -> EncodedA
     row = body_row(file=str(num_windows), **body)
     assert isinstance(row, Row), row
     return encode_audio(row, tokenizer, limits(HereAudio(), tokenizer), RowLimits())
+
+
+def test_null_audio_is_no_audio() -> None:
+    row = parse({"audio": None, "prompt": "a"})
+    assert isinstance(row, Row), row
+    assert not isinstance(row.prompt, AudioPrompt)
+
+
+def test_structured_outputs_need_a_language(tokenizer: Tokenizer) -> None:
+    """A grammar holds from the first token, and then no language would be detected."""
+    audio = limits(HereAudio(), tokenizer)
+    # These limits have no compiler of grammars, so a row that is not refused for its language meets that.
+    for language, words in ((None, "give language"), ("de", "tokenizer.json")):
+        row = parse({"audio": "1", "language": language, "structured_outputs": {"choice": ["a", "b"]}})
+        assert isinstance(row, Row), row
+        with pytest.raises(InvalidRequestError, match=words):
+            encode_audio(row, tokenizer, audio, RowLimits())
 
 
 def test_windows_are_requests_with_one_prompt(tokenizer: Tokenizer) -> None:

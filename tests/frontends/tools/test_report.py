@@ -78,6 +78,16 @@ def test_last_line_is_a_json_object(report, run_dir: Path):
     }
 
 
+def test_cached_inputs_of_an_encoder_are_named(report, run_dir: Path):
+    """They are in the steps' numbers, and not in those of prompts."""
+    metrics = json.loads((run_dir / "metrics.json").read_text())
+    (run_dir / "metrics.json").write_text(json.dumps({**metrics, "prompt_tokens": 9, "cached_prompt_tokens": 0}))
+    with StepStatsWriter(run_dir / STEP_STATS_NAME) as writer:
+        for stats in STEPS:
+            writer.write(stats._replace(num_blocks_free=3, num_cached_tokens=16))
+    assert "Inputs of the encoder were found in the prefix cache, and no tokens of prompts." in report(run_dir)[1]
+
+
 def test_page_and_timeline_share_the_output_folder(report, run_dir: Path, tmp_path: Path):
     code, _, _ = report(run_dir, "--output", tmp_path / "night.html")
     assert code == 0

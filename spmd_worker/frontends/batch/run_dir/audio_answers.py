@@ -2,10 +2,10 @@
 
 from dataclasses import asdict
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.compat.audio_reading import run_audio_settings
+from spmd_worker.frontends.batch.run_dir.media_root import resolved_media_root
 from spmd_worker.media.versions import audio_decoder_versions
 from spmd_worker.resolved import ResolvedRun
 
@@ -24,7 +24,7 @@ def audio_answers(resolved: ResolvedRun) -> dict[str, Any]:
         path = resolved.model_folder / name
         digest.update(name.encode() + (path.read_bytes() if path.is_file() else b""))
     return {
-        "job.media_root": None if root is None else str(Path(root).resolve()),
+        "job.media_root": resolved_media_root(root),
         "files of the audio processor": digest.hexdigest(),
         "audio processor": ", ".join([f"{key}={value}" for key, value in asdict(settings).items()]),
         **{f"version of {name}": version for name, version in audio_decoder_versions().items()},

@@ -2,9 +2,9 @@
 
 from dataclasses import asdict
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.frontends.batch.run_dir.media_root import resolved_media_root
 from spmd_worker.media.versions import decoder_versions
 from spmd_worker.resolved import ResolvedRun
 
@@ -26,7 +26,7 @@ def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
     root = config.job.media_root
     return {
         **{f"model.{key}": getattr(config.model, key) for key in _KEYS},
-        "job.media_root": None if root is None else str(Path(root).resolve()),
+        "job.media_root": resolved_media_root(root),
         "files of the image processor": digest.hexdigest(),
         "image processor": _plain(asdict(processor)),
         **{f"version of {name}": version for name, version in decoder_versions().items()},

@@ -1,0 +1,14 @@
+"""The folder of the images and audio of a job, as its manifest names it."""
+
+from pathlib import Path
+
+from spmd_worker.base.errors import ConfigError
+
+
+def resolved_media_root(root: str | None) -> str | None:
+    """`job.media_root` with all links followed. Raises ConfigError unless it is a folder, before any row fails."""
+    if root is None:
+        return None
+    if not Path(root).is_dir():
+        raise ConfigError(f"job.media_root={root} is not a folder: give the one below which rows name their files")
+    return str(Path(root).resolve())
