@@ -18,7 +18,7 @@ CHANGED = {
 
 
 def opened(folder: Path, **options: str) -> LLM:
-    return LLM(model=str(folder), dtype="float32", num_blocks=40, **options)
+    return LLM(model=str(folder), dtype="float32", num_blocks=64, **options)
 
 
 def rows(llm: LLM) -> Tensor:
