@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import ranks
-from full_size_models import NUM_TOKENS, SHAPES, double_ids, full_size, full_size_prompts, greedy_ids
+from full_size_models import BLOCK_SIZE, NUM_TOKENS, SHAPES, are_double_ids, full_size, full_size_prompts, greedy_ids
 
 from spmd_worker import LLM, SamplingParams
 
-CHUNK: dict[str, Any] = {"max_num_batched_tokens": 100}
 LAYOUTS = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
@@ -28,7 +27,8 @@ def opened(folder: Path, name: str, **options: Any) -> LLM:
         max_model_len=40,
         max_encoder_len=None if is_audio else 416,
         skip_tokenizer_init=is_audio,
-        **{"num_blocks": 900, **options},
+        block_size=BLOCK_SIZE,
+        **{"num_blocks": 1600, **options},
     )
 
 
@@ -49,6 +49,7 @@ def ids_of(found: list[Any]) -> list[list[int]]:
 
 @pytest.mark.guarantee("encoder-decoder models of released sizes: transformers' ids", is_control_inside=True)
 @pytest.mark.stress
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", SHAPES)
 def test_full_sizes_give_transformers_ids_everywhere(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,19 +57,20 @@ def test_full_sizes_give_transformers_ids_everywhere(
     monkeypatch.setenv("SPMD_WORKER_CHECK", "1")
     shape = full_size(name)
     wanted = [greedy_ids(shape, each) for each in shape.inputs]
-    for given, answer in zip(shape.inputs, wanted, strict=True):
-        assert double_ids(shape, given, answer) == answer, "transformers' float32 is not its float64"
+    assert are_double_ids(shape, wanted), "transformers' float32 is not its float64"
     with opened(shape.folder, name) as llm:
         alone = [answers(llm, [each])[0] for each in shape.prompts]
-        # Negative control: another input, another answer.
-        assert all(one != other for one, other in zip(wanted, [*wanted[1:], wanted[0]], strict=True))
+        # Negative control: another input, other numbers.
+        assert len({str(each) for each in wanted}) > len(wanted) // 2
+        assert len({str(scores) for _, scores in alone}) == len(alone)
         assert ids_of(alone) == wanted
         assert answers(llm, shape.prompts) == alone
         llm.reset_prefix_cache()
         assert answers(llm, shape.prompts) == alone
     for mode, swap_space in (("recompute", 0), ("swap", 1)):
-        options = {**CHUNK, "num_blocks": shape.num_blocks_at_start + 3, "preemption_mode": mode}
-        with opened(shape.folder, name, swap_space=swap_space, **options) as llm:
+        # Each has one block more than it began with, and wants three.
+        options = {"num_blocks": shape.num_blocks_at_start + 12, "preemption_mode": mode}
+        with opened(shape.folder, name, swap_space=swap_space, max_num_batched_tokens=shape.chunk, **options) as llm:
             assert answers(llm, shape.prompts) == alone
             counters = llm.llm_engine.counters
             assert counters.num_preemptions > 0

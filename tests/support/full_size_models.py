@@ -4,6 +4,7 @@ Weights are well conditioned: transformers' own float32 must find the ids of its
 mean anything, so T5's queries, which nothing scales, stay as small as its initialisation has them.
 """
 
+import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, WhisperFeatur
 
 RATE: Final = 16_000
 NUM_TOKENS: Final = 24
+BLOCK_SIZE: Final = 8
 TEXT_LENGTHS: Final = (3, 17, 40, 120, 400, 7, 60, 33)
 """Words of each text."""
 AUDIO_LENGTHS_S: Final = (3.0, 11.3, 29.0, 30.0, 0.7, 17.2, 6.1, 22.5)
@@ -74,6 +76,8 @@ class FullSize:
     """The same for transformers: ids [1, T] or features [1, mels, frames]."""
     num_blocks_at_start: int
     """Of all inputs together, when each decoder has its prompt."""
+    chunk: int
+    """Tokens of a step that cut the longest input."""
 
     @property
     def is_audio(self) -> bool:
@@ -90,12 +94,12 @@ def full_size(name: str) -> FullSize:
         sounds = [_sound(length_s, seed) for seed, length_s in enumerate(AUDIO_LENGTHS_S)]
         features = [extractor(each, sampling_rate=RATE, return_tensors="pt").input_features for each in sounds]
         prompts = [_heard(each) for each in sounds]
-        return FullSize(folder, model, prompts, features, len(sounds) * 95)
+        return FullSize(folder, model, prompts, features, len(sounds) * (-(-1500 // BLOCK_SIZE) + 1), 1024)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     texts = _texts()
     ids = [torch.tensor([tokenizer(each).input_ids]) for each in texts]
-    num_blocks = sum(-(-each.shape[1] // 16) + 1 for each in ids)
-    return FullSize(folder, model, [{"prompt": each} for each in texts], ids, num_blocks)
+    num_blocks = sum(-(-each.shape[1] // BLOCK_SIZE) + 1 for each in ids)
+    return FullSize(folder, model, [{"prompt": each} for each in texts], ids, num_blocks, 100)
 
 
 def full_size_prompts(name: str) -> list[dict[str, Any]]:
@@ -117,18 +121,18 @@ def greedy_ids(shape: FullSize, given: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def double_ids(shape: FullSize, given: Tensor, answer: list[int]) -> list[int]:
-    """The first choices of the model in float64 after each token of an answer."""
+def are_double_ids(shape: FullSize, answers: list[list[int]]) -> bool:
+    """Whether each token is the first choice of the model in float64 after all before it."""
     start = [*WHISPER_PROMPT] if shape.is_audio else [shape.model.config.decoder_start_token_id]
-    model = shape.model.double()
-    try:
+    model = copy.deepcopy(shape.model).double()
+    for given, answer in zip(shape.inputs, answers, strict=True):
         inputs = {"input_features": given.double()} if shape.is_audio else {"input_ids": given}
         logits = model(**inputs, decoder_input_ids=torch.tensor([[*start, *answer[:-1]]])).logits[0, len(start) - 1 :]
         if shape.is_audio:
-            logits[0, shape.model.generation_config.begin_suppress_tokens] = -torch.inf
-        return _as_list(logits.argmax(-1))
-    finally:
-        model.float()
+            logits[0, model.generation_config.begin_suppress_tokens] = -torch.inf
+        if logits.argmax(-1).tolist() != answer:
+            return False
+    return True
 
 
 def _as_list(ids: Tensor) -> list[int]:
@@ -166,7 +170,8 @@ def _stirred(key: str, value: Tensor, is_t5: bool) -> Tensor:
         return 0.05 * torch.randn_like(value)
     if "relative_attention_bias" in key:
         return torch.randn_like(value)
-    size = 1.6 * value[0].numel() ** -0.5
+    # Answers follow what the encoder read.
+    size = (5 if "encoder_attn.out_proj" in key or "EncDecAttention.o" in key else 1.6) * value[0].numel() ** -0.5
     return size * (0.125 if is_t5 and key.endswith(".q.weight") else 1) * torch.randn_like(value)
 
 
