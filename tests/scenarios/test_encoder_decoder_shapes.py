@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import ranks
-from full_size_models import BLOCK_SIZE, NUM_TOKENS, SHAPES, are_double_ids, full_size, full_size_prompts, greedy_ids
+from full_size_models import (
+    BLOCK_SIZE,
+    NUM_TOKENS,
+    PENALTY,
+    SHAPES,
+    are_double_ids,
+    full_size,
+    full_size_prompts,
+    greedy_ids,
+)
 
 from spmd_worker import LLM, SamplingParams
 
@@ -34,7 +43,10 @@ def opened(folder: Path, name: str, **options: Any) -> LLM:
 
 def answers(llm: LLM, prompts: list[dict[str, Any]]) -> list[Any]:
     """Ids and log-probabilities of each."""
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False)
+    penalty = 1.0 if "multi_modal_data" in prompts[0] else PENALTY
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, repetition_penalty=penalty
+    )
     found = []
     for each in llm.generate(prompts, params, use_tqdm=False):
         assert each.outputs[0].logprobs is not None, each.error

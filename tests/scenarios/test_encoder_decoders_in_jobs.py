@@ -248,7 +248,7 @@ def test_killed_jobs_of_encoders_resume_to_equal_bytes(kind: str, tmp_path: Path
     expected = finished(whole, kind, "one rank")
     answers = [json.loads(line) for line in expected.splitlines()]
     num_checked = JOBS[kind].check(rows, answers)
-    assert num_checked > 10
+    assert num_checked > 5
     assert report_of(whole, "metrics.json")["preemptions"] > 0
     # Each layout is in it.
     layouts = [*LAYOUTS, *chance.choices([*LAYOUTS], k=NUM_KILLS)][: max(NUM_KILLS, len(LAYOUTS))]

@@ -21,6 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, WhisperFeatur
 RATE: Final = 16_000
 NUM_TOKENS: Final = 24
 BLOCK_SIZE: Final = 8
+PENALTY: Final = 1.5
+"""Of repetition, in answers to texts: without it random weights give one token again and again."""
 TEXT_LENGTHS: Final = (3, 17, 40, 120, 400, 7, 60, 33)
 """Words of each text."""
 AUDIO_LENGTHS_S: Final = (3.0, 11.3, 29.0, 30.0, 0.7, 17.2, 6.1, 22.5)
@@ -114,7 +116,7 @@ def greedy_ids(shape: FullSize, given: Tensor) -> list[int]:
     """transformers' answer to one input alone, without its prompt."""
     options: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "num_beams": 1}
     if not shape.is_audio:
-        return _as_list(shape.model.generate(given, **options)[0])[1:]
+        return _as_list(shape.model.generate(given, repetition_penalty=PENALTY, **options)[0])[1:]
     start = torch.tensor([WHISPER_PROMPT])
     found = _as_list(shape.model.generate(given, decoder_input_ids=start, **options)[0])
     return found[len(WHISPER_PROMPT) :] if found[: len(WHISPER_PROMPT)] == [*WHISPER_PROMPT] else found
@@ -130,6 +132,11 @@ def are_double_ids(shape: FullSize, answers: list[list[int]]) -> bool:
         logits = model(**inputs, decoder_input_ids=torch.tensor([[*start, *answer[:-1]]])).logits[0, len(start) - 1 :]
         if shape.is_audio:
             logits[0, model.generation_config.begin_suppress_tokens] = -torch.inf
+        else:
+            for position, scores in enumerate(logits):
+                seen = torch.tensor([*start, *answer[:position]])
+                found = scores[seen]
+                scores[seen] = torch.where(found < 0, found * PENALTY, found / PENALTY)
         if logits.argmax(-1).tolist() != answer:
             return False
     return True
@@ -151,7 +158,7 @@ def _write(folder: Path, name: str) -> None:
     model = _class_of(name)(getattr(transformers, f"{family}Config")(**sizes)).eval()
     for key, value in model.named_parameters():
         # Whisper's encoder has a table of sines.
-        if "embed_positions" not in key or "Whisper" not in family:
+        if "encoder.embed_positions" not in key or family != "Whisper":
             value.copy_(_stirred(key, value, family == "T5"))
     config = model.generation_config
     config.forced_bos_token_id = config.forced_eos_token_id = None
@@ -170,9 +177,14 @@ def _stirred(key: str, value: Tensor, is_t5: bool) -> Tensor:
         return 0.05 * torch.randn_like(value)
     if "relative_attention_bias" in key:
         return torch.randn_like(value)
-    # Answers follow what the encoder read.
-    size = (5 if "encoder_attn.out_proj" in key or "EncDecAttention.o" in key else 1.6) * value[0].numel() ** -0.5
-    return size * (0.125 if is_t5 and key.endswith(".q.weight") else 1) * torch.randn_like(value)
+    # An answer follows what the encoder read, and goes on.
+    gain = 3 if any(each in key for each in ("attn.out_proj", "Attention.o.", "embed_positions")) else 1.6
+    return (
+        gain
+        * (0.125 if is_t5 and key.endswith(".q.weight") else 1)
+        * value[0].numel() ** -0.5
+        * torch.randn_like(value)
+    )
 
 
 def word_tokenizer(vocab_size: int, family: str) -> PreTrainedTokenizerFast:
