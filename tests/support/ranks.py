@@ -60,6 +60,7 @@ ABOUT_TORCHRUN: tuple[str, ...] = (
     "tests/scenarios/test_external_launcher.py",
     "tests/scenarios/test_fault_matrix.py",
     "tests/scenarios/test_kill_resume.py",
+    "tests/scenarios/test_encoder_decoders_in_jobs.py",
     "tests/frontends/serve/test_server_on_ranks.py",
     "tests/test_launch.py",
     "tests/scripts/test_packaging.py",
