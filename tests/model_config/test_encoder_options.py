@@ -74,7 +74,7 @@ def test_inputs_that_are_never_read_are_refused_at_start():
     with pytest.raises(ConfigError, match=words):
         check_cache_setting(run("bart", cache={"media_rows_gib": gib}))
     check_cache_setting(run("bart", cache={"media_rows_gib": gib}, max_encoder_len=95))
-    with pytest.raises(ConfigError, match=r"scheduler\.max_encoder_len=31 is less than the 32 rows of all audio"):
+    with pytest.raises(ConfigError, match=r"scheduler\.max_encoder_len=31 is less than the 32 rows that audio"):
         run("whisper", max_encoder_len=31)
 
 
