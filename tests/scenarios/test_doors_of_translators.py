@@ -95,7 +95,7 @@ def test_calls_have_the_tokens_of_transformers(folder: Path, expected: dict[str,
         lambda text: {"encoder_prompt": text, "decoder_prompt": {"prompt_token_ids": [END, FRENCH]}},
     ]
     bad = {
-        "has no key images": {"prompt": "a", "images": []},
+        "the prompt has images": {"prompt": "a", "images": []},
         "reads text": {"prompt": "a", "multi_modal_data": {"audio": b""}},
         "not a language": {"prompt": "a", "target_language": "klingon"},
         "goes without": {"encoder_prompt": "a", "decoder_prompt": "b", "target_language": "fra_Latn"},
