@@ -34,7 +34,8 @@ def body_of_form(fields: Sequence[FormField]) -> dict[str, Any]:
 def _value(name: str, value: str | bytes) -> Any:
     if isinstance(value, bytes):
         if name not in FILE_KEYS:
-            raise InvalidRequestError(f"the field {name[:100]!r} is a file: send audio as file", "unknown_key")
+            message = f"the field {name[:100]!r} is a file, or not UTF-8: send audio as file, and text as UTF-8"
+            raise InvalidRequestError(message)
         return value
     if name in _FLAG_KEYS:
         return _FLAGS.get(value.lower(), value)

@@ -64,10 +64,12 @@ def _field(part: "Field | File") -> FormField:
     if hasattr(part, "file_object"):
         part.file_object.seek(0)
         return FormField(name, part.file_object.read())
+    value = part.value or b""
     try:
-        return FormField(name, (part.value or b"").decode("utf-8"))
+        return FormField(name, value.decode("utf-8"))
     except UnicodeDecodeError:
-        raise InvalidRequestError(f"the field {shown(name)} is not UTF-8", "invalid_utf8") from None
+        # A file without filename=: urllib3 1 writes other names than ASCII as filename*=, which is not read.
+        return FormField(name, value)
 
 
 def _invalid(message: str) -> InvalidRequestError:
