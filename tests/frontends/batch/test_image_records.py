@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from spmd_worker.frontends.batch.run_dir.media_root import resolved_media_root
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.frontends.tools.verify import main as verify
+from spmd_worker.media.image_processor import read_image_processor
 from spmd_worker.model_config.vision_config import VisionConfig
 
 ONE, OTHER = "11" * 16, "ff" * 15 + "00"
@@ -55,7 +56,8 @@ def test_chained_digest_depends_on_rows_and_order():
 
 def resolved_run(folder: Path, vision: VisionConfig | None = None, **job: Any) -> Any:
     config = RunConfig(job=JobConfig(**job))
-    return SimpleNamespace(model_folder=folder, model_config=SimpleNamespace(vision=vision), config=config)
+    processor = None if vision is None else read_image_processor(folder, vision, {})
+    return SimpleNamespace(model_folder=folder, image_processor=processor, config=config)
 
 
 @pytest.fixture
@@ -86,9 +88,6 @@ def test_manifest_of_text_has_no_entries_of_images(folder: Path):
     assert image_answers(resolved_run(folder)) == {}
     with pytest.raises(ConfigError, match="none is not a folder"):
         resolved_media_root(str(folder / "none"))
-    run = resolved_run(folder, VisionConfig("qwen3_vl", 1))
-    run.config = replace(run.config, limits=RowLimits(max_images=0))
-    assert image_answers(run) == {}
 
 
 def ended_run(folder: Path) -> Path:
