@@ -168,7 +168,8 @@ def answers_of(model: Any, options: argparse.Namespace, inputs: list[Any], batch
     found: dict[int, list[int]] = {}
     for first in range(0, len(order), batch):
         some = order[first : first + batch]
-        given = {"text": padded, "audio": features}[options.kind](model, options, [inputs[each] for each in some])
+        make = padded if options.kind == "text" else features
+        given = make(model, options, [inputs[each] for each in some])
         outputs = model.generate(
             **given, do_sample=False, num_beams=1, max_new_tokens=options.num_new, min_new_tokens=options.num_new
         )
