@@ -4,6 +4,7 @@ Runs nothing of what it reads. Knows nothing of the rules.
 """
 
 import ast
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from house import COMMANDS, PACKAGES
+from planting import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,18 @@ def read_modules(
     root: Path, packages: tuple[str, ...] = PACKAGES, entry_points: tuple[str, ...] = COMMANDS
 ) -> dict[str, Module]:
     """Every module of the packages and launch.py under `root`, by dotted name, in the order of their paths."""
+    return dict(
+        _modules_of_repository(packages, entry_points) if root == REPOSITORY else _read(root, packages, entry_points)
+    )
+
+
+@functools.cache
+def _modules_of_repository(packages: tuple[str, ...], entry_points: tuple[str, ...]) -> dict[str, Module]:
+    """Parsed and walked once a process: no test changes it."""
+    return _read(REPOSITORY, packages, entry_points)
+
+
+def _read(root: Path, packages: tuple[str, ...], entry_points: tuple[str, ...]) -> dict[str, Module]:
     folders = [root / package.replace(".", "/") for package in packages]
     paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
     paths += [path for name in entry_points if (path := root / f"{name}.py").is_file()]

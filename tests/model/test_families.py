@@ -113,15 +113,26 @@ def test_some_thin_files_have_older_keys():
     assert '"rope_parameters"' in (family_folder("gemma2") / "config.json").read_text()
 
 
-@quick("gemma3", "gpt2", "olmo2", "phi3", slow=SIMILAR)
-def test_shard_logits_equal_transformers_and_stages_one_rank(name: str):
+def each_with_sizes() -> pytest.MarkDecorator:
+    """Two and four ranks with some; with the others one of both, in turns, and in the stress tier both."""
+    both = ("gemma3", "gpt2", "olmo2", "phi3")
+    some = [pytest.param(name, (2, 4), id=name) for name in both]
+    others = [name for name in ALL_CASES if name not in both]
+    for number, name in enumerate(each for each in others if each not in SIMILAR):
+        some.append(pytest.param(name, ((2, 4)[number % 2],), marks=pytest.mark.matrix, id=name))
+    some += [pytest.param(name, (2, 4), marks=pytest.mark.stress, id=f"{name}-both") for name in others]
+    return pytest.mark.parametrize(("name", "sizes"), some)
+
+
+@each_with_sizes()
+def test_shard_logits_equal_transformers_and_stages_one_rank(name: str, sizes: tuple[int, ...]):
     folder = family_folder(name)
 
     def run(group: GroupHandle) -> list[Tensor]:
         model = new_model(folder, group)
         return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
 
-    for size in (2, 4):
+    for size in sizes:
         whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
         assert worst_error(name, whole) < TOLERANCE, size
     whole = prompt_logits(new_model(folder), PROMPTS, 7)

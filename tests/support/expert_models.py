@@ -45,6 +45,17 @@ def quick(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     )
 
 
+def each_and_all(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """As `quick`, with whether all ways are compared: with `names`, and in the stress tier with all cases."""
+    marks = {name: pytest.mark.stress if name in later else pytest.mark.matrix for name in CASES}
+    some = [pytest.param(name, False, marks=mark, id=name) for name, mark in marks.items() if name not in names]
+    whole = [pytest.param(name, True, marks=pytest.mark.matrix, id=f"{name}-all ways") for name in names]
+    others = [
+        pytest.param(name, True, marks=pytest.mark.stress, id=f"{name}-all ways") for name in CASES if name not in names
+    ]
+    return pytest.mark.parametrize(("name", "in_all_ways"), [*some, *whole, *others])
+
+
 @torch.no_grad()
 def their_logits(model: Any, prompts: list[list[int]]) -> list[Tensor]:
     return [model(torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts]

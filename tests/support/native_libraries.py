@@ -38,7 +38,8 @@ def emulated(architecture: str = NATIVE) -> NativeLibrary:
 def built_with(flag: str, architecture: str = NATIVE) -> build.Built:
     """The same sources with a flag more, on disk."""
     flags = build._FLAGS
-    build._FLAGS = (*flags, flag)
+    # Only tests run it: it need not be compiled for long, and another optimization changes no bit.
+    build._FLAGS = (*flags, flag, *(["-O2"] if flag == EMULATE else []))
     try:
         built = build.build(architecture)
     finally:

@@ -128,6 +128,17 @@ def many_rows_for(kernels, num_inputs):
 # panel that is alone.
 CUTS = tiers([(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400)], stress=[(1536, 576)])
 MANY_ROWS = 520
+# Gates are cut as plain products are: wide and narrow ones show it, the others are in the stress tier.
+GATED_CUTS = ((576, 960), (64, 16400))
+
+
+def each_cut() -> list:
+    """Inputs, outputs, whether it is gated."""
+    gated = [
+        (*each.values, True, each.marks or ([] if each.values in GATED_CUTS else pytest.mark.stress)) for each in CUTS
+    ]
+    plain = [(*each.values, False, each.marks) for each in CUTS]
+    return [pytest.param(*values, marks=marks) for *values, marks in (*plain, *gated)]
 
 
 @contextmanager
@@ -142,8 +153,7 @@ def threads(number: int):
 
 @pytest.mark.matrix
 @each_dtype
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), CUTS)
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "is_gated"), each_cut())
 def test_linear_row_bits_independent_of_tiling(kernels, dtype, num_inputs, num_outputs, is_gated):
     """By one thread and by two; rows in their place and in another."""
     num_outputs = num_outputs // 32 * 32 if is_gated else num_outputs

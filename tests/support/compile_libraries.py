@@ -1,0 +1,17 @@
+"""Compiles the kernels of each instruction set that the tests run, one after the other, where they are not on disk yet.
+
+    python tests/support/compile_libraries.py
+
+Each takes a core for most of a minute, and collecting the tests waits for the first two.
+"""
+
+from native_libraries import INSTRUCTION_SETS, library_for
+
+
+def main() -> None:
+    for instruction_set in INSTRUCTION_SETS:
+        library_for(instruction_set)
+
+
+if __name__ == "__main__":
+    main()
