@@ -81,7 +81,7 @@ def test_full_sizes_give_transformers_ids_everywhere(
         assert answers(llm, shape.prompts) == alone
     for mode, swap_space in (("recompute", 0), ("swap", 1)):
         # Each has one block more than it began with, and wants three.
-        options = {"num_blocks": shape.num_blocks_at_start + 12, "preemption_mode": mode}
+        options = {"num_blocks": shape.num_blocks_at_start + 12, "preemption_mode": mode, "max_encode_patches": 3000}
         with opened(shape.folder, name, swap_space=swap_space, max_num_batched_tokens=shape.chunk, **options) as llm:
             assert answers(llm, shape.prompts) == alone
             counters = llm.llm_engine.counters

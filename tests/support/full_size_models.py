@@ -79,7 +79,7 @@ class FullSize:
     num_blocks_at_start: int
     """Of all inputs together, when each decoder has its prompt."""
     chunk: int
-    """Tokens of a step that cut the longest input."""
+    """Tokens of a step, which cut inputs, and are so many that all rows run at once before the first has ended."""
 
     @property
     def is_audio(self) -> bool:
@@ -96,7 +96,7 @@ def full_size(name: str) -> FullSize:
         sounds = [_sound(length_s, seed) for seed, length_s in enumerate(AUDIO_LENGTHS_S)]
         features = [extractor(each, sampling_rate=RATE, return_tensors="pt").input_features for each in sounds]
         prompts = [_heard(each) for each in sounds]
-        return FullSize(folder, model, prompts, features, len(sounds) * (-(-1500 // BLOCK_SIZE) + 1), 1024)
+        return FullSize(folder, model, prompts, features, len(sounds) * (-(-1500 // BLOCK_SIZE) + 1), 2000)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     texts = _texts()
     ids = [torch.tensor([tokenizer(each).input_ids]) for each in texts]
