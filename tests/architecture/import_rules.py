@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import house
-from source_tree import Import, Module, dotted_name, import_module_argument, read_modules
+from source_tree import Import, Module, dotted_name, import_module_argument, no_garbage, read_modules
 
 
 def import_violations(root: Path) -> list[str]:
     """Everything under `root` that breaks a rule of imports, in the order of paths and lines."""
+    with no_garbage():
+        return _all_violations(root)
+
+
+def _all_violations(root: Path) -> list[str]:
     modules = read_modules(root)
     tree = _Tree(modules, modules_that_need_torch(modules))
     found = [violation for module in modules.values() for violation in _module_violations(module, tree)]

@@ -35,7 +35,7 @@ class Module:
     @cached_property
     def nodes(self) -> "list[tuple[ast.AST, bool]]":
         """Each node, in the order of the text, and whether it runs on import: see `Import`."""
-        with _no_garbage():
+        with no_garbage():
             return list(_walk(self.tree))
 
     @cached_property
@@ -69,7 +69,7 @@ class Import:
 
 
 @contextmanager
-def _no_garbage() -> Iterator[None]:
+def no_garbage() -> Iterator[None]:
     """Syntax trees are many objects without a cycle: looking for one takes longer than reading them."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -92,14 +92,19 @@ def read_modules(
 @functools.cache
 def _modules_of_repository(packages: tuple[str, ...], entry_points: tuple[str, ...]) -> dict[str, Module]:
     """Parsed and walked once a process: no test changes it."""
-    return _read(REPOSITORY, packages, entry_points)
+    with no_garbage():
+        modules = _read(REPOSITORY, packages, entry_points)
+        assert all(module.nodes for module in modules.values())
+        # They stay: no collection of a later test looks through them.
+        gc.freeze()
+    return modules
 
 
 def _read(root: Path, packages: tuple[str, ...], entry_points: tuple[str, ...]) -> dict[str, Module]:
     folders = [root / package.replace(".", "/") for package in packages]
     paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
     paths += [path for name in entry_points if (path := root / f"{name}.py").is_file()]
-    with _no_garbage():
+    with no_garbage():
         modules = [_read_module(root, path) for path in paths]
     return {module.name: module for module in modules}
 
