@@ -78,6 +78,11 @@ def source_language(settings: Mapping[str, Any], model: Mapping[str, Any]) -> So
     )
 
 
+def has_languages(added: Mapping[str, int]) -> bool:
+    """Whether a tokenizer has a token of one of the classes' own languages among its added ones."""
+    return any(name in added for default, _ in _CLASSES.values() for name in token_names(default))
+
+
 def token_names(language: str) -> tuple[str, str]:
     """Tokens that may stand for a language: `fra_Latn`, `fr_XX`, or `__fr__`."""
     return language, f"__{language}__"

@@ -19,7 +19,7 @@ from spmd_worker.tokenizer.conversion import converted
 from spmd_worker.tokenizer.encoder import Encoder, opened
 from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
 from spmd_worker.tokenizer.file_check import WAY_OUT, CheckedFile, check_file, check_token
-from spmd_worker.tokenizer.source_language import SourceLanguage, source_language
+from spmd_worker.tokenizer.source_language import SourceLanguage, has_languages, source_language
 from spmd_worker.tokenizer.token_bound import UNKNOWN, TokenBound, token_bound
 
 logger = logging.getLogger(__name__)
@@ -76,10 +76,11 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     special_tokens = _named_tokens(config)
     checked = check_file(str(path), content)
     text = content.decode("utf-8")
-    source = _source_language(folder, config)
+    of_text = _added_ids(checked.values)
+    source = _source_language(folder, config, of_text)
     of_class = {
         "normalizer": _class_normalizer(folder, checked, config),
-        "post_processor": None if source is None else source.processor(_added_ids(checked.values).get),
+        "post_processor": None if source is None else source.processor(of_text.get),
     }
     changed = {key: value for key, value in of_class.items() if value not in (None, checked.values.get(key))}
     if changed:
@@ -109,8 +110,10 @@ def _read(path: Path) -> bytes | None:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
-def _source_language(folder: Path, config: Mapping[str, Any]) -> SourceLanguage | None:
-    return source_language(config, _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE)))
+def _source_language(folder: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> SourceLanguage | None:
+    """The rule for texts' languages. The model's own file is read only if it may say more."""
+    is_asked = not config.get("tokenizer_class") and has_languages(added)
+    return source_language(config, _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE)) if is_asked else {})
 
 
 def _added_ids(values: Mapping[str, Any]) -> dict[str, int]:

@@ -442,6 +442,8 @@ def nothing_is_left(is_exact: bool = True) -> Iterator[None]:
     (`is_exact` false) is allowed once. Fewer they may be: threads of native code end a moment after they were told to,
     and those of the check before may be among what was there before.
     """
+    # Nothing of an earlier test is closed meanwhile, which would hide one that stays.
+    gc.collect()
     before = held()
     yield
     with contextlib.suppress(NotInTime):

@@ -61,7 +61,6 @@ def ids_of(found: list[Any]) -> list[list[int]]:
 
 @pytest.mark.guarantee("encoder-decoder models of released sizes: transformers' ids", is_control_inside=True)
 @pytest.mark.stress
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", SHAPES)
 def test_full_sizes_give_transformers_ids_everywhere(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

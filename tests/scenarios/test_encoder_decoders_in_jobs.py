@@ -233,7 +233,6 @@ def report_of(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.guarantee("killed jobs of encoder-decoder models: the same bytes", is_control_inside=True)
 @pytest.mark.stress
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", JOBS)
 def test_killed_jobs_of_encoders_resume_to_equal_bytes(kind: str, tmp_path: Path) -> None:
     chance, rows, folders = (

@@ -131,7 +131,7 @@ def test_modules_beside_text_are_left_out(caplog: pytest.LogCaptureFixture):
 def test_modules_of_a_running_tower_are_refused(tmp_path: Path):
     folder, path = tmp_path / "with images", adapter_folder("gemma3_images")
     shutil.copytree(family_folder("gemma3_images"), folder)
-    (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
+    (folder / "preprocessor_config.json").write_text('{"size": {"height": 28, "width": 28}}')
     loaded = LoadedAdapters(load_model(folder), AdapterLimits(max_loras=1, max_lora_rank=64, max_cpu_loras=1))
     source = read_adapter(path)
     words = r"modules of the model's tower, such as .*vision_tower.*, which rows with images run"
