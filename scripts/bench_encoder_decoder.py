@@ -163,7 +163,7 @@ def run_theirs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def answers_of(model: Any, options: argparse.Namespace, inputs: list[Any], batch: int) -> list[list[int]]:
-    """In batches of inputs of nearly equal length."""
+    """Ids of the answers, computed in batches of inputs of nearly equal length."""
     order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
     found: dict[int, list[int]] = {}
     for first in range(0, len(order), batch):

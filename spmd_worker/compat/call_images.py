@@ -67,7 +67,7 @@ class CallPrompt:
     call: "CallPreparer"
     pending: PendingImages | None = None
     images: tuple[PreparedImage, ...] | None = None
-    """As they were handed out."""
+    """Images handed out, perhaps without their pixels since."""
 
     def begin(self) -> PendingImages:
         if self.pending is None:
