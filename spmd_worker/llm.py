@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
-from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.names import hint, with_keyword_hints
 from spmd_worker.compat.chat import load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config, with_keyword_signature

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kv_cache.state_slots import check_state_block_size
-from spmd_worker.base.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.media.image_processor import KINDS, ImageProcessor, normalised_by, read_image_processor
@@ -28,6 +29,7 @@ from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_
 from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.expert_layout import expert_layout_of
+from spmd_worker.ranks.leaves import num_leaves
 from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, shard_range
 from spmd_worker.replica.sequence.defaults import default_sampling
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
@@ -209,7 +211,7 @@ def resolve(
     return ResolvedRun(
         config=config,
         model_config=model_config,
-        layout=_layout(config.parallel, model_config),
+        layout=_layout(config, model_config, device_type),
         device_type=device_type,
         dtype=_dtype(config, model_config, device_type),
         max_model_len=_max_model_len(config, model_config),
@@ -226,8 +228,8 @@ def resolve(
 
 def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRun:
     """The same run with another layout; no file is read. Raises ConfigError."""
-    layout = _layout(parallel, resolved.model_config)
     config = replace(resolved.config, parallel=parallel)
+    layout = _layout(config, resolved.model_config, resolved.device_type)
     _uses_async_scheduling(config, resolved.model_config, resolved.device_type)
     return replace(resolved, config=config, layout=layout)
 
@@ -461,9 +463,15 @@ def _uses_async_scheduling(config: RunConfig, model_config: ModelConfig, device_
     return is_wanted and num_stages == 1 and model_config.pooling is None
 
 
-def _layout(parallel: ParallelConfig, model_config: ModelConfig) -> RankLayout:
-    """Layout with the owners of experts. Raises ConfigError."""
+def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> RankLayout:
+    """Layout with the owners of experts and the number of leaves. Raises ConfigError."""
+    parallel, is_invariant = config.parallel, config.parallel.invariant_tensor_parallel
+    if is_invariant is None:
+        is_invariant = device_type == "cpu" and config.executor.device_backend in ("auto", "cpu")
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
+    if is_invariant and config.model.quantization is None:
+        experts = None if layout.experts is None else replace(layout.experts, is_exact=True)
+        layout = replace(layout, experts=experts, num_leaves=num_leaves(model_config, parallel.max_leaves))
     check_divides(layout, model_config)
     return layout
 

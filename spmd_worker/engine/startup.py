@@ -19,7 +19,8 @@ import tokenizers
 import torch
 
 from kv_cache.outside_transfers import OutsideTransfers
-from spmd_worker.base.config.schema import ParallelConfig, RunConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, RankFailedError
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.base.liveness.watchdog import Watchdog

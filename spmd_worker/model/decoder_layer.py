@@ -35,6 +35,7 @@ class DecoderLayer(nn.Module):
         assert layer.is_plain_wiring or not defers, layer
         self.config, self.hidden_size = layer, hidden_size
         self._group, self._defers, self._multiplier = context.parts_group, defers, layer.residual_multiplier
+        self._dtype = context.dtype
         self._mixers = MIXERS[layer.mixer]
         for name, mixer_class in self._mixers:
             self.add_module(name, mixer_class(context, layer, hidden_size))
@@ -105,10 +106,19 @@ class DecoderLayer(nn.Module):
         """The sum of the mixers' outputs, in their order."""
         (first, _), *others = self._mixers
         part: Tensor = getattr(self, first)(*arguments, **options)
+        if not others:
+            return part
+        # Parts have one buffer in symmetric memory. Outputs are rounded before they are added, as on one rank.
+        has_tree = self._group.has_tree
+        total = self._complete(part) if has_tree else part.clone()
         for name, _ in others:
-            # Parts have one buffer in symmetric memory.
-            part = part.clone().add_(getattr(self, name)(*arguments, **options))
-        return part
+            output = getattr(self, name)(*arguments, **options)
+            total = total.add_(self._complete(output) if has_tree else output)
+        return self._group.once(total) if has_tree else total
+
+    def _complete(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts."""
+        return self._group.sum_parts(part, self._dtype)
 
     @property
     def supports_wanted(self) -> bool:
@@ -119,9 +129,14 @@ class DecoderLayer(nn.Module):
 
     def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
         """The scaled part if it is still to be added; None if it was added here."""
+        if self._defers and self._multiplier == 1.0:
+            return part
+        if self._defers and not self._group.has_tree:
+            return part.mul_(self._multiplier)
         if self._defers:
-            return part if self._multiplier == 1.0 else part.mul_(self._multiplier)
-        x, norms_sums = self._group.all_reduce(part), self.config.norms_sums
+            # A sum is rounded before it is multiplied, as on one rank.
+            return self._group.once(self._complete(part) * self._multiplier)
+        x, norms_sums = self._complete(part), self.config.norms_sums
         x = x if norm is None or norms_sums else norm(x)
         residual.add_(x if self._multiplier == 1.0 else x * self._multiplier)
         if norm is not None and norms_sums:
@@ -170,6 +185,8 @@ class DecoderLayer(nn.Module):
             intermediate_size=feed_forward.intermediate_size,
             eps=self.config.norm.eps,
             scale=attention.scale,
+            output_leaf_ends=attention.o_proj.leaf_ends,
+            down_leaf_ends=feed_forward.down_proj.leaf_ends,
         )
 
 

@@ -79,5 +79,5 @@ class Layer(DecoderLayer):
 
     def _normed(self, norm: torch.nn.Module, part: Tensor) -> Tensor:
         """The norm of the sum of all ranks' parts."""
-        normed: Tensor = norm(self._group.all_reduce(part))
+        normed: Tensor = norm(self._complete(part))
         return normed

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_worker.ranks.leaves import tree_sum
+
 # Torch 2.13 renamed it and warns of the old name; torch 2.11 knows the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -35,6 +37,9 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """`GroupHandle.all_reduce`."""
 
+    def sum_parts(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """`GroupHandle.sum_parts` of a group that `adds_by_tree`."""
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Any dtype."""
 
@@ -45,7 +50,7 @@ class Collectives(Protocol):
         """Buffer for this rank's part of the next sum, which then copies nothing; None if it does not fit."""
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`all_reduce` of x [T, H], and `Kernels.add_rms_norm` of that, in one pass.
+        """`GroupHandle.sum_parts` of x [T, H], and `Kernels.add_rms_norm` of that, in one pass.
 
         The result may be memory of the group, to be read before the next such sum. Of `residual` each rank may have
         some rows up to date and the others not, always the same ones: `gather_rows` completes it.
@@ -70,7 +75,7 @@ class Collectives(Protocol):
 @dataclass(frozen=True, slots=True)
 class GroupHandle:
     """`ranks` are global, in group order; `rank` is this process's index among them; `group` is None for a group of
-    one. `fast` is used where it can be. `adds_in_order`: see `all_reduce`.
+    one. `fast` is used where it can be. `adds_in_order`: see `all_reduce`. `adds_by_tree`: see `sum_parts`.
     """
 
     ranks: tuple[int, ...]
@@ -78,10 +83,42 @@ class GroupHandle:
     group: dist.ProcessGroup | None
     fast: Collectives | None = None
     adds_in_order: bool = False
+    adds_by_tree: bool = False
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether parts of sums are float32, and added by a tree over several ranks."""
+        return self.adds_by_tree and self.size > 1
+
+    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of a rank's part of a sum of this dtype."""
+        return torch.float32 if self.has_tree else dtype
+
+    def sum_parts(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of what each rank's row-parallel layer leaves, of `part_dtype`; in place if `dtype` is the same.
+
+        With `adds_by_tree` float32 parts, each the root of a tree over leaves (leaves.py), are added by a binary tree
+        over the ranks and rounded once: groups whose sizes divide the number of leaves have the bits of one rank. It
+        moves as many numbers as `adds_in_order`, twice the bytes in bfloat16.
+        """
+        if not self.has_tree:
+            return self.all_reduce(part)
+        assert part.dtype == torch.float32, part.dtype
+        if self.fast is not None and self.fast.takes(part):
+            return self.fast.sum_parts(part, dtype)
+        total: Tensor = tree_sum(list(self.all_gather(part)))
+        return total.to(dtype)
+
+    def once(self, complete: Tensor) -> Tensor:
+        """A tensor that every rank has, as parts of a sum: the first rank's, and zeros. Its zeros lose their sign, as
+        zeros of sums do.
+        """
+        part = complete.to(self.part_dtype(complete.dtype))
+        return part + 0.0 if self.rank == 0 else torch.zeros_like(part)
 
     def all_reduce(self, tensor: Tensor, *, is_exact: bool = False) -> Tensor:
         """Sum over the group, in place; returns its argument. `is_exact`: the order does not matter, for example if all

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base import files
-from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.model_config import ModelConfig

@@ -22,6 +22,7 @@ from spmd_worker.base.errors import PeerLostError
 from spmd_worker.base.process import node_name
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.leaves import tree_sum
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,10 @@ class SharedMemoryGroup:
         values = tensor.contiguous()
         self.check(self._functions[_SUMS[tensor.dtype]](*self._group, values.data_ptr(), values.numel()))
         return tensor if values is tensor else tensor.copy_(values)
+
+    def sum_parts(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        total: Tensor = tree_sum(list(self.all_gather(part)))
+        return total.to(dtype)
 
     def part_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Buffer [T, H], valid until the next exchange."""

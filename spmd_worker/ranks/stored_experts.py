@@ -19,7 +19,8 @@ from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.model_config.stored_format import MX_GROUP, MXFP4, STEP, StoredFormat
 from spmd_worker.model_config.weight_format import WeightFormat
-from spmd_worker.ranks.topology import RankLayout, shard_range
+from spmd_worker.ranks.leaves import column_range
+from spmd_worker.ranks.topology import RankLayout
 
 _MATRICES: Final = ("gate_proj", "up_proj", "down_proj")
 
@@ -104,7 +105,7 @@ def _check_shares(stored: StoredFormat, experts: ExpertsConfig, hidden_size: int
         raise UnfitError(f"{hidden_size} and {total} inputs are not groups of {MX_GROUP}")
     # Clamped gates and ups alternate; others begin at a scale of their own.
     is_in_turns = experts.limit > 0
-    for start, stop in (shard_range(total, size, rank) for rank in range(size)):
+    for start, stop in (column_range(total, layout.num_leaves, size, rank) for rank in range(size)):
         is_cut = bool(stored.group_inputs) and start % stored.group_inputs > 0
         is_cut |= (2 * start if is_in_turns else start) % stored.group_rows > 0
         is_cut |= not is_in_turns and (stop - start) % stored.group_rows > 0

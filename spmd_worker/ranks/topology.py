@@ -7,11 +7,12 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
-from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig, LayerShare
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.expert_layout import ExpertLayout
+from spmd_worker.ranks.leaves import column_range
 
 VOCABULARY_ALIGNMENT: Final = 64
 """Vocabulary shards are padded to a multiple of this many rows, which suits kernels and can be halved six times."""
@@ -22,7 +23,7 @@ class RankLayout:
     """Sizes of the three axes. Rank = (data * pipeline_size + pipeline) * tensor_size + tensor.
 
     `pipeline_layers` are the layers of each stage; empty for stages of about equally many bytes of weights. `experts`
-    maps experts to tensor ranks; None: all share the columns of each.
+    maps experts to tensor ranks; None: all share the columns of each. `num_leaves`: see leaves.py; 1: none.
     """
 
     tensor_parallel_size: int
@@ -30,6 +31,7 @@ class RankLayout:
     data_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] = ()
     experts: ExpertLayout | None = None
+    num_leaves: int = 1
 
     @property
     def world_size(self) -> int:
@@ -42,6 +44,15 @@ class RankLayout:
             f"{self.pipeline_parallel_size} x parallel.data_parallel_size={self.data_parallel_size} is "
             f"{self.world_size}"
         )
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether answers have the bits of one rank, as each rank has complete leaves."""
+        return self.num_leaves % self.tensor_parallel_size == 0
+
+    def columns(self, num_columns: int, tensor_rank: int) -> tuple[int, int]:
+        """Columns (start, stop) of a feed-forward that a tensor rank has."""
+        return column_range(num_columns, self.num_leaves, self.tensor_parallel_size, tensor_rank)
 
     def tensor_rank(self, rank: int) -> int:
         return rank % self.tensor_parallel_size
@@ -283,7 +294,7 @@ def _split_columns(layer: LayerConfig, layout: ExpertLayout | None) -> tuple[int
 def layer_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> LayerShare:
     """A tensor rank's share of layer `index`; the layout has been checked against the model config."""
     size = layout.tensor_parallel_size
-    start, stop = shard_range(layer.intermediate_size, size, tensor_rank)
+    start, stop = layout.columns(layer.intermediate_size, tensor_rank)
     return LayerShare(
         num_heads=layer.num_heads // size,
         num_kv_heads=max(layer.num_kv_heads // size, min(layer.num_kv_heads, 1)),
@@ -297,10 +308,10 @@ def expert_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank
     """A tensor rank's share of the experts of layer `index`; None for a dense one."""
     if layer.experts is None:
         return None
-    experts, size = layer.experts, layout.tensor_parallel_size
-    start, stop = shard_range(experts.shared_size, size, tensor_rank)
+    experts = layer.experts
+    start, stop = layout.columns(experts.shared_size, tensor_rank)
     if layout.experts is None:
-        first, end = shard_range(experts.intermediate_size, size, tensor_rank)
+        first, end = layout.columns(experts.intermediate_size, tensor_rank)
         return ExpertShare(experts.num_experts, end - first, stop - start)
     num_own = layout.experts.owners_of(index).count(tensor_rank)
     num_shared = experts.shared_size if layout.experts.is_exact else stop - start

@@ -157,6 +157,7 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
         expert_layout=resolved.layout.experts,
         quantised=operations.quantised,
         stored_experts=stored.formats,
+        num_leaves=resolved.layout.num_leaves,
     )
     stage = stage_of(resolved.layout, resolved.model_config, environment.rank)
     allows_nonfinite, is_dummy = options.allow_nonfinite, options.load_format == "dummy"

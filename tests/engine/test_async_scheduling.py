@@ -17,7 +17,8 @@ from forked_workers import forked
 from slow_device import NAME, STATEFUL_NAME, slow_device
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.schema import ModelOptions, ParallelConfig, RunConfig, SchedulerConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens

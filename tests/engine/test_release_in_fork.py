@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from forked_child import in_child
 
-from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.liveness.heartbeat import Heartbeat
 from spmd_worker.engine.life import Life
 from spmd_worker.ranks import shared_memory

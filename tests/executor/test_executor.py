@@ -9,7 +9,8 @@ import pytest
 import torch
 from ranks import REPOSITORY
 
-from spmd_worker.base.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.executor.executor import MAX_CALL_S, Executor
 from spmd_worker.executor.external_launcher import ExternalLauncherExecutor

@@ -13,7 +13,7 @@ from forked_child import in_child
 from plain_executors import errors_of_all, new_plain, plain, timeouts_after
 from waiting import LIMIT_S
 
-from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError, WorkerDiedError, WorkerError
 from spmd_worker.executor import worker_pool
 from spmd_worker.executor.executor import Executor

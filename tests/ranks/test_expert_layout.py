@@ -13,7 +13,7 @@ from expert_checkpoints import expert_folder
 from model_configs import spelled
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.model_config import RopeParameters, model_config_of
 from spmd_worker.model_config.vision_config import VisionConfig

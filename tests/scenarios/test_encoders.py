@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from spmd_worker import LLM, LLMEngine, PoolingParams
-from spmd_worker.base.config.schema import ParallelConfig
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import PositionEmbedding

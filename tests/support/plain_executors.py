@@ -15,7 +15,8 @@ from unittest import mock
 from ranks import REPOSITORY
 from waiting import LIMIT_S, wait_until
 
-from spmd_worker.base.config.schema import CacheConfig, ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.executor import multiproc, result_handler, worker_handle, worker_pool
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.ranks.environment import RankEnvironment

@@ -8,7 +8,8 @@ import pytest
 from stored_checkpoints import StackingKernels, write_stored
 
 from spmd_worker import LLM
-from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.model_config.stored_format import MXFP4
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.resolved import ResolvedRun, resolve_run

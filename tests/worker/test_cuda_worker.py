@@ -9,7 +9,8 @@ from ranks import REPOSITORY
 from torch.distributed import distributed_c10d
 
 from kv_cache.host_memory import LazyHostMemory, PlainHostMemory
-from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.ops.attention.sdpa import SdpaBackend

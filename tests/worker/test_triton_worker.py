@@ -11,7 +11,8 @@ from ranks import REPOSITORY
 from state_models import state_folder
 
 from kv_cache.cache_sizing import MemoryMeasurement
-from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.triton.fp8 import Fp8TritonKernels

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.config.options import check_options, command_option, option, vllm_option
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.plain_values import plain_folder, sendable_text
 from spmd_worker.base.errors import ConfigError
 
@@ -276,49 +277,6 @@ def _check_adapters(model: ModelOptions) -> None:
                 f"model.max_cpu_loras={model.max_cpu_loras} adapters are loaded, and model.{key} needs {needed[key]}: "
                 f"raise model.max_cpu_loras to at least {needed[key]}, or lower model.{key}"
             )
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Division of the work among ranks: world size = data x pipeline x tensor."""
-
-    tensor_parallel_size: int = vllm_option(
-        1, "ranks that share each layer; must divide the heads", least=1, is_common=True
-    )
-    pipeline_parallel_size: int = vllm_option(
-        1, "stages of ranks that share the layers; as many steps in flight as stages", least=1, is_common=True
-    )
-    data_parallel_size: int = vllm_option(
-        1, "replicas of the model, which share the rows; every rank gets every output", least=1, is_common=True
-    )
-    pipeline_layers: list[int] | None = option(
-        None, "layers of each stage, such as `[10,8]`; null: about equally many bytes of weights"
-    )
-    enable_expert_parallel: bool = vllm_option(
-        False,
-        "true: each rank of a tensor-parallel group has some experts entirely, and no tokens are exchanged; false: "
-        "columns of all; replicas (`data_parallel_size`) share none, each has all, which is logged",
-    )
-    expert_placement: str = option(
-        "linear",
-        "ranks of the experts: `linear` (the first ranks the first experts), `round_robin`, or a JSON file "
-        '`{"owners": [...]}` with the rank of each expert, or such a list for each layer',
-        vllm_names=("expert_placement_strategy",),
-    )
-    invariant_experts: bool = option(
-        False, "expert outputs are bit-identical for any number of ranks; costs top-k times the communication"
-    )
-
-    def __post_init__(self) -> None:
-        """Check each key alone, and that keys about complete experts are set only with expert parallelism."""
-        check_options(self, "parallel")
-        for key in ("expert_placement", "invariant_experts"):
-            value = getattr(self, key)
-            if value not in ("linear", False) and not self.enable_expert_parallel:
-                raise ConfigError(
-                    f"parallel.{key}={str(value).lower() if value is True else value} needs ranks that hold complete "
-                    f"experts: set parallel.enable_expert_parallel=true, or leave it out"
-                )
 
 
 def _check_class_or_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

@@ -57,10 +57,7 @@ class Attention(nn.Module):
         self.window, self.scale, self._score_cap = layer.window or -layer.chunk, layer.scale, layer.score_cap
         self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
         self._qkv_clip, self._is_plain = layer.qkv_clip, layer.is_plain_attention
-        self._key_multiplier, (self._in_multiplier, self._out_multiplier) = (
-            layer.key_multiplier,
-            layer.attention_multipliers,
-        )
+        self._key_multiplier, (self._in_multiplier, out_multiplier) = layer.key_multiplier, layer.attention_multipliers
         self._group, self._kernels, self._backend = group, context.kernels, context.attention
         assert layer.output_gate in ("", "head", "number"), layer.output_gate
         self._has_gates = layer.output_gate == "number"
@@ -78,7 +75,7 @@ class Attention(nn.Module):
         self._sizes = [part.stop - part.start for part in parts]
         self.qkv_proj = ColumnParallelLinear(context, hidden_size, parts, layer.has_qkv_bias)
         inputs, num_inputs = (heads[0] * size, heads[1] * size), layer.num_heads * size
-        self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias)
+        self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias, out_multiplier)
         self.g_proj: ColumnParallelLinear | None = None
         if layer.output_gate == "head":
             self.g_proj = ColumnParallelLinear(
@@ -149,7 +146,7 @@ class Attention(nn.Module):
             heads = projected[:, : self._sizes[0]] if wanted is None else projected[wanted.rows, : self._sizes[0]]
             attended = self._gated(attended, heads.view(len(attended), self.num_heads, -1)[..., self.head_size :])
         output: Tensor = self.o_proj(attended, adapters)
-        return output if self._out_multiplier == 1.0 else output * self._out_multiplier
+        return output
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
         """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq, 1 or D]."""

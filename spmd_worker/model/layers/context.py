@@ -11,13 +11,15 @@ from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import IntegerKernels, Kernels, QuantisedKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.expert_layout import ExpertLayout
+from spmd_worker.ranks.leaves import column_range
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """`layer` is the index, in the full model, of the layer being built. `expert_layout` None: tensor parallelism
     within each expert. `quantised` is `kernels`, if they are quantised. `stored_experts` are formats of layers, by
-    index, whose experts are held as the checkpoint stores them, by kernels that compute all at once.
+    index, whose experts are held as the checkpoint stores them, by kernels that compute all at once. `num_leaves` is
+    that of row-parallel layers (`ranks/leaves.py`).
     """
 
     tensor_group: GroupHandle
@@ -29,6 +31,11 @@ class LayerContext:
     layer: int = 0
     quantised: QuantisedKernels | None = None
     stored_experts: Mapping[int, StoredFormat] = field(default_factory=dict)
+    num_leaves: int = 1
+
+    def columns(self, num_columns: int) -> tuple[int, int]:
+        """Columns (start, stop) of a feed-forward that this rank has."""
+        return column_range(num_columns, self.num_leaves, self.tensor_group.size, self.tensor_group.rank)
 
     @property
     def parts_group(self) -> GroupHandle:

@@ -39,7 +39,6 @@ from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.communicator import single_group
-from spmd_worker.ranks.topology import shard_range
 
 _GATE_SLOPE: Final = 1.702
 
@@ -162,7 +161,7 @@ class _ClampedGates(ColumnParallelLinear):
     """
 
     def __init__(self, context: LayerContext, input_size: int, size: int, has_bias: bool, limit: float) -> None:
-        start, stop = shard_range(size, context.tensor_group.size, context.tensor_group.rank)
+        start, stop = context.columns(size)
         super().__init__(context, input_size, (OutputPart("gate_up_proj", 2 * size, 2 * start, 2 * stop),), has_bias)
         self._limit = limit
 
@@ -184,8 +183,7 @@ class _WithoutGates(ColumnParallelLinear):
     """[T, input_size] -> act(up), [T, outputs of this rank]."""
 
     def __init__(self, context: LayerContext, input_size: int, size: int, has_bias: bool, activation: str) -> None:
-        columns = shard_range(size, context.tensor_group.size, context.tensor_group.rank)
-        super().__init__(context, input_size, (OutputPart("up_proj", size, *columns),), has_bias)
+        super().__init__(context, input_size, (OutputPart("up_proj", size, *context.columns(size)),), has_bias)
         self._activation = activation
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
@@ -199,7 +197,7 @@ class _Down(RowParallelLinear):
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         assert adapters is None, "experts are not adapted"
-        return self._kernels.linear(x, self.weight, self.rank_bias)
+        return self.product(x)
 
 
 class Expert(nn.Module):
@@ -207,7 +205,7 @@ class Expert(nn.Module):
 
     def __init__(self, context: LayerContext, layer: LayerConfig, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
-        group, size, has_bias = context.tensor_group, experts.intermediate_size, experts.has_bias
+        size, has_bias = experts.intermediate_size, experts.has_bias
         self.gate_up_proj: ColumnParallelLinear
         if experts.limit > 0:
             self.gate_up_proj = _ClampedGates(context, hidden_size, size, has_bias, experts.limit)
@@ -215,7 +213,7 @@ class Expert(nn.Module):
             self.gate_up_proj = gate_up_linear(context, hidden_size, size, has_bias, layer.activation, experts.bound)
         else:
             self.gate_up_proj = _WithoutGates(context, hidden_size, size, has_bias, layer.activation)
-        self.down_proj = _Down(context, shard_range(size, group.size, group.rank), size, hidden_size, has_bias)
+        self.down_proj = _Down(context, context.columns(size), size, hidden_size, has_bias)
 
     def forward(self, x: Tensor, *, is_fused: bool) -> Tensor:
         """One expert by itself: weights that are held as stored are dequantised for it."""
@@ -266,6 +264,9 @@ class SparseFeedForward(nn.Module):
         assert experts is not None, "a dense layer has a FeedForward"
         self._config, self._group = experts, context.tensor_group
         self._is_exact = layout is not None and layout.is_exact
+        assert layout is None or layout.is_exact or not self._group.has_tree, "a tree is over leaves of each expert"
+        # Each expert's output is summed over ranks, and rounded, before it is weighted.
+        self._sums_each = layout is None and self._group.has_tree
         unsharded = replace(context, tensor_group=single_group())
         owners = [self._group.rank] * experts.num_experts if layout is None else layout.owners_of(context.layer)
         own = [index for index, owner in enumerate(owners) if owner == self._group.rank]
@@ -330,9 +331,13 @@ class SparseFeedForward(nn.Module):
             assert self._stacked is not None, "made with the kernels"
             stack, is_exact = self._stacked.get(), self._is_exact
             results = kernels.outputs(inputs, chosen, stack, padding, self._totals, others_are_zero=is_exact)
+        if self._sums_each:
+            results = self._group.sum_parts(results, x.dtype)
         shared: Tensor | None = None
         if self.shared_expert is not None:
             shared = self.shared_expert(x, adapters, is_fused=is_fused)
+        if self._sums_each and shared is not None:
+            shared = self._group.sum_parts(shared, x.dtype)
         if self._is_exact:
             # A result is zero on all ranks but one, so the sum is exact.
             results = self._group.all_reduce(results, is_exact=True)
@@ -346,10 +351,7 @@ class SparseFeedForward(nn.Module):
             output = self.fc2_latent_proj(output, adapters)
         if shared is not None:
             output = output + (shared if shared_gate is None else (shared.float() * shared_gate).to(x.dtype))
-        if not self._is_exact:
-            return output
-        # Every rank has the output, and one adds it to the sum. Adding zero removes the sign of zeros, as sums do.
-        return output + 0.0 if self._group.rank == 0 else torch.zeros_like(output)
+        return self._group.once(output) if self._is_exact or self._sums_each else output
 
     @property
     def num_tokens(self) -> list[int]:
@@ -377,7 +379,8 @@ class SparseFeedForward(nn.Module):
         # The only read-back of a layer. `bincount` would need another, to find the maximum.
         indices = torch.arange(self._config.num_experts, device=flat.device)
         ends: list[int] = torch.searchsorted(sorted_ids, indices, right=True).tolist()
-        results = x.new_zeros((len(flat), x.shape[1]))
+        dtype = torch.float32 if self._sums_each else x.dtype
+        results = x.new_zeros((len(flat), x.shape[1]), dtype=dtype)
         start = 0
         for index, end in enumerate(ends):
             slots, count = order[start:end], end - start

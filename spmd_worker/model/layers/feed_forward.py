@@ -13,7 +13,6 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, gate_up_linear
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ranks.topology import shard_range
 
 
 class Xielu(CheckpointLayer):
@@ -42,11 +41,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
-        group, size, has_bias = context.tensor_group, layer.intermediate_size, layer.has_mlp_bias
-        columns = shard_range(size, group.size, group.rank)
+        size, has_bias = layer.intermediate_size, layer.has_mlp_bias
+        columns = context.columns(size)
         self.intermediate_size = columns[1] - columns[0]
         self._activation, self._is_gated, self._kernels = layer.activation, layer.is_gated, context.kernels
-        self._out_multiplier = layer.mlp_multipliers[1]
         if layer.is_gated:
             self.gate_up_proj = gate_up_linear(
                 context, hidden_size, size, has_bias, layer.activation, layer.bound, layer.mlp_multipliers[0]
@@ -56,7 +54,7 @@ class FeedForward(nn.Module):
             self.up_proj = ColumnParallelLinear(
                 context, hidden_size, (OutputPart("up_proj", size, *columns),), has_bias
             )
-        self.down_proj = RowParallelLinear(context, columns, size, hidden_size, has_bias)
+        self.down_proj = RowParallelLinear(context, columns, size, hidden_size, has_bias, layer.mlp_multipliers[1])
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
         if self._is_gated:
@@ -66,4 +64,4 @@ class FeedForward(nn.Module):
             kernels = self._kernels
             activated = kernels.activate(outputs, self._activation) if self.act_fn is None else self.act_fn(outputs)
         output: Tensor = self.down_proj(activated, adapters)
-        return output if self._out_multiplier == 1.0 else output * self._out_multiplier
+        return output

@@ -21,6 +21,7 @@ from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, Weigh
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.gates import bounded_gates
 from spmd_worker.ops.kernels.int8 import row_maxima
+from spmd_worker.ranks.leaves import leaf_ends, tree_sum
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -137,22 +138,33 @@ class GatedLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(AdaptableLayer):
-    """[T, inputs of this rank] -> this rank's part of [T, output_size], which the next norm sums over the
-    tensor-parallel group (`RMSNorm.add_and_norm`). With integer kernels it is the sum itself, with the same bits for
-    any number of ranks: int32 sums are added before they are scaled, and scales follow from the maxima of full rows.
+    """[T, inputs of this rank] -> this rank's part of [T, output_size], of `GroupHandle.part_dtype`, which the next
+    norm sums over the tensor-parallel group (`RMSNorm.add_and_norm`). Inputs are summed in leaves (`ranks/leaves.py`).
+    With integer kernels it is the sum itself, with the same bits for any number of ranks: int32 sums are added before
+    they are scaled, and scales follow from the maxima of full rows.
 
-    Every rank has the bias, and the first adds it to its part. An adapter adds to each rank's part what follows from
-    its inputs; to a sum, what all of these come to.
+    Every rank has the bias, and the first adds it to its part. Adapters add to a sum: in a group that adds by a tree it
+    is made here and is the first rank's part (`GroupHandle.once`); else an adapter adds to each rank's part what
+    follows from its inputs. The sum is multiplied by `multiplier` at last.
     """
 
     def __init__(
-        self, context: LayerContext, input_range: tuple[int, int], input_size: int, output_size: int, has_bias: bool
+        self,
+        context: LayerContext,
+        input_range: tuple[int, int],
+        input_size: int,
+        output_size: int,
+        has_bias: bool,
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         self.input_range, self.input_size, self.output_size = input_range, input_size, output_size
         self._kernels, self._group = context.kernels, context.tensor_group
         self._quantised = context.quantised
         self._parts = context.integer if self._group.size > 1 else None
+        self.leaf_ends = leaf_ends(input_range, input_size, 1 if context.quantised is not None else context.num_leaves)
+        self._multiplier, part_dtype = multiplier, context.parts_group.part_dtype(context.dtype)
+        self._has_leaves = context.quantised is None and (len(self.leaf_ends) > 1 or part_dtype != context.dtype)
         self.weight = context.parameter(output_size, input_range[1] - input_range[0])
         self.bias = context.parameter(output_size) if has_bias else None
 
@@ -162,18 +174,30 @@ class RowParallelLinear(AdaptableLayer):
             maxima = self._full_row_maxima(self._parts.row_maxima(x))
             sums = self._parts.sums(x, maxima, self.weight)
             outputs = self._parts.scaled(self._group.all_gather(sums), maxima, self.weight, self.bias)
-            return self._with_summed_adapters(outputs, x, adapters)
-        fast = self._group.fast
-        room = None if fast is None else fast.part_buffer((len(x), self.output_size), x.dtype)
-        return self.adapted(self._kernels.linear(x, self.weight, self.rank_bias, room), x, adapters)
+            return self._multiplied(self._with_summed_adapters(outputs, x, adapters))
+        group, fast = self._group, self._group.fast
+        room = None if fast is None else fast.part_buffer((len(x), self.output_size), group.part_dtype(x.dtype))
+        part = self.product(x, room)
+        if not group.has_tree or (self._multiplier == 1.0 and not self.is_adapted(adapters)):
+            return self._multiplied(self.adapted(part, x, adapters))
+        return group.once(self._multiplied(self._with_summed_adapters(group.sum_parts(part, x.dtype), x, adapters)))
+
+    def product(self, x: Tensor, room: Tensor | None = None) -> Tensor:
+        """This rank's part, without adapters and multiplier, perhaps in `room`."""
+        if not self._has_leaves:
+            return self._kernels.linear(x, self.weight, self.rank_bias, room)
+        dtype = self._group.part_dtype(x.dtype)
+        return self._kernels.linear_of_leaves(x, self.weight, self.rank_bias, self.leaf_ends, dtype, room)
+
+    def _multiplied(self, outputs: Tensor) -> Tensor:
+        return outputs if self._multiplier == 1.0 else outputs * self._multiplier
 
     def _with_summed_adapters(self, outputs: Tensor, x: Tensor, adapters: StepAdapters | None) -> Tensor:
-        """Complete outputs, the same on every rank, and the sum over ranks of what the adapters add."""
-        if adapters is None or not self.is_adapted(adapters):
-            return outputs
-        added = self._group.all_reduce(self.adapted(torch.zeros_like(outputs), x, adapters))
-        # Adding zero would change the sign of zeros.
-        return torch.where((adapters.slots >= 0).unsqueeze(1), outputs + added, outputs)
+        """Complete outputs, the same on every rank, with what the adapters add to rows that have one."""
+        if adapters is not None and self.adapters is not None and self.is_adapted(adapters):
+            sums = tree_sum(list(self._group.all_gather(self.adapters.input_sums(x, adapters))))
+            self.adapters.add_sums_(outputs, sums, adapters)
+        return outputs
 
     @property
     def rank_bias(self) -> Tensor | None:
@@ -186,6 +210,8 @@ class RowParallelLinear(AdaptableLayer):
 
     def _packed(self) -> Tensor:
         """A collective with integer kernels: every rank of the group calls it."""
+        if self._has_leaves:
+            return self._kernels.pack_leaves(self.weight)
         if self._parts is None:
             return super()._packed()
         return self._parts.pack_part(self.weight, self._full_row_maxima(row_maxima(self.weight)))
@@ -231,7 +257,7 @@ def gate_up_linear(
     gate_multiplier: float = 1.0,
 ) -> GatedLinear:
     """Gate and up projections, merged."""
-    start, stop = shard_range(intermediate_size, context.tensor_group.size, context.tensor_group.rank)
+    start, stop = context.columns(intermediate_size)
     parts = tuple(OutputPart(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj"))
     return GatedLinear(context, hidden_size, parts, has_bias, activation, bound, gate_multiplier)
 

@@ -177,7 +177,9 @@ class Mamba(nn.Module):
         self.conv1d = MambaConvolution(context, share)
         self.gates = MambaGates(context, share)
         self.norm = None if config.norm == "none" else MambaNorm(context, share)
-        self.out_proj = RowParallelLinear(context, share.inner, num_columns, hidden_size, config.has_output_bias)
+        self.out_proj = RowParallelLinear(
+            context, share.inner, num_columns, hidden_size, config.has_output_bias, config.out_multiplier
+        )
 
     def forward(
         self,
@@ -210,7 +212,8 @@ class Mamba(nn.Module):
             gated = self._kernels.silu_and_mul(torch.cat((gate, scanned), dim=1))
         else:
             gated = self.norm(scanned, gate)
-        return _scaled(self.out_proj(gated, adapters), config.out_multiplier)
+        output: Tensor = self.out_proj(gated, adapters)
+        return output
 
 
 def _scaled(x: Tensor, multiplier: float) -> Tensor:

@@ -48,6 +48,7 @@ def _own_context(context: LayerContext, head_size: int) -> LayerContext:
         kernels=kernels,
         quantised=None,
         attention=context.attention.of_sequences(head_size, BLOCK_SIZE),
+        num_leaves=1,
         expert_layout=None,
         stored_experts={},
     )

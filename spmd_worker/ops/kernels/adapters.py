@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_worker.ranks.leaves import tree_sum
+
 RANK_STEP: Final = 16
 """Kernels may pad the rank of an adapter to a multiple of this: zeros change no bit of a sum."""
 _MAX_PRODUCTS: Final = 1 << 22
@@ -31,7 +33,8 @@ Matrices = tuple[Tensor, Tensor]
 @dataclass(frozen=True, slots=True)
 class AdapterSizes:
     """Sizes of a layer's stack on this rank: slots and the maximum rank of an adapter, `num_inputs` of the layer, and
-    the ranges (start, stop) of outputs of each part, ascending and disjoint.
+    the ranges (start, stop) of outputs of each part, ascending and disjoint. A x sums over the inputs in leaves that
+    end at `leaf_ends` (`ranks/leaves.py`); none: one chain.
     """
 
     num_slots: int
@@ -40,6 +43,7 @@ class AdapterSizes:
     parts: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     device: torch.device
+    leaf_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +86,14 @@ class AdapterStack(Protocol):
         """Add to the layer's outputs [T, outputs of this rank], in place, what the adapters make of its inputs x [T,
         inputs of this rank].
         """
+
+    def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
+        """A x of a layer of one part, whose inputs x [T, inputs of this rank] ranks share: float32 [T, max_rank], this
+        rank's part of a tree over ranks. Rows without an adapter, and numbers beyond an adapter's rank, are 0.
+        """
+
+    def add_sums_(self, outputs: Tensor, sums: Tensor, step: StepAdapters) -> None:
+        """`add_` of complete `sums` [T, max_rank], to complete outputs."""
 
 
 class AdapterKernels(Protocol):
@@ -130,8 +142,35 @@ class ReferenceStack:
             found = [(start, stop, *matrices) for (start, stop), matrices in parts if matrices is not None]
             inputs = x[rows].float() if found else x
             for start, stop, a, b in found:
-                delta = _row_by_row(_row_by_row(inputs, a.float()), b.float())
-                outputs[rows, start:stop] = (outputs[rows, start:stop].float() + delta).to(outputs.dtype)
+                self._add(outputs, rows, (start, stop), self._sums(inputs, a), b)
+
+    def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
+        sums = x.new_zeros((len(x), self.sizes.max_rank), dtype=torch.float32)
+        for slot, rows in step.layout.items():
+            for matrices in self.slots.get(slot, ()):
+                if matrices is not None:
+                    found = self._sums(x[rows].float(), matrices[0])
+                    sums[rows, : found.shape[1]] = found[:, : sums.shape[1]]
+        return sums
+
+    def add_sums_(self, outputs: Tensor, sums: Tensor, step: StepAdapters) -> None:
+        for slot, rows in step.layout.items():
+            for part, matrices in zip(self.sizes.parts, self.slots.get(slot, ())):
+                if matrices is not None:
+                    rank = matrices[1].shape[1]
+                    found = F.pad(sums[rows], (0, max(rank - sums.shape[1], 0)))[:, :rank]
+                    self._add(outputs, rows, part, found, matrices[1])
+
+    def _sums(self, x: Tensor, a: Tensor) -> Tensor:
+        """A x of float32 rows [n, inputs], by the tree over leaves."""
+        ends = self.sizes.leaf_ends or (x.shape[1],)
+        bounds = zip((0, *ends), ends)
+        return tree_sum([_row_by_row(x[:, start:stop], a[:, start:stop].float()) for start, stop in bounds])
+
+    def _add(self, outputs: Tensor, rows: Tensor, part: tuple[int, int], sums: Tensor, b: Tensor) -> None:
+        start, stop = part
+        added = outputs[rows, start:stop].float() + _row_by_row(sums, b.float())
+        outputs[rows, start:stop] = added.to(outputs.dtype)
 
     def _padded(self, a: Tensor, b: Tensor) -> Matrices:
         num_missing = -len(a) % RANK_STEP

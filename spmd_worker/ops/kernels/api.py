@@ -25,7 +25,9 @@ PROB_WEIGHT_BITS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Sizes that all layers of a model share, on one rank. `eps`: epsilon of the norms; `scale`: attention scale."""
+    """Sizes that all layers of a model share, on one rank. `eps`: epsilon of the norms; `scale`: attention scale.
+    `output_leaf_ends` and `down_leaf_ends`: see `Kernels.linear_of_leaves`.
+    """
 
     hidden_size: int
     num_heads: int
@@ -34,6 +36,8 @@ class LayerSizes:
     intermediate_size: int
     eps: float
     scale: float
+    output_leaf_ends: tuple[int, ...]
+    down_leaf_ends: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,25 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[T, in] x [out, in] -> [T, out]. `weight` is plain, or from `pack` or `pack_gated`.
+
+        `out`, of the result's shape and dtype, is a suggestion: kernels may return another tensor.
+        """
+
+    def pack_leaves(self, weight: Tensor) -> Tensor:
+        """`pack` for `linear_of_leaves`, of a weight [out, in]."""
+
+    def linear_of_leaves(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ends: Sequence[int],
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`linear` with the inputs in leaves (`ranks/leaves.py`) that end at `ends`, a power of two of them: a float32
+        chain in each, the bias added to the first, a binary tree over them -> [T, out] of `dtype`: that of x, rounded
+        once, or float32, a part of a sum over ranks. `weight` is plain or from `pack_leaves`.
 
         `out`, of the result's shape and dtype, is a suggestion: kernels may return another tensor.
         """

@@ -3,6 +3,7 @@
 Rounds in the order of Hugging Face's models, so that low-precision results can be compared too.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from spmd_worker.ops.kernels.random import random_bits, random_shares
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ops.kernels.top_k import top_k_of_rows
+from spmd_worker.ranks.leaves import tree_sum
 
 _MAX_BLOCK_ELEMENTS: Final = 1 << 18
 _MAX_BLOCK_ELEMENTS_OFF_CPU: Final = 1 << 24
@@ -46,6 +48,30 @@ class ReferenceKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         del out
         return F.linear(x, weight, bias)
+
+    def pack_leaves(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear_of_leaves(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ends: Sequence[int],
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        del out
+        bounds = list(zip((0, *ends), ends))
+        assert ends[-1] == x.shape[1], (ends, x.shape)
+        sums = [self._leaf_sums(x[:, start:stop], weight[:, start:stop]) for start, stop in bounds]
+        if bias is not None:
+            sums[0] = sums[0] + bias.float()
+        return tree_sum(sums).to(dtype)
+
+    def _leaf_sums(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[T, in] x [out, in] -> float32 [T, out]."""
+        return F.linear(x.float(), weight.float())
 
     def pack_heads(self, weight: Tensor) -> Tensor:
         return weight.detach()

@@ -57,10 +57,11 @@ class DeviceBackend(ABC):
 
     def wrap_groups(self, groups: ParallelGroups) -> ParallelGroups:
         """The groups with this device's faster or exact collectives, which `ParallelGroups.destroy` closes; every rank
-        calls this. By default CPU ranks of one host share memory.
+        calls this. By default CPU ranks add by a tree, and those of one host share memory.
         """
         if self.device.type != "cpu":
             return groups
+        groups = replace(groups, tensor=replace(groups.tensor, adds_by_tree=True))
         timeout_s = self.resolved.config.executor.timeout_s
         shared = replace(groups, tensor=share_memory(groups.tensor, timeout_s))
         try:

@@ -12,11 +12,11 @@ from ranks import REPOSITORY
 
 from spmd_worker.base.config import compose as compose_module
 from spmd_worker.base.config.compose import as_yaml, compose_run, named_sets
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import (
     CacheConfig,
     ExecutorConfig,
     ModelOptions,
-    ParallelConfig,
     RunConfig,
     SamplingConfig,
     SchedulerConfig,

@@ -9,14 +9,8 @@ import pytest
 from ranks import REPOSITORY
 from stress_seed import SEED
 
-from spmd_worker.base.config.schema import (
-    CacheConfig,
-    JobConfig,
-    ModelOptions,
-    ParallelConfig,
-    RunConfig,
-    SamplingConfig,
-)
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.run_dir.file_names import matches

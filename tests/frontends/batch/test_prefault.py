@@ -4,7 +4,8 @@ import pytest
 from cache_specs import uniform_spec
 
 from kv_cache import host_reserve
-from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig, SchedulerConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, RunConfig, SchedulerConfig
 from spmd_worker.frontends.batch.prefault import estimate_tokens, prefault
 from spmd_worker.worker.memory import host
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from spmd_worker.base.config.schema import CacheConfig, ParallelConfig, RunConfig, SchedulerConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, RunConfig, SchedulerConfig
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from spmd_worker import LLM
-from spmd_worker.base.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig, SchedulerConfig
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError, TokenizerError
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_files
 from spmd_worker.resolved import ResolvedRun, resolve, resolve_run

@@ -8,14 +8,8 @@ import pytest
 from model_configs import with_layers
 
 import launch
-from spmd_worker.base.config.schema import (
-    CacheConfig,
-    ExecutorConfig,
-    ModelOptions,
-    ParallelConfig,
-    PlanConfig,
-    RunConfig,
-)
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, ExecutorConfig, ModelOptions, PlanConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files

@@ -118,6 +118,12 @@ class NativeStack:
     def replace(self, tensors: Sequence[Tensor]) -> None:
         assert not tensors, len(tensors)
 
+    def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
+        raise NotImplementedError
+
+    def add_sums_(self, outputs: Tensor, sums: Tensor, step: StepAdapters) -> None:
+        raise NotImplementedError
+
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         check_dtype(outputs, x)
         assert x.dtype == self._sizes.dtype, (x.dtype, self._sizes)

@@ -179,12 +179,16 @@ def join_layers(
     does not exchange tensors in shared memory, or its ranks exchange int8 sums.
     """
     fast = group.fast
+    if group.has_tree:  # until the call has parts of floats
+        return None
     if not (fast is None and group.size == 1) and not isinstance(fast, SharedMemoryGroup):
         return None
     if not layers or not all(_computes(layer.config) for layer in layers):
         return None
     weights, sizes = [layer.weights() for layer in layers], layers[0].sizes()
     if any(layer.sizes() != sizes for layer in layers):
+        return None
+    if len(sizes.output_leaf_ends) > 1 or len(sizes.down_leaf_ends) > 1:  # until the call has leaves
         return None
     if not (all(map(_is_packed, weights)) or (group.size == 1 and all(map(_has_bytes, weights)))):
         return None

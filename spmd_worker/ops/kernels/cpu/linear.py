@@ -81,6 +81,12 @@ class PackedKernels(ReferenceKernels):
             return F.linear(x, weight, bias)
         return multiply(x, weight, bias) if x.shape[0] > 0 else x.new_empty(0, weight.shape[0])
 
+    def _leaf_sums(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of plain weights, which `pack_leaves` keeps: oneDNN would round a leaf's sums to the dtype."""
+        if not len(x) or weight.device.type != "cpu" or not can_pack(torch.float32):
+            return super()._leaf_sums(x, weight)
+        return _linear_in_float32(x, weight, None, torch.float32)
+
 
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_ROWS_HINT)
@@ -109,12 +115,12 @@ def _gemm_of_two_rows_or_more(x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return _gemm(x, weight, bias) if x.shape[0] > 1 else _gemm(x.expand(2, -1), weight, bias)[:1]
 
 
-def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Float32 sums, rounded once. Extra memory: one block of weights, of inputs and of outputs."""
+def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Float32 sums, rounded once to `dtype`, or to that of x. Extra memory: a block of weights, inputs and outputs."""
     num_outputs, num_inputs = weight.shape
     # The size of blocks depends on neither rows nor threads, so that a sum is always split alike.
     block_outputs = min(num_outputs, max(_BLOCK_ELEMENTS // max(num_inputs, 1) // 16 * 16, 16))
-    output = x.new_empty(x.shape[0], num_outputs)
+    output = x.new_empty((x.shape[0], num_outputs), dtype=dtype)
     scratch = torch.empty(block_outputs, num_inputs)
     wide_bias = None if bias is None else bias.float()
     for first in range(0, x.shape[0], _BLOCK_ROWS):

@@ -5,6 +5,8 @@ Each output row depends on its input row alone, bit for bit. Float32 and bfloat1
 T: tokens; H: hidden size; D: head size; I: intermediate size.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -125,6 +127,24 @@ class CpuKernels(PackedKernels):
         num_outputs = weight.shape[0] * PANEL
         output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype) if out is None else out
         return self._gemm(x, weight, bias, num_outputs, output, is_gated=False)
+
+    def pack_leaves(self, weight: Tensor) -> Tensor:
+        """Panels if the compiled GEMMs take them, otherwise the plain weight."""
+        return panels_of(weight).contiguous() if self._packs(weight, is_gated=False) else weight
+
+    def linear_of_leaves(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ends: Sequence[int],
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not are_panels(weight):
+            return super().linear_of_leaves(x, weight, bias, ends, dtype, out)
+        # Until the compiled GEMMs have leaves.
+        return super().linear_of_leaves(x, self.unpack(weight, 0, panel_shape(weight)[0]), bias, ends, dtype)
 
     def pack_heads(self, weight: Tensor) -> Tensor:
         """[heads, outputs / 16, inputs / 2, 16, 2] if the compiled GEMMs take it."""

@@ -148,6 +148,12 @@ class TritonAdapterStack:
     def replace(self, tensors: Sequence[Tensor]) -> None:
         self.a, self.b, self.ranks = tensors
 
+    def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
+        raise NotImplementedError
+
+    def add_sums_(self, outputs: Tensor, sums: Tensor, step: StepAdapters) -> None:
+        raise NotImplementedError
+
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         (num_rows, num_inputs), (num_slots, num_parts, rank, _) = x.shape, self.a.shape
         placed: Placed = step.layout

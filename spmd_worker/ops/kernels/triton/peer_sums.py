@@ -22,6 +22,7 @@ from torch import Tensor
 from spmd_worker.ops.kernels.triton import sum_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two
 from spmd_worker.ops.kernels.triton.rows import add_rms_norm, row_options
+from spmd_worker.ranks.leaves import tree_sum
 
 ONE_ROUND_BYTES: Final = 1 << 19
 """Maximum bytes of a part for which reading all parts is cheaper than a second barrier."""
@@ -120,6 +121,10 @@ class PeerSums:
     def gather_rows(self, residual: Tensor) -> Tensor:
         """Every rank has all rows."""
         return residual
+
+    def sum_parts(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        total: Tensor = tree_sum(list(self.all_gather(part)))
+        return total.to(dtype)
 
     def part_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """None: kernels write parts to their own memory."""
