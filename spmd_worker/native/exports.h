@@ -14,6 +14,10 @@
   extern "C" void spmd_gemm_##name(                                                                                 \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
       int64_t num_outputs, const Element* bias, Element* to, int64_t is_gated, int64_t num_threads);                   \
+  extern "C" void spmd_gemm_leaves_##name(                                                                             \
+      const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
+      int64_t num_outputs, const Element* bias, void* to, const int64_t* leaf_ends, int64_t num_leaves,                \
+      int64_t is_part, int64_t num_threads);                                                                           \
   extern "C" void spmd_gemm_heads_##name(                                                                              \
       const Element* x, int64_t x_token_stride, int64_t x_head_stride, int64_t num_rows, int64_t num_inputs,           \
       const Element* packed, int64_t packed_head_stride, int64_t num_heads, int64_t num_outputs, Element* to,          \

@@ -33,6 +33,7 @@ _SIGNATURES: Final = {
     "activate": f"{_ROWS} ii p i",
     "bound": f"{_ROWS} f p i",
     "gemm": f"{_GEMM} pp ii",
+    "gemm_leaves": f"{_GEMM} pp pi ii",
     "gemm_heads": f"{_STRIDED} ii pi ii {_STRIDED} i",
     "add_adapters": "pp pi pi i i",
     "scan_mamba": "pppi iiii pi pi ppp ff pp i",
