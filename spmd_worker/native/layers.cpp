@@ -79,10 +79,10 @@ struct Ranks {
 enum Adapted { kQkv, kOutput, kGates, kDown, kNumAdapted };
 
 // `x`, `projected`, `attended` and `opened` are scratch memory; so are `bytes` and `maxima` if the stack `has_bytes`: one
-// row per token, wide enough for the widest. `wide` is scratch memory as `x`, for float parts that fit no slot. If rows of the step have adapters, `adapters` are those rows (adapters.h),
-// `layer_adapters` the matrices of each layer's kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one
-// row more than there are tokens, for gates and up projections; otherwise all three are null. Adapters add to complete sums:
-// steps of several ranks have none here.
+// row per token, wide enough for the widest. `wide` is scratch memory too, for a part [tokens][hidden] that fits no slot. If
+// rows of the step have adapters, `adapters` are those rows (adapters.h), `layer_adapters` the matrices of each layer's
+// kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one row more than there are tokens, for gates and
+// up projections; otherwise all three are null. They are with several ranks: adapters add to complete sums.
 template <class Element>
 struct Step {
   Element *residual, *x, *projected, *attended, *opened;
