@@ -63,11 +63,11 @@ extern "C" void spmd_gemm_argmax_bfloat16(
       const int32_t *processes, int64_t few_elements
 
 extern "C" char* spmd_shared_next_part(SPMD_GROUP, int64_t num_bytes);
-extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements, int64_t element_bytes);
+extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements);
 
 #define SPMD_SHARED_EXPORTS(name, Element)                                                                             \
   extern "C" int64_t spmd_shared_sum_add_rms_norm_##name(                                                              \
-      SPMD_GROUP, const Element* x, Element* residual, int64_t num_rows, int64_t row_size, const Element* weight,      \
+      SPMD_GROUP, const float* x, Element* residual, int64_t num_rows, int64_t row_size, const Element* weight,        \
       float epsilon, Element* to);
 
 SPMD_SHARED_EXPORTS(float32, float)
