@@ -81,7 +81,7 @@ DENSE: Final[dict[str, Case]] = {
         "Gemma2",
         {**_WINDOW, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
-    "gemma3": ("Gemma3", {**_WINDOW, **_KINDS, "query_pre_attn_scalar": 24}),
+    "gemma3": ("Gemma3Text", {**_WINDOW, **_KINDS, "query_pre_attn_scalar": 24}),
     "granite": ("Granite", {**_WIDE, **_SCALES, "logits_scaling": 2.0, "mlp_bias": True, "attention_bias": True}),
     "olmo2": ("Olmo2", {**_WIDE, "num_key_value_heads": 8}),
     "olmo2_shared_keys": ("Olmo2", {**_WIDE, "num_key_value_heads": 2}),
