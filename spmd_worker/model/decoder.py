@@ -165,8 +165,9 @@ class DecoderStack(nn.Module):
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         added = () if media is None else media.added
         assert len(added) <= len(self.layers), (len(added), len(self.layers))
-        # Joined layers are causal, of one block table, and nothing is added between them.
+        # Joined layers are causal, of one block table, and nothing is added between them, nor to sums over ranks.
         joins = is_fused and not added and metadata.last_visible is None and not metadata.others
+        joins = joins and (adapters is None or self._group.size == 1)
         joined = self.joined_layers if joins else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)

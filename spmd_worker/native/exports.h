@@ -14,6 +14,10 @@
   extern "C" void spmd_gemm_##name(                                                                                 \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
       int64_t num_outputs, const Element* bias, Element* to, int64_t is_gated, int64_t num_threads);                   \
+  extern "C" void spmd_gemm_leaves_##name(                                                                             \
+      const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
+      int64_t num_outputs, const Element* bias, void* to, const int64_t* leaf_ends, int64_t num_leaves,                \
+      int64_t is_part, int64_t num_threads);                                                                           \
   extern "C" void spmd_gemm_heads_##name(                                                                              \
       const Element* x, int64_t x_token_stride, int64_t x_head_stride, int64_t num_rows, int64_t num_inputs,           \
       const Element* packed, int64_t packed_head_stride, int64_t num_heads, int64_t num_outputs, Element* to,          \
@@ -59,11 +63,11 @@ extern "C" void spmd_gemm_argmax_bfloat16(
       const int32_t *processes, int64_t few_elements
 
 extern "C" char* spmd_shared_next_part(SPMD_GROUP, int64_t num_bytes);
-extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements, int64_t element_bytes);
+extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements);
 
 #define SPMD_SHARED_EXPORTS(name, Element)                                                                             \
   extern "C" int64_t spmd_shared_sum_add_rms_norm_##name(                                                              \
-      SPMD_GROUP, const Element* x, Element* residual, int64_t num_rows, int64_t row_size, const Element* weight,      \
+      SPMD_GROUP, const float* x, Element* residual, int64_t num_rows, int64_t row_size, const Element* weight,        \
       float epsilon, Element* to);
 
 SPMD_SHARED_EXPORTS(float32, float)

@@ -13,13 +13,25 @@
 constexpr int kPanel = 16;                     // outputs
 constexpr int kPanelVectors = kPanel / kLanes;
 
-// `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 if the weight is gated, gates included.
+// The leaves of a row-parallel GEMM (ranks/leaves.py): where each ends, counted from the first input. A power of two of
+// them, up to 2^(kMaxLevels - 1); none: a result is one chain.
+struct Leaves {
+  const int64_t* ends = nullptr;
+  int64_t count = 0;
+
+  int64_t first_input(int64_t leaf) const { return leaf == 0 ? 0 : ends[leaf - 1]; }
+};
+
+constexpr int kMaxLevels = 7;  // of the tree over the leaves
+
+// `num_inputs` and ends of leaves are multiples of 32, `num_outputs` of 16, or of 32 if the weight is gated, gates included.
 template <class Element>
 struct Gemm {
   const Element* x;
   int64_t x_stride, num_rows, num_inputs;
   const Element* packed;
   int64_t num_outputs;
+  Leaves leaves = {};
 
   int64_t panel_size() const {
     if constexpr (sizeof(Element) == 1) return panel_bytes(num_inputs);
@@ -38,7 +50,8 @@ struct Block {
   int64_t x_stride, panel_size, num_inputs;
   int64_t row, pair;
   int num_rows, num_panels;
-  bool is_first_part, is_last_part;
+  bool is_first_part, is_last_part;  // of the chain
+  int64_t leaf;                      // of the part, if a part has inputs of one leaf
   int64_t number, num_blocks;  // among those by this pair
   int64_t index;               // among those of the item
 

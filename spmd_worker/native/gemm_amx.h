@@ -85,6 +85,15 @@ class ByTiles {
     return kept->sums[index];
   }
 
+  // The levels of a block's tree over leaves. What is not written takes no memory.
+  static Sum* kept_levels(int64_t index) {
+    struct alignas(64) Kept {
+      Sum sums[kKeptPairs * kKeptBlocks][kMaxLevels * kAmxRows * 32];
+    };
+    static thread_local const std::unique_ptr<Kept> kept(new Kept);
+    return kept->sums[index];
+  }
+
   template <bool kTwoTiles, bool kTwoPanels>
   void multiply_tiles(const Block<Element>& block) {
     if (block.is_first_part)
@@ -92,18 +101,24 @@ class ByTiles {
     else
       amx::load_sums<kTwoTiles, kTwoPanels>(kept_sums(block.index));
     const int64_t num_steps = (block.num_inputs + Micro::kStep - 1) / Micro::kStep;
+    // With leaves there may be fewer steps than rows to take.
+    const int num_taken = kHasLeaves<Epilogue> ? int((kAmxRows + num_steps - 1) / num_steps) : 2;
     // Copies, which stay in registers.
     Pending<Epilogue, Sum> pending = pending_;
     Prefetch prefetch(block, num_steps, Micro::kStep * kPanel * int64_t(sizeof(Element)) / 64);
     Micro::template multiply<kTwoTiles, kTwoPanels>(block, num_steps, [&] {
       prefetch.step();
-      pending.take(2);
+      pending.take(num_taken);
     });
     pending_.next = pending.next;
     Sum* const to = block.is_last_part ? sums_[current_] : kept_sums(block.index);
     amx::store_sums<kTwoTiles, kTwoPanels>(to);
     if (!block.is_last_part) return;
     pending_.take(kAmxRows);
+    if constexpr (kHasLeaves<Epilogue>) {
+      const bool has_tree = pending_.epilogue->gemm.leaves.count > 1;
+      pending_.epilogue->begin(block.leaf, block.row, has_tree ? kept_levels(block.index) : nullptr, kAmxRows * 32);
+    }
     pending_ = {pending_.epilogue, to, block.row, block.pair, block.num_panels, block.num_rows, 0};
     current_ = 1 - current_;
   }
@@ -121,8 +136,11 @@ struct OfTiles {
   static constexpr int kRows = kAmxRows;
   static constexpr bool kIsEven = false;  // another number of rows needs another tile configuration
   static constexpr int64_t kMaxProducts = 1 << 29;
+  static constexpr bool kLeavesAreParts = true;
   template <class Epilogue>
   using Kernel = ByTiles<Micro, Epilogue>;
+  template <class Epilogue>
+  using LeafKernel = ByTiles<Micro, Epilogue>;
 };
 
 // Steps of 64 bytes of each row by 1024 of each panel, in place; `Micro::dot` multiplies tiles.

@@ -23,12 +23,19 @@
 //   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, num_parts(rows,
 //   steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last.
 //
-// Bits. A result is one chain of steps over the inputs in ascending order, fixed by the micro-kernel; then the epilogue.
-// Neither tiling nor the number of threads changes it.
+// Leaves. An epilogue that has them (`kHasLeaves`) gets a chain for each leaf of the inputs: `begin(leaf, row, levels,
+// level_size)`, then `take` for the rows of a block. By vector registers, a block has its leaves one after another and its
+// levels in the first-level cache. By tiles, a leaf is one part of the inputs or several.
+//
+// Bits. A chain is a sequence of steps over inputs in ascending order, fixed by the micro-kernel; a chain that continues
+// in another part is the same chain. A result is one chain over all inputs. In leaves it is a chain for each of them, from
+// zero, the bias added to the first, and their sum by a binary tree: left subtree plus right subtree. Then the epilogue.
+// Neither tiling, the number of threads, other rows nor the leaves that a call has change a leaf's chain.
 #pragma once
 
 #include <algorithm>
 #include <mutex>
+#include <type_traits>
 #include <vector>
 
 #include "gemm.h"
@@ -38,7 +45,11 @@ namespace {
 
 constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;  // of an item that keeps sums between two parts
 
-template <class Micro>
+template <class Epilogue>
+constexpr bool kHasLeaves = false;
+
+// `kCutsLeaves`: no part has inputs of two leaves.
+template <class Micro, bool kCutsLeaves = false>
 class Tiling {
  public:
   struct Tile {
@@ -47,9 +58,13 @@ class Tiling {
 
   Tiling(const Gemm<typename Micro::Element>& gemm, int64_t num_threads)
       : num_pairs_(gemm.num_pairs()) {
-    const int64_t num_steps = (gemm.num_inputs + Micro::kStep - 1) / Micro::kStep;
-    first_inputs_ = shares(num_steps, Micro::num_parts(gemm.num_rows, num_steps));
-    for (int64_t& each : first_inputs_) each = std::min(gemm.num_inputs, each * Micro::kStep);
+    if constexpr (kCutsLeaves) {
+      cut_leaves(gemm);
+    } else {
+      const int64_t num_steps = (gemm.num_inputs + Micro::kStep - 1) / Micro::kStep;
+      first_inputs_ = shares(num_steps, Micro::num_parts(gemm.num_rows, num_steps));
+      for (int64_t& each : first_inputs_) each = std::min(gemm.num_inputs, each * Micro::kStep);
+    }
     const int64_t num_blocks = (gemm.num_rows + Micro::kRows - 1) / Micro::kRows;
     first_rows_ = shares(Micro::kIsEven ? gemm.num_rows : num_blocks * Micro::kRows, num_blocks);
     first_rows_.back() = gemm.num_rows;
@@ -80,6 +95,7 @@ class Tiling {
   int64_t first_input(int64_t part) const { return first_inputs_[size_t(part)]; }
   int64_t first_block(int64_t group) const { return first_blocks_[size_t(group)]; }
   int64_t first_row(int64_t block) const { return first_rows_[size_t(block)]; }
+  int64_t leaf(int64_t part) const { return leaves_[size_t(part)]; }
 
   Tile tile(int64_t number) const {
     int64_t group = 0;
@@ -97,7 +113,18 @@ class Tiling {
     return starts;
   }
 
+  void cut_leaves(const Gemm<typename Micro::Element>& gemm) {
+    first_inputs_ = {0};
+    for (int64_t leaf = 0; leaf < gemm.leaves.count; ++leaf) {
+      const int64_t first = gemm.leaves.first_input(leaf), num_steps = (gemm.leaves.ends[leaf] - first) / Micro::kStep;
+      const std::vector<int64_t> steps = shares(num_steps, Micro::num_parts(gemm.num_rows, num_steps));
+      for (size_t part = 1; part < steps.size(); ++part)
+        first_inputs_.push_back(first + steps[part] * Micro::kStep), leaves_.push_back(leaf);
+    }
+  }
+
   int64_t num_pairs_;
+  std::vector<int64_t> leaves_;  // of the parts
   std::vector<int64_t> first_inputs_, first_blocks_, first_rows_;  // tables: a division takes the time of ten steps
   std::vector<int64_t> starts_;                                    // of the items, in tiles, and the end of the last
 };
@@ -107,9 +134,13 @@ template <class Micro, class Epilogue>
 class GemmThread {
  public:
   using Element = typename Micro::Element;
-  using Tile = typename Tiling<Micro>::Tile;
+  static constexpr bool kCutsLeaves = kHasLeaves<Epilogue> && Micro::kLeavesAreParts;
+  using TilingOf = Tiling<Micro, kCutsLeaves>;
+  using Tile = typename TilingOf::Tile;
+  using Kernel = typename std::conditional_t<
+      kHasLeaves<Epilogue>, typename Micro::template LeafKernel<Epilogue>, typename Micro::template Kernel<Epilogue>>;
 
-  GemmThread(const Gemm<Element>& gemm, const Tiling<Micro>& tiling, Epilogue& epilogue, Items& items)
+  GemmThread(const Gemm<Element>& gemm, const TilingOf& tiling, Epilogue& epilogue, Items& items)
       : gemm_(gemm), tiling_(tiling), items_(items), kernel_(epilogue) {
     block_.x_stride = gemm.x_stride, block_.panel_size = gemm.panel_size();
   }
@@ -130,6 +161,11 @@ class GemmThread {
     const int64_t input = tiling_.first_input(part);
     block_.num_inputs = tiling_.first_input(part + 1) - input;
     block_.is_first_part = part == 0, block_.is_last_part = part + 1 == tiling_.num_parts();
+    if constexpr (kCutsLeaves) {
+      const int64_t leaf = block_.leaf = tiling_.leaf(part);
+      block_.is_first_part = block_.is_first_part || tiling_.leaf(part - 1) != leaf;
+      block_.is_last_part = block_.is_last_part || tiling_.leaf(part + 1) != leaf;
+    }
     Tile tile = first;
     for (int64_t number = start; number < end;) {
       // The blocks of the group by one pair that belong to the item.
@@ -158,7 +194,7 @@ class GemmThread {
   SPMD_INLINE_MEMBER const Element* panels_ahead(int64_t part, const Tile& first, const Tile& tile, bool is_last_pair) {
     int64_t pair = tile.pair + 1 < tiling_.num_pairs() ? tile.pair + 1 : 0;
     bool has_next = true;
-    if (is_last_pair && !block_.is_last_part) {
+    if (is_last_pair && part + 1 < tiling_.num_parts()) {
       ++part, pair = first.pair;
     } else if (is_last_pair) {
       next_item_ = items_.next(), part = 0, has_next = next_item_ >= 0;
@@ -172,9 +208,9 @@ class GemmThread {
   }
 
   const Gemm<Element>& gemm_;
-  const Tiling<Micro>& tiling_;
+  const TilingOf& tiling_;
   Items& items_;
-  typename Micro::template Kernel<Epilogue> kernel_;
+  Kernel kernel_;
   Block<Element> block_;
   int64_t next_item_ = -1;
   Tile next_first_;
@@ -183,7 +219,7 @@ class GemmThread {
 template <class Micro, class Epilogue>
 void run_gemm(const Gemm<typename Micro::Element>& gemm, const Epilogue& epilogue, int64_t num_threads) {
   if (gemm.num_rows * gemm.num_inputs * gemm.num_outputs < Micro::kFewProducts) num_threads = 1;
-  const Tiling<Micro> tiling(gemm, num_threads);
+  const typename GemmThread<Micro, Epilogue>::TilingOf tiling(gemm, num_threads);
   std::mutex finishing;
   run_items(tiling.num_items(), num_threads, [&](Items& items) {
     Epilogue own = epilogue;

@@ -6,7 +6,7 @@
 
 #include "argmax.h"
 #include "byte_rows.h"
-#include "gemm.h"
+#include "gemm_driver.h"
 
 namespace {
 
@@ -125,6 +125,56 @@ struct Argmax {
     for (int64_t row = 0; row < num_rows; ++row) by_lane.merge(row, values[row], indices[row]);
   }
 };
+
+// The sum of all leaves: the bias has been added, and minus zero changes no number.
+struct Total : Unscaled {
+  static constexpr float kNoBias = -0.0f;
+};
+
+// Adds up the leaves of each result by a binary tree, and stores it rounded or as float, a part of a sum over ranks.
+//
+// What is left of the tree at any time is a stack of subtrees, the largest first. Leaf i is put on level popcount(i); if it
+// completes subtrees, the level below is added to it, ctz(i + 1) times.
+template <class Element>
+struct AddLeaves {
+  static constexpr bool kTakesRegisters = false;
+  const Gemm<Element>& gemm;
+  const Element* bias;  // or null
+  Store<Element, Total> rounded;
+  Store<float, Total> part;  // used if it stores anywhere
+  // Of the block whose rows are taken; a level is [rows][32].
+  int64_t leaf = 0, first_row = 0, level_size = 0;
+  float* levels = nullptr;
+
+  static int level(int64_t leaf) { return __builtin_popcountll(uint64_t(leaf)); }
+  static int num_additions(int64_t leaf) { return __builtin_ctzll(uint64_t(leaf) + 1); }
+  bool is_last(int64_t of) const { return of + 1 == gemm.leaves.count; }
+  bool has_bias(int64_t of) const { return of == 0 && bias != nullptr; }
+  // Whether sums that lie on their level are complete there.
+  bool is_complete(int64_t of) const { return num_additions(of) == 0 && !is_last(of) && !has_bias(of); }
+
+  void begin(int64_t of, int64_t row, float* of_block, int64_t size) {
+    leaf = of, first_row = row, levels = of_block, level_size = size;
+  }
+
+  SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Floats* sums) const {
+    Floats totals[2 * kPanelVectors];
+    for (int v = 0; v < num_panels * kPanelVectors; ++v) {
+      float* place = levels + level(leaf) * level_size + (row - first_row) * 32 + v * kLanes;
+      totals[v] = has_bias(leaf) ? sums[v] + load_floats(bias + pair * 2 * kPanel + v * kLanes) : sums[v];
+      for (int left = num_additions(leaf); left > 0; --left) {
+        place -= level_size;
+        totals[v] = load<Floats>(place) + totals[v];
+      }
+      if (!is_last(leaf)) store(place, totals[v]);
+    }
+    if (is_last(leaf)) part.to != nullptr ? part.take(row, pair, num_panels, totals) : rounded.take(row, pair, num_panels, totals);
+  }
+  void finish() const {}
+};
+
+template <class Element>
+constexpr bool kHasLeaves<AddLeaves<Element>> = true;
 
 struct StoreSums {
   static constexpr bool kTakesRegisters = false;

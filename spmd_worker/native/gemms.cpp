@@ -23,6 +23,25 @@ extern "C" void spmd_gemm_bfloat16(
       Store<uint16_t, Unscaled>{{}, num_outputs, bias, to, is_gated != 0, passes_caches}, num_threads);
 }
 
+// The same in leaves (gemm_driver.h): a row-parallel GEMM. `to` is float if `is_part`, otherwise rounded sums.
+#define SPMD_GEMM_LEAVES(name, Element)                                                                                \
+  extern "C" void spmd_gemm_leaves_##name(                                                                             \
+      const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
+      int64_t num_outputs, const Element* bias, void* to, const int64_t* leaf_ends, int64_t num_leaves,                \
+      int64_t is_part, int64_t num_threads) {                                                                          \
+    const Gemm<Element> gemm{x, x_stride, num_rows, num_inputs, packed, num_outputs, {leaf_ends, num_leaves}};         \
+    Element* const rounded = is_part != 0 ? nullptr : static_cast<Element*>(to);                                       \
+    float* const part = is_part != 0 ? static_cast<float*>(to) : nullptr;                                              \
+    multiply(                                                                                                          \
+        gemm,                                                                                                          \
+        AddLeaves<Element>{                                                                                            \
+            gemm, bias, {{}, num_outputs, nullptr, rounded, false}, {{}, num_outputs, nullptr, part, false}},          \
+        num_threads);                                                                                                  \
+  }
+
+SPMD_GEMM_LEAVES(float32, float)
+SPMD_GEMM_LEAVES(bfloat16, uint16_t)
+
 // A GEMM for each head: x [rows][heads][inputs] by a packed weight of the head -> [rows][heads][outputs], both strided.
 // Threads share the heads if there are enough of them.
 #define SPMD_GEMM_HEADS(name, Element)                                                                                 \

@@ -21,6 +21,7 @@ struct Calls;
     static constexpr auto rms_norm = spmd_rms_norm_##name;                                                             \
     static constexpr auto add_rms_norm = spmd_add_rms_norm_##name;                                                     \
     static constexpr auto gemm = spmd_gemm_##name;                                                                     \
+    static constexpr auto gemm_leaves = spmd_gemm_leaves_##name;                                                       \
     static constexpr auto int8_gemm = spmd_int8_gemm_##name;                                                     \
     static constexpr auto attend_projected = spmd_attend_projected_##name;                                             \
     static constexpr auto add_adapters = spmd_add_adapters_##name;                                                     \
@@ -51,11 +52,14 @@ struct Layer {
   int64_t window;
 };
 
-// Sizes on this rank.
+// Sizes on this rank, and the ends of the leaves (ranks/leaves.py) in which the inputs of both row-parallel layers are
+// summed: a single leaf is all inputs.
 template <class Element>
 struct Stack {
   const Layer<Element>* layers;
   int64_t hidden_size, num_heads, num_kv_heads, head_size, intermediate_size, block_size, has_bytes;
+  const int64_t *output_leaf_ends, *down_leaf_ends;
+  int64_t num_output_leaves, num_down_leaves;
   float epsilon, scale;
 };
 
@@ -75,14 +79,15 @@ struct Ranks {
 enum Adapted { kQkv, kOutput, kGates, kDown, kNumAdapted };
 
 // `x`, `projected`, `attended` and `opened` are scratch memory; so are `bytes` and `maxima` if the stack `has_bytes`: one
-// row per token, wide enough for the widest. If rows of the step have adapters, `adapters` are those rows (adapters.h),
-// `layer_adapters` the matrices of each layer's kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one
-// row more than there are tokens, for gates and up projections; otherwise all three are null.
+// row per token, wide enough for the widest. `wide` is scratch memory too, for a part [tokens][hidden] that fits no slot. If
+// rows of the step have adapters, `adapters` are those rows (adapters.h), `layer_adapters` the matrices of each layer's
+// kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one row more than there are tokens, for gates and
+// up projections; otherwise all three are null. They are with several ranks: adapters add to complete sums.
 template <class Element>
 struct Step {
   Element *residual, *x, *projected, *attended, *opened;
   int8_t* bytes;
-  float* maxima;
+  float *maxima, *wide;
   const Element *cos, *sin;
   Element* cache;
   int64_t layer_stride, block_stride;
@@ -155,14 +160,24 @@ struct Run {
     });
   }
 
+  // A row-parallel product: the next addend, `x`, or with several ranks this rank's `part` of it.
+  void multiply_leaves(
+      const Element* x, int64_t num_inputs, const void* weight, const Element* bias, const int64_t* leaf_ends,
+      int64_t num_leaves) const {
+    if (ranks == nullptr && num_leaves == 1) return multiply(x, num_inputs, weight, stack.hidden_size, bias, step.x);
+    void* const to = ranks == nullptr ? static_cast<void*>(step.x) : part();
+    Calls<Element>::gemm_leaves(
+        x, num_inputs, step.num_tokens, num_inputs, static_cast<const Element*>(weight), stack.hidden_size, bias, to,
+        leaf_ends, num_leaves, ranks != nullptr, step.num_threads);
+  }
+
   // The buffer of this rank's part of the next sum.
-  Element* part() const {
+  float* part() const {
 #if defined(__linux__)
-    if (ranks != nullptr)
-      if (char* const slot = spmd_shared_next_part(SPMD_THE_RANKS, num_elements() * int64_t(sizeof(Element))))
-        return reinterpret_cast<Element*>(slot);
+    if (char* const slot = spmd_shared_next_part(SPMD_THE_RANKS, num_elements() * int64_t(sizeof(float))))
+      return reinterpret_cast<float*>(slot);
 #endif
-    return step.x;
+    return step.wide;
   }
 
   // The residual stream += the sum of all parts; `normal` points to its norm then. Returns 0, or an error.
@@ -175,7 +190,7 @@ struct Run {
       return 0;
     }
 #if defined(__linux__)
-    if (char* const common = spmd_shared_common_norms(SPMD_THE_RANKS, num_elements(), sizeof(Element)))
+    if (char* const common = spmd_shared_common_norms(SPMD_THE_RANKS, num_elements()))
       normal = reinterpret_cast<Element*>(common);
     return Calls<Element>::sum_add_rms_norm(
         SPMD_THE_RANKS, part(), step.residual, step.num_tokens, stack.hidden_size, weight, stack.epsilon, step.x);
@@ -202,12 +217,14 @@ struct Run {
         stack.block_size, step.tables, step.table_stride, step.projected, projected_size, stack.num_heads, step.cos,
         step.sin, step.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
         step.num_sequences, stack.scale, layer.window, step.attended, true, step.num_threads);
-    multiply(step.attended, heads_size, layer.output, hidden, layer.output_bias, part());
-    add_adapters(adapters_of(number, kOutput), step.attended, heads_size, part(), hidden);
+    multiply_leaves(
+        step.attended, heads_size, layer.output, layer.output_bias, stack.output_leaf_ends, stack.num_output_leaves);
+    add_adapters(adapters_of(number, kOutput), step.attended, heads_size, step.x, hidden);
     if (const int64_t result = add_and_norm(layer.norm, normal); result != 0) return result;
     open(number, normal);
-    multiply(step.opened, stack.intermediate_size, layer.down, hidden, layer.down_bias, part());
-    add_adapters(adapters_of(number, kDown), step.opened, stack.intermediate_size, part(), hidden);
+    multiply_leaves(
+        step.opened, stack.intermediate_size, layer.down, layer.down_bias, stack.down_leaf_ends, stack.num_down_leaves);
+    add_adapters(adapters_of(number, kDown), step.opened, stack.intermediate_size, step.x, hidden);
     return 0;
   }
 };

@@ -8,8 +8,9 @@
 // Message n from a rank to the next goes into its slot n % 2 of those, once message n - 2 has been received: the sender counts
 // in its second line, the receiver in its third.
 //
-// Sums are in the order of the ranks, in float, and rounded once: every rank computes the same bits. A waiting rank spins
-// for a while and then sleeps until it is woken, so that it takes no core from the rank that it waits for.
+// Sums of elements, which are exact, are in the order of the ranks. Sums of float parts are a binary tree over the ranks
+// (ranks/leaves.py). Both are in float and rounded once: every rank computes the same bits. A waiting rank spins for a while
+// and then sleeps until it is woken, so that it takes no core from the rank that it waits for.
 
 #include <algorithm>
 #include <atomic>
@@ -56,14 +57,15 @@ struct Group {
   char* next_part(int64_t num_bytes) const {
     return num_bytes > slot_bytes ? nullptr : slot(line(rank).round.load(std::memory_order_relaxed) + 1, rank);
   }
-  // The area of the joint norms of a sum, null if each rank computes all of them.
-  char* common_norms(int64_t num_elements, int64_t element_bytes) const {
-    const bool is_shared_out = num_elements >= few_elements && num_elements * element_bytes <= slot_bytes;
+  // The area of the joint norms of a sum of float parts, null if each rank computes all of them: parts of one round.
+  char* common_norms(int64_t num_elements) const {
+    const bool is_shared_out = num_elements >= few_elements && num_elements * int64_t(sizeof(float)) <= slot_bytes;
     return is_shared_out ? common() : nullptr;
   }
 };
 
 constexpr int64_t kMaxRanks = 64;
+constexpr int64_t kMaxTrees = 7;          // of 1 to 64 ranks
 constexpr int64_t kSleepNs = 20'000'000;  // between two checks of the processes
 constexpr int64_t kTimedOut = -1;         // return values are this, 0, and 1 + the rank whose process exited
 
@@ -139,9 +141,50 @@ struct Parts {
   }
 };
 
+// The slots of one round as float parts of a sum by the tree over the ranks: neighbours are added level by level, and of a
+// number that is no power of two the largest full tree comes first.
+template <class Element>
+struct Tree {
+  const float* parts[kMaxRanks];
+  int64_t count;
+
+  Tree(const Group& group, uint32_t round) : count(group.size) {
+    for (int64_t which = 0; which < count; ++which) parts[which] = reinterpret_cast<float*>(group.slot(round, which));
+  }
+
+  template <int kCount>
+  SPMD_INLINE_MEMBER Floats full_tree(int64_t first, int64_t index, int64_t num_elements) const {
+    if constexpr (kCount == 1) return load_some(parts[first] + index, num_elements);
+    else
+      return full_tree<kCount / 2>(first, index, num_elements) +
+             full_tree<kCount / 2>(first + kCount / 2, index, num_elements);
+  }
+
+  // Full trees of falling sizes, of which the last two are joined while they are of one size, and at the end.
+  Floats any_tree(int64_t index, int64_t num_elements) const {
+    Floats trees[kMaxTrees];
+    int64_t num_trees = 0;
+    for (int64_t which = 0; which < count; ++which) {
+      Floats total = load_some(parts[which] + index, num_elements);
+      for (int64_t rest = which; rest % 2 == 1; rest /= 2) total = trees[--num_trees] + total;
+      trees[num_trees++] = total;
+    }
+    Floats total = trees[--num_trees];
+    while (num_trees > 0) total = trees[--num_trees] + total;
+    return total;
+  }
+
+  SPMD_INLINE_MEMBER Floats sum_at(int64_t index, int64_t num_elements) const {
+    if (count == 2) return as_kept<Element>(full_tree<2>(0, index, num_elements));
+    if (count == 4) return as_kept<Element>(full_tree<4>(0, index, num_elements));
+    if (count == 8) return as_kept<Element>(full_tree<8>(0, index, num_elements));
+    return as_kept<Element>(any_tree(index, num_elements));
+  }
+};
+
 // A part that was computed in the slot itself is not copied.
 void put_into(char* slot, const void* part, int64_t num_bytes) {
-  if (slot != part) std::memcpy(slot, part, num_bytes);
+  if (slot != part) std::memmove(slot, part, num_bytes);
 }
 
 // In place, so the values cannot be in a slot, which other ranks read.
@@ -163,20 +206,38 @@ int64_t sum(const Group& group, Element* values, int64_t count) {
   return 0;
 }
 
+// `to`, which is in no slot, is the sum over ranks of float parts.
+template <class Element>
+int64_t sum_parts(const Group& group, const float* part, int64_t count, Element* to) {
+  const int64_t most = group.slot_bytes / int64_t(sizeof(float));
+  for (int64_t first = 0; first < count; first += most) {
+    const int64_t here = std::min(most, count - first);
+    const int64_t result = run_round(
+        group, [&](char* slot) { put_into(slot, part + first, here * sizeof(float)); },
+        [&](uint32_t round) {
+          const Tree<Element> tree(group, round);
+          for (int64_t index = 0; index < here; index += kLanes)
+            store_some(to + first + index, tree.sum_at(index, here - index), here - index);
+        });
+    if (result != 0) return result;
+  }
+  return 0;
+}
+
 // residual += the sum over ranks of x, and `to` is its norm: all [rows][size]. Every rank computes all rows.
 template <class Element>
 int64_t sum_add_rms_norm_of_all(
-    const Group& group, const Element* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
+    const Group& group, const float* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
     float epsilon, Element* to) {
-  const int64_t most = group.slot_bytes / (size * int64_t(sizeof(Element)));
+  const int64_t most = group.slot_bytes / (size * int64_t(sizeof(float)));
   for (int64_t first = 0; first < num_rows; first += most) {
     const int64_t here = std::min(most, num_rows - first), done = first * size;
     const int64_t result = run_round(
-        group, [&](char* slot) { put_into(slot, x + done, here * size * sizeof(Element)); },
+        group, [&](char* slot) { put_into(slot, x + done, here * size * sizeof(float)); },
         [&](uint32_t round) {
-          const Parts<Element> parts(group, round);
+          const Tree<Element> tree(group, round);
           for (int64_t row = 0; row < here * size; row += size) {
-            const auto x_at = [&](int64_t index, int64_t count) { return parts.sum_at(row + index, count); };
+            const auto x_at = [&](int64_t index, int64_t count) { return tree.sum_at(row + index, count); };
             add_and_norm_row(x_at, residual + done + row, size, weight, epsilon, to + done + row);
           }
         });
@@ -189,15 +250,15 @@ int64_t sum_add_rms_norm_of_all(
 // common area `to` afterwards. Only this rank's rows of `residual` are updated.
 template <class Element>
 int64_t sum_add_rms_norm_of_some(
-    const Group& group, const Element* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
+    const Group& group, const float* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
     float epsilon, Element* to) {
   const int64_t result = run_round(
-      group, [&](char* slot) { put_into(slot, x, num_rows * size * sizeof(Element)); },
+      group, [&](char* slot) { put_into(slot, x, num_rows * size * sizeof(float)); },
       [&](uint32_t round) {
-        const Parts<Element> parts(group, round);
+        const Tree<Element> tree(group, round);
         const int64_t end = num_rows * (group.rank + 1) / group.size * size;
         for (int64_t row = num_rows * group.rank / group.size * size; row < end; row += size) {
-          const auto x_at = [&](int64_t index, int64_t count) { return parts.sum_at(row + index, count); };
+          const auto x_at = [&](int64_t index, int64_t count) { return tree.sum_at(row + index, count); };
           add_and_norm_row(x_at, residual + row, size, weight, epsilon, to + row);
         }
       });
@@ -207,9 +268,9 @@ int64_t sum_add_rms_norm_of_some(
 
 template <class Element>
 int64_t sum_add_rms_norm(
-    const Group& group, const Element* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
+    const Group& group, const float* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
     float epsilon, Element* to) {
-  Element* const common = reinterpret_cast<Element*>(group.common_norms(num_rows * size, sizeof(Element)));
+  Element* const common = reinterpret_cast<Element*>(group.common_norms(num_rows * size));
   if (common != nullptr)
     return sum_add_rms_norm_of_some(group, x, residual, num_rows, size, weight, epsilon, common);
   return sum_add_rms_norm_of_all(group, x, residual, num_rows, size, weight, epsilon, to);
@@ -239,17 +300,20 @@ extern "C" char* spmd_shared_next_part(SPMD_GROUP, int64_t num_bytes) {
 }
 
 // The area of the joint norms, valid until the next sum; null if they go to the caller's memory.
-extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements, int64_t element_bytes) {
+extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements) {
   const Group group SPMD_THE_GROUP;
-  return group.common_norms(num_elements, element_bytes);
+  return group.common_norms(num_elements);
 }
 
 #define SPMD_SUMS(name, Element)                                                                                       \
   extern "C" int64_t spmd_shared_sum_##name(SPMD_GROUP, Element* values, int64_t count) {                              \
     return sum(SPMD_THE_GROUP, values, count);                                                                         \
   }                                                                                                                    \
+  extern "C" int64_t spmd_shared_sum_parts_##name(SPMD_GROUP, const float* part, int64_t count, Element* to) {         \
+    return sum_parts(SPMD_THE_GROUP, part, count, to);                                                                 \
+  }                                                                                                                    \
   extern "C" int64_t spmd_shared_sum_add_rms_norm_##name(                                                              \
-      SPMD_GROUP, const Element* x, Element* residual, int64_t num_rows, int64_t row_size, const Element* weight,      \
+      SPMD_GROUP, const float* x, Element* residual, int64_t num_rows, int64_t row_size, const Element* weight,        \
       float epsilon, Element* to) {                                                                                    \
     return sum_add_rms_norm(SPMD_THE_GROUP, x, residual, num_rows, row_size, weight, epsilon, to);                     \
   }

@@ -22,7 +22,6 @@ from spmd_worker.base.errors import PeerLostError
 from spmd_worker.base.process import node_name
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.ranks.communicator import GroupHandle
-from spmd_worker.ranks.leaves import tree_sum
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ _SPIN_NS: Final = 200_000
 _MOST_RANKS: Final = 64
 
 _INTRODUCTION: Final = struct.Struct("<16sqq")
-_SUMS: Final = {torch.float32: "shared_sum_float32", torch.bfloat16: "shared_sum_bfloat16"}
-_SUM_WITH_NORM: Final = "shared_sum_add_rms_norm"
+_NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""Dtypes of sums, as names of functions end."""
 _FEW_ELEMENTS: Final = 32768
 """Minimum elements of a sum with its norm: below this, splitting its rows among ranks costs more than it saves."""
 _TIMED_OUT: Final = -1
@@ -79,7 +78,7 @@ class SharedMemoryGroup:
         )
 
     def takes(self, tensor: Tensor) -> bool:
-        return tensor.dtype in _SUMS
+        return tensor.dtype in _NAMES
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the group, in place, in the order of the ranks; returns its argument, or a new tensor if it is in a
@@ -88,31 +87,38 @@ class SharedMemoryGroup:
         if self._holds(tensor):
             tensor = tensor.clone()
         values = tensor.contiguous()
-        self.check(self._functions[_SUMS[tensor.dtype]](*self._group, values.data_ptr(), values.numel()))
+        function = self._functions[f"shared_sum_{_NAMES[tensor.dtype]}"]
+        self.check(function(*self._group, values.data_ptr(), values.numel()))
         return tensor if values is tensor else tensor.copy_(values)
 
     def sum_parts(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        total: Tensor = tree_sum(list(self.all_gather(part)))
+        """A new tensor: the part may be in a slot, which other ranks read."""
+        assert part.dtype == torch.float32, part.dtype
+        own = part.contiguous()
+        total = torch.empty(own.shape, dtype=dtype if dtype in _NAMES else torch.float32)
+        function = self._functions[f"shared_sum_parts_{_NAMES[total.dtype]}"]
+        self.check(function(*self._group, own.data_ptr(), own.numel(), total.data_ptr()))
         return total.to(dtype)
 
     def part_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Buffer [T, H], valid until the next exchange."""
-        if dtype not in _SUMS:
+        if dtype not in _NAMES:
             return None
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         return self._at(self._functions["shared_next_part"](*self._group, num_bytes), shape, dtype)
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        assert x.dtype == residual.dtype == weight.dtype, (x.dtype, residual.dtype, weight.dtype)
+        assert x.dtype == torch.float32, x.dtype
+        assert residual.dtype == weight.dtype, (residual.dtype, weight.dtype)
         assert x.shape == residual.shape, (x.shape, residual.shape)
         assert weight.shape == x.shape[1:], (weight.shape, x.shape)
         assert all(each.is_contiguous() for each in (x, residual, weight)), "contiguous"
         num_rows, size = x.shape
         assert size * x.element_size() <= SLOT_BYTES, x.shape
-        common = self._common_norms(x)
-        normed = torch.empty((num_rows, size), dtype=x.dtype) if common is None else common
+        common = self._common_norms(residual)
+        normed = torch.empty_like(residual) if common is None else common
         self.check(
-            self._functions[f"{_SUM_WITH_NORM}_{str(x.dtype).removeprefix('torch.')}"](
+            self._functions[f"shared_sum_add_rms_norm_{_NAMES[residual.dtype]}"](
                 *(*self._group, x.data_ptr(), residual.data_ptr(), num_rows, size),
                 *(weight.data_ptr(), eps, normed.data_ptr()),
             )
@@ -140,10 +146,10 @@ class SharedMemoryGroup:
         assert self._memory is not None, "the group is open"
         return 0 <= tensor.data_ptr() - ctypes.addressof(self._anchor) < len(self._memory)
 
-    def _common_norms(self, x: Tensor) -> Tensor | None:
-        """Slot that collects the norms of sums of such tensors; None if each rank computes all of them."""
-        address = self._functions["shared_common_norms"](*self._group, x.numel(), x.element_size())
-        return self._at(address, (x.shape[0], x.shape[1]), x.dtype)
+    def _common_norms(self, residual: Tensor) -> Tensor | None:
+        """Slot that collects the norms of such a residual stream; None if each rank computes all of them."""
+        address = self._functions["shared_common_norms"](*self._group, residual.numel())
+        return self._at(address, (residual.shape[0], residual.shape[1]), residual.dtype)
 
     def _at(self, address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         return None if address == 0 else self._slots[address][dtype][: shape[0] * shape[1]].view(shape)
@@ -247,7 +253,7 @@ def _slot(memory: mmap.mmap, number: int, group_size: int) -> dict[torch.dtype, 
     start = len(memory) - (_num_slots(group_size) - number) * SLOT_BYTES
     return {
         dtype: torch.frombuffer(memory, dtype=dtype, count=SLOT_BYTES // dtype.itemsize, offset=start)
-        for dtype in _SUMS
+        for dtype in _NAMES
     }
 
 

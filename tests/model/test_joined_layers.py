@@ -185,6 +185,7 @@ SOURCE = """
     import itertools, json, sys
     sys.path.insert(0, sys.argv[1])
     import torch, torch.distributed as dist
+    from dataclasses import replace
     from joined_models import DTYPES, SHAPES, are_equal, joined_and_one_by_one, new_model
     from our_model import prompt_logits
     from spmd_worker.ranks import shared_memory
@@ -199,13 +200,16 @@ SOURCE = """
     ways = ((1 << 16, 1), (1 << 16, 1 << 30), (1 << 12, 1 << 8), (1 << 16, 3000))
     chunks = (None, 7)
     # The first way with every shape, type and chunk; each other way with both types and both chunks, shapes in turn.
-    all_cases = [(*names, chunk) for names in itertools.product(SHAPES, DTYPES) for chunk in chunks]
-    some_cases = [(name, [*DTYPES][n % 2], chunks[n // 2 % 2]) for n, name in enumerate(SHAPES)]
-    planted_cases = [(name, "float32", 7) for name in SHAPES]
+    # Four ranks have enough heads of one shape.
+    shapes = {name: SHAPES[name] for name in SHAPES if size == 2 or name == "many leaves"}
+    all_cases = [(*names, chunk) for names in itertools.product(shapes, DTYPES) for chunk in chunks]
+    some_cases = [(name, [*DTYPES][n % 2], chunks[n // 2 % 2]) for n, name in enumerate(shapes)]
+    planted_cases = [(name, "float32", 7) for name in shapes]
     for way, (slot_bytes, few) in enumerate(ways if plant == "nothing" else ways[:1]):
         cases = planted_cases if plant != "nothing" else some_cases if way else all_cases
         shared_memory.SLOT_BYTES, shared_memory._FEW_ELEMENTS = slot_bytes, few
-        group = share_memory(GroupHandle(tuple(range(size)), rank, dist.group.WORLD), 30.0)
+        gloo = GroupHandle(tuple(range(size)), rank, dist.group.WORLD, adds_by_tree=True)
+        group = share_memory(gloo, 30.0)
         assert group.fast is not None
         for (name, type_name), of_model in itertools.groupby(cases, lambda case: case[:2]):
             dtype = DTYPES[type_name]
@@ -223,6 +227,11 @@ SOURCE = """
                 unfused = prompt_logits(model, prompts, chunk, is_fused=(False, True))
                 if not (are_equal(together, apart) and are_equal(together, unfused)):
                     print(f"rank {rank}: {name} {dtype} {slot_bytes} {few} {chunk} differ", flush=True)
+            if plant == "nothing" and not way:
+                assert new_model(SHAPES[name], dtype, gloo).model.joined_layers is None
+                over_gloo = prompt_logits(new_model(SHAPES[name], dtype, gloo), prompts, chunk)
+                if not are_equal(over_gloo, together):
+                    print(f"rank {rank}: {name} {dtype} over gloo differ", flush=True)
         dist.barrier()
         group.fast.close()
     print(f"rank {rank} compared all", flush=True)
@@ -233,20 +242,21 @@ SOURCE = """
 """
 
 
-def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
-    return ranks.run_ranks(
-        SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests" / "support", plant, json.dumps(PROMPTS)]
-    )
+def compare_on_ranks(plant: str, num_ranks: int = 2) -> ranks.CompletedRanks:
+    arguments = [ranks.REPOSITORY / "tests" / "support", plant, json.dumps(PROMPTS)]
+    return ranks.run_ranks(SOURCE, num_ranks, LIMIT_S, arguments=arguments)
 
 
 @needs_products
 @pytest.mark.matrix
-def test_ranks_with_shared_memory_have_equal_bits():
-    """Sums split by rows or not; parts that fit a slot or take several rounds."""
-    done = compare_on_ranks("nothing")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_with_shared_memory_have_equal_bits(num_ranks: int):
+    """Sums split by rows or not; parts that fit a slot or take several rounds; and the sums over gloo."""
+    done = compare_on_ranks("nothing", num_ranks)
     assert done.returncode == 0, done.output
     assert "differ" not in done.stdout, done.stdout
-    assert sorted(re.findall(r"rank \d compared all", done.stdout)) == ["rank 0 compared all", "rank 1 compared all"]
+    found = sorted(re.findall(r"rank \d compared all", done.stdout))
+    assert found == [f"rank {rank} compared all" for rank in range(num_ranks)]
 
 
 @needs_products
@@ -255,4 +265,4 @@ def test_comparison_detects_bias_added_by_both_ranks():
     done = compare_on_ranks("a bias on every rank")
     assert done.returncode == 0, done.output
     found = set(re.findall(r"rank \d: ([a-z ]+) torch", done.stdout))
-    assert found == {"biased"}, done.stdout
+    assert found == {"biased", "many leaves"}, done.stdout

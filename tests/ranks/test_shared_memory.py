@@ -16,17 +16,19 @@ LIMIT_S = 240.0
 
 START = """
     import os, random, signal, sys, threading, time
+    from dataclasses import replace
     from pathlib import Path
     import torch, torch.distributed as dist
     from spmd_worker.ranks import shared_memory
     from spmd_worker.ops.kernels.cpu.native import cpu_kernels
     from spmd_worker.ranks.shared_memory import share_memory
     from spmd_worker.ranks.communicator import GroupHandle
+    from spmd_worker.ranks.leaves import tree_sum
     from waiting import at_least, wait_until
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    gloo = GroupHandle(tuple(range(size)), rank, dist.group.WORLD)
+    gloo = GroupHandle(tuple(range(size)), rank, dist.group.WORLD, adds_by_tree=True)
     late = float(os.environ.get("LATE", "0.02"))
     def say_how_a_sum_ends(fast):
         try:
@@ -53,7 +55,7 @@ MANY_ROUNDS = """
         parts = [torch.randn(count, generator=seed).to(dtype) for seed in seeds]
         if own.random() < late:
             time.sleep(own.random() * 0.01)
-        kind = alike.randrange(5)
+        kind = alike.randrange(6)
         if kind == 0:
             total = parts[0].float()
             for part in parts[1:]:
@@ -73,19 +75,24 @@ MANY_ROUNDS = """
             # Also with rows shared out, and parts computed where they are read, unless they are larger than a slot.
             rows, row_size = alike.choice((0, 1, 3, 7, 80)), alike.choice((1, 16, 57, 512))
             shape, weight = (rows, row_size), torch.randn(row_size, generator=seeds[0]).to(dtype)
-            parts = [torch.randn(shape, generator=seed).to(dtype) for seed in seeds]
+            parts = [torch.randn(shape, generator=seed) for seed in seeds]
             residual = torch.randn(shape, generator=seeds[0]).to(dtype)
             total, alone = residual.clone(), residual.clone()
-            room = fast.fast.part_buffer(shape, dtype) if alike.random() < 0.5 else None
-            assert room is None or rows * row_size * dtype.itemsize <= shared_memory.SLOT_BYTES
+            room = fast.fast.part_buffer(shape, torch.float32) if alike.random() < 0.5 else None
+            assert room is None or rows * row_size * 4 <= shared_memory.SLOT_BYTES
             part = parts[rank].clone() if room is None else room.copy_(parts[rank])
             normal = fast.fast.all_reduce_add_rms_norm(part, total, weight, 1e-5)
-            summed = parts[0].float()
-            for each in parts[1:]:
-                summed = summed + each.float()
-            expected = kernels.add_rms_norm(summed.to(dtype), alone, weight, 1e-5)
+            expected = kernels.add_rms_norm(tree_sum(parts).to(dtype), alone, weight, 1e-5)
             assert torch.equal(normal, expected), (number, shape, dtype)
             assert torch.equal(fast.fast.gather_rows(total), alone), (number, shape, dtype)
+        elif kind == 4:
+            parts = [torch.randn(count, generator=seed) for seed in seeds]
+            room = fast.fast.part_buffer((1, count), torch.float32) if alike.random() < 0.5 else None
+            part = parts[rank].clone() if room is None else room[0].copy_(parts[rank])
+            found = fast.sum_parts(part, dtype)
+            assert torch.equal(found, tree_sum(parts).to(dtype)), (number, count, dtype)
+            if count == 1000:
+                assert torch.equal(gloo.sum_parts(parts[rank], dtype), found), "gloo adds by the same tree"
         else:
             # Not in one piece: as a column of a matrix is.
             wide = parts[rank].unsqueeze(1).repeat(1, 3)
@@ -200,6 +207,10 @@ PLANTS = {
             "const int64_t end = num_rows * (group.rank + 1)": "if (group.rank == 1) usleep(200);\n"
             "        const int64_t end = num_rows * (group.rank + 1)",
         },
+    ),
+    "the place of norms is asked for with the bytes of a bfloat16": (
+        MANY_ROUNDS,
+        {"num_elements * int64_t(sizeof(float)) <= slot_bytes": "num_elements * 2 <= slot_bytes"},
     ),
     "messages are sent before their slot was emptied": (
         MANY_MESSAGES,

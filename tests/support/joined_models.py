@@ -20,6 +20,7 @@ from spmd_worker.ops.attention.cpu import CpuBackend
 from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.leaves import num_leaves
 from spmd_worker.ranks.topology import Stage
 
 NORM = NormConfig(eps=1e-5)
@@ -52,6 +53,8 @@ SHAPES = {
         ropes=(RopeParameters(32),),
         has_tied_embeddings=True,
     ),
+    # Four leaves, of unequal sizes in the feed-forward; the others have two.
+    "many leaves": with_layers(PLAIN, num_heads=8, num_kv_heads=4, intermediate_size=160, has_output_bias=True),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,7 +75,12 @@ def new_model(
     backend = backend or CpuBackend(library, dtype, (model_config.head_size,), BLOCK_SIZE)
     quantised = Int8CpuKernels(library, dtype) if has_bytes else None
     kernels = quantised or CpuKernels(library)
-    context = LayerContext(group, kernels, backend, dtype, torch.device("cpu"), quantised=quantised)
+    most = 1 if has_bytes else 8
+    context = LayerContext(
+        *(group, kernels, backend, dtype, torch.device("cpu")),
+        quantised=quantised,
+        num_leaves=num_leaves(model_config, most),
+    )
     model = build_model(context, model_config, stage)
     generator = torch.Generator().manual_seed(11 + group.rank)
     for parameter in model.parameters():

@@ -34,7 +34,7 @@ class RMSNorm(CheckpointLayer):
         `x` must not be used afterwards. See `Collectives.all_reduce_add_rms_norm` for the residual stream.
         """
         fast = self._group.fast
-        if fast is not None and fast.takes(x) and not self._group.has_tree:  # until the fast sum is one of trees
+        if fast is not None and fast.takes(residual):
             return fast.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
         return self._kernels.add_rms_norm(self._group.sum_parts(x, residual.dtype), residual, self.weight, self.eps)
 
@@ -94,4 +94,4 @@ def add_without_norm(group: GroupHandle, x: Tensor, residual: Tensor) -> Tensor:
     """`RMSNorm.add_and_norm` without the norm: the complete residual stream [T, size] on every rank, in place."""
     fast = group.fast
     residual.add_(group.sum_parts(x, residual.dtype))
-    return residual if fast is None or not fast.takes(x) else fast.gather_rows(residual)
+    return residual if fast is None or not fast.takes(residual) else fast.gather_rows(residual)

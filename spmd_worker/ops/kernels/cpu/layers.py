@@ -68,6 +68,7 @@ class _Stack(ctypes.Structure):
         *_fields(
             "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size", "block_size", "has_bytes"
         ),
+        *_fields("output_leaf_ends", "down_leaf_ends", "num_output_leaves", "num_down_leaves"),
         *_fields("epsilon", "scale", kind=ctypes.c_float),
     ]
 
@@ -78,7 +79,8 @@ class _Ranks(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *_fields("residual", "x", "projected", "attended", "opened", "bytes", "maxima", "cos", "sin"),
+        *_fields("residual", "x", "projected", "attended", "opened", "bytes", "maxima", "wide"),
+        *_fields("cos", "sin"),
         *_fields("cache", "layer_stride", "block_stride", "tables", "table_stride"),
         *_fields("blocks", "offsets", "query_starts", "context_lengths"),
         *_fields("num_sequences", "num_tokens", "num_threads", "adapters", "layer_adapters", "columns"),
@@ -106,9 +108,12 @@ class NativeLayers:
             _Layer(*(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window)
             for layer in layers
         ]
+        self._leaf_ends = [(ctypes.c_int64 * len(ends))(*ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)]
         self._stack = _Stack(
             *((_Layer * len(layers))(*addresses), sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads),
-            *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes, sizes.eps, sizes.scale),
+            *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes),
+            *(ctypes.addressof(ends) for ends in self._leaf_ends),
+            *(*map(len, self._leaf_ends), sizes.eps, sizes.scale),
         )
 
     def run(
@@ -121,9 +126,10 @@ class NativeLayers:
     ) -> Tensor:
         """The residual stream [T, H], which is updated up to the last layer's output; cosines and sines [T, D / 2];
         `cache` [layers, blocks, elements of a block], of the first layers or of all -> this rank's part of the last
-        layer's output, [T, H].
+        layer's output, [T, H]; of several ranks float32, and no row of their steps has an adapter.
         """
         sizes, num_tokens, fast = self._sizes, step.num_tokens, self._fast
+        assert fast is None or adapters is None, "adapters add to complete sums"
         check_tensor(residual, self._dtype, (num_tokens, sizes.hidden_size))
         for each in angles:
             check_tensor(each, self._dtype, (num_tokens, sizes.head_size // 2))
@@ -140,12 +146,16 @@ class NativeLayers:
         widest = row_bytes(max(sizes.hidden_size, heads_size, sizes.intermediate_size)) if self._has_bytes else 0
         rows = torch.empty((num_tokens, widest), dtype=torch.int8)
         maxima = torch.empty(num_tokens if self._has_bytes else 0, dtype=torch.float32)
+        shape, wide = (num_tokens, sizes.hidden_size), None
+        if fast is not None and fast.part_buffer(shape, torch.float32) is None:
+            wide = torch.empty(shape, dtype=torch.float32)
         rows_of_adapters, stacks, columns = 0, None, None
         if adapters is not None:
             rows_of_adapters, stacks = adapters.layout.address, self._adapter_addresses()
             columns = torch.empty((num_tokens + 1, 2 * sizes.intermediate_size), dtype=self._dtype)
         arguments = _Step(
-            *(residual.data_ptr(), *(each.data_ptr() for each in (*work, rows, maxima, *angles))),
+            *(residual.data_ptr(), *(each.data_ptr() for each in (*work, rows, maxima))),
+            *(0 if wide is None else wide.data_ptr(), *(each.data_ptr() for each in angles)),
             *(cache.data_ptr(), cache.stride(0), cache.stride(1), step.tables, step.table_stride),
             *(step.token_blocks, step.token_offsets, step.query_starts, step.context_lengths),
             *(step.num_sequences, num_tokens, num_threads(), rows_of_adapters),
@@ -158,9 +168,12 @@ class NativeLayers:
             result = self._function(ctypes.byref(self._stack), ctypes.byref(arguments), ranks, first, end)
             if fast is not None:
                 fast.check(result)
+        if fast is None:
+            return work[0]
         # The last GEMM wrote its part there, and no other collective has begun since.
-        part = None if fast is None else fast.part_buffer((num_tokens, sizes.hidden_size), self._dtype)
-        return work[0] if part is None else part
+        part = fast.part_buffer(shape, torch.float32) if wide is None else wide
+        assert part is not None, "parts of one size have a slot or none"
+        return part
 
     def _adapter_addresses(self) -> "ctypes.Array[ctypes.c_void_p]":
         """Structures of the stacks that the step's adapters may be in; null for empty ones."""
@@ -179,21 +192,18 @@ def join_layers(
     does not exchange tensors in shared memory, or its ranks exchange int8 sums.
     """
     fast = group.fast
-    if group.has_tree:  # until the call has parts of floats
-        return None
-    if not (fast is None and group.size == 1) and not isinstance(fast, SharedMemoryGroup):
+    if group.size > 1 and not (isinstance(fast, SharedMemoryGroup) and group.has_tree):
         return None
     if not layers or not all(_computes(layer.config) for layer in layers):
         return None
     weights, sizes = [layer.weights() for layer in layers], layers[0].sizes()
     if any(layer.sizes() != sizes for layer in layers):
         return None
-    if len(sizes.output_leaf_ends) > 1 or len(sizes.down_leaf_ends) > 1:  # until the call has leaves
-        return None
     if not (all(map(_is_packed, weights)) or (group.size == 1 and all(map(_has_bytes, weights)))):
         return None
     for each in weights:
         _check_shapes(each, sizes)
+    assert fast is None or isinstance(fast, SharedMemoryGroup), type(fast)
     return NativeLayers(library, weights, sizes, block_size, fast, partial(_stacks_of, layers))
 
 
