@@ -164,7 +164,8 @@ class RowParallelLinear(AdaptableLayer):
         self._parts = context.integer if self._group.size > 1 else None
         self.leaf_ends = leaf_ends(input_range, input_size, 1 if context.quantised is not None else context.num_leaves)
         self._multiplier, part_dtype = multiplier, context.parts_group.part_dtype(context.dtype)
-        self._has_leaves = context.quantised is None and (len(self.leaf_ends) > 1 or part_dtype != context.dtype)
+        # One leaf is multiplied as several are, by kernels for which that is not what `linear` does.
+        self._has_leaves = context.quantised is None and (context.num_leaves > 1 or part_dtype != context.dtype)
         self.weight = context.parameter(output_size, input_range[1] - input_range[0])
         self.bias = context.parameter(output_size) if has_bias else None
 
