@@ -145,7 +145,8 @@ class RowParallelLinear(AdaptableLayer):
 
     Every rank has the bias, and the first adds it to its part. Adapters add to a sum: in a group that adds by a tree it
     is made here and is the first rank's part (`GroupHandle.once`); else an adapter adds to each rank's part what
-    follows from its inputs. The sum is multiplied by `multiplier` at last.
+    follows from its inputs. The sum is multiplied by `multiplier` at last. Integer sums need no leaves, but what adapters
+    add to them is summed in those of the model (`adapter_leaf_ends`; none: in no leaves).
     """
 
     def __init__(
@@ -162,7 +163,9 @@ class RowParallelLinear(AdaptableLayer):
         self._kernels, self._group = context.kernels, context.tensor_group
         self._quantised = context.quantised
         self._parts = context.integer if self._group.size > 1 else None
-        self.leaf_ends = leaf_ends(input_range, input_size, 1 if context.quantised is not None else context.num_leaves)
+        ends = leaf_ends(input_range, input_size, context.num_leaves)
+        self.leaf_ends = ends if context.quantised is None else ends[-1:]
+        self.adapter_leaf_ends = ends if context.num_leaves > 1 else ()
         self._multiplier, part_dtype = multiplier, context.parts_group.part_dtype(context.dtype)
         self._has_leaves = context.quantised is None and (len(self.leaf_ends) > 1 or part_dtype != context.dtype)
         self.weight = context.parameter(output_size, input_range[1] - input_range[0])
