@@ -12,14 +12,25 @@ import torch
 from torch import Tensor
 from waiting import LIMIT_S
 
+from spmd_worker.ranks.communicator import GroupHandle
+
 Value = TypeVar("Value")
 
 
 class ThreadGroup:
     """One rank's handle; `shared` has a slot a rank."""
 
-    def __init__(self, rank: int, barrier: Barrier, shared: list[Tensor | None]) -> None:
-        self.rank, self._barrier, self._shared = rank, barrier, shared
+    has_tree, part_dtype, sum_parts, once = (
+        GroupHandle.has_tree,
+        GroupHandle.part_dtype,
+        GroupHandle.sum_parts,
+        GroupHandle.once,
+    )
+
+    def __init__(
+        self, rank: int, barrier: Barrier, shared: list[Tensor | None], *, adds_by_tree: bool = False
+    ) -> None:
+        self.rank, self._barrier, self._shared, self.adds_by_tree = rank, barrier, shared, adds_by_tree
         self.num_gathered_elements = 0
         self.fast, self.ranks = None, tuple(range(len(shared)))
 
@@ -42,13 +53,13 @@ class ThreadGroup:
         return tensor.copy_(self.all_gather(tensor)[source])
 
 
-def on_ranks(size: int, function: Callable[[Any], Value]) -> list[Value]:
+def on_ranks(size: int, function: Callable[[Any], Value], *, adds_by_tree: bool = False) -> list[Value]:
     """Call `function` with each rank's handle, all at once; the results in rank order."""
     barrier, shared = Barrier(size), [None] * size
 
     def run(rank: int) -> Value:
         try:
-            return function(ThreadGroup(rank, barrier, shared))
+            return function(ThreadGroup(rank, barrier, shared, adds_by_tree=adds_by_tree))
         except BaseException:
             barrier.abort()
             raise

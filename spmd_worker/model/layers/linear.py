@@ -163,13 +163,13 @@ class RowParallelLinear(AdaptableLayer):
         self._kernels, self._group = context.kernels, context.tensor_group
         self._quantised = context.quantised
         self._parts = context.integer if self._group.size > 1 else None
-        ends = leaf_ends(input_range, input_size, context.num_leaves)
-        self.leaf_ends = ends if context.quantised is None else ends[-1:]
-        self.adapter_leaf_ends = ends if context.num_leaves > 1 else ()
+        self.leaf_ends = leaf_ends(input_range, input_size, 1 if context.quantised is not None else context.num_leaves)
         self._multiplier, part_dtype = multiplier, context.parts_group.part_dtype(context.dtype)
         self._has_leaves = context.quantised is None and (len(self.leaf_ends) > 1 or part_dtype != context.dtype)
         self.weight = context.parameter(output_size, input_range[1] - input_range[0])
         self.bias = context.parameter(output_size) if has_bias else None
+        has_leaves = context.num_leaves > 1
+        self.adapter_leaf_ends = leaf_ends(input_range, input_size, context.num_leaves) if has_leaves else ()
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """The part has to be summed before the group exchanges anything else."""
