@@ -28,10 +28,12 @@ LAUNCH = {"enable_fp_fusion": False}
 @triton.jit(do_not_specialize=["T"])
 def shrink(
     x, a, ranks, partials, leaves, order, tiles, num_tiles, T, R, K, stride_x,
-    PARTS: tl.constexpr, PIECE: tl.constexpr, LEAVES: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    BK: tl.constexpr,
+    PARTS: tl.constexpr, PIECE: tl.constexpr, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x [T, K] x A of each row's adapter -> `partials`. BK divides PIECE. LEAVES: their number, or 0."""
+    """x [T, K] x A of each row's adapter -> `partials`. BK divides PIECE. LEAVES: their number, or 0; ALIGNED divides
+    where they begin, so that many inputs are loaded together.
+    """
     num_r, num_pieces = tl.cdiv(R, BR), tl.cdiv(K, PIECE) if LEAVES == 0 else LEAVES
     num_each = num_pieces * num_r * PARTS
     for work in tl.range(tl.program_id(0), tl.load(num_tiles) * num_each, tl.num_programs(0)):
@@ -46,7 +48,8 @@ def shrink(
             columns = a + ((part.to(tl.int64) * R + tl.where(n < R, n, 0)) * K)[:, None]
             begin, end = piece * PIECE, K
             if LEAVES > 0:
-                begin, end = tl.load(leaves + piece), tl.load(leaves + piece + 1)
+                begin = tl.multiple_of(tl.load(leaves + piece), ALIGNED)
+                end = tl.multiple_of(tl.load(leaves + piece + 1), ALIGNED)
             sums = tl.zeros([BM, BR], tl.float32)
             for step in tl.range(0, PIECE, BK):
                 k = begin + step + tl.arange(0, BK)

@@ -6,6 +6,7 @@ Stacks keep their addresses, and are filled in place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Final
 
 import torch
@@ -26,16 +27,19 @@ _STEP: Final = 128
 _WITHOUT_FEW_ROWS: Final = 10
 """Major capability of chips whose tiles have 64 rows at least, for one kind of matrix instruction (`tiles.py`)."""
 _PER_MULTIPROCESSOR: Final = 4
+_ALIGNMENT: Final = 16
+"""Inputs that are loaded together at most."""
 _LEAST_RANK_STEP: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces that A x is summed in: so many, of at most `size` inputs."""
+    """Pieces that A x is summed in: so many, of at most `size` inputs. `alignment` divides where leaves begin."""
 
     count: int
     size: int
     are_leaves: bool = False
+    alignment: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class AdapterTile:
             "PARTS": num_parts,
             "PIECE": pieces.size,
             "LEAVES": pieces.count if pieces.are_leaves else 0,
+            "ALIGNED": pieces.alignment,
             "BM": self.rows,
             "BR": _rank_step(rank, self.rank),
             "BK": self.inputs,
@@ -74,7 +79,7 @@ class AdapterTile:
             "IS_TREE": pieces.are_leaves,
             "BM": self.rows,
             "BR": _rank_step(rank, self.rank),
-            "num_warps": self.num_shrink_warps,
+            "num_warps": self.num_expand_warps,
             **adapter_kernels.LAUNCH,
         }
 
@@ -122,7 +127,7 @@ def pieces_of(num_inputs: int, leaf_ends: Sequence[int]) -> Pieces:
     if not leaf_ends:
         return Pieces(-(-num_inputs // piece_of(num_inputs)), piece_of(num_inputs))
     longest = max(end - start for start, end in zip((0, *leaf_ends), leaf_ends))
-    return Pieces(len(leaf_ends), -(-longest // _STEP) * _STEP, are_leaves=True)
+    return Pieces(len(leaf_ends), -(-longest // _STEP) * _STEP, True, gcd(_ALIGNMENT, *leaf_ends))
 
 
 _ONE_PIECE: Final = Pieces(1, 0)
