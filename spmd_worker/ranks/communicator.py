@@ -114,8 +114,8 @@ class GroupHandle:
         return total.to(dtype)
 
     def once(self, complete: Tensor) -> Tensor:
-        """A tensor that every rank has, as parts of a sum with the same bits: the first rank's, and negative zeros, which
-        change no sign of a zero.
+        """A tensor that every rank has, as parts of a sum with the same bits: the first rank's, and negative zeros, to
+        keep the signs of zeros.
         """
         part = complete.to(self.part_dtype(complete.dtype), copy=True)
         return part if self.rank == 0 else torch.full_like(part, -0.0)

@@ -145,8 +145,8 @@ class RowParallelLinear(AdaptableLayer):
 
     Every rank has the bias, and the first adds it to its part. Adapters add to a sum: in a group that adds by a tree it
     is made here and is the first rank's part (`GroupHandle.once`); else an adapter adds to each rank's part what
-    follows from its inputs. The sum is multiplied by `multiplier` at last. Integer sums need no leaves, but what adapters
-    add to them is summed in those of the model (`adapter_leaf_ends`; none: in no leaves).
+    follows from its inputs. The sum is multiplied by `multiplier` at last. Integer sums need no leaves, but adapters of
+    such models sum in those of the model too (`adapter_leaf_ends`; none: the model has no leaves).
     """
 
     def __init__(

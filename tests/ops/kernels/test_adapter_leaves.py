@@ -51,9 +51,7 @@ def on_ranks(kernels: AdapterKernels, num_inputs: int, dtype: torch.dtype, size:
     slots, x, y = step_of(num_inputs, dtype)
     bounds, each = leaf_bounds(num_inputs, NUM_LEAVES), NUM_LEAVES // size
     shares = [(bounds[rank * each], bounds[(rank + 1) * each]) for rank in range(size)]
-    stacks = [
-        stack_of(kernels, num_inputs, share, dtype, leaf_ends(share, num_inputs, NUM_LEAVES)) for share in shares
-    ]
+    stacks = [stack_of(kernels, num_inputs, share, dtype, leaf_ends(share, num_inputs, NUM_LEAVES)) for share in shares]
     step = kernels.step(slots)
     sums = [stack.input_sums(x[:, slice(*share)], step) for stack, share in zip(stacks, shares, strict=True)]
     for each_sums in sums:

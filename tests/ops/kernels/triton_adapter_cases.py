@@ -185,7 +185,8 @@ def numbers_between_the_products_keep_float32() -> None:
     layer.stack.b = layer.stack.b.to(dtype)
     zeros = torch.zeros(19, 40)
     expand = AdapterTile.expand_constants
-    with mock.patch.object(AdapterTile, "expand_constants", lambda *args, **more: expand(*args, **more) | {"SPLITS": True}):
+    split = {"SPLITS": True}
+    with mock.patch.object(AdapterTile, "expand_constants", lambda *args, **more: expand(*args, **more) | split):
         found = layer(zeros, x, [0] * 19).double()
     # A matrix unit cuts off what it adds.
     assert (found - exact).abs().max().item() < 2e-5
@@ -216,9 +217,7 @@ def on_ranks(dtype: torch.dtype, size: int, add: Callable[[list[Tensor]], Tensor
     shares = [(bounds[rank * each], bounds[(rank + 1) * each]) for rank in range(size)]
     layers = [Layer(dtype, ONE, inputs=share, leaf_ends=leaf_ends(share, INPUTS, NUM_LEAVES)) for share in shares]
     placed = layers[0].kernels.step(torch.tensor(slots, dtype=torch.int32))
-    sums = [
-        layer.stack.input_sums(x[:, slice(*share)], placed) for layer, share in zip(layers, shares, strict=True)
-    ]
+    sums = [layer.stack.input_sums(x[:, slice(*share)], placed) for layer, share in zip(layers, shares, strict=True)]
     none = torch.tensor(slots, dtype=torch.int32) < 0
     assert not any(each[none].any() for each in sums)
     found = [outputs.clone() for _ in layers]
