@@ -10,7 +10,7 @@ from typing import Any, Final
 from run_folder import made_once
 
 BASE: Final[dict[str, Any]] = {
-    "vocab_size": 211,
+    "vocab_size": 331,
     "hidden_size": 64,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -198,4 +198,3 @@ def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     config.architectures = [known[config.model_type]]
     config.save_pretrained(folder)
-

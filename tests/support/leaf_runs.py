@@ -7,21 +7,24 @@ reported by its eight bytes.
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import ranks
 from numpy.typing import NDArray
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.worker.backends import backend
 
 SETTINGS: Final[dict[str, Any]] = {
     "load_format": "dummy",
     "device": "cpu",
     "max_model_len": 128,
-    "num_blocks": 26,
+    "num_blocks": 16,
     "max_num_batched_tokens": 24,
     "max_num_seqs": 8,
     "skip_tokenizer_init": True,
@@ -110,7 +113,11 @@ def main(job: dict[str, Any], out: Path) -> None:
     config = json.loads((Path(job["folder"]) / "config.json").read_text())
     vocab_size = config["vocab_size"]
     for name, settings in job["runs"].items():
-        with LLM(job["folder"], **{**SETTINGS, **settings}) as llm:
+        over_gloo = settings.pop("over_gloo", False)
+        with (
+            mock.patch.object(backend, "share_memory", lambda group, _: group) if over_gloo else nullcontext(),
+            LLM(job["folder"], **{**SETTINGS, **settings}) as llm,
+        ):
             found = answers_of(llm, vocab_size, has_all=job["has_all"])
         if os.environ.get("RANK", "0") == "0":
             np.savez(out / f"{name}.npz", ids=found.ids, logprobs=found.logprobs)

@@ -27,9 +27,7 @@ class ThreadGroup:
         GroupHandle.once,
     )
 
-    def __init__(
-        self, rank: int, barrier: Barrier, shared: list[Tensor | None], *, adds_by_tree: bool = False
-    ) -> None:
+    def __init__(self, rank: int, barrier: Barrier, shared: list[Tensor | None], *, adds_by_tree: bool = False) -> None:
         self.rank, self._barrier, self._shared, self.adds_by_tree = rank, barrier, shared, adds_by_tree
         self.num_gathered_elements = 0
         self.fast, self.ranks = None, tuple(range(len(shared)))
