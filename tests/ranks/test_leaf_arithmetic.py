@@ -1,5 +1,6 @@
 """Leaves of known models, and where leaves of any size begin and end."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ KNOWN: dict[str, tuple[dict[str, Any], int]] = {
             **QWEN3,
             **sizes(2048, 6144, 32, 4),
             "architectures": ["Qwen3MoeForCausalLM"],
-            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
         },
         8,
     ),
@@ -48,7 +51,9 @@ KNOWN: dict[str, tuple[dict[str, Any], int]] = {
             **LLAMA,
             **sizes(2880, 2880, 64, 8),
             "architectures": ["GptOssForCausalLM"],
-            **{"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
         },
         8,
     ),
@@ -70,7 +75,7 @@ def test_known_model_has_leaves(name: str, tmp_path: Any):
 def test_leaves_cover_inputs_at_granules(num_inputs: int):
     for count in (each for each in (1, 2, 4, 8) if num_inputs // GRANULE >= each):
         bounds = leaf_bounds(num_inputs, count)
-        lengths = [stop - start for start, stop in zip(bounds, bounds[1:])]
+        lengths = [stop - start for start, stop in pairwise(bounds)]
         assert (bounds[0], bounds[-1], len(lengths)) == (0, num_inputs, count)
         assert all(length % GRANULE == 0 for length in lengths)
         assert max(lengths) - min(lengths) in (0, GRANULE)

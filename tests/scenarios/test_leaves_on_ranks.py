@@ -4,13 +4,16 @@ Greedy and drawn rows, samples, prompts' log-probabilities (all of the vocabular
 and layouts beside it. Prints how many log-probabilities were compared.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 from leaf_models import CASES, leaf_folder
-from leaf_runs import Answers, on_ranks
+from leaf_runs import SETTINGS, Answers, on_ranks, prompts
 
+from spmd_worker import LLM
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.leaves import num_leaves
 
@@ -36,6 +39,27 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 SEVERAL = ("llama_biases", "gemma3", "qwen2_moe", "falcon_h1", "qwen3_next")
 ON_EIGHT = ("llama_tied", "granite", "qwen3_moe", "deepseek_v3", "nemotron_h")
+
+SAMPLED = """
+import json, os, sys
+from pathlib import Path
+from leaf_runs import SETTINGS, prompts
+from spmd_worker import LLM, SamplingParams
+
+folder, out, size = sys.argv[1:4]
+kinds = [{"temperature": 1.0}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}]
+params = [SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0, **kinds[row % 3]) for row in range(10)]
+found = {}
+for dtype in sys.argv[4:]:
+    with LLM(folder, tensor_parallel_size=int(size), dtype=dtype, **SETTINGS) as llm:
+        samples = [each.outputs[0] for each in llm.generate(prompts(331), params, use_tqdm=False)]
+        assert llm.llm_engine.counters.num_preemptions > 0
+    found[dtype] = [
+        [each.token_ids, [step[token].logprob for token, step in zip(each.token_ids, each.logprobs)]]
+        for each in samples
+    ]
+Path(out, os.environ["RANK"]).write_text(json.dumps(found))
+"""
 
 
 def compare(name: str, tmp_path: Path, sizes: tuple[int, ...], *, has_all: bool) -> None:
@@ -86,3 +110,18 @@ def test_answers_are_independent_of_layout(name: str, dtype: str, tmp_path: Path
             parts = on_ranks(folder, tmp_path / str(size), size, runs)
             found += [f"{each}: {plain.difference(answers)}" for each, answers in parts.items() if plain != answers]
     assert not found, found
+
+
+@pytest.mark.guarantee("score_tokens gives the bits that were reported")
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.stress)])
+def test_one_rank_scores_what_ranks_sampled(size: int, tmp_path: Path):
+    """A trainer's rank gives the bits that the engine's ranks reported."""
+    folder = leaf_folder("granite")
+    done = ranks.run_ranks(SAMPLED, size, 240, [folder, tmp_path, str(size), *DTYPES])
+    assert done.returncode == 0, done.output
+    sampled, *others = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(size))
+    assert all(each == sampled for each in others)
+    for dtype in DTYPES:
+        with LLM(folder, dtype=dtype, **SETTINGS) as llm:
+            scored = llm.score_tokens(prompts(331), [ids for ids, _ in sampled[dtype]])
+        assert scored == [reported for _, reported in sampled[dtype]]

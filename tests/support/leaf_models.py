@@ -99,7 +99,7 @@ DENSE: Final[dict[str, Case]] = {
     "gemma4": (
         "Gemma4Text",
         {**_WINDOW, **_KINDS, "global_head_dim": 64, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0}
-        | {"vocab_size_per_layer_input": 211},
+        | {"vocab_size_per_layer_input": 331},
     ),
     "unequal_leaves": ("Llama", {"intermediate_size": 1408}),
     "more_unequal_leaves": ("Llama", {"intermediate_size": 2880, "num_hidden_layers": 1}),
