@@ -116,6 +116,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         resolved.max_num_seqs,
         resolved.config.model.quantization,
         resolved.max_tower_rows,
+        adds_by_tree=True,
     )
     measurement = measure_host(weights, estimate, environment.local_world_size)
     is_scarce = not is_estimate_enough(resolved, rank, measurement)

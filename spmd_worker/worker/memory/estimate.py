@@ -221,6 +221,8 @@ def activation_bytes(
     num_rows: int,
     quantization: str | None = None,
     num_image_tokens: int = 0,
+    *,
+    adds_by_tree: bool = False,
 ) -> int:
     """Peak bytes of a step of `num_tokens` tokens, of which `num_rows` are sampled, or of the tower for an image of
     `num_image_tokens`, which precedes it on the first stage.
@@ -231,7 +233,8 @@ def activation_bytes(
     columns, in float32. Bounded gates and ups are copied. Flat norms hold the heads of all ranks; parallel layers keep
     the feed-forward's input. Sparse layers hold the outputs of a token's experts and sums in float32. The sampler holds
     float32 logits as shards, gathered and as logprobs, and the fixed-point probability weights twice in float64.
-    Quantised layers hold their inputs as bytes and, with several ranks, the int32 sums of all.
+    Quantised layers hold their inputs as bytes and, with several ranks, the int32 sums of all. Ranks that add by a tree
+    (`GroupHandle.has_tree`) hold float32 parts: their own, those of all, and two sums of them.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
@@ -244,19 +247,22 @@ def activation_bytes(
     )
     # Projected, looked up, normed and added; a layer's own are copied.
     per_token += 5 * model_config.layer_inputs_size
+    others = 0
+    if quantization is not None:
+        others = max(model_config.hidden_size, num_columns)
+        if layout.tensor_parallel_size > 1 and quantization == "int8":
+            others += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
+    elif layout.tensor_parallel_size > 1 and adds_by_tree:
+        others = DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
+    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others)
     if model_config.is_encoder:
-        return num_tokens * per_token * DTYPE_BYTES[dtype]
+        return of_step
     of_tower = (
         tower_bytes(model_config, dtype, num_image_tokens) if stage_of(layout, model_config, rank).is_first else 0
     )
     num_shard_rows = rank_vocabulary_rows(model_config, layout)
     logits = num_rows * (num_shard_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
-    quantised = 0
-    if quantization is not None:
-        quantised = max(model_config.hidden_size, num_columns)
-        if layout.tensor_parallel_size > 1 and quantization == "int8":
-            quantised += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
-    return max(num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits, of_tower)
+    return max(of_step + logits, of_tower)
 
 
 def tower_bytes(model_config: ModelConfig, dtype: str, num_image_tokens: int) -> int:

@@ -260,3 +260,16 @@ def test_activation_bytes_follow_tokens_rows_and_ranks():
     assert estimate(2, 100, 4) < estimate(1, 100, 4)
     # At least the residual stream and its norm, and the logits of the rows.
     assert estimate(1, 100, 4) > 100 * 2 * 64 * 4 + 4 * 211 * 4
+
+
+@pytest.mark.parametrize(
+    ("quantization", "size", "num_parts"), [(None, 1, 0), (None, 2, 5), (None, 4, 7), ("int8", 4, 0)]
+)
+def test_float_parts_of_a_tree_are_counted(quantization: str | None, size: int, num_parts: int):
+    """A rank's own, those of all ranks, and two sums; integer sums have no parts."""
+
+    def estimate(*, adds_by_tree: bool) -> int:
+        arguments = (new_shape(num_key_value_heads=8), RankLayout(size), 0, "bfloat16", 100, 4, quantization)
+        return activation_bytes(*arguments, adds_by_tree=adds_by_tree)
+
+    assert estimate(adds_by_tree=True) - estimate(adds_by_tree=False) == 100 * 64 * num_parts * 4
