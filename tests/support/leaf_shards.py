@@ -54,7 +54,7 @@ def shard(
     layout: ExpertLayout | None = None,
     most: int = 8,
 ) -> DecoderForCausalLM:
-    """A rank's model, packed, with dummy weights."""
+    """A rank's model, packed; a folder without files of weights has dummy ones."""
     config = read_model_files(folder).model_config
     library = native_library()
     assert not isinstance(library, str), library
@@ -69,7 +69,11 @@ def shard(
         num_leaves=num_leaves(config, most),
     )
     model = build_model(context, config)
-    model.weights.fill(model.weights.dummy())
+    if any(folder.glob("*.safetensors")):
+        with model.weights.open(folder) as checkpoint:
+            model.weights.fill(checkpoint)
+    else:
+        model.weights.fill(model.weights.dummy())
     model.pack_weights()
     assert isinstance(model, DecoderForCausalLM)
     return model
