@@ -78,12 +78,23 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
       }
       x.advance(kInputs);
     }
+    if constexpr (std::is_same_v<Epilogue, AddInMemory>) {
+      AddInMemory own = epilogue;  // a copy, which no store changes
 #pragma GCC unroll 14
-    for (int row = 0; row < kRows; ++row) {
-      Vector of_row[2];
+      for (int row = 0; row < kRows; ++row) {
+        Vector of_row[2];
 #pragma GCC unroll 2
-      for (int panel = 0; panel < kPanels; ++panel) of_row[panel] = Step::joined(totals[row][panel]);
-      epilogue.take(block.row + row, block.pair, kPanels, of_row);
+        for (int panel = 0; panel < kPanels; ++panel) of_row[panel] = Step::joined(totals[row][panel]);
+        own.take<kPanels>(row, of_row);
+      }
+    } else {
+#pragma GCC unroll 14
+      for (int row = 0; row < kRows; ++row) {
+        Vector of_row[2];
+#pragma GCC unroll 2
+        for (int panel = 0; panel < kPanels; ++panel) of_row[panel] = Step::joined(totals[row][panel]);
+        epilogue.take(block.row + row, block.pair, kPanels, of_row);
+      }
     }
   }
 };

@@ -20,6 +20,20 @@ struct InMemory {
   }
 };
 
+// Stores the sums of a block, each row added to what is on its left: rows are `left_stride` apart.
+struct AddInMemory {
+  float* sums;
+  const float* left;
+  int64_t left_stride;
+
+  template <int kPanels>
+  SPMD_INLINE_MEMBER void take(int row, const Floats* of_row) {
+    for (int v = 0; v < kPanels * kPanelVectors; ++v)
+      store(sums + row * 32 + v * kLanes, load<Floats>(left + v * kLanes) + of_row[v]);
+    left += left_stride;
+  }
+};
+
 template <class Micro, class Epilogue>
 class ByRows {
  public:
@@ -56,31 +70,102 @@ class ByRows {
   Epilogue& epilogue_;
 };
 
-// The same in leaves: the sums of each go from registers to their level of the tree.
+// The same in leaves. The sums of each go from registers to their level of the tree, which is in the first-level cache; where
+// there are registers, they are added to the left subtree on their way.
 template <class Micro, class Epilogue>
 class LeavesByRows {
  public:
+  using BlockOf = Block<typename Micro::Element>;
+
   explicit LeavesByRows(Epilogue& epilogue) : epilogue_(epilogue) {}
 
-  void multiply(const Block<typename Micro::Element>& block) {
-    constexpr int64_t kLevelSize = Micro::kRows * 32;
-    alignas(64) float levels[kMaxLevels * kLevelSize];
+  // `block` is changed and restored: a copy would cost one per cent.
+  void multiply(BlockOf& block) {
+    alignas(64) float levels[kMaxLevels * kLevelSize], starts[2][32];
+    set_starts(block, starts);
     const Leaves& leaves = epilogue_.gemm.leaves;
-    Block<typename Micro::Element> part = block;
+    const int64_t num_inputs = block.num_inputs;
     for (int64_t leaf = 0; leaf < leaves.count; ++leaf) {
-      float* const sums = levels + Epilogue::level(leaf) * kLevelSize;
-      part.num_inputs = leaves.ends[leaf] - leaves.first_input(leaf);
-      ByRows<Micro, Epilogue>::run(part, InMemory<float>{block.row, sums});
-      part.x += part.num_inputs, part.panels += part.num_inputs * kPanel, part.ahead += part.num_inputs * kPanel;
-      if (epilogue_.is_complete(leaf)) continue;
-      epilogue_.begin(leaf, block.row, levels, kLevelSize);
-      for (int row = 0; row < block.num_rows; ++row)
-        take_row(epilogue_, block.row + row, block.pair, block.num_panels, sums + row * 32);
+      float* sums = levels + Epilogue::level(leaf) * kLevelSize;
+      int num_additions = Epilogue::num_additions(leaf);
+      block.num_inputs = leaves.ends[leaf] - leaves.first_input(leaf);
+      if constexpr (Micro::kHasRegisters) {
+        AddInMemory to = {sums, starts[leaf == 0], 0};
+        if (num_additions > 0) --num_additions, sums -= kLevelSize, to = {sums, sums, 32};
+        ByRows<Micro, Epilogue>::run(block, to);
+      } else {
+        ByRows<Micro, Epilogue>::run(block, InMemory<float>{block.row, sums});
+        if (epilogue_.has_bias(leaf)) add_bias(block, starts[1], sums);
+      }
+      advance(block, block.num_inputs);
+      if (epilogue_.is_last(leaf))
+        store_results(block, sums, num_additions);
+      else if (num_additions > 0)
+        add_levels(block.num_rows, 2, sums, num_additions, sums - num_additions * kLevelSize, 32);
     }
+    advance(block, -num_inputs);
+    block.num_inputs = num_inputs;
   }
   void finish() const {}
 
  private:
+  static constexpr int64_t kLevelSize = Micro::kRows * 32;
+
+  // One pointer after another: compilers would read two as a vector, and it waits for all earlier stores if they were
+  // stored one by one.
+  SPMD_INLINE void advance(BlockOf& block, int64_t num_inputs) {
+    block.x += num_inputs;
+    asm volatile("" ::: "memory");
+    block.panels += num_inputs * kPanel;
+    asm volatile("" ::: "memory");
+    block.ahead += num_inputs * kPanel;
+  }
+
+  // What leaves are added to: nothing, which is minus zero; and the bias, or nothing, for the first.
+  SPMD_INLINE_MEMBER void set_starts(const BlockOf& block, float (&starts)[2][32]) const {
+    for (int v = 0; v < 2 * kPanelVectors; ++v) {
+      const bool has_bias = epilogue_.has_bias(0) && v < block.num_panels * kPanelVectors;
+      store(starts[0] + v * kLanes, -Floats{});
+      store(
+          starts[1] + v * kLanes, has_bias ? load_floats(epilogue_.bias + block.pair * 32 + v * kLanes) : -Floats{});
+    }
+  }
+
+  static void add_bias(const BlockOf& block, const float* bias, float* sums) {
+    for (int64_t at = 0; at < block.num_rows * 32; at += kLanes)
+      store(sums + at, load<Floats>(sums + at) + load<Floats>(bias + at % 32));
+  }
+
+  void store_results(const BlockOf& block, const float* sums, int num_levels) const {
+    const int64_t stride = epilogue_.part.num_outputs, first = block.row * stride + block.pair * 32;
+    if (epilogue_.part.to != nullptr)
+      add_levels(block.num_rows, block.num_panels, sums, num_levels, epilogue_.part.to + first, stride);
+    else
+      add_levels(block.num_rows, block.num_panels, sums, num_levels, epilogue_.rounded.to + first, stride);
+  }
+
+  // Sums [rows][32] and those of the levels below, one after another; as many as eight leaves have in a loop without
+  // branches.
+  template <class To>
+  static void add_levels(
+      int num_rows, int num_panels, const float* sums, int num_levels, To* to, int64_t to_stride) {
+    if (num_levels == 0) return add_levels_of<0>(num_rows, num_panels, sums, 0, to, to_stride);
+    if (num_levels == 1) return add_levels_of<1>(num_rows, num_panels, sums, 1, to, to_stride);
+    if (num_levels == 2) return add_levels_of<2>(num_rows, num_panels, sums, 2, to, to_stride);
+    add_levels_of<-1>(num_rows, num_panels, sums, num_levels, to, to_stride);
+  }
+  template <int kNumLevels, class To>
+  static void add_levels_of(
+      int num_rows, int num_panels, const float* sums, int num_levels, To* to, int64_t to_stride) {
+    const int count = kNumLevels < 0 ? num_levels : kNumLevels;
+    for (int row = 0; row < num_rows; ++row, sums += 32, to += to_stride)
+      for (int lane = 0; lane < num_panels * kPanel; lane += kLanes) {
+        Floats total = load<Floats>(sums + lane);
+        for (int level = 1; level <= count; ++level) total = load<Floats>(sums + lane - level * kLevelSize) + total;
+        store_floats(to + lane, total);
+      }
+  }
+
   Epilogue& epilogue_;
 };
 

@@ -21,11 +21,12 @@
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
 //   kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item:
 //   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, num_parts(rows,
-//   steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last.
+//   steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue>
+//   and kLeavesAreParts.
 //
-// Leaves. An epilogue that has them (`kHasLeaves`) gets a chain for each leaf of the inputs: `begin(leaf, row, levels,
-// level_size)`, then `take` for the rows of a block. By vector registers, a block has its leaves one after another and its
-// levels in the first-level cache. By tiles, a leaf is one part of the inputs or several.
+// Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
+// a block has all its leaves one after another, and their sums in the first-level cache (`LeavesByRows`). In tiles, a leaf is
+// one part of the inputs or several; at its end the epilogue is told by `begin(leaf, row, levels, level_size)`.
 //
 // Bits. A chain is a sequence of steps over inputs in ascending order, fixed by the micro-kernel; a chain that continues
 // in another part is the same chain. A result is one chain over all inputs. In leaves it is a chain for each of them, from

@@ -142,7 +142,7 @@ struct AddLeaves {
   const Element* bias;  // or null
   Store<Element, Total> rounded;
   Store<float, Total> part;  // used if it stores anywhere
-  // Of the block whose rows are taken; a level is [rows][32].
+  // Of the block whose rows are taken, if a leaf is a part of the inputs; a level is [rows][32].
   int64_t leaf = 0, first_row = 0, level_size = 0;
   float* levels = nullptr;
 
@@ -150,8 +150,6 @@ struct AddLeaves {
   static int num_additions(int64_t leaf) { return __builtin_ctzll(uint64_t(leaf) + 1); }
   bool is_last(int64_t of) const { return of + 1 == gemm.leaves.count; }
   bool has_bias(int64_t of) const { return of == 0 && bias != nullptr; }
-  // Whether sums that lie on their level are complete there.
-  bool is_complete(int64_t of) const { return num_additions(of) == 0 && !is_last(of) && !has_bias(of); }
 
   void begin(int64_t of, int64_t row, float* of_block, int64_t size) {
     leaf = of, first_row = row, levels = of_block, level_size = size;
@@ -168,7 +166,11 @@ struct AddLeaves {
       }
       if (!is_last(leaf)) store(place, totals[v]);
     }
-    if (is_last(leaf)) part.to != nullptr ? part.take(row, pair, num_panels, totals) : rounded.take(row, pair, num_panels, totals);
+    if (!is_last(leaf)) return;
+    if (part.to != nullptr)
+      part.take(row, pair, num_panels, totals);
+    else
+      rounded.take(row, pair, num_panels, totals);
   }
   void finish() const {}
 };
