@@ -469,7 +469,8 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
     if is_invariant is None:
         is_invariant = device_type == "cpu" and config.executor.device_backend in ("auto", "cpu")
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
-    if is_invariant and config.model.quantization is None:
+    # Sums of int8 are exact; what adapters add to them is summed in leaves.
+    if is_invariant and config.model.quantization in (None, "int8"):
         experts = None if layout.experts is None else replace(layout.experts, is_exact=True)
         layout = replace(layout, experts=experts, num_leaves=num_leaves(model_config, parallel.max_leaves))
     check_divides(layout, model_config)

@@ -5,7 +5,12 @@
 // both are read from beginning to end, and missing elements are zero. A x is kept in float32: one chain over the inputs in
 // ascending order, or two with AVX-512; so is B (A x), one chain over the ranks, which is added to the rounded output and
 // rounded once more. Rows that are computed together share the loads of a matrix and nothing else.
+//
+// Inputs that ranks share are summed in leaves (ranks/leaves.py): each has chains of its own, and A has its inputs from a
+// pair on, so that a leaf of an odd number ends with a zero. Leaves are added by a binary tree over neighbours.
 #pragma once
+
+#include <cstring>
 
 #include "elements.h"
 #include "gemm.h"
@@ -15,6 +20,9 @@ namespace {
 constexpr int kAdapterRows = kLanes == 16 ? 8 : 4;
 constexpr int kChains = kLanes == 16 ? 2 : 1;
 constexpr int kMaxRank = 512, kMaxParts = 6;
+// Sums of rows are kept at a distance for all parts, or for the subtrees of 64 leaves of the only part.
+constexpr int kMaxLevels = 7;
+constexpr int64_t kSumsStride = (kMaxParts > kMaxLevels ? kMaxParts : kMaxLevels) * kMaxRank;
 
 // Panels whose sums, `rows` vectors or more each, fit into the registers.
 constexpr int panels_at_once(int rows) {
@@ -45,11 +53,13 @@ struct AdapterRows {
   int64_t num_blocks;
 };
 
-// One layer: matrices [slots][parts]; null if it takes no adapters.
+// One layer: matrices [slots][parts]; null if it takes no adapters. More than one leaf, a power of two, where it has one
+// part: they end at `leaf_ends`.
 struct AdapterLayer {
   const AdapterMatrices* matrices;
   const AdapterPart* parts;
-  int64_t num_parts, num_inputs;
+  const int64_t* leaf_ends;
+  int64_t num_parts, num_inputs, num_leaves;
 };
 
 // Column of an output. Gated panels have 16 gates, 16 of the up projection and so on: `half` is the number of gates, or 0 for
@@ -259,28 +269,95 @@ void expand_rows(
     expand_panels<Element, kRows, 1>(shrunk, stride, b, rank, output, part.stop, half, y);
 }
 
+// Elements of a panel of A with so many inputs.
+template <class Element>
+SPMD_INLINE int64_t shrink_panel_size(int64_t num_inputs) {
+  return (num_inputs + kPairOf<Element> - 1) / kPairOf<Element> * kPairOf<Element> * kPanel;
+}
+
+// A x of the only part, in leaves. The sum of leaf i goes to level popcount(i) of `sums` [rows][levels][kMaxRank], and to
+// the level below as often as subtrees end with it; the tree's is in level 0.
 template <class Element, int kRows>
-void add_to_rows(
-    const AdapterLayer& layer, const AdapterMatrices* of_slot, const Element* const* x, int64_t half,
-    Element* const* y) {
-  constexpr int64_t kStride = kMaxParts * kMaxRank;
-  alignas(64) float shrunk[kRows * kStride];
-  ShrinkPanel<Element> panels[kStride / kPanel];
+void shrink_leaves(const AdapterLayer& layer, const AdapterMatrices& matrices, const Element* const* x, float* sums) {
+  ShrinkPanel<Element> panels[kMaxRank / kPanel];
+  const Element* inputs[kRows];
+  int64_t size = 0, begin = 0, before = 0, rank = 0;
+  for (int64_t leaf = 0, start = 0; leaf < layer.num_leaves; start = layer.leaf_ends[leaf++])
+    size += shrink_panel_size<Element>(layer.leaf_ends[leaf] - start);
+  for (int64_t leaf = 0; leaf < layer.num_leaves; begin = layer.leaf_ends[leaf++]) {
+    int64_t level = __builtin_popcountll(leaf), count = 0;
+    for (rank = 0; rank < matrices.rank; rank += kPanel)
+      panels[count++] = {
+          static_cast<const Element*>(matrices.a) + rank / kPanel * size + before, sums + level * kMaxRank + rank};
+    for (int row = 0; row < kRows; ++row) inputs[row] = x[row] + begin;
+    shrink_rows<Element, kRows>(inputs, layer.leaf_ends[leaf] - begin, panels, count, kSumsStride);
+    before += shrink_panel_size<Element>(layer.leaf_ends[leaf] - begin);
+    for (int64_t end = leaf; end & 1; end >>= 1, --level)
+      for (int row = 0; row < kRows; ++row) {
+        float *const above = sums + row * kSumsStride + level * kMaxRank, *const to = above - kMaxRank;
+        for (int64_t at = 0; at < rank; at += kLanes) store(to + at, load<Floats>(to + at) + load<Floats>(above + at));
+      }
+  }
+}
+
+// A x of all parts -> `sums` [rows][parts][kMaxRank].
+template <class Element, int kRows>
+void shrink_parts(
+    const AdapterLayer& layer, const AdapterMatrices* of_slot, const Element* const* x, float* sums) {
+  if (layer.num_leaves > 1) {
+    if (of_slot->a != nullptr) shrink_leaves<Element, kRows>(layer, *of_slot, x, sums);
+    return;
+  }
+  ShrinkPanel<Element> panels[kMaxParts * kMaxRank / kPanel];
   int64_t count = 0;
   for (int64_t part = 0; part < layer.num_parts; ++part) {
     const Element* const a = static_cast<const Element*>(of_slot[part].a);
     if (a == nullptr) continue;
-    const int64_t size = (layer.num_inputs + kPairOf<Element> - 1) / kPairOf<Element> * kPairOf<Element> * kPanel;
+    const int64_t size = shrink_panel_size<Element>(layer.num_inputs);
     for (int64_t panel = 0; panel * kPanel < of_slot[part].rank; ++panel)
-      panels[count++] = {a + panel * size, shrunk + part * kMaxRank + panel * kPanel};
+      panels[count++] = {a + panel * size, sums + part * kMaxRank + panel * kPanel};
   }
-  shrink_rows<Element, kRows>(x, layer.num_inputs, panels, count, kStride);
+  shrink_rows<Element, kRows>(x, layer.num_inputs, panels, count, kSumsStride);
+}
+
+// Outputs += B of `sums`.
+template <class Element, int kRows>
+void expand_parts(
+    const AdapterLayer& layer, const AdapterMatrices* of_slot, const float* sums, int64_t half, Element* const* y) {
   for (int64_t part = 0; part < layer.num_parts; ++part) {
     const AdapterMatrices& matrices = of_slot[part];
     if (matrices.a == nullptr) continue;
     expand_rows<Element, kRows>(
-        shrunk + part * kMaxRank, kStride, static_cast<const Element*>(matrices.b), matrices.rank, layer.parts[part],
+        sums + part * kMaxRank, kSumsStride, static_cast<const Element*>(matrices.b), matrices.rank, layer.parts[part],
         half, y);
+  }
+}
+
+template <int kNumber>
+struct RowCount {
+  static constexpr int kRows = kNumber;
+};
+
+// Calls `run` with the numbers of the rows of a block, as many at once as the kernels take, and their count.
+template <class Run>
+void for_rows(const AdapterRows& step, const AdapterBlock& block, Run run) {
+  for (int64_t done = 0; done < block.count; done += kAdapterRows) {
+    const int64_t* const rows = step.rows + block.first + done;
+    const int64_t count = block.count - done < kAdapterRows ? block.count - done : kAdapterRows;
+    switch (count) {
+      case 1: run(rows, RowCount<1>{}); break;
+      case 2: run(rows, RowCount<2>{}); break;
+      case 3: run(rows, RowCount<3>{}); break;
+      case 4: run(rows, RowCount<4>{}); break;
+#if defined(SPMD_AVX512)
+      case 5: run(rows, RowCount<5>{}); break;
+      case 6: run(rows, RowCount<6>{}); break;
+      case 7: run(rows, RowCount<7>{}); break;
+      default: run(rows, RowCount<8>{}); break;
+#else
+      default: break;
+#endif
+    }
   }
 }
 
@@ -290,30 +367,55 @@ void add_adapter(
     const AdapterLayer& layer, const AdapterRows& step, const AdapterBlock& block, const Element* x, int64_t x_stride,
     Element* y, int64_t y_stride, int64_t half) {
   const AdapterMatrices* const of_slot = layer.matrices + block.slot * layer.num_parts;
-  const Element* inputs[kAdapterRows];
-  Element* outputs[kAdapterRows];
-  for (int64_t done = 0; done < block.count;) {
-    const int64_t count = block.count - done < kAdapterRows ? block.count - done : kAdapterRows;
-    for (int64_t row = 0; row < count; ++row) {
-      const int64_t number = step.rows[block.first + done + row];
-      inputs[row] = x + number * x_stride, outputs[row] = y + number * y_stride;
+  for_rows(step, block, [&](const int64_t* rows, auto count) {
+    constexpr int kRows = decltype(count)::kRows;
+    alignas(64) float sums[kRows * kSumsStride];
+    const Element* inputs[kRows];
+    Element* outputs[kRows];
+    for (int row = 0; row < kRows; ++row) {
+      inputs[row] = x + rows[row] * x_stride;
+      outputs[row] = y + rows[row] * y_stride;
     }
-    done += count;
-    switch (count) {
-      case 1: add_to_rows<Element, 1>(layer, of_slot, inputs, half, outputs); break;
-      case 2: add_to_rows<Element, 2>(layer, of_slot, inputs, half, outputs); break;
-      case 3: add_to_rows<Element, 3>(layer, of_slot, inputs, half, outputs); break;
-      case 4: add_to_rows<Element, 4>(layer, of_slot, inputs, half, outputs); break;
-#if defined(SPMD_AVX512)
-      case 5: add_to_rows<Element, 5>(layer, of_slot, inputs, half, outputs); break;
-      case 6: add_to_rows<Element, 6>(layer, of_slot, inputs, half, outputs); break;
-      case 7: add_to_rows<Element, 7>(layer, of_slot, inputs, half, outputs); break;
-      default: add_to_rows<Element, 8>(layer, of_slot, inputs, half, outputs); break;
-#else
-      default: break;
-#endif
+    shrink_parts<Element, kRows>(layer, of_slot, inputs, sums);
+    expand_parts<Element, kRows>(layer, of_slot, sums, half, outputs);
+  });
+}
+
+// A x of all rows of one block, of a layer of one part -> `to` [rows][to_stride], by the rows' numbers.
+template <class Element>
+void sum_inputs(
+    const AdapterLayer& layer, const AdapterRows& step, const AdapterBlock& block, const Element* x, int64_t x_stride,
+    float* to, int64_t to_stride) {
+  const AdapterMatrices* const of_slot = layer.matrices + block.slot;
+  if (of_slot->a == nullptr) return;
+  for_rows(step, block, [&](const int64_t* rows, auto count) {
+    constexpr int kRows = decltype(count)::kRows;
+    alignas(64) float sums[kRows * kSumsStride];
+    const Element* inputs[kRows];
+    for (int row = 0; row < kRows; ++row) inputs[row] = x + rows[row] * x_stride;
+    shrink_parts<Element, kRows>(layer, of_slot, inputs, sums);
+    for (int row = 0; row < kRows; ++row)
+      std::memcpy(to + rows[row] * to_stride, sums + row * kSumsStride, of_slot->rank * sizeof(float));
+  });
+}
+
+// Outputs of all rows of one block += B of complete `sums`, as `sum_inputs` leaves them.
+template <class Element>
+void add_sums(
+    const AdapterLayer& layer, const AdapterRows& step, const AdapterBlock& block, const float* sums,
+    int64_t sums_stride, Element* y, int64_t y_stride) {
+  const AdapterMatrices* const of_slot = layer.matrices + block.slot;
+  if (of_slot->a == nullptr) return;
+  for_rows(step, block, [&](const int64_t* rows, auto count) {
+    constexpr int kRows = decltype(count)::kRows;
+    alignas(64) float own[kRows * kSumsStride];
+    Element* outputs[kRows];
+    for (int row = 0; row < kRows; ++row) {
+      outputs[row] = y + rows[row] * y_stride;
+      std::memcpy(own + row * kSumsStride, sums + rows[row] * sums_stride, of_slot->rank * sizeof(float));
     }
-  }
+    expand_parts<Element, kRows>(layer, of_slot, own, 0, outputs);
+  });
 }
 
 }  // namespace

@@ -36,6 +36,8 @@ _SIGNATURES: Final = {
     "gemm_leaves": f"{_GEMM} pp pi ii",
     "gemm_heads": f"{_STRIDED} ii pi ii {_STRIDED} i",
     "add_adapters": "pp pi pi i i",
+    "adapter_input_sums": "pp pi pi i",
+    "add_adapter_sums": "pp pi pi i",
     "scan_mamba": "pppi iiii pi pi ppp ff pp i",
     "argmax": f"{_ROWS} pp i",
     "short_conv": "pii pi pp ppp i ip i",

@@ -114,11 +114,11 @@ class GroupHandle:
         return total.to(dtype)
 
     def once(self, complete: Tensor) -> Tensor:
-        """A tensor that every rank has, as parts of a sum: the first rank's, and zeros. Its zeros lose their sign, as
-        zeros of sums do.
+        """A tensor that every rank has, as parts of a sum with the same bits: the first rank's, and negative zeros, to
+        keep the signs of zeros.
         """
-        part = complete.to(self.part_dtype(complete.dtype))
-        return part + 0.0 if self.rank == 0 else torch.zeros_like(part)
+        part = complete.to(self.part_dtype(complete.dtype), copy=True)
+        return part if self.rank == 0 else torch.full_like(part, -0.0)
 
     def all_reduce(self, tensor: Tensor, *, is_exact: bool = False) -> Tensor:
         """Sum over the group, in place; returns its argument. `is_exact`: the order does not matter, for example if all

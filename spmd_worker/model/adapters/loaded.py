@@ -20,6 +20,7 @@ from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import AdapterTargets, num_inputs, scaled
 from spmd_worker.model.adapters.text_part import text_part
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.linear import RowParallelLinear
 from spmd_worker.model.weights.tensor_checks import is_finite
 from spmd_worker.ops.kernels.adapters import AdapterSizes, AdapterStack, Matrices, StepAdapters
 
@@ -67,8 +68,9 @@ class LoadedAdapters:
         for name, parts in self.targets.parts.items():
             layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
             sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
+            leaf_ends = layer.adapter_leaf_ends if isinstance(layer, RowParallelLinear) else ()
             try:
-                layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes))
+                layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes, leaf_ends))
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise ConfigError(
                     f"model.max_cpu_loras={limits.max_cpu_loras} adapters of rank model.max_lora_rank="

@@ -145,7 +145,8 @@ class RowParallelLinear(AdaptableLayer):
 
     Every rank has the bias, and the first adds it to its part. Adapters add to a sum: in a group that adds by a tree it
     is made here and is the first rank's part (`GroupHandle.once`); else an adapter adds to each rank's part what
-    follows from its inputs. The sum is multiplied by `multiplier` at last.
+    follows from its inputs. The sum is multiplied by `multiplier` at last. Integer sums need no leaves, but adapters of
+    such models sum in those of the model too (`adapter_leaf_ends`; none: the model has no leaves).
     """
 
     def __init__(
@@ -168,6 +169,8 @@ class RowParallelLinear(AdaptableLayer):
         self._has_leaves = context.quantised is None and (context.num_leaves > 1 or part_dtype != context.dtype)
         self.weight = context.parameter(output_size, input_range[1] - input_range[0])
         self.bias = context.parameter(output_size) if has_bias else None
+        has_leaves = context.num_leaves > 1
+        self.adapter_leaf_ends = leaf_ends(input_range, input_size, context.num_leaves) if has_leaves else ()
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """The part has to be summed before the group exchanges anything else."""

@@ -34,7 +34,7 @@ Matrices = tuple[Tensor, Tensor]
 class AdapterSizes:
     """Sizes of a layer's stack on this rank: slots and the maximum rank of an adapter, `num_inputs` of the layer, and
     the ranges (start, stop) of outputs of each part, ascending and disjoint. A x sums over the inputs in leaves that
-    end at `leaf_ends` (`ranks/leaves.py`); none: one chain.
+    end at `leaf_ends` (`ranks/leaves.py`), each one chain; none: in an order of the kernels.
     """
 
     num_slots: int

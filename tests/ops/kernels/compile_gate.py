@@ -59,6 +59,7 @@ from spmd_worker.ops.kernels.triton import (
 )
 from spmd_worker.ops.kernels.triton.launching import power_of_two
 from spmd_worker.ops.kernels.triton.tiles import Chip
+from spmd_worker.ranks.leaves import leaf_bounds
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
@@ -426,13 +427,14 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
 _OF_ADAPTERS = {
     **dict.fromkeys(("order", "tiles", "num_tiles", "ranks", "columns"), "*i32"),
     **dict.fromkeys(("T", "R", "N", "K", "num_n", "stride_x", "stride_out"), "i32"),
-    "partials": "*fp32",
+    **dict.fromkeys(("partials", "sums"), "*fp32"),
+    "leaves": "*i32",
 }
 
 
 def adapter_variants(*, is_short: bool = False) -> Iterator[Variant]:
-    """Merged q, k and v of rank 16, down of an 8B model of rank 64, two parts of rank 256, and rows placed by adapter.
-    `is_short`: the first of few rows, and rows.
+    """Merged q, k and v of rank 16, down of an 8B model of rank 64, with and without leaves, two parts of rank 256, and
+    rows placed by adapter. `is_short`: the first of few rows and that with leaves, and rows.
     """
     sizes = {"CHOSEN": 1, "PADDED": False, "BLOCK": expert_kernels.BLOCK}
     for kernel, constants, absent in (
@@ -449,22 +451,30 @@ def adapter_variants(*, is_short: bool = False) -> Iterator[Variant]:
         ("float32", adapters.FLOAT32, torch.float32),
     ):
         element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-        for rank, num_parts, num_inputs in ((16, 3, 4096), (64, 1, 14336), (256, 2, 4096)):
-            if is_short and (word != "few" or rank != 16):
+        ends = leaf_bounds(14336, 8)[1:]
+        for rank, num_parts, num_inputs, leaf_ends in (
+            *((16, 3, 4096, ()), (64, 1, 14336, ()), (64, 1, 14336, ends), (256, 2, 4096, ())),
+        ):
+            if is_short and (word != "few" or not (rank == 16 or leaf_ends)):
                 continue
-            for kernel, constants in (
-                (adapter_kernels.shrink, tile.shrink_constants(num_inputs, rank, num_parts)),
-                (adapter_kernels.expand, tile.expand_constants(num_inputs, rank, num_parts, dtype)),
-            ):
+            pieces = adapters.pieces_of(num_inputs, leaf_ends)
+            kernels = [
+                (adapter_kernels.shrink, tile.shrink_constants(pieces, rank, num_parts)),
+                (adapter_kernels.expand, tile.expand_constants(pieces, rank, num_parts, dtype)),
+            ]
+            kernels += [(adapter_kernels.join, tile.join_constants(pieces, rank))] if leaf_ends else []
+            for kernel, constants in kernels:
                 options = {key: constants.pop(key) for key in _OPTIONS if key in constants}
                 names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+                names = [name for name in names if name != "leaves" or leaf_ends]
                 types = {name: _OF_ADAPTERS.get(name, f"*{element}") for name in names}
                 is_shrink = kernel is adapter_kernels.shrink
                 staged = constants["BK"] * (tile.rows + constants["BR"]) * dtype.itemsize if is_shrink else 0
                 yield Variant(
-                    f"{kernel.__name__} {word} rank {rank} of {num_parts}",
+                    f"{kernel.__name__} {word} rank {rank} of {num_parts}{' in leaves' * bool(leaf_ends)}",
                     *(kernel, types, constants, options, ("R", "N", "K", "stride_x", "stride_out")),
-                    multiplies=dtype == torch.bfloat16 or (dtype == torch.float16 and is_shrink),
+                    multiplies=kernel is not adapter_kernels.join
+                    and (dtype == torch.bfloat16 or (dtype == torch.float16 and is_shrink)),
                     pipelined_bytes=staged * tile.num_stages,
                     instruction="mma.sync" if tile.rows < 64 else "",
                     stack_bytes=_OUTER_LOOP_BYTES,

@@ -21,7 +21,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_experts_cases.py": (("gate",), 4),
     "triton_stored_experts_cases.py": (("gate",), 4),
     "triton_quantised_cases.py": (("gate",), 4),
-    "triton_adapter_cases.py": (("gate",), 5),
+    "triton_adapter_cases.py": (("gate",), 7),
     "triton_recurrent_cases.py": ((), 7),
     "triton_latent_cases.py": ((), 4),
     "triton_tower_cases.py": ((), 3),
@@ -32,7 +32,7 @@ ALL_CASES = {
     "triton_experts_cases.py": ((), 18),
     "triton_stored_experts_cases.py": ((), 12),
     "triton_quantised_cases.py": ((), 21),
-    "triton_adapter_cases.py": ((), 11),
+    "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 13),
 }

@@ -21,9 +21,12 @@ from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, ReferenceAd
 from spmd_worker.ops.kernels.triton import adapters, expert_kernels, matmul, placing, rows, tiles
 from spmd_worker.ops.kernels.triton.adapters import AdapterTile, TritonAdapterKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
+from spmd_worker.ranks.leaves import leaf_bounds, leaf_ends, tree_sum
 
 INPUTS, MAX_RANK = 300, 40
 QKV = ((0, 40), (40, 64), (64, 88))
+ONE, NUM_LEAVES = ((0, 40),), 4
+"""A layer whose inputs ranks share."""
 RANKS = (40, 16, 5)
 """Of the adapters, by slot."""
 ADAPTERS = list(range(len(RANKS)))
@@ -56,13 +59,19 @@ class Layer:
         *,
         max_rank: int = MAX_RANK,
         is_reference: bool = False,
+        inputs: tuple[int, int] = (0, INPUTS),
+        leaf_ends: tuple[int, ...] = (),
     ) -> None:
+        """`inputs` are a rank's, of a layer that ranks share."""
         device = torch.device(torch.get_default_device())
         self.kernels = ReferenceAdapterKernels() if is_reference else TritonAdapterKernels()
-        self.stack = self.kernels.new_stack(AdapterSizes(len(order), max_rank, INPUTS, parts, dtype, device))
+        sizes = (len(order), max_rank, inputs[1] - inputs[0], parts, dtype, device, leaf_ends)
+        self.stack = self.kernels.new_stack(AdapterSizes(*sizes))
         for slot, number in enumerate(order):
             if RANKS[number] <= max_rank:
-                self.stack.write(slot, self.stack.pack(matrices(number, parts, dtype)))
+                found = matrices(number, parts, dtype)
+                own = [None if each is None else (each[0][:, slice(*inputs)].contiguous(), each[1]) for each in found]
+                self.stack.write(slot, self.stack.pack(own))
 
     def __call__(self, outputs: Tensor, x: Tensor, slots: Sequence[int]) -> Tensor:
         found = outputs.clone()
@@ -176,7 +185,8 @@ def numbers_between_the_products_keep_float32() -> None:
     layer.stack.b = layer.stack.b.to(dtype)
     zeros = torch.zeros(19, 40)
     expand = AdapterTile.expand_constants
-    with mock.patch.object(AdapterTile, "expand_constants", lambda *args: expand(*args) | {"SPLITS": True}):
+    split = {"SPLITS": True}
+    with mock.patch.object(AdapterTile, "expand_constants", lambda *args, **more: expand(*args, **more) | split):
         found = layer(zeros, x, [0] * 19).double()
     # A matrix unit cuts off what it adds.
     assert (found - exact).abs().max().item() < 2e-5
@@ -198,6 +208,45 @@ def unfused_gates_have_the_bits_of_fused_ones() -> None:
         if dtype != torch.float32:
             columns = matmul.linear(x.float(), weight.float(), None)
             assert not torch.equal(rows.silu_and_mul(columns).to(dtype), fused)
+
+
+def on_ranks(dtype: torch.dtype, size: int, add: Callable[[list[Tensor]], Tensor] = tree_sum) -> Tensor:
+    """Outputs of ranks that share the inputs of a layer of one part, the same on each."""
+    outputs, x, slots = step(37, dtype, ONE[-1][1])
+    bounds, each = leaf_bounds(INPUTS, NUM_LEAVES), NUM_LEAVES // size
+    shares = [(bounds[rank * each], bounds[(rank + 1) * each]) for rank in range(size)]
+    layers = [Layer(dtype, ONE, inputs=share, leaf_ends=leaf_ends(share, INPUTS, NUM_LEAVES)) for share in shares]
+    placed = layers[0].kernels.step(torch.tensor(slots, dtype=torch.int32))
+    sums = [layer.stack.input_sums(x[:, slice(*share)], placed) for layer, share in zip(layers, shares, strict=True)]
+    none = torch.tensor(slots, dtype=torch.int32) < 0
+    assert not any(each[none].any() for each in sums)
+    found = [outputs.clone() for _ in layers]
+    for result, layer in zip(found, layers, strict=True):
+        layer.stack.add_sums_(result, add(sums), placed)
+    assert all(torch.equal(each.view(torch.uint8), found[0].view(torch.uint8)) for each in found)
+    assert torch.equal(found[0][none].view(torch.uint8), outputs[none].view(torch.uint8))
+    return found[0]
+
+
+def any_number_of_ranks_has_equal_bits() -> None:
+    ends = leaf_bounds(INPUTS, NUM_LEAVES)[1:]
+    for dtype in floats():
+        outputs, x, slots = step(37, dtype, ONE[-1][1])
+        one = Layer(dtype, ONE, leaf_ends=ends)(outputs, x, slots)
+        for size in (1, 2, 4):
+            assert torch.equal(on_ranks(dtype, size), one), (dtype, size)
+        expected = Layer(dtype, ONE, leaf_ends=ends, is_reference=True)(outputs, x, slots)
+        room = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps * expected.abs().max().item()
+        assert (one - expected).abs().max().item() <= room, dtype
+
+
+def control_other_orders_and_boundaries_are_found() -> None:
+    dtype, ends = torch.float32, leaf_bounds(INPUTS, NUM_LEAVES)[1:]
+    outputs, x, slots = step(37, dtype, ONE[-1][1])
+    one = Layer(dtype, ONE, leaf_ends=ends)(outputs, x, slots)
+    assert not torch.equal(on_ranks(dtype, 4, lambda sums: ((sums[0] + sums[1]) + sums[2]) + sums[3]), one)
+    assert not torch.equal(Layer(dtype, ONE, leaf_ends=(ends[0] + 1, *ends[1:]))(outputs, x, slots), one)
+    assert not torch.equal(Layer(dtype, ONE)(outputs, x, slots), one)
 
 
 def broken(change: Callable[[], Any]) -> bool:
@@ -238,8 +287,10 @@ GATE: tuple[Callable[[], None], ...] = (
     adapters_add_what_the_reference_adds,
     rows_without_an_adapter_and_absent_parts_keep_their_bits,
     a_row_alone_has_its_bits_in_a_batch,
+    any_number_of_ranks_has_equal_bits,
     unfused_gates_have_the_bits_of_fused_ones,
     control_rows_in_another_place_are_found,
+    control_other_orders_and_boundaries_are_found,
 )
 OTHERS: tuple[Callable[[], None], ...] = (
     tiles_change_no_bit,

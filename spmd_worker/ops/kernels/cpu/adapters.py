@@ -21,15 +21,15 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters
 from spmd_worker.ops.kernels.cpu.panels import check_dtype, contiguous_rows, dtype_name
 
-_MAX_RANK, _MAX_PARTS = 512, 6  # as in native/adapters.h
+_MAX_RANK, _MAX_PARTS, _MAX_LEAVES = 512, 6, 64  # as in native/adapters.h
 _BLOCK_ROWS: Final = 8
 """Rows of one item of work, at most."""
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("matrices", "parts")),
-        *((name, ctypes.c_int64) for name in ("num_parts", "num_inputs")),
+        *((name, ctypes.c_void_p) for name in ("matrices", "parts", "leaf_ends")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "num_inputs", "num_leaves")),
     ]
 
 
@@ -66,12 +66,16 @@ class NativeStack:
     """Implements `AdapterStack` for float32 and bfloat16 in host memory. An adapter takes memory for its own rank."""
 
     def __init__(self, library: NativeLibrary, sizes: AdapterSizes) -> None:
-        assert len(sizes.parts) <= _MAX_PARTS, sizes
-        self._sizes, self._function = sizes, library.functions[f"add_adapters_{dtype_name(sizes.dtype)}"]
-        self._table = np.zeros((sizes.num_slots, len(sizes.parts), 3), dtype=np.int64)
-        self._bounds = np.array(sizes.parts, dtype=np.int64)
+        ends, num_parts, num_inputs = sizes.leaf_ends or (sizes.num_inputs,), len(sizes.parts), sizes.num_inputs
+        assert num_parts <= _MAX_PARTS, sizes
+        assert len(ends) == 1 or (num_parts == 1 and len(ends) <= _MAX_LEAVES and len(ends).bit_count() == 1), sizes
+        assert ends[-1] == num_inputs, sizes
+        self._sizes, self._functions, self._name = sizes, library.functions, dtype_name(sizes.dtype)
+        self._table = np.zeros((sizes.num_slots, num_parts, 3), dtype=np.int64)
+        self._bounds, self._ends = np.array(sizes.parts, dtype=np.int64), np.array(ends, dtype=np.int64)
         self._packed: dict[int, PackedAdapter] = {}
-        self.structure = _Layer(self._table.ctypes.data, self._bounds.ctypes.data, len(sizes.parts), sizes.num_inputs)
+        arrays = (self._table, self._bounds, self._ends)
+        self.structure = _Layer(*(each.ctypes.data for each in arrays), num_parts, num_inputs, len(ends))
 
     @property
     def is_empty(self) -> bool:
@@ -98,7 +102,7 @@ class NativeStack:
             assert a.shape == (rank, self._sizes.num_inputs), (a.shape, self._sizes)
             assert b.shape == (stop - start, rank), (b.shape, self._sizes)
             assert 0 < rank <= min(self._sizes.max_rank, _MAX_RANK), (rank, self._sizes)
-            packed = _packed_inputs(a), _packed_outputs(b)
+            packed = _packed_inputs(a, self._ends.tolist()), _packed_outputs(b)
             tensors += packed
             entry[number] = *(each.data_ptr() for each in packed), rank
         return PackedAdapter(tuple(tensors), entry)
@@ -118,23 +122,46 @@ class NativeStack:
     def replace(self, tensors: Sequence[Tensor]) -> None:
         assert not tensors, len(tensors)
 
-    def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
-        raise NotImplementedError
-
-    def add_sums_(self, outputs: Tensor, sums: Tensor, step: StepAdapters) -> None:
-        raise NotImplementedError
-
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
-        check_dtype(outputs, x)
-        assert x.dtype == self._sizes.dtype, (x.dtype, self._sizes)
-        assert x.shape == (len(outputs), self._sizes.num_inputs), (x.shape, outputs.shape, self._sizes)
-        assert outputs.shape[1] >= self._sizes.parts[-1][1], (outputs.shape, self._sizes)
-        assert outputs.stride(1) == 1, outputs.stride()
-        x = contiguous_rows(x)
-        self._function(
+        x = self._checked_inputs(x, step)
+        self._check_outputs(outputs, step)
+        self._functions[f"add_adapters_{self._name}"](
             *(self.address, step.layout.address, x.data_ptr(), x.stride(0)),
             *(outputs.data_ptr(), outputs.stride(0), 0, num_threads()),
         )
+
+    def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
+        assert len(self._sizes.parts) == 1, self._sizes
+        x, sums = self._checked_inputs(x, step), torch.zeros((len(x), self._sizes.max_rank), dtype=torch.float32)
+        self._functions[f"adapter_input_sums_{self._name}"](
+            *(self.address, step.layout.address, x.data_ptr(), x.stride(0)),
+            *(sums.data_ptr(), sums.stride(0), num_threads()),
+        )
+        return sums
+
+    def add_sums_(self, outputs: Tensor, sums: Tensor, step: StepAdapters) -> None:
+        assert len(self._sizes.parts) == 1, self._sizes
+        assert sums.shape == (len(outputs), self._sizes.max_rank), (sums.shape, outputs.shape, self._sizes)
+        assert sums.dtype == torch.float32, sums.dtype
+        assert sums.stride(1) == 1, sums.stride()
+        self._check_outputs(outputs, step)
+        self._functions[f"add_adapter_sums_{self._name}"](
+            *(self.address, step.layout.address, sums.data_ptr(), sums.stride(0)),
+            *(outputs.data_ptr(), outputs.stride(0), num_threads()),
+        )
+
+    def _checked_inputs(self, x: Tensor, step: StepAdapters) -> Tensor:
+        check_dtype(x)
+        assert x.dtype == self._sizes.dtype, (x.dtype, self._sizes)
+        assert x.shape == (len(step.slots), self._sizes.num_inputs), (x.shape, step.slots.shape, self._sizes)
+        return contiguous_rows(x)
+
+    def _check_outputs(self, outputs: Tensor, step: StepAdapters) -> None:
+        check_dtype(outputs)
+        assert outputs.dtype == self._sizes.dtype, (outputs.dtype, self._sizes)
+        assert len(outputs) == len(step.slots), (outputs.shape, step.slots.shape)
+        assert outputs.shape[1] >= self._sizes.parts[-1][1], (outputs.shape, self._sizes)
+        assert outputs.stride(1) == 1, outputs.stride()
 
 
 class NativeAdapterKernels:
@@ -163,10 +190,14 @@ class NativeAdapterKernels:
         return StepAdapters(slots, NativeRows(rows, blocks, structure))
 
 
-def _packed_inputs(a: Tensor) -> Tensor:
-    """A [r, inputs] -> [r / 16, inputs / 2, 16, 2] of bfloat16, [r / 16, inputs, 16] of float32, filled with zeros."""
+def _packed_inputs(a: Tensor, leaf_ends: Sequence[int]) -> Tensor:
+    """A [r, inputs] -> [r / 16, inputs / 2, 16, 2] of bfloat16, [r / 16, inputs, 16] of float32, filled with zeros; of
+    an odd leaf too, so that none has a part of a pair.
+    """
     group = 2 if a.dtype == torch.bfloat16 else 1
-    padded = F.pad(a, (0, -a.shape[1] % group, 0, -len(a) % RANK_STEP))
+    bounds = zip((0, *leaf_ends), leaf_ends)
+    leaves = [F.pad(a[:, start:stop], (0, (start - stop) % group)) for start, stop in bounds]
+    padded = F.pad(leaves[0] if len(leaves) == 1 else torch.cat(leaves, dim=1), (0, 0, 0, -len(a) % RANK_STEP))
     panels = padded.view(len(padded) // RANK_STEP, RANK_STEP, padded.shape[1] // group, group)
     return panels.transpose(1, 2).contiguous()
 

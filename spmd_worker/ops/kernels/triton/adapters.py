@@ -6,6 +6,7 @@ Stacks keep their addresses, and are filled in place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Final
 
 import torch
@@ -26,7 +27,19 @@ _STEP: Final = 128
 _WITHOUT_FEW_ROWS: Final = 10
 """Major capability of chips whose tiles have 64 rows at least, for one kind of matrix instruction (`tiles.py`)."""
 _PER_MULTIPROCESSOR: Final = 4
+_ALIGNMENT: Final = 16
+"""Inputs that are loaded together at most."""
 _LEAST_RANK_STEP: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces that A x is summed in: so many, of at most `size` inputs. `alignment` divides where leaves begin."""
+
+    count: int
+    size: int
+    are_leaves: bool = False
+    alignment: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +57,13 @@ class AdapterTile:
     rank_step: int
     num_expand_warps: int
 
-    def shrink_constants(self, num_inputs: int, rank: int, num_parts: int) -> dict[str, Any]:
+    def shrink_constants(self, pieces: "Pieces", rank: int, num_parts: int) -> dict[str, Any]:
         """Constexprs and launch options of `adapter_kernels.shrink` for adapters of `rank` at most."""
         return {
             "PARTS": num_parts,
-            "PIECE": piece_of(num_inputs),
+            "PIECE": pieces.size,
+            "LEAVES": pieces.count if pieces.are_leaves else 0,
+            "ALIGNED": pieces.alignment,
             "BM": self.rows,
             "BR": _rank_step(rank, self.rank),
             "BK": self.inputs,
@@ -57,11 +72,26 @@ class AdapterTile:
             **adapter_kernels.LAUNCH,
         }
 
-    def expand_constants(self, num_inputs: int, rank: int, num_parts: int, dtype: torch.dtype) -> dict[str, Any]:
+    def join_constants(self, pieces: "Pieces", rank: int) -> dict[str, Any]:
+        """Those of `adapter_kernels.join`."""
+        return {
+            "PIECES": pieces.count,
+            "IS_TREE": pieces.are_leaves,
+            "BM": self.rows,
+            "BR": _rank_step(rank, self.rank),
+            "num_warps": self.num_expand_warps,
+            **adapter_kernels.LAUNCH,
+        }
+
+    def expand_constants(
+        self, pieces: "Pieces", rank: int, num_parts: int, dtype: torch.dtype, *, by_row: bool = False
+    ) -> dict[str, Any]:
         """Those of `adapter_kernels.expand`."""
         return {
             "PARTS": num_parts,
-            "PIECES": -(-num_inputs // piece_of(num_inputs)),
+            "PIECES": pieces.count,
+            "IS_TREE": pieces.are_leaves,
+            "BY_ROW": by_row,
             "BM": self.rows,
             "BN": self.columns,
             "BR": _rank_step(rank, self.rank_step),
@@ -92,6 +122,17 @@ def piece_of(num_inputs: int) -> int:
     return max(MIN_PIECE, -(-num_inputs // (MAX_PIECES * _STEP)) * _STEP)
 
 
+def pieces_of(num_inputs: int, leaf_ends: Sequence[int]) -> Pieces:
+    """A piece is a leaf, also where a rank has only one of the model's; or `piece_of` the inputs of a layer without."""
+    if not leaf_ends:
+        return Pieces(-(-num_inputs // piece_of(num_inputs)), piece_of(num_inputs))
+    longest = max(end - start for start, end in zip((0, *leaf_ends), leaf_ends))
+    return Pieces(len(leaf_ends), -(-longest // _STEP) * _STEP, True, gcd(_ALIGNMENT, *leaf_ends))
+
+
+_ONE_PIECE: Final = Pieces(1, 0)
+
+
 def _rank_step(rank: int, most: int) -> int:
     return max(_LEAST_RANK_STEP, min(most, power_of_two(rank)))
 
@@ -106,6 +147,9 @@ class TritonAdapterStack:
         self.a = torch.zeros((num_slots, num_parts, sizes.max_rank, sizes.num_inputs), **options)
         self.b = torch.zeros((num_slots, num_outputs, sizes.max_rank), **options)
         self.ranks = torch.zeros((num_slots, num_parts), dtype=torch.int32, device=sizes.device)
+        ends = sizes.leaf_ends
+        assert not ends or (num_parts == 1 and len(ends).bit_count() == 1 and ends[-1] == sizes.num_inputs), sizes
+        self._leaves = to_device(torch.tensor((0, *ends), dtype=torch.int32), sizes.device) if ends else None
         self._filled: set[int] = set()
         tiles = (tile_for(num_rows, sizes.dtype, (0, 0)) for num_rows in (1, MAX_FEW_ROWS + 1))
         self._columns = {tile.columns: self._column_tiles(tile.columns) for tile in tiles}
@@ -148,35 +192,71 @@ class TritonAdapterStack:
     def replace(self, tensors: Sequence[Tensor]) -> None:
         self.a, self.b, self.ranks = tensors
 
+    def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
+        assert len(outputs) == len(x), (outputs.shape, x.shape)
+        if len(x):
+            self._expand(outputs, self._shrunk(x, step), step, self._pieces)
+
     def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
-        raise NotImplementedError
+        (num_slots, num_parts, rank, _), placed, num_rows = self.a.shape, step.layout, len(x)
+        assert num_parts == 1, self.a.shape
+        sums = x.new_zeros((num_rows, rank), dtype=torch.float32)
+        if num_rows:
+            tile = tile_for(num_rows, x.dtype, capability(x.device))
+            constants = tile.join_constants(self._pieces, rank)
+            num_works = most_tiles(num_rows, num_slots, tile.rows) * -(-rank // constants["BR"])
+            adapter_kernels.join[(min(num_programs(x.device, _PER_MULTIPROCESSOR), num_works),)](
+                *(self._shrunk(x, step), self.ranks, sums, placed.order, placed.tiles, placed.num_tiles),
+                *(num_rows, rank),
+                **constants,
+            )
+        return sums
 
     def add_sums_(self, outputs: Tensor, sums: Tensor, step: StepAdapters) -> None:
-        raise NotImplementedError
+        _, num_parts, rank, _ = self.a.shape
+        assert num_parts == 1, self.a.shape
+        assert sums.shape == (len(outputs), rank), (sums.shape, outputs.shape, self.a.shape)
+        assert sums.dtype == torch.float32, sums.dtype
+        assert sums.is_contiguous(), sums.stride()
+        if len(outputs):
+            self._expand(outputs, sums, step, _ONE_PIECE, by_row=True)
 
-    def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
+    @property
+    def _pieces(self) -> Pieces:
+        return pieces_of(self.sizes.num_inputs, self.sizes.leaf_ends)
+
+    def _shrunk(self, x: Tensor, step: StepAdapters) -> Tensor:
+        """`partials` of `adapter_kernels.shrink`."""
         (num_rows, num_inputs), (num_slots, num_parts, rank, _) = x.shape, self.a.shape
         placed: Placed = step.layout
-        assert len(outputs) == num_rows == placed.num_slots, (outputs.shape, x.shape, placed.num_slots)
-        assert outputs.stride(1) == 1, outputs.stride()
-        if not num_rows:
-            return
+        assert num_rows == placed.num_slots, (x.shape, placed.num_slots)
         x = x if x.stride(1) == 1 else x.contiguous()
-        tile = tile_for(num_rows, x.dtype, capability(x.device))
-        shrink = tile.shrink_constants(num_inputs, rank, num_parts)
-        expand = tile.expand_constants(num_inputs, rank, num_parts, x.dtype)
-        columns, places = self._columns[tile.columns], (placed.order, placed.tiles, placed.num_tiles)
-        partials = x.new_empty((expand["PIECES"], num_rows, num_parts, rank), dtype=torch.float32)
+        tile, pieces = tile_for(num_rows, x.dtype, capability(x.device)), self._pieces
+        constants = tile.shrink_constants(pieces, rank, num_parts)
+        partials = x.new_empty((pieces.count, num_rows, num_parts, rank), dtype=torch.float32)
         num_tiles = most_tiles(num_rows, num_slots, tile.rows)
-        programs = num_programs(x.device, _PER_MULTIPROCESSOR)
-        num_works = num_tiles * expand["PIECES"] * num_parts * -(-rank // shrink["BR"])
-        adapter_kernels.shrink[(min(programs, num_works),)](
-            *(x, self.a, self.ranks, partials, *places, num_rows, rank, num_inputs, x.stride(0)), **shrink
+        num_works = num_tiles * pieces.count * num_parts * -(-rank // constants["BR"])
+        adapter_kernels.shrink[(min(num_programs(x.device, _PER_MULTIPROCESSOR), num_works),)](
+            *(x, self.a, self.ranks, partials, self._leaves, placed.order, placed.tiles, placed.num_tiles),
+            *(num_rows, rank, num_inputs, x.stride(0)),
+            **constants,
         )
-        adapter_kernels.expand[(min(programs, num_tiles * len(columns)),)](
-            *(partials, self.b, self.ranks, outputs, columns, *places),
+        return partials
+
+    def _expand(
+        self, outputs: Tensor, partials: Tensor, step: StepAdapters, pieces: Pieces, *, by_row: bool = False
+    ) -> None:
+        (num_slots, num_parts, rank, _), num_rows = self.a.shape, len(outputs)
+        placed: Placed = step.layout
+        assert num_rows == placed.num_slots, (outputs.shape, placed.num_slots)
+        assert outputs.stride(1) == 1, outputs.stride()
+        tile = tile_for(num_rows, outputs.dtype, capability(outputs.device))
+        columns, num_tiles = self._columns[tile.columns], most_tiles(num_rows, num_slots, tile.rows)
+        num_works = num_tiles * len(columns)
+        adapter_kernels.expand[(min(num_programs(outputs.device, _PER_MULTIPROCESSOR), num_works),)](
+            *(partials, self.b, self.ranks, outputs, columns, placed.order, placed.tiles, placed.num_tiles),
             *(num_rows, rank, self.b.shape[1], len(columns), outputs.stride(0)),
-            **expand,
+            **tile.expand_constants(pieces, rank, num_parts, outputs.dtype, by_row=by_row),
         )
 
 
