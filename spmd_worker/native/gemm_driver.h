@@ -21,7 +21,8 @@
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
 //   kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item:
 //   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, num_parts(rows,
-//   steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last.
+//   steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue>
+//   and kLeavesAreParts.
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
 // a block has all its leaves one after another, and their sums in the first-level cache (`LeavesByRows`). In tiles, a leaf is

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cross_rows import CASES, LENGTHS, cross_folder, cross_logits, cross_stages, with_layers
 from image_rows import ImageRow, ImageRun
+from leaf_shards import shard
 from our_model import load_model
 from reference_models import relative_error
 from rows_of_encoders import VOCAB_SIZE, cross_row
@@ -17,7 +18,7 @@ from thread_groups import on_ranks
 from torch import Tensor
 
 from spmd_worker.model.decoder import DecoderForCausalLM
-from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.topology import Stage
 from spmd_worker.worker.runner import batch, cross_step
 
@@ -109,6 +110,21 @@ def test_shards_and_stages_are_transformers(name: str):
     assert max(map(relative_error, logits, theirs(name))) < TOLERANCE
     (one,) = cross_stages(name, WHOLE)
     assert all(map(torch.equal, own_logits(cross_stages(name, *stages)), own_logits([one])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "t5" else pytest.mark.stress) for name in CASES]
+)
+def test_decoder_has_same_bits_on_two_ranks(name: str, dtype: torch.dtype):
+    """Of both attentions and the feed-forward."""
+
+    def run(group: GroupHandle) -> list[Tensor]:
+        return own_logits([shard(cross_folder(name), dtype, group)])
+
+    of_ranks = on_ranks(2, run, adds_by_tree=True)
+    logits = [torch.cat(each, dim=1)[:, :VOCAB_SIZE] for each in zip(*of_ranks, strict=True)]
+    assert all(map(torch.equal, logits, run(single_group())))
 
 
 def test_updates_change_the_bias_of_distances():

@@ -10,7 +10,7 @@ from typing import Any, Final
 from run_folder import made_once
 
 BASE: Final[dict[str, Any]] = {
-    "vocab_size": 211,
+    "vocab_size": 331,
     "hidden_size": 64,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -99,7 +99,7 @@ DENSE: Final[dict[str, Case]] = {
     "gemma4": (
         "Gemma4Text",
         {**_WINDOW, **_KINDS, "global_head_dim": 64, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0}
-        | {"vocab_size_per_layer_input": 211},
+        | {"vocab_size_per_layer_input": 331},
     ),
     "unequal_leaves": ("Llama", {"intermediate_size": 1408}),
     "more_unequal_leaves": ("Llama", {"intermediate_size": 2880, "num_hidden_layers": 1}),
@@ -198,4 +198,3 @@ def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     config.architectures = [known[config.model_type]]
     config.save_pretrained(folder)
-

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hybrid_runs import BLOCK_SIZE, run_rows
+from our_model import prompt_logits
 from thread_groups import on_ranks
 from torch import Tensor
 
@@ -34,7 +35,10 @@ def logits_on(
 
     def run(group: Any) -> list[Tensor]:
         model = shard(folder, dtype, group, **options)
-        found, _ = run_rows([model], rows, chunk)
+        if model.model.joined_layers is None:
+            found, _ = run_rows([model], rows, chunk)
+        else:
+            found = prompt_logits(model, [list(row) for row in rows], chunk)
         return [logits[:, : model.lm_head.shard.num_owned] for logits in found]
 
     shards = [run(single_group())] if size == 1 else on_ranks(size, run, adds_by_tree=True)
@@ -50,7 +54,7 @@ def shard(
     layout: ExpertLayout | None = None,
     most: int = 8,
 ) -> DecoderForCausalLM:
-    """A rank's model, packed, with dummy weights."""
+    """A rank's model, packed; a folder without files of weights has dummy ones."""
     config = read_model_files(folder).model_config
     library = native_library()
     assert not isinstance(library, str), library
@@ -65,7 +69,11 @@ def shard(
         num_leaves=num_leaves(config, most),
     )
     model = build_model(context, config)
-    model.weights.fill(model.weights.dummy())
+    if any(folder.glob("*.safetensors")):
+        with model.weights.open(folder) as checkpoint:
+            model.weights.fill(checkpoint)
+    else:
+        model.weights.fill(model.weights.dummy())
     model.pack_weights()
     assert isinstance(model, DecoderForCausalLM)
     return model

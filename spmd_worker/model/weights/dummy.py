@@ -71,8 +71,8 @@ class DummyWeights:
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
         """The same values for any regions, in any thread."""
         shape = self.shape(name)
-        *leading, num_outputs, num_inputs = (1, *shape)
-        transposed = (*leading, num_inputs, num_outputs)[1:]
+        *leading, num_outputs, num_inputs = (1, 1, *shape)
+        transposed = (*leading, num_inputs, num_outputs)[2:]
         mean, std = mean_and_std(name, transposed if name in self._transposed else shape)
         plan = plan_read(shape, region, _MAX_GAP_ELEMENTS)
         buffer = self.staging.buffer(plan.buffer_shape, torch.float32)

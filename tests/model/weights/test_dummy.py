@@ -25,6 +25,7 @@ SHAPES = {
     "input_layernorm.weight": (96,),
     "gate.bias": (512,),
     "experts.weight": (4, 20, 60),
+    "act_fn.beta": (),
 }
 # Which dimension of each tensor the ranks divide; None is replicated.
 DIMS = {
@@ -35,6 +36,7 @@ DIMS = {
     "input_layernorm.weight": None,
     "gate.bias": 0,
     "experts.weight": 2,
+    "act_fn.beta": None,
 }
 
 

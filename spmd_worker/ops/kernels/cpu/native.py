@@ -5,15 +5,12 @@ Each output row depends on its input row alone, bit for bit. Float32 and bfloat1
 T: tokens; H: hidden size; D: head size; I: intermediate size.
 """
 
-import ctypes
-import functools
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from spmd_worker.model_config.int8_format import PANEL, STEP
+from spmd_worker.model_config.int8_format import PANEL
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import AdapterKernels
@@ -35,6 +32,7 @@ from spmd_worker.ops.kernels.cpu.panels import (
     fits_panels,
     in_row_order,
     interleaved,
+    leaf_integers,
     panel_shape,
     panels_of,
     rows_of_panels,
@@ -43,7 +41,6 @@ from spmd_worker.ops.kernels.cpu.panels import (
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 
-MAX_LEAVES = 64  # of a GEMM, as in gemm.h
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
 _FUNCTIONS = (
     *("rms_norm", "add_rms_norm", "full_norm", "rotate", "rotate_once", "silu_and_mul", "activate", "bound"),
@@ -156,7 +153,7 @@ class CpuKernels(PackedKernels):
         check_tensor(output, dtype, (x.shape[0], num_outputs))
         self._functions["gemm_leaves", x.dtype](
             *(x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), num_outputs),
-            *(None if bias is None else bias.data_ptr(), output.data_ptr(), _integers(tuple(ends)), len(ends)),
+            *(None if bias is None else bias.data_ptr(), output.data_ptr(), leaf_integers(tuple(ends)), len(ends)),
             *(dtype == torch.float32, num_threads()),
         )
         return output
@@ -396,14 +393,6 @@ class CpuKernels(PackedKernels):
         for each, dtype in zip(others, (torch.float32, torch.int64, torch.float64), strict=True):
             check_tensor(each, dtype, logits.shape[:1])
         self._filter(*rows, *(each.data_ptr() for each in others), num_threads())
-
-
-@functools.cache
-def _integers(leaf_ends: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
-    """The ends of leaves for the compiled GEMMs: a model has few layouts of them."""
-    assert len(leaf_ends).bit_count() == 1 and len(leaf_ends) <= MAX_LEAVES, leaf_ends
-    assert all(start < end and end % STEP == 0 for start, end in pairwise((0, *leaf_ends))), leaf_ends
-    return (ctypes.c_int64 * len(leaf_ends))(*leaf_ends)
 
 
 def _are_heads(weight: Tensor) -> bool:

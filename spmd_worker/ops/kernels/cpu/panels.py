@@ -4,6 +4,9 @@ A packed weight is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32,
 inputs at a time.
 """
 
+import ctypes
+import functools
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -13,6 +16,7 @@ from spmd_worker.model_config.int8_format import PANEL, STEP
 
 NATIVE_DTYPES: Final = (torch.float32, torch.bfloat16)
 _PANELS_NDIM, _GATED_NDIM = 4, 5
+_MAX_LEAVES = 64  # as in gemm.h
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -92,6 +96,15 @@ def checked_input(x: Tensor, panels: Tensor) -> Tensor:
     assert x.ndim == 2, x.shape
     assert x.shape[1] == panels.shape[-3] * 2, (x.shape, panels.shape)
     return contiguous_rows(x)
+
+
+@functools.cache
+def leaf_integers(ends: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """Ends of leaves, for the compiled GEMMs: a power of two of them, at multiples of 32. A model has few."""
+    assert len(ends).bit_count() == 1, ends
+    assert len(ends) <= _MAX_LEAVES, ends
+    assert all(start < end and end % STEP == 0 for start, end in pairwise((0, *ends))), ends
+    return (ctypes.c_int64 * len(ends))(*ends)
 
 
 def argmax_results(num_rows: int) -> tuple[Tensor, Tensor]:
