@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.names import hint, with_keyword_hints
+from spmd_worker.base.numerical_policy import NumericalPolicy
 from spmd_worker.compat.chat import load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config, with_keyword_signature
 from spmd_worker.compat.engine_model_config import EngineModelConfig
@@ -169,6 +170,14 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of this rank's replica, under vLLM's names."""
         return self.llm_engine.get_metrics()
+
+    def numerical_policy(self) -> NumericalPolicy:
+        """How each region of the model is computed here, equal on every rank: `digest` of all, `regions` by name with
+        implementation, version and constants, and `as_dict` for a JSON file. A run with the same digest has the same
+        bits, on any layout; a trainer that keeps it sees when an engine computes otherwise, and `difference` says in
+        which region.
+        """
+        return self.llm_engine.numerical_policy()
 
     @property
     def model_config(self) -> EngineModelConfig:

@@ -252,7 +252,9 @@ class Worker(WorkerBase):
             arithmetic = self.opened.backend.arithmetic(self._loaded.operations.attention)
             loads = self._loaded.expert_loads()
             keeps_histories = self._loaded.operations.kernels.samples_on_device
+            policy = self.opened.backend.numerical_policy(self._loaded.operations, self.opened.groups.tensor).as_dict()
             report = replace(report, arithmetic=arithmetic, expert_loads=loads, keeps_histories=keeps_histories)
+            report = replace(report, numerical_policy=policy)
         if self._running is not None:
             media = self._running.runner.media
             times = self._running.clock.report() if self.layout.pipeline_parallel_size > 1 else {}
