@@ -179,6 +179,14 @@ class CacheMismatchError(SpmdError, RuntimeError):
     names_rank = True
 
 
+class StepMismatchError(SpmdError, RuntimeError):
+    """A row of a decode step that was computed again by itself has other bits (`executor.verify_steps`). The message
+    names the rank, the step, the row and its token, and the first number that differs.
+    """
+
+    names_rank = True
+
+
 class MissingWeightsError(SpmdError, RuntimeError):
     """Some weights were loaded and others, `names`, were not: a mix of old and new weights is never used."""
 

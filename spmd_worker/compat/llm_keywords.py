@@ -135,6 +135,7 @@ class LLMKeywords(_Others, total=False):
     enforce_eager: bool | None
     device_backend: str | None
     argmax_screen: bool | None
+    verify_steps: int | None
     block_size: int | None
     num_blocks: int | None
     num_gpu_blocks_override: int | None

@@ -308,6 +308,7 @@ def _new_replica(
         model_snapshot_interval(model_config, dtype),
         media_row_limits(resolved),
         config.cache.verify_hits,
+        config.executor.verify_steps,
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
     return new_scheduler(limits, sizes, *given, *adapters, outside)

@@ -28,6 +28,7 @@ EXPECTED = {
     "WorkerError": (RuntimeError, 1, False, False, True),
     "WorkerDiedError": (RuntimeError, 1, False, False, True),
     "CacheMismatchError": (RuntimeError, 1, False, False, True),
+    "StepMismatchError": (RuntimeError, 1, False, False, True),
     "MissingWeightsError": (RuntimeError, 1, False, False, False),
     "WorkerEventError": (RuntimeError, 1, False, False, True),
     "SaveError": (RuntimeError, 1, False, False, True),

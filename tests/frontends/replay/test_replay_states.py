@@ -24,6 +24,7 @@ STATES = {
     "slot_copy_tokens": 20.0,
     "snapshot_interval": 64,
     "verify_hits": 1,
+    "verify_steps": 4,
 }
 
 
@@ -49,6 +50,7 @@ def test_run_with_states_replays(tmp_path: Path, depth: dict[str, int]):
     # The run holds what this is about.
     assert min(counters.num_snapshots, counters.num_snapshot_hits) >= 4
     assert counters.num_verified_hits >= 1
+    assert counters.num_verified_steps >= 4
     for kind in ("swap_out", "swap_in", "copy"):
         assert any(getattr(plan.state_ops, kind) for plan in run.plans), f"no {kind}"
 
@@ -62,6 +64,7 @@ def test_run_with_states_replays(tmp_path: Path, depth: dict[str, int]):
         {"slot_copy_tokens": 1000.0},
         {"snapshot_interval": 0},
         {"verify_hits": 0},
+        {"verify_steps": 0},
     ],
     ids=str,
 )
