@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.names import hint, with_keyword_hints
-from spmd_worker.base.numerical_policy import NumericalPolicy
 from spmd_worker.compat.chat import load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config, with_keyword_signature
 from spmd_worker.compat.engine_model_config import EngineModelConfig
@@ -24,6 +23,7 @@ from spmd_worker.compat.methods import CALL_KEYWORDS, LLM_ABSENT
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.engine.calls.beam_calls import BeamCalls
 from spmd_worker.engine.calls.call_runner import CallRunner
+from spmd_worker.engine.calls.check_calls import CheckCalls
 from spmd_worker.engine.calls.pooling_calls import PoolingCalls
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
@@ -97,6 +97,7 @@ class LLM:
             WeightCalls: WeightCalls(engine, turns),
             WorkerCalls: WorkerCalls(engine, turns),
             SavingCalls: SavingCalls(engine, turns),
+            CheckCalls: CheckCalls(engine, turns),
         }
 
     # Methods of the objects in engine/calls/, which have their signatures, docstrings and code.
@@ -141,6 +142,11 @@ class LLM:
     save_checkpoint = _forward(SavingCalls, SavingCalls.save_checkpoint)
     save_streamed = _forward(SavingCalls, SavingCalls.save_streamed)
 
+    numerical_policy = _forward(CheckCalls, CheckCalls.numerical_policy)
+    weights_digest = _forward(CheckCalls, CheckCalls.weights_digest)
+    tensor_digests = _forward(CheckCalls, CheckCalls.tensor_digests)
+    check_weights = _forward(CheckCalls, CheckCalls.check_weights)
+
     @contextmanager
     def turns(self) -> Iterator[None]:
         """Block in which each rank calls `generate` and `chat` with its own prompts, any number of times: for loops
@@ -170,14 +176,6 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of this rank's replica, under vLLM's names."""
         return self.llm_engine.get_metrics()
-
-    def numerical_policy(self) -> NumericalPolicy:
-        """How each region of the model is computed here, equal on every rank: `digest` of all, `regions` by name with
-        implementation, version and constants, and `as_dict` for a JSON file. A run with the same digest has the same
-        bits, on any layout; a trainer that keeps it sees when an engine computes otherwise, and `difference` says in
-        which region.
-        """
-        return self.llm_engine.numerical_policy()
 
     @property
     def model_config(self) -> EngineModelConfig:

@@ -209,6 +209,15 @@ class MissingWeightsError(SpmdError, RuntimeError):
         )
 
 
+class WeightMismatchError(SpmdError, RuntimeError):
+    """Weights differ from those that a fresh load would hold (`LLM.check_weights`). The message names the rank, the
+    tensor, the rank's slice of it and the first element that differs.
+    """
+
+    is_known_to_all = True
+    names_rank = True
+
+
 class WorkerEventError(SpmdError, RuntimeError):
     """A rank rejected a worker event, which was undone on every rank; the message is that of the lowest such rank.
     `problem` is its part that the rank has written, "rank 1: ValueError: ...".

@@ -30,6 +30,7 @@ EXPECTED = {
     "CacheMismatchError": (RuntimeError, 1, False, False, True),
     "StepMismatchError": (RuntimeError, 1, False, False, True),
     "MissingWeightsError": (RuntimeError, 1, False, False, False),
+    "WeightMismatchError": (RuntimeError, 1, False, True, True),
     "WorkerEventError": (RuntimeError, 1, False, False, True),
     "SaveError": (RuntimeError, 1, False, False, True),
     "JobError": (RuntimeError, 1, False, True, False),

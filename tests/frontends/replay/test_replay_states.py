@@ -72,5 +72,5 @@ def test_replay_with_other_states_diverges(tmp_path: Path, changes: dict[str, fl
     """Negative control: every key of the header that says how states are kept counts."""
     write_state_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
-    with pytest.raises(ReplayDivergedError, match=r"^step \d+: (state_ops|groups|block_ops|continuing)"):
+    with pytest.raises(ReplayDivergedError, match=r"^step \d+: (state_ops|groups|block_ops|continuing|repeated_rows)"):
         list(Replay(replace(log.header, **changes), None).steps(log.messages()))
