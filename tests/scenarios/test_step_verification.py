@@ -1,5 +1,5 @@
-"""`executor.verify_steps`: a row of a decode step that is computed again by itself has the same bits, whatever the model
-keeps of it, and a number that depended on other rows is an error that names row, token and rank.
+"""`executor.verify_steps`: a row of a decode step that is computed again by itself has the same bits, whatever the
+model keeps of it, and a number that depended on other rows is an error that names row, token and rank.
 """
 
 import re
@@ -93,7 +93,7 @@ def test_batch_dependent_kernel_is_named(
         answers_of(llm, params)
     expected = (
         rf"rank 0, step \d+: row \d of \d, request \d, sample 0, token at position \d+: its {what} differ from those "
-        rf"of the same row computed by itself \(verify_steps\): .*{'token id' if what != 'hidden states' else 'element'}"
+        rf"of the same row computed by itself \(verify_steps\): .*{'element' if method == 'forward' else 'token id'}"
     )
     assert re.match(expected, str(caught.value)), caught.value
 

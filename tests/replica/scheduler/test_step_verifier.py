@@ -23,5 +23,7 @@ def test_each_row_has_its_turn() -> None:
 def test_row_that_does_not_continue_is_rejected() -> None:
     check_repeated(dataclasses.replace(CONTINUING, repeated_rows=(1,)))
     for row in (2, -1):
-        with pytest.raises(MirrorError, match=rf"^step 3: field repeated_rows is {row}, the mirror expects from 0 to 1"):
+        with pytest.raises(
+            MirrorError, match=rf"^step 3: field repeated_rows is {row}, the mirror expects from 0 to 1"
+        ):
             check_repeated(dataclasses.replace(CONTINUING, repeated_rows=(row,)))
