@@ -40,7 +40,11 @@ def change(model: nn.Module) -> None:
 @pytest.mark.guarantee("LLM.check_weights finds a weight that is not the files'")
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("llama", {}), ("llama", {"quantization": "int8"}), ("tied", {"dtype": "bfloat16"}), ("latents", {})],
+    [
+        ("llama", {"quantization": "int8"}),
+        ("tied", {"dtype": "bfloat16"}),
+        pytest.param("latents", {}, marks=pytest.mark.stress),
+    ],
 )
 def test_changed_weight_is_named(kind: str, settings: dict[str, Any]) -> None:
     name = NAME if kind != "latents" else NAME.replace("layers.1", "layers.0")

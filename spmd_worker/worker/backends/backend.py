@@ -29,6 +29,7 @@ from spmd_worker.base.numerical_policy import (
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.numerics import layers_region
+from spmd_worker.model.weights.sharded_state import placement_digest
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.ops.sampling.numerics import choice_region
@@ -136,6 +137,9 @@ class DeviceBackend(ABC):
         regions[ROW_PARALLEL] = regions[ROW_PARALLEL].with_constants(leaves=num_leaves)
         if SAMPLING in regions:
             regions[CHOICE] = choice_region()
+        experts = resolved.layout.experts
+        if has_experts and experts is not None and not experts.is_exact:
+            regions[EXPERTS] = regions[EXPERTS].with_constants(owners=placement_digest(experts))
         regions |= {
             ATTENTION: operations.attention.numerics(),
             RANK_SUM: tensor.numerics(num_leaves, is_exact=is_exact),
