@@ -116,7 +116,7 @@ class GroupHandle:
         return total.to(dtype)
 
     def numerics(self, num_leaves: int, *, is_exact: bool = False) -> Region:
-        """How parts of sums are added (`base/numerical_policy.py`), with products in `num_leaves`. `is_exact`: all
+        """The region of a numerical policy in which parts are summed, with products in `num_leaves`. `is_exact`: all
         parts are integers.
         """
         version = source_version(__file__, leaves.__file__)

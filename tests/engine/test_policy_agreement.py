@@ -33,11 +33,12 @@ def test_ranks_of_other_policies_are_refused() -> None:
     other = report(norm=Region("native", "2"))
     for ranks in (([report()], [other]), ([report(), other],)):
         with pytest.raises(
-            RanksDisagreeError, match=r"^ranks were given different kernels: norm\.version: .*2.* on rank 1"
+            RanksDisagreeError,
+            match=r"^ranks were given different kernels: norm\.version is .1. on rank 0, .2. on",
         ):
             check(*ranks)
     leaves = report(**{"row-parallel product": Region("native", "1", {"leaves": 2})})
-    with pytest.raises(RanksDisagreeError, match=r"row-parallel product\.constants\.leaves: 4 on rank 0, 2 on rank 1"):
+    with pytest.raises(RanksDisagreeError, match=r"row-parallel product\.constants\.leaves is 4 on rank 0, 2 on"):
         check([report()], [leaves])
 
 

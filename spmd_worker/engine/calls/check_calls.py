@@ -20,10 +20,9 @@ class CheckCalls:
         self._engine, self._turns = engine, turns
 
     def numerical_policy(self) -> NumericalPolicy:
-        """How each region of the model is computed here, equal on every rank: `digest` of all, `regions` by name with
-        implementation, version and constants, and `as_dict` for a JSON file. A run with the same digest has the same
-        bits, on any layout; a trainer that keeps it sees when an engine computes otherwise, and `difference` says in
-        which region.
+        """Implementation, version and constants of each region of the model, equal on every rank: `regions` by name, a
+        `digest` of all, and `as_dict` for a JSON file. A run with the same digest has the same bits, on any layout; a
+        trainer that keeps it sees when an engine computes otherwise, and `difference` says in which region.
         """
         self._engine.life.check_open()
         return self._engine.numerical_policy()

@@ -182,8 +182,8 @@ class PackedLayer(CheckpointLayer):
         self._quantised.repack_part_(self.weight, region[0][0], rows, maxima)
 
     def requantised(self, full_rows: Tensor, inputs: tuple[int, int], scales: Tensor | None) -> Tensor:
-        """What columns `inputs` of `full_rows` would be held as by a layer that `needs_full_rows`, dequantised; with
-        the file's `scales` if it keeps them.
+        """Columns `inputs` of `full_rows` as a layer that `needs_full_rows` would hold them, dequantised; with the
+        file's `scales` if it keeps them.
         """
         assert self._quantised is not None, type(self).__name__
         rows, stored = self._converted(full_rows)[:, slice(*inputs)].contiguous(), self.scale_kernels("weight")

@@ -51,7 +51,7 @@ def first_difference(weights: WeightStore, source: WeightSource) -> str:
 
 
 def _fresh_blocks(source: WeightSource, held: HeldPiece) -> Iterator[tuple[Rectangle, Tensor]]:
-    """What a fresh load would hold of a slice, block by block, with the checkpoint's dimensions."""
+    """Blocks of a slice as a fresh load would hold them, with the checkpoint's dimensions."""
     piece, layer = held.piece, held.layer
     if held.stored is not None:
         for block in held.stored_blocks(_BLOCK_BYTES):

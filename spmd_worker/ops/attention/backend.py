@@ -49,7 +49,7 @@ class AttentionBackend(Protocol):
     """Passed as an argument to the attention layers."""
 
     def numerics(self) -> Region:
-        """How it computes (`base/numerical_policy.py`); by default described by its class and the file of that."""
+        """Its region of a numerical policy; by default its class, and the file of that."""
         return Region(type(self).__qualname__, source_version(inspect.getfile(type(self))))
 
     def block_shape(

@@ -102,7 +102,7 @@ class AdapterKernels(Protocol):
     """Makes the stacks of layers and the adapters of steps."""
 
     def numerics(self) -> Region:
-        """How they compute (`base/numerical_policy.py`)."""
+        """Their region of a numerical policy."""
 
     def new_stack(self, sizes: AdapterSizes) -> AdapterStack:
         """An empty stack for one layer."""

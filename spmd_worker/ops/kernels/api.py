@@ -192,7 +192,7 @@ class Kernels(Protocol):
         """An empty one; only if `samples_on_device`."""
 
     def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
-        """How these kernels compute each region in a model of this dtype (`base/numerical_policy.py`)."""
+        """Regions of a numerical policy that these kernels compute in a model of this dtype."""
 
     def pack(self, weight: Tensor) -> Tensor:
         """A loaded weight [out, in] in the layout in which these kernels multiply fastest.

@@ -36,7 +36,7 @@ class RecurrentKernels(Protocol):
     """States and tails are changed in place, those of the step's slots alone. Sizes are a rank's share."""
 
     def numerics(self) -> Region:
-        """How they compute (`base/numerical_policy.py`)."""
+        """Their region of a numerical policy."""
 
     def short_conv(
         self,

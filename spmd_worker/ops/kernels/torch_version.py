@@ -4,5 +4,5 @@ import torch
 
 
 def torch_version() -> str:
-    """On the CPU they choose by instruction sets; a GPU and its libraries are a region of their own."""
+    """Release and the CPU's instruction sets, by which operators choose; a GPU has a region of its own."""
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"

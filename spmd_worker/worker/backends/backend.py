@@ -117,9 +117,7 @@ class DeviceBackend(ABC):
         return ", ".join([*words, f"cuDNN {cudnn}", f"float32 products: {precision}"])
 
     def numerical_policy(self, operations: Operations, tensor: GroupHandle) -> NumericalPolicy:
-        """How each region of the run's model is computed, by what the parts in use say of themselves. `tensor` is the
-        wrapped group.
-        """
+        """The run's regions, by what the parts in use state of themselves. `tensor` is the wrapped group."""
         resolved, model_config = self.resolved, self.resolved.model_config
         quantised, layers = operations.quantised, model_config.layers
         has_experts = any(layer.experts is not None for layer in layers)

@@ -34,7 +34,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What the step computed: `hidden` of its tokens, [T, H], or of its samples, [R, H]; and where it samples either
+    """Results of a step: `hidden` of its tokens, [T, H], or of its samples, [R, H]; and where it samples either
     the `logits` [R, Vs], or their `argmax`: maxima [R] and columns [R].
     """
 
