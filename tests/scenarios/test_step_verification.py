@@ -115,7 +115,7 @@ def test_state_that_is_not_put_back_is_found(monkeypatch: pytest.MonkeyPatch) ->
         answers_of(llm)
 
 
-@pytest.mark.parametrize("name", ["t5", pytest.param("whisper", marks=pytest.mark.stress)])
+@pytest.mark.parametrize("name", ["t5", pytest.param("m2m100", marks=pytest.mark.stress)])
 def test_decoder_with_encoder_is_repeated(name: str) -> None:
     ids = [4, 5, 6, 7, 8, 9]
     prompts = [{"encoder_prompt": {"prompt_token_ids": ids[: 3 + row]}, "decoder_prompt": None} for row in range(3)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ranks
+from adapter_folders import write_adapter
 from latent_checkpoints import latent_folder
 from ranks import REPOSITORY
 from reference_models import checkpoint_folder
@@ -69,6 +70,25 @@ def test_skipped_comparison_of_weights_finds_nothing(monkeypatch: pytest.MonkeyP
     with new_llm("llama") as llm:
         llm.apply_model(change)
         llm.check_weights()
+
+
+def test_merged_adapter_is_merged_again(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", FOLDERS["llama"](), 0, ("q_proj", "down_proj"))
+    with new_llm("llama") as llm:
+        plain = llm.tensor_digests()
+    with new_llm("llama", lora_merge=str(adapter), dtype="bfloat16") as llm:
+        llm.check_weights()
+    with new_llm("llama", lora_merge=str(adapter)) as llm:
+        llm.check_weights()
+        merged = llm.tensor_digests()
+        llm.save_checkpoint(tmp_path / "saved")
+    changed = [name for name in plain if plain[name] != merged[name]]
+    assert changed == [name for name in plain if "q_proj.weight" in name or "down_proj.weight" in name]
+    with new_llm("llama") as llm:
+        llm.collective_rpc("reload_weights", args=(str(tmp_path / "saved"),))
+        assert llm.tensor_digests() == merged
+        with pytest.raises(WeightMismatchError, match=rf"^rank 0: {changed[0]} "):
+            llm.check_weights()
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
