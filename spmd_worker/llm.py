@@ -23,6 +23,7 @@ from spmd_worker.compat.methods import CALL_KEYWORDS, LLM_ABSENT
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.engine.calls.beam_calls import BeamCalls
 from spmd_worker.engine.calls.call_runner import CallRunner
+from spmd_worker.engine.calls.check_calls import CheckCalls
 from spmd_worker.engine.calls.pooling_calls import PoolingCalls
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
@@ -96,6 +97,7 @@ class LLM:
             WeightCalls: WeightCalls(engine, turns),
             WorkerCalls: WorkerCalls(engine, turns),
             SavingCalls: SavingCalls(engine, turns),
+            CheckCalls: CheckCalls(engine, turns),
         }
 
     # Methods of the objects in engine/calls/, which have their signatures, docstrings and code.
@@ -139,6 +141,11 @@ class LLM:
     save_sharded_state = _forward(SavingCalls, SavingCalls.save_sharded_state)
     save_checkpoint = _forward(SavingCalls, SavingCalls.save_checkpoint)
     save_streamed = _forward(SavingCalls, SavingCalls.save_streamed)
+
+    numerical_policy = _forward(CheckCalls, CheckCalls.numerical_policy)
+    weights_digest = _forward(CheckCalls, CheckCalls.weights_digest)
+    tensor_digests = _forward(CheckCalls, CheckCalls.tensor_digests)
+    check_weights = _forward(CheckCalls, CheckCalls.check_weights)
 
     @contextmanager
     def turns(self) -> Iterator[None]:

@@ -179,6 +179,14 @@ class CacheMismatchError(SpmdError, RuntimeError):
     names_rank = True
 
 
+class StepMismatchError(SpmdError, RuntimeError):
+    """A row of a decode step that was computed again by itself has other bits (`executor.verify_steps`). The message
+    names the rank, the step, the row and its token, and the first number that differs.
+    """
+
+    names_rank = True
+
+
 class MissingWeightsError(SpmdError, RuntimeError):
     """Some weights were loaded and others, `names`, were not: a mix of old and new weights is never used."""
 
@@ -199,6 +207,15 @@ class MissingWeightsError(SpmdError, RuntimeError):
             + (f"\n  and {num_more} more: see names" if num_more > 0 else "")
             + f"\n{way_out}"
         )
+
+
+class WeightMismatchError(SpmdError, RuntimeError):
+    """Weights differ from those that a fresh load would hold (`LLM.check_weights`). The message names the rank, the
+    tensor, the rank's slice of it and the first element that differs.
+    """
+
+    is_known_to_all = True
+    names_rank = True
 
 
 class WorkerEventError(SpmdError, RuntimeError):

@@ -126,6 +126,8 @@ class LLMKeywords(_Others, total=False):
     expert_placement: str | None
     expert_placement_strategy: str | None
     invariant_experts: bool | None
+    invariant_tensor_parallel: bool | None
+    max_leaves: int | None
     distributed_executor_backend: str | type | None
     timeout_s: float | None
     distributed_timeout_seconds: float | None
@@ -135,6 +137,7 @@ class LLMKeywords(_Others, total=False):
     enforce_eager: bool | None
     device_backend: str | None
     argmax_screen: bool | None
+    verify_steps: int | None
     block_size: int | None
     num_blocks: int | None
     num_gpu_blocks_override: int | None

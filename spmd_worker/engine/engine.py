@@ -23,6 +23,7 @@ from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.base.metrics.step_times import StepTimes
 from spmd_worker.base.names import with_keyword_hints
+from spmd_worker.base.numerical_policy import DEVICE, NumericalPolicy, Region
 from spmd_worker.engine.call_guard import CallGuard
 from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.interruption import Interruption
@@ -292,6 +293,14 @@ class Engine:
             yield self._interruption
         finally:
             self._interruption = None
+
+    def numerical_policy(self) -> NumericalPolicy:
+        """`LLM.numerical_policy`; the ranks have compared it when they started."""
+        report = self.executor.reports()[0]
+        if not report.numerical_policy:
+            # A worker class that states nothing else.
+            return NumericalPolicy({DEVICE: Region(report.arithmetic, "")})
+        return NumericalPolicy.from_dict(report.numerical_policy)
 
     def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
         """Same as `Changes.worker_event`."""

@@ -176,8 +176,7 @@ def _start(
                 sizes_of_caches = {name: getattr(scheduler.cache, name) for name in names}
                 sizes_of_caches |= {"max_num_seqs": max_num_seqs, "num_state_slots": sizes.num_state_slots}
                 check_equal("caches", channel.gather(canonical(sizes_of_caches)))
-                arithmetic = {"arithmetic": executor.reports()[0].arithmetic}
-                check_equal("kernels", engine_channel.gather(canonical(arithmetic)))
+                _check_kernels(executor, engine_channel)
             # The channel last: it starts a thread.
             step_channel = None
             if channel.size > 1:
@@ -193,6 +192,13 @@ def _start(
             raise
         watchdog.heartbeat.enter(BETWEEN_STEPS)
         return engine_class(resolved, executor, channel, engine_channel, lockstep, scheduler, watchdog, outside)
+
+
+def _check_kernels(executor: Executor, engine_channel: ControlChannel) -> None:
+    """Raise RanksDisagreeError unless all workers of all replicas compute the same bits."""
+    own = [{"arithmetic": each.arithmetic, **each.numerical_policy.get("regions", {})} for each in executor.reports()]
+    reports = [json.loads(each) for each in engine_channel.gather(canonical(own))]
+    check_equal("kernels", [canonical(each) for of_rank in reports for each in of_rank])
 
 
 def _load(
@@ -302,6 +308,7 @@ def _new_replica(
         model_snapshot_interval(model_config, dtype),
         media_row_limits(resolved),
         config.cache.verify_hits,
+        config.executor.verify_steps,
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
     return new_scheduler(limits, sizes, *given, *adapters, outside)

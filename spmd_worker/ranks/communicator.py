@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region, source_version
+from spmd_worker.ranks import leaves
 from spmd_worker.ranks.leaves import tree_sum
 
 # Torch 2.13 renamed it and warns of the old name; torch 2.11 knows the old name only.
@@ -112,6 +114,19 @@ class GroupHandle:
             return self.fast.sum_parts(part, dtype)
         total: Tensor = tree_sum(list(self.all_gather(part)))
         return total.to(dtype)
+
+    def numerics(self, num_leaves: int, *, is_exact: bool = False) -> Region:
+        """The region of a numerical policy in which parts are summed, with products in `num_leaves`. `is_exact`: all
+        parts are integers.
+        """
+        version = source_version(__file__, leaves.__file__)
+        if is_exact:
+            return Region("sums of integers", version)
+        if self.adds_by_tree and num_leaves % self.size == 0:
+            return Region("binary tree of leaves in float32", version, {"leaves": num_leaves})
+        is_ordered = self.adds_in_order or self.fast is not None
+        order = "binary tree of ranks in float32" if self.has_tree else "rank order" if is_ordered else "any order"
+        return Region(order if self.size > 1 else "one rank", version, {"ranks": self.size})
 
     def once(self, complete: Tensor) -> Tensor:
         """A tensor that every rank has, as parts of a sum with the same bits: the first rank's, and negative zeros, to

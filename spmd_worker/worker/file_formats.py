@@ -1,6 +1,7 @@
 """Fills a model from the files of a folder: checkpoints, streamed ones among them, and sharded states."""
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ from spmd_worker.model.weights.saved_checkpoint import is_streamed
 from spmd_worker.model.weights.sharded_state import StateLayout
 from spmd_worker.model.weights.staging import HostStaging, ReusedStaging
 from spmd_worker.model.weights.store import LoadReport
+from spmd_worker.model.weights.weight_comparison import first_difference
 from spmd_worker.model_config.hub import cached_folder
 from spmd_worker.model_config.tensor_names import STATE_FILE
 from spmd_worker.ranks.topology import stage_of
@@ -72,7 +74,7 @@ def reload_from_files(
     unchanged, if names or shapes are not the model's.
     """
     options = resolved.config.model
-    folder = resolved.model_folder if path in (None, options.path) else cached_folder(path)
+    folder = _folder_of(resolved, path)
     if not (folder / STATE_FILE).is_file():
         with model.weights.open(folder, resolved.model_config.quantization) as checkpoint:
             model.weights.reload(with_merged_adapter(checkpoint, model.weights, options, loaded))
@@ -87,3 +89,25 @@ def reload_from_files(
     state.check(folder, resolved.model_config.architecture, resolved.dtype, state_layout(resolved))
     finite = {"allows_nonfinite": options.allow_nonfinite}
     sharded_state.reload_from_state(model, model.weights, folder, state, rank, **finite)
+
+
+def difference_from_files(model: DecoderForCausalLM, resolved: ResolvedRun, path: str | None) -> str:
+    """The first of a rank's weights that a fresh load from a folder, by default the run's own, would hold otherwise, in
+    words; "" if there is none. `path` is as in `reload_from_files`; the adapter of `model.lora_merge` is merged as it
+    would be. Raises CheckpointError or AdapterError, for a sharded state too.
+    """
+    options, folder = resolved.config.model, _folder_of(resolved, path)
+    if options.load_format == "dummy" and path is None:
+        dummy = with_merged_adapter(model.weights.dummy(), model.weights, options)
+        return first_difference(model.weights, dummy)
+    if (folder / STATE_FILE).is_file():
+        raise CheckpointError(
+            f"{folder}: holds a sharded state, and weights are compared by the checkpoint's names: give a checkpoint "
+            f"(save_checkpoint), such as the one that the state was made of"
+        )
+    with model.weights.open(folder, resolved.model_config.quantization) as checkpoint:
+        return first_difference(model.weights, with_merged_adapter(checkpoint, model.weights, options))
+
+
+def _folder_of(resolved: ResolvedRun, path: str | None) -> Path:
+    return resolved.model_folder if path in (None, resolved.config.model.path) else cached_folder(path)

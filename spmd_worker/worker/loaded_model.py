@@ -102,8 +102,9 @@ class LoadedModel:
             media = MediaStore(tower, groups.tensor, *sizes, dtype, device)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
         prefixes, adapters = PrefixStore(self.operations.attention, block_size, device), self.adapters
+        rank = self.opened.environment.rank
         return ModelRunner(
-            *parts, keeps_state=keeps_state, adapters=adapters, rows=rows, prefixes=prefixes, media=media
+            *parts, keeps_state=keeps_state, adapters=adapters, rows=rows, prefixes=prefixes, media=media, rank=rank
         )
 
     def expert_loads(self) -> dict[int, list[int]]:

@@ -63,7 +63,7 @@ class RunningWorker:
             self.caches.save(plan.block_ops)
             return StepResult(plan.step, finished_transfers=self.caches.take_finished_transfers())
         with self._threads():
-            self.runner.forward(plan.step, scheduled, plan.num_ahead)
+            self.runner.forward(plan.step, scheduled, plan.num_ahead, repeated_rows=plan.repeated_rows)
         if plan.hit_comparisons:
             self.comparer.compare(plan)
         self.caches.save(plan.block_ops)

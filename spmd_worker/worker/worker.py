@@ -35,6 +35,7 @@ from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.save_options import DEFAULT_SIZE, saved_folder, size_in_bytes, tensorizer_folder
 from spmd_worker.worker.saving import ModelSaver
 from spmd_worker.worker.start import EVENT_HANDLER_CLASSES, allocate, compile_ahead, measure
+from spmd_worker.worker.weight_checks import compare_with_files, digests_of_all_ranks
 from spmd_worker.worker.worker_base import WorkerBase, WorkerReport
 from spmd_worker.worker.worker_wrapper import connector_errors, new_connector
 
@@ -252,7 +253,9 @@ class Worker(WorkerBase):
             arithmetic = self.opened.backend.arithmetic(self._loaded.operations.attention)
             loads = self._loaded.expert_loads()
             keeps_histories = self._loaded.operations.kernels.samples_on_device
+            policy = self.opened.backend.numerical_policy(self._loaded.operations, self.opened.groups.tensor).as_dict()
             report = replace(report, arithmetic=arithmetic, expert_loads=loads, keeps_histories=keeps_histories)
+            report = replace(report, numerical_policy=policy)
         if self._running is not None:
             media = self._running.runner.media
             times = self._running.clock.report() if self.layout.pipeline_parallel_size > 1 else {}
@@ -331,6 +334,15 @@ class Worker(WorkerBase):
     def save_tensorized_model(self, tensorizer_config: Any) -> None:
         """`save_streamed` into the folder of vLLM's `TensorizerConfig`, of a dict of its fields, or of their JSON."""
         self._saver.save_checkpoint(tensorizer_folder(tensorizer_config), None, is_streamed=True)
+
+    def get_weights_digests(self) -> tuple[dict[str, str], str]:
+        """Digest of each tensor of the model, together with the other ranks: `weight_checks.digests_of_all_ranks`."""
+        return digests_of_all_ranks(self.loaded.model, _existing(self.groups, "init_device"))
+
+    def compare_weights(self, folder: str | None = None) -> tuple[str, str]:
+        """Compare all weights with files, together with the other ranks: `weight_checks.compare_with_files`."""
+        groups = _existing(self.groups, "init_device")
+        return compare_with_files(self.loaded.model, self.resolved, groups, folder)
 
     @property
     def _saver(self) -> ModelSaver:

@@ -51,7 +51,8 @@ class WorkerReport:
     waited for threads (`waited_s`) and how often a thread must have lost its core to another process (`num_lost`);
     `expert_loads`, tokens per expert by layer index, reported by the first of the ranks that share the layers.
     `peak_memory_bytes`: peak host memory of the process. `keeps_histories`: see `SchedulerLimits`.
-    `encode_s`: time in which rows of images were made.
+    `encode_s`: time in which rows of images were made. `numerical_policy`: `NumericalPolicy.as_dict`, once the model is
+    loaded; equal on every rank too.
     """
 
     device_type: str = "cpu"
@@ -63,6 +64,7 @@ class WorkerReport:
     peak_memory_bytes: int = field(default_factory=host.peak_resident_bytes)
     keeps_histories: bool = False
     encode_s: float = 0.0
+    numerical_policy: dict[str, Any] = field(default_factory=dict)
 
 
 class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):

@@ -149,6 +149,7 @@ COPIES_AND_WAITS = ("torch.tensor", "torch.as_tensor")
 _EXPERTS = "experts are called one by one, after their tokens were counted; and counts are reported"
 _ANSWER = "a vector is the answer of a row that ends"
 _READ = "of what was read back already, or where reading costs nothing"
+_ERROR = "of two numbers that differ, for the error that ends the run"
 _OF_HOST = "of numbers that the host has"
 _PIXELS = "pixels come to the host of the rank that makes their rows"
 MAY_READ_BACK = {
@@ -158,6 +159,7 @@ MAY_READ_BACK = {
     "spmd_worker.ops.kernels.top_k": {"nonzero": (1, _READ), "tolist": (2, _READ)},
     "spmd_worker.ops.sampling.processors": {"unique": (2, _OF_HOST)},
     "spmd_worker.worker.runner.batch_state": {"tolist": (2, _OF_HOST)},
+    "spmd_worker.worker.runner.row_repeat": {"nonzero": (1, _ERROR), "item": (2, _ERROR)},
     "spmd_worker.worker.runner.cross_step": {"tolist": (3, _OF_HOST)},
     "spmd_worker.ops.sampling.sampler": {"tolist": (2, _READ)},
     "spmd_worker.ops.sampling.shard_logprobs": {"tolist": (4, _READ)},

@@ -89,7 +89,7 @@ def test_checkpoint_numbers_and_scales_stay_as_stored(
         assert_as_stored(folder, packed_weights(llm))
         assert answer(llm) == kept
     # Control: quantised anew, numbers or scales are others.
-    monkeypatch.setattr(store, "_stored_scales", lambda source, held: None)
+    monkeypatch.setattr(store, "stored_scales", lambda source, held: None)
     with LLM(folder, dtype=dtype, num_blocks=40, **FP8) as llm, pytest.raises((AssertionError, RuntimeError)):
         assert_as_stored(folder, packed_weights(llm))
 

@@ -25,7 +25,7 @@ SETTINGS = {"max_model_len": 190, "max_num_batched_tokens": 64, "max_num_seqs": 
 CROWDED = {
     "swap": {"num_blocks": 30, "preemption_mode": "swap", "swap_space": 0.01},
     "recompute": {"num_blocks": 30, "preemption_mode": "recompute"},
-    "verified": {"num_blocks": 40, "preemption_mode": "recompute", "verify_hits": 3},
+    "verified": {"num_blocks": 40, "preemption_mode": "recompute", "verify_hits": 3, "verify_steps": 9},
     "tier": {"num_blocks": 30, "preemption_mode": "auto", "swap_space": 0.0001, "host_tier_gib": 0.01},
 }
 
@@ -89,6 +89,7 @@ def test_two_ranks_preempt_alike_and_match_one_rank(tmp_path: Path):
         assert sum(answer["cached"]) > 0, name
         assert answer["used"] == [0, 0], name
     assert by_rank[0]["verified"]["counters"]["num_verified_hits"] > 2
+    assert by_rank[0]["verified"]["counters"]["num_verified_steps"] > 2
     assert by_rank[0]["swap"]["counters"]["num_recomputed_tokens"] == 0
     assert by_rank[0]["swap"]["counters"]["num_swapped_out"] > 0
     assert by_rank[0]["recompute"]["counters"]["num_recomputed_tokens"] > 0

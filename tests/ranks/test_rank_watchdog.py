@@ -213,12 +213,12 @@ from spmd_worker.worker.runner.model_runner import ModelRunner
 rank, fault = int(os.environ["RANK"]), sys.argv[1]
 right = ModelRunner.forward
 
-def forward(self, step, *given):
+def forward(self, step, *given, **named):
     if rank == 1 and step == 3:
         if fault == "raises":
             raise ValueError("planted")
         os.kill(os.getpid(), signal.Signals[fault])
-    return right(self, step, *given)
+    return right(self, step, *given, **named)
 
 ModelRunner.forward = forward
 # The time of one that is stopped is waited for.

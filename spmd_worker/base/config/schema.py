@@ -337,6 +337,13 @@ class ExecutorConfig:
         "be a greedy row's argmax, and these alone are computed: the same bits, for a byte per element of the head",
     )
 
+    verify_steps: int = option(
+        0,
+        "of one of this many decode steps a row is computed again by itself and compared with what its batch gave, bit "
+        "by bit; a difference ends the run with an error; 0: none",
+        least=0,
+    )
+
     def __post_init__(self) -> None:
         check_options(self, "executor")
         _check_class_or_choice("executor.backend", self.backend, _EXECUTOR_BACKENDS)

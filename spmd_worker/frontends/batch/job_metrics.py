@@ -60,6 +60,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
         "tier_loaded_blocks": counters["num_loaded_blocks"],
         "prefix_hits_verified": counters["num_verified_hits"],
         "prefix_hits_unverified": counters["num_unverified_hits"],
+        "steps_verified": counters["num_verified_steps"],
         "steps": counters["num_steps"],
         **times,
         "peak_memory_bytes": sum(value["peak_memory_bytes"] for value in values),

@@ -297,6 +297,7 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.snapshot_interval,
         header.media,
         header.verify_hits,
+        header.verify_steps,
     )
     sizes = CacheSizes(
         header.num_blocks,

@@ -53,9 +53,10 @@ class StepLogHeader:
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
-    swapping a state, `snapshot_interval` and `verify_hits` are as in `SchedulerLimits`. A model that takes images keeps
-    `num_media_rows` rows, and has the limits of `MediaRowLimits`; so does an encoder-decoder model, whose inputs have
-    at most `max_encoder_len`. `num_full_groups`, `num_window_groups` and `windows` are those of `LayerGroups`.
+    swapping a state, `snapshot_interval`, `verify_hits` and `verify_steps` are as in `SchedulerLimits`.
+    A model that takes images keeps `num_media_rows` rows, and has the limits of `MediaRowLimits`; so does an
+    encoder-decoder model, whose inputs have at most `max_encoder_len`. `num_full_groups`, `num_window_groups` and
+    `windows` are those of `LayerGroups`.
     """
 
     code: str
@@ -110,6 +111,7 @@ class StepLogHeader:
     sees_whole_image: bool = False
     max_encoder_len: int = 0
     verify_hits: int = 0
+    verify_steps: int = 0
     num_full_groups: int = 1
     num_window_groups: int = 0
     windows: tuple[int, ...] = ()

@@ -193,6 +193,8 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
     print_block_ops(plan.block_ops)
     print_state_ops(plan.state_ops)
     print_comparisons(plan.hit_comparisons)
+    for row in plan.repeated_rows:
+        print(f"  request {plan.continuing[row].request_id} computed again by itself, and compared")
     for event in step.events:
         print(f"  then {EVENT_TEXTS.get(type(event), repr)(event)}")
     print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free, {cache.num_cached_blocks} of them cached")

@@ -181,6 +181,18 @@ class PackedLayer(CheckpointLayer):
         rows, maxima = self._converted(values), row_maxima(self._converted(full_rows))
         self._quantised.repack_part_(self.weight, region[0][0], rows, maxima)
 
+    def requantised(self, full_rows: Tensor, inputs: tuple[int, int], scales: Tensor | None) -> Tensor:
+        """Columns `inputs` of `full_rows` as a layer that `needs_full_rows` would hold them, dequantised; with the
+        file's `scales` if it keeps them.
+        """
+        assert self._quantised is not None, type(self).__name__
+        rows, stored = self._converted(full_rows)[:, slice(*inputs)].contiguous(), self.scale_kernels("weight")
+        if scales is not None and stored is not None:
+            return self._quantised.unpack(stored.pack_stored(rows, scales.to(rows.device)), 0, len(rows))
+        packed = self._quantised.pack(rows)
+        self._quantised.repack_part_(packed, 0, rows, row_maxima(self._converted(full_rows)))
+        return self._quantised.unpack(packed, 0, len(rows))
+
     def _converted(self, values: Tensor) -> Tensor:
         """`values` in the dtype and on the device of the weight that was packed."""
         dtype = self.weight.dtype if self._quantised is None else self._quantised.dtype

@@ -173,7 +173,7 @@ class WeightStore:
         """
         start_s, num_bytes_before = time.perf_counter(), source.num_bytes_read
         parameters = _parameters(self._layers)
-        self._check_covered(source, parameter_problems(self.slices, self.paddings, _shapes(self._layers)))
+        self.check_covered(source, parameter_problems(self.slices, self.paddings, _shapes(self._layers)))
         pieces = [(name, each) for name, weight in self.held.items() for each in (*weight.pieces, *weight.copies)]
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
         pieces.sort(key=lambda pair: (source.position(pair[0]), pair[1].piece.source))
@@ -198,7 +198,7 @@ class WeightStore:
             source.staging.finish()
         self._raise_not_finite(source, jobs, flags)
         for _, held in pieces:
-            if (found := _stored_scales(source, held)) is not None:
+            if (found := stored_scales(source, held)) is not None:
                 layer, scales = found
                 layer.keep_scales(held.rows, scales)
         for padding in self.paddings:
@@ -231,7 +231,7 @@ class WeightStore:
     @torch.no_grad()
     def reload(self, source: WeightSource) -> None:
         """Update all weights from files. Raises CheckpointError as `fill` does, and RuntimeError as `load` does."""
-        self._check_covered(source)
+        self.check_covered(source)
         for name, shape in self.shapes.items():
             _check_tied(source, self.names.tied, name, full_rectangle(shape))
         self.update.forget_tied_head()
@@ -239,7 +239,7 @@ class WeightStore:
             tensor = source.read(name, full_rectangle(self.shapes[name]))
             self._write(name, tensor, _in_file(source, name), source)
             for held in self.held[name].pieces if name in self.held else ():
-                if (found := _stored_scales(source, held)) is not None:
+                if (found := stored_scales(source, held)) is not None:
                     layer, scales = found
                     values = tensor[tuple(slice(*bounds) for bounds in held.piece.source)]
                     layer.write_scaled(held.rows, values, scales)
@@ -302,7 +302,7 @@ class WeightStore:
         for held, block in jobs:
             # Factors of kernels may be infinite where the values are not.
             assert source is not None, name
-            self._check_block(source, name, block, held.stored_values(block, *_read_stored(source, held, block)))
+            self._check_block(source, name, block, held.stored_values(block, *read_stored(source, held, block)))
         # A signal must not come between writing and recording.
         with deferred_signals():
             self.update.begin()
@@ -311,7 +311,7 @@ class WeightStore:
                 return False
             for held, block in jobs:
                 assert source is not None, name
-                held.write_stored(block, *_read_stored(source, held, block))
+                held.write_stored(block, *read_stored(source, held, block))
             if own is not None and not stored_pieces:
                 own.load(tensor)
             self.update.add(name, tensor)
@@ -363,7 +363,7 @@ class WeightStore:
             check_finite(f"{name}: this rank's slice", values, self.dtype_of(name))
         held.check_changes(values)
 
-    def _check_covered(self, source: WeightSource, other_problems: Iterable[str] = ()) -> None:
+    def check_covered(self, source: WeightSource, other_problems: Iterable[str] = ()) -> None:
         """Raise CheckpointError unless the source has the model's tensors and, except ignorable ones, no others."""
         found = {name: source.shape(name) for name in source.names()}
         problems = checkpoint_problems(
@@ -383,7 +383,7 @@ class WeightStore:
         held, block = job
         name, flag = held.piece.checkpoint_name, None
         with torch.inference_mode(is_inference), source.staging.thread():
-            parts = None if held.stored is None else _read_stored(source, held, block)
+            parts = None if held.stored is None else read_stored(source, held, block)
             values = source.read(name, block) if parts is None else held.stored_values(block, *parts)
             if not self._allows_nonfinite:
                 if source.staging.device.type == "cpu":
@@ -413,7 +413,7 @@ class WeightStore:
                 if held.stored is None:
                     values = source.read(name, block)
                 else:
-                    values = held.stored_values(block, *_read_stored(source, held, block))
+                    values = held.stored_values(block, *read_stored(source, held, block))
                 self._check_block(source, name, block, values)
 
     def _is_tied_head(self, name: str) -> bool:
@@ -455,7 +455,7 @@ def _dequantised(source: WeightSource, name: str) -> DequantisedCheckpoint:
     return source
 
 
-def _read_stored(source: WeightSource, held: HeldPiece, block: Rectangle) -> tuple[Tensor, Tensor]:
+def read_stored(source: WeightSource, held: HeldPiece, block: Rectangle) -> tuple[Tensor, Tensor]:
     """Numbers and scales of a block of `HeldPiece.stored_blocks`."""
     assert held.stored is not None, held.piece
     return _dequantised(source, held.piece.checkpoint_name).read_stored(held.piece.checkpoint_name, block, held.stored)
@@ -478,7 +478,7 @@ def _check_tied(source: WeightSource, tied: tuple[str, str] | None, name: str, r
     raise CheckpointError(tied_head_fault(f"{source.folder}: tensor {head!r}", fault, way_out))
 
 
-def _stored_scales(source: WeightSource, held: HeldPiece) -> tuple[PackedLayer, Tensor] | None:
+def stored_scales(source: WeightSource, held: HeldPiece) -> tuple[PackedLayer, Tensor] | None:
     """The slice's layer, and scales with which its numbers are computed as they are stored; None if they are not."""
     layer, source = held.layer, source_of(source, held.piece.checkpoint_name)
     if not isinstance(source, DequantisedCheckpoint) or not isinstance(layer, PackedLayer) or held.piece.is_transposed:

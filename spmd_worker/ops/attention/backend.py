@@ -4,12 +4,14 @@ T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size. The la
 other code copies complete blocks.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
@@ -45,6 +47,10 @@ class FixedAttention(Protocol):
 
 class AttentionBackend(Protocol):
     """Passed as an argument to the attention layers."""
+
+    def numerics(self) -> Region:
+        """Its region of a numerical policy; by default its class, and the file of that."""
+        return Region(type(self).__qualname__, source_version(inspect.getfile(type(self))))
 
     def block_shape(
         self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True

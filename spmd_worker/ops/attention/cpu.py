@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
+from spmd_worker.native.version import native_version
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
@@ -25,6 +27,7 @@ from spmd_worker.ranks.communicator import GroupHandle
 
 MAX_HEAD_SIZE = 576
 _HEAD_SIZE_STEP = 16
+_KEY_TILE = 64  # keys of a tile, as in native/paged_cache.h
 _NOT_ROTATED = (None, None)  # no angles
 
 
@@ -83,6 +86,10 @@ class CpuBackend(AttentionBackend):
         self.arithmetic = f"{library.instruction_set}, AMX {'in use' if library.has_amx else 'not used'}"
         # Of the last step, by group: all layers of one share one metadata, which the first converts and checks.
         self._checked: dict[int, _CheckedMetadata] = {}
+
+    def numerics(self) -> Region:
+        constants = {"amx": self._library.has_amx, "key_tile": _KEY_TILE}
+        return Region(f"native {self._library.instruction_set}", native_version(), constants)
 
     def block_shape(
         self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.torch_version import torch_version
 
 _MAX_SCORES: Final = 1 << 29
 """Scores of all heads. With a mask torch may materialise them more than once: some GB."""
@@ -25,6 +27,9 @@ _MAX_CPU_SCORES: Final = 1 << 24
 
 class SdpaBackend(AttentionBackend):
     """Implements `attention.backend.AttentionBackend`."""
+
+    def numerics(self) -> Region:
+        return Region("torch's fused attention", f"{torch_version()}, {source_version(__file__)}")
 
     def block_shape(
         self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True

@@ -13,9 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
-from spmd_worker.ops.kernels.triton import attention, rows
+from spmd_worker.ops.kernels.triton import attention, attention_kernels, rows
+from spmd_worker.ops.kernels.triton.version import triton_region
 
 _NO_SLOT: Final = -1
 HEAD_SIZES = range(16, 513)
@@ -110,6 +112,9 @@ class TritonBackend(AttentionBackend):
     def __init__(self) -> None:
         # Of the last step, by group.
         self._planned: dict[int, _Planned] = {}
+
+    def numerics(self) -> Region:
+        return triton_region().with_constants(key_tile=int(attention_kernels.TILE))
 
     def block_shape(
         self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region, source_version
+from spmd_worker.ops.kernels.torch_version import torch_version
 from spmd_worker.ranks.leaves import tree_sum
 
 RANK_STEP: Final = 16
@@ -98,6 +100,9 @@ class AdapterStack(Protocol):
 
 class AdapterKernels(Protocol):
     """Makes the stacks of layers and the adapters of steps."""
+
+    def numerics(self) -> Region:
+        """Their region of a numerical policy."""
 
     def new_stack(self, sizes: AdapterSizes) -> AdapterStack:
         """An empty stack for one layer."""
@@ -180,6 +185,9 @@ class ReferenceStack:
 
 class ReferenceAdapterKernels:
     """Implements `AdapterKernels` on any device. A sum over the last dimension does not depend on the other rows."""
+
+    def numerics(self) -> Region:
+        return Region("plain torch", f"{torch_version()}, {source_version(__file__)}", {"rank_step": RANK_STEP})
 
     def new_stack(self, sizes: AdapterSizes) -> ReferenceStack:
         return ReferenceStack(sizes)

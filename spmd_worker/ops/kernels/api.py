@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from spmd_worker.base.numerical_policy import Region
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterStack
@@ -189,6 +190,9 @@ class Kernels(Protocol):
 
     def new_histories(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> RowHistories:
         """An empty one; only if `samples_on_device`."""
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        """Regions of a numerical policy that these kernels compute in a model of this dtype."""
 
     def pack(self, weight: Tensor) -> Tensor:
         """A loaded weight [out, in] in the layout in which these kernels multiply fastest.

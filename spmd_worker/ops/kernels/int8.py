@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spmd_worker.base.numerical_policy import QUANTISATION, Region, source_version
 from spmd_worker.model_config.int8_format import SCALE_BYTES
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 
@@ -71,6 +72,11 @@ def _true_runs(flags: Tensor) -> list[tuple[int, int]]:
     """Bool [n] -> start and end of each run of true."""
     edges = F.pad(flags.to(torch.int8), (1, 1)).diff().nonzero().squeeze(1).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def int8_region(implementation: str, version: str = "") -> Region:
+    """Region of quantised products: sums are exact, so that implementations have equal bits but where they scale."""
+    return Region(f"int8, {implementation}", version or source_version(__file__), {"most": int(_MAX_INT8)})
 
 
 class Int8Weights:
@@ -169,6 +175,9 @@ class Int8Kernels(Int8Packing, ReferenceKernels):
     @property
     def plain(self) -> ReferenceKernels:
         return ReferenceKernels()
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        return super().numerics(dtype) | {QUANTISATION: int8_region("plain torch")}
 
     def row_maxima(self, x: Tensor) -> Tensor:
         return row_maxima(x)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 
 
@@ -33,6 +34,9 @@ class StateSegments:
 
 class RecurrentKernels(Protocol):
     """States and tails are changed in place, those of the step's slots alone. Sizes are a rank's share."""
+
+    def numerics(self) -> Region:
+        """Their region of a numerical policy."""
 
     def short_conv(
         self,

@@ -11,12 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmd_worker.base.numerical_policy import (
+    ACTIVATION,
+    ADAPTERS,
+    COLUMN_PARALLEL,
+    EXPERTS,
+    HEAD,
+    NORM,
+    ROW_PARALLEL,
+    SAMPLING,
+    STATES,
+    Region,
+    source_version,
+)
 from spmd_worker.ops.kernels.adapters import AdapterKernels, ReferenceAdapterKernels
 from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, Draws, ExpertKernels, LogitFilters, RowHistories
 from spmd_worker.ops.kernels.random import random_bits, random_shares
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ops.kernels.top_k import top_k_of_rows
+from spmd_worker.ops.kernels.torch_version import torch_version
 from spmd_worker.ranks.leaves import tree_sum
 
 _MAX_BLOCK_ELEMENTS: Final = 1 << 18
@@ -31,6 +45,17 @@ class ReferenceKernels:
 
     def new_histories(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> RowHistories:
         raise NotImplementedError("rows are processed one by one: sampling/processors.py")
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        del dtype
+        plain = Region("plain torch", f"{torch_version()}, {source_version(__file__)}")
+        products = (COLUMN_PARALLEL, ROW_PARALLEL, HEAD, EXPERTS)
+        return {
+            **dict.fromkeys((*products, NORM, ACTIVATION), plain),
+            SAMPLING: plain.with_constants(prob_weight_bits=PROB_WEIGHT_BITS),
+            STATES: self.recurrent_kernels().numerics(),
+            ADAPTERS: self.adapter_kernels().numerics(),
+        }
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight

@@ -14,8 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.torch_version import torch_version
 
 LENGTH_EPSILON: Final = 1e-6
 """Added to the squared length of queries and keys."""
@@ -63,6 +65,9 @@ def delta_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor, config: DeltaConfig) 
 
 class ReferenceRecurrentKernels:
     """Implements `RecurrentKernels` on any device; a host loop over sequences and tokens."""
+
+    def numerics(self) -> Region:
+        return Region("plain torch", f"{torch_version()}, {source_version(__file__)}")
 
     def short_conv(
         self,

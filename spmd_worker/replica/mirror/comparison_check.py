@@ -35,6 +35,16 @@ def check_comparisons(plan: StepPlan, num_blocks: int, block_size: int, num_slot
                 _reject(plan, comparison, f"the state after block {copy.block_index}", f"that after token {end}")
 
 
+def check_repeated(plan: StepPlan) -> None:
+    """Raise MirrorError for a row that the plan does not continue."""
+    for row in plan.repeated_rows:
+        if not 0 <= row < len(plan.continuing):
+            raise MirrorError(
+                f"step {plan.step}: field repeated_rows is {row}, the mirror expects from 0 to "
+                f"{len(plan.continuing) - 1}"
+            )
+
+
 def _reject(plan: StepPlan, comparison: HitComparison, value: str, expected: str) -> NoReturn:
     where = f"step {plan.step}, request {comparison.key.request_id}, sample {comparison.key.sample_index}"
     raise MirrorError(f"{where}: field hit_comparisons is {value}, the mirror expects {expected}")

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kv_cache.block import BlockId
 from kv_cache.state_ops import StateOps
-from spmd_worker.replica.mirror.comparison_check import check_comparisons
+from spmd_worker.replica.mirror.comparison_check import check_comparisons, check_repeated
 from spmd_worker.replica.mirror.media_check import MediaCheck
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
@@ -130,6 +130,7 @@ class Mirror:
             or plan.encode
             or plan.drop_rows
             or plan.hit_comparisons
+            or plan.repeated_rows
             or not plan.block_ops.is_empty
             or not plan.num_tokens == num_rows == len(plan.continuing_token_ids) + plan.num_ahead
             or not 0 <= plan.num_ahead <= num_rows * self._num_steps_ahead
@@ -161,6 +162,7 @@ class Mirror:
         self._state_check(plan).check(continuing)
         self.media_rows = MediaCheck(plan, self._groups, self.media_rows).check(continuing)
         check_comparisons(plan, *sizes, len(self._owners), self.num_groups)
+        check_repeated(plan)
         self._step = plan.step
         self._forget(plan)
         self._move_states(plan.state_ops)

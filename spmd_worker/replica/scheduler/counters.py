@@ -16,6 +16,7 @@ class SchedulerCounters:
     `num_rows_encoded` image tokens were made, those of `num_rows_reused` were there when a sequence began the image.
     With `cache.verify_hits`, `num_verified_hits` were computed again and compared completely; `num_unverified_hits`
     were chosen, but the sequence was preempted or ended, or what it had found was evicted or forgotten.
+    With `executor.verify_steps`, of `num_verified_steps` a row was computed again.
     """
 
     num_steps: int = 0
@@ -39,3 +40,4 @@ class SchedulerCounters:
     num_rows_reused: int = 0
     num_verified_hits: int = 0
     num_unverified_hits: int = 0
+    num_verified_steps: int = 0

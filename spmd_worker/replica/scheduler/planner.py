@@ -41,7 +41,8 @@ class SchedulerLimits:
     read, so decoding sequences go ahead of theirs. `keeps_histories`: every worker's device keeps the tokens of rows
     with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
     In a model with recurrent states a prompt's state is kept every `snapshot_interval` tokens; 0: only at its end.
-    `media` are the limits of images in prompts. One of `verify_hits` prefix-cache hits is verified; 0: none is.
+    `media` are the limits of images in prompts. One of `verify_hits` prefix-cache hits is verified, and one
+    of `verify_steps` decode steps; 0: none is.
     """
 
     max_num_seqs: int
@@ -57,6 +58,7 @@ class SchedulerLimits:
     snapshot_interval: int = 0
     media: MediaRowLimits = NO_MEDIA
     verify_hits: int = 0
+    verify_steps: int = 0
 
     @property
     def num_in_flight(self) -> int:

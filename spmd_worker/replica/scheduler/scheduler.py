@@ -22,6 +22,7 @@ from spmd_worker.replica.scheduler.media_rows import MediaRows
 from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.replica.scheduler.policy import WaitingQueue
 from spmd_worker.replica.scheduler.queues import Queues
+from spmd_worker.replica.scheduler.step_verifier import StepVerifier
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.scheduler.updates import Decision, Decisions, given_ids, group_updates
 from spmd_worker.replica.sequence.adapter_kind import PROMPT
@@ -84,6 +85,7 @@ class Scheduler:
         assert not (limits.media.sees_whole_image and state_slots), "chunks end at snapshots, perhaps inside an image"
         self.media_rows = MediaRows(limits.media, self.counters)
         self._planner = Planner(limits, self.queues, cache, self._allocator, self._split, self.media_rows)
+        self._step_verifier = StepVerifier(limits.verify_steps)
         self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
@@ -181,6 +183,8 @@ class Scheduler:
         continuing_ids, continuing_num_ids = given_ids(decisions)
         self.counters.num_stored_blocks += len(block_ops.store) + len(block_ops.save)
         encode, drop_rows = self.media_rows.take_plan()
+        repeated_rows = self._step_verifier.choose(len(continuing))
+        self.counters.num_verified_steps += len(repeated_rows)
         plan = StepPlan(
             step=self._step,
             groups=group_updates(decisions.others),
@@ -197,6 +201,7 @@ class Scheduler:
             encode=encode,
             drop_rows=drop_rows,
             hit_comparisons=self._allocator.take_comparisons(),
+            repeated_rows=repeated_rows,
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()

@@ -32,7 +32,7 @@ class StepPlan(CheckedRecord):
     `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors
     drop them before they apply the rest. `num_tokens` counts the tokens computed. `state_ops` move recurrent states
     when `block_ops` move blocks, also for sequences that the step does not compute. `hit_comparisons` are made after
-    the forward pass.
+    the forward pass. `repeated_rows`, indexes in `continuing`, are then computed once more, each alone.
 
     Before the forward pass, and in this order, the rows of the images named by `drop_rows` are dropped, and those of
     `encode` are made.
@@ -53,6 +53,7 @@ class StepPlan(CheckedRecord):
     encode: tuple[EncodeMedia, ...] = ()
     drop_rows: tuple[bytes, ...] = ()
     hit_comparisons: tuple[HitComparison, ...] = ()
+    repeated_rows: tuple[int, ...] = ()
 
     @property
     def has_rows(self) -> bool:

@@ -12,10 +12,27 @@ from typing import Final
 
 import torch
 
+from spmd_worker.base.numerical_policy import (
+    ADAPTERS,
+    ATTENTION,
+    CHOICE,
+    DEVICE,
+    EXPERTS,
+    LAYERS,
+    RANK_SUM,
+    ROW_PARALLEL,
+    SAMPLING,
+    STATES,
+    NumericalPolicy,
+    Region,
+)
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.numerics import layers_region
+from spmd_worker.model.weights.sharded_state import placement_digest
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels
+from spmd_worker.ops.sampling.numerics import choice_region
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.groups import ParallelGroups
 from spmd_worker.ranks.shared_memory import share_memory
@@ -87,6 +104,9 @@ class DeviceBackend(ABC):
         """Name of the order in which numbers are added: ranks that differ in it compute different bits. On a GPU it
         depends on the device and the versions of libraries. Kernel sources are compared with the rest of the code.
         """
+        return self._device_words()
+
+    def _device_words(self) -> str:
         if self.device.type != "cuda":
             return f"torch, {torch.backends.cpu.get_cpu_capability()}"
         major, minor = torch.cuda.get_device_capability(self.device)
@@ -95,6 +115,36 @@ class DeviceBackend(ABC):
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's own is not typed
         precision = torch.get_float32_matmul_precision()
         return ", ".join([*words, f"cuDNN {cudnn}", f"float32 products: {precision}"])
+
+    def numerical_policy(self, operations: Operations, tensor: GroupHandle) -> NumericalPolicy:
+        """The run's regions, by what the parts in use state of themselves. `tensor` is the wrapped group."""
+        resolved, model_config = self.resolved, self.resolved.model_config
+        quantised, layers = operations.quantised, model_config.layers
+        has_experts = any(layer.experts is not None for layer in layers)
+        regions = operations.kernels.numerics(getattr(torch, resolved.dtype))
+        is_there = {
+            EXPERTS: has_experts,
+            STATES: model_config.has_states,
+            ADAPTERS: resolved.config.model.adapter_limits is not None,
+            SAMPLING: model_config.pooling is None,
+        }
+        regions = {name: region for name, region in regions.items() if is_there.get(name, True)}
+        has_plain_sums = has_experts or model_config.has_states or any(layer.latent is not None for layer in layers)
+        is_exact = quantised is not None and quantised.integer is not None and not has_plain_sums
+        num_leaves = resolved.layout.num_leaves
+        regions[ROW_PARALLEL] = regions[ROW_PARALLEL].with_constants(leaves=num_leaves)
+        if SAMPLING in regions:
+            regions[CHOICE] = choice_region()
+        experts = resolved.layout.experts
+        if has_experts and experts is not None and not experts.is_exact:
+            regions[EXPERTS] = regions[EXPERTS].with_constants(owners=placement_digest(experts))
+        regions |= {
+            ATTENTION: operations.attention.numerics(),
+            RANK_SUM: tensor.numerics(num_leaves, is_exact=is_exact),
+            LAYERS: layers_region(),
+            DEVICE: Region(self._device_words(), "", {"dtype": resolved.dtype}),
+        }
+        return NumericalPolicy(regions)
 
     def can_record(self, tensor: GroupHandle) -> bool:
         """Whether steps may be recorded as graphs, for which memory is reserved then. `tensor` is the wrapped group."""

@@ -34,6 +34,7 @@ from spmd_worker.worker.runner.media_store import MediaStore
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
+from spmd_worker.worker.runner.row_repeat import RowRepeater, StepInputs, StepOutputs
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 
@@ -105,7 +106,7 @@ class ModelRunner:
     the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
     steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
     the given embeddings, on the first stage; `prefixes` the given keys and values; `media` the rows of images, on the
-    first stage of a model that takes images.
+    first stage of a model that takes images. `rank` is for error messages.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class ModelRunner:
         rows: RowStore | None = None,
         prefixes: PrefixStore | None = None,
         media: MediaStore | None = None,
+        rank: int = 0,
     ) -> None:
         self._grammars = grammars
         self.rows, self.prefixes, self.media = rows, prefixes, media
@@ -138,6 +140,7 @@ class ModelRunner:
         self.adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
         self._step_adapters: StepAdapters | None = None
         self._has_states = model.model_config.has_states
+        self._repeater = RowRepeater(model, cache_engine, self._build, adapters, rank)
         self._state = None
         if has_state:
             self._state = BatchState(
@@ -166,9 +169,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, step: int, scheduled: Sequence[ScheduledSequence], num_ahead: int = 0, *, is_fused: bool = True
+        self,
+        step: int,
+        scheduled: Sequence[ScheduledSequence],
+        num_ahead: int = 0,
+        *,
+        is_fused: bool = True,
+        repeated_rows: Sequence[int] = (),
     ) -> None:
         """Compute the step's tokens into the cache, then send the hidden states on or keep the logits of sampled rows.
+        Each of `repeated_rows` is then computed again by itself; raises StepMismatchError if its bits are others.
 
         The first `num_ahead` rows compute the ids that the last step sampled for them. `is_fused` is an option of
         `DecoderStack.forward`, the same on every rank.
@@ -180,16 +190,7 @@ class ModelRunner:
             has_ids = not self._chosen.are_all(scheduled, num_ahead)
             batch = self._state.build(scheduled, has_ids=has_ids)
         else:
-            batch = build_batch(
-                *(scheduled, self._block_size, self._device, self._rows.of(scheduled)),
-                is_encoder=is_encoder,
-                slot_of=self._slot_of,
-                has_states=self._has_states,
-                vision=self.model.model_config.vision,
-                num_groups=self.num_groups,
-                group_of=self._cache_engine.spec.group_of,
-                has_encoder=self._has_encoder,
-            )
+            batch = self._build(scheduled, self._rows.of(scheduled))
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)
@@ -203,6 +204,7 @@ class ModelRunner:
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache, self.num_groups, self._cache_engine.spec.group_of)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
+        before = [self._repeater.begin(scheduled, row, batch, incoming) for row in repeated_rows]
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)
         is_plain = is_fused and given is None and media is None
@@ -234,7 +236,10 @@ class ModelRunner:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, pooled=pooled)
             return
+        verify = partial(self._verify, step, scheduled, batch, repeated_rows, before, is_fused=is_fused)
         if self.sampler is None:
+            if before:
+                hidden = verify(StepOutputs(hidden)).hidden
             # A graph's output buffer belongs to the next step too, which may start before the tensor is sent.
             self._send(hidden if graphs is None else hidden.clone())
             self._clock.end()
@@ -247,6 +252,9 @@ class ModelRunner:
             argmax = graphs.argmax(hidden, batch.sample_rows)
         else:
             argmax = self.model.argmax_logits(hidden[batch.sample_rows])
+        if before:
+            outputs = verify(StepOutputs(hidden, logits, argmax))
+            hidden, logits, argmax = outputs.hidden, outputs.logits, outputs.argmax
         with multi_threaded_torch():
             read_back = ReadBack()
             report = partial(self._report, read_back)
@@ -288,6 +296,35 @@ class ModelRunner:
             self.rows.forget(plan.finished_request_ids)
         if self.media is not None:
             self.media.forget(plan.finished_request_ids)
+
+    def _build(self, scheduled: Sequence[ScheduledSequence], rows: tuple[SampleRow, ...] | None = None) -> Batch:
+        return build_batch(
+            *(scheduled, self._block_size, self._device, rows),
+            is_encoder=self.model.model_config.is_encoder,
+            slot_of=self._slot_of,
+            has_states=self._has_states,
+            vision=self.model.model_config.vision,
+            num_groups=self.num_groups,
+            group_of=self._cache_engine.spec.group_of,
+            has_encoder=self._has_encoder,
+        )
+
+    def _verify(
+        self,
+        step: int,
+        scheduled: Sequence[ScheduledSequence],
+        batch: Batch,
+        rows: Sequence[int],
+        before: Sequence[StepInputs],
+        outputs: StepOutputs,
+        *,
+        is_fused: bool,
+    ) -> StepOutputs:
+        """The step's outputs, compared with what its `rows` give by themselves."""
+        outputs = outputs.copied()
+        for row, inputs in zip(rows, before, strict=True):
+            self._repeater.compare(step, scheduled, row, batch, inputs, outputs, is_fused=is_fused)
+        return outputs
 
     def _adapters_of(self, batch: Batch) -> StepAdapters | None:
         """The adapters of the step's tokens; rows that continue keep those of the last step."""

@@ -147,6 +147,7 @@ class LoggedRun:
             header.num_steps_ahead,
             snapshot_interval=header.snapshot_interval,
             verify_hits=header.verify_hits,
+            verify_steps=header.verify_steps,
             media=header.media,
         )
         cache = CacheManager(

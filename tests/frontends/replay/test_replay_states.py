@@ -24,6 +24,7 @@ STATES = {
     "slot_copy_tokens": 20.0,
     "snapshot_interval": 64,
     "verify_hits": 1,
+    "verify_steps": 4,
 }
 
 
@@ -49,6 +50,7 @@ def test_run_with_states_replays(tmp_path: Path, depth: dict[str, int]):
     # The run holds what this is about.
     assert min(counters.num_snapshots, counters.num_snapshot_hits) >= 4
     assert counters.num_verified_hits >= 1
+    assert counters.num_verified_steps >= 4
     for kind in ("swap_out", "swap_in", "copy"):
         assert any(getattr(plan.state_ops, kind) for plan in run.plans), f"no {kind}"
 
@@ -62,6 +64,7 @@ def test_run_with_states_replays(tmp_path: Path, depth: dict[str, int]):
         {"slot_copy_tokens": 1000.0},
         {"snapshot_interval": 0},
         {"verify_hits": 0},
+        {"verify_steps": 0},
     ],
     ids=str,
 )
@@ -69,5 +72,5 @@ def test_replay_with_other_states_diverges(tmp_path: Path, changes: dict[str, fl
     """Negative control: every key of the header that says how states are kept counts."""
     write_state_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
-    with pytest.raises(ReplayDivergedError, match=r"^step \d+: (state_ops|groups|block_ops|continuing)"):
+    with pytest.raises(ReplayDivergedError, match=r"^step \d+: (state_ops|groups|block_ops|continuing|repeated_rows)"):
         list(Replay(replace(log.header, **changes), None).steps(log.messages()))

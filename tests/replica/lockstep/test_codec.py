@@ -93,6 +93,7 @@ FULL_PLAN = StepPlan(
         HitComparison(SequenceKey(4, 0), (CachedCopy(0, 30, b"six", 2), CachedCopy(1, 31, b"seven", -1))),
         HitComparison(SequenceKey(4, 1), (), (CachedCopy(2, 5, b"eight", 3),)),
     ),
+    repeated_rows=(2, 0),
 )
 PLAN_OF_NOBODY = StepPlan(9)
 FULL_SAMPLING = SamplingParams(

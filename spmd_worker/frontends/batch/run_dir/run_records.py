@@ -97,6 +97,7 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         sees_whole_image=limits.media.sees_whole_image,
         max_encoder_len=resolved.max_encoder_len,
         verify_hits=limits.verify_hits,
+        verify_steps=limits.verify_steps,
         num_full_groups=cache.groups.num_full,
         num_window_groups=cache.groups.num_windows,
         windows=cache.groups.windows,

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region
 from spmd_worker.model_config.int8_format import PANEL
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
+from spmd_worker.native.version import native_version
 from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters
 from spmd_worker.ops.kernels.cpu.panels import check_dtype, contiguous_rows, dtype_name
 
@@ -169,6 +171,9 @@ class NativeAdapterKernels:
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
+
+    def numerics(self) -> Region:
+        return Region(f"native {self._library.instruction_set}", native_version(), {"rank_step": RANK_STEP})
 
     def new_stack(self, sizes: AdapterSizes) -> NativeStack:
         return NativeStack(self._library, sizes)

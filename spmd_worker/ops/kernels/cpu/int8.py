@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import QUANTISATION, Region
 from spmd_worker.model_config.int8_format import (
     PANEL,
     ROW_STEP,
@@ -21,6 +22,7 @@ from spmd_worker.model_config.int8_format import (
 )
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
+from spmd_worker.native.version import native_version
 from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
 from spmd_worker.ops.kernels.cpu.panels import (
     argmax_results,
@@ -30,7 +32,7 @@ from spmd_worker.ops.kernels.cpu.panels import (
     in_row_order,
     interleaved,
 )
-from spmd_worker.ops.kernels.int8 import Int8Kernels, Int8Packing, Int8Weights, row_maxima
+from spmd_worker.ops.kernels.int8 import Int8Kernels, Int8Packing, Int8Weights, int8_region, row_maxima
 
 _OFFSET: Final = 128
 _FUNCTIONS: Final = ("maxima", "quantise", "gemm", "argmax", "scaled")
@@ -104,6 +106,10 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
     @property
     def plain(self) -> CpuKernels:
         return CpuKernels(self._library)
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        native = int8_region("native", native_version())
+        return CpuKernels.numerics(self, dtype) | {QUANTISATION: native}
 
     def pack_gated(self, weight: Tensor) -> Tensor:
         return self.weights.pack(weight, row_maxima(weight), is_gated=True)

@@ -21,7 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import (
+    COLUMN_PARALLEL,
+    EXPERTS,
+    HEAD,
+    ROW_PARALLEL,
+    Region,
+    source_version,
+)
 from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ops.kernels.torch_version import torch_version
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +52,12 @@ _MOST_ROWS = 64
 
 class PackedKernels(ReferenceKernels):
     """Plain torch except for the GEMMs."""
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        regions = super().numerics(dtype)
+        implementation = "oneDNN" if can_pack(dtype) else "plain torch in float32"
+        products = Region(implementation, f"{torch_version()}, {source_version(__file__)}")
+        return regions | dict.fromkeys((COLUMN_PARALLEL, ROW_PARALLEL, HEAD, EXPERTS), products)
 
     def pack(self, weight: Tensor) -> Tensor:
         """An opaque tensor as large as the weight, which can then be freed; the weight itself if oneDNN cannot pack."""

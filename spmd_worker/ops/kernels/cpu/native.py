@@ -10,9 +10,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import (
+    ACTIVATION,
+    COLUMN_PARALLEL,
+    EXPERTS,
+    HEAD,
+    NORM,
+    ROW_PARALLEL,
+    SAMPLING,
+    Region,
+)
 from spmd_worker.model_config.int8_format import PANEL
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
+from spmd_worker.native.version import native_version
 from spmd_worker.ops.kernels.adapters import AdapterKernels
 from spmd_worker.ops.kernels.api import Kernels, LogitFilters
 from spmd_worker.ops.kernels.cpu.adapters import NativeAdapterKernels
@@ -80,6 +91,15 @@ class CpuKernels(PackedKernels):
                 library.functions["fill_prefilter_bfloat16"],
                 library.functions["filtered_argmax_bfloat16"],
             )
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        regions = super().numerics(dtype)
+        native = Region(f"native {self._library.instruction_set}", native_version())
+        if self.has_gemm(dtype):
+            of_products = native.with_constants(amx=self._library.has_amx)
+            regions |= dict.fromkeys((COLUMN_PARALLEL, ROW_PARALLEL, HEAD, EXPERTS), of_products)
+        sampling = native.with_constants(**regions[SAMPLING].constants)
+        return regions | {NORM: native, ACTIVATION: native, SAMPLING: sampling}
 
     def has_gemm(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype are packed for the compiled GEMMs."""

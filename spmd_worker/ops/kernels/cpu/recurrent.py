@@ -10,9 +10,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
+from spmd_worker.native.version import native_version
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_dtype, check_tensor, contiguous_rows, dtype_name
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
@@ -26,11 +28,15 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
     """Implements `RecurrentKernels` for tensors in host memory."""
 
     def __init__(self, library: NativeLibrary) -> None:
+        self._instruction_set = library.instruction_set
         self._functions = {
             (name, dtype): library.functions[f"{name}_{dtype_name(dtype)}"]
             for name in _FUNCTIONS
             for dtype in NATIVE_DTYPES
         }
+
+    def numerics(self) -> Region:
+        return Region(f"native {self._instruction_set}", native_version())
 
     def short_conv(
         self,

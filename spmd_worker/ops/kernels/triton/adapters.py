@@ -12,11 +12,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, StepAdapters
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.triton import adapter_kernels, placing
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
 from spmd_worker.ops.kernels.triton.placing import Placed, most_tiles
+from spmd_worker.ops.kernels.triton.version import triton_region
 
 MAX_FEW_ROWS: Final = 1024
 """Maximum rows of a step with tiles of few rows."""
@@ -266,6 +268,9 @@ class TritonAdapterKernels:
     def __init__(self) -> None:
         self._num_slots = 0
         self._dtype = torch.float32
+
+    def numerics(self) -> Region:
+        return triton_region().with_constants(rank_step=_LEAST_RANK_STEP)
 
     def new_stack(self, sizes: AdapterSizes) -> TritonAdapterStack:
         assert self._num_slots in (0, sizes.num_slots), (self._num_slots, sizes)

@@ -6,12 +6,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import QUANTISATION, Region
 from spmd_worker.model_config.byte_rows import GROUP, fits_bytes
 from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights
 from spmd_worker.ops.kernels.triton import fp8_kernels, rows
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels, TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
+from spmd_worker.ops.kernels.triton.version import triton_region
 
 FIRST_CAPABILITY: Final = (8, 9)
 """The first chips that multiply e4m3."""
@@ -219,6 +221,10 @@ class Fp8TritonKernels(Fp8Packing, PackedTritonKernels):
         self.dtype, self.weights, self.head = dtype, Fp8Weights(dtype), TritonKernels()
         self._is_grouped = False
         """Whether a checkpoint's weights have scales of groups: then activations too."""
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        own = triton_region()
+        return super().numerics(dtype) | {QUANTISATION: Region(f"FP8, {own.implementation}", own.version)}
 
     def pack_stored(self, weight: Tensor, scales: Tensor) -> Tensor:
         self._is_grouped |= scales.shape[1] > 1

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import QUANTISATION, Region
 from spmd_worker.ops.kernels import int8
 from spmd_worker.ops.kernels.byte_rows import ByteRowPacking, ByteRows
 from spmd_worker.ops.kernels.triton import int8_kernels
@@ -14,6 +15,7 @@ from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, d
 from spmd_worker.ops.kernels.triton.fp8 import num_warps
 from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
+from spmd_worker.ops.kernels.triton.version import triton_region
 
 _HOPPER: Final = (9, 0)
 _MOST_IN_REGISTERS: Final = 1 << 14
@@ -133,6 +135,10 @@ class Int8TritonKernels(ByteRowPacking, PackedTritonKernels):
 
     stored: Final = None
     head: Final = None
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        own = triton_region()
+        return super().numerics(dtype) | {QUANTISATION: int8.int8_region(own.implementation, own.version)}
 
     def row_maxima(self, x: Tensor) -> Tensor:
         return int8.row_maxima(x)

@@ -9,6 +9,15 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from spmd_worker.base.numerical_policy import (
+    COLUMN_PARALLEL,
+    EXPERTS,
+    HEAD,
+    NORM,
+    ROW_PARALLEL,
+    SAMPLING,
+    Region,
+)
 from spmd_worker.ops.kernels.adapters import AdapterKernels
 from spmd_worker.ops.kernels.api import ExpertKernels
 from spmd_worker.ops.kernels.byte_rows import is_packed
@@ -18,12 +27,18 @@ from spmd_worker.ops.kernels.triton import experts, head_products, matmul, rows,
 from spmd_worker.ops.kernels.triton.adapters import TritonAdapterKernels
 from spmd_worker.ops.kernels.triton.penalties import RowHistories
 from spmd_worker.ops.kernels.triton.recurrent import TritonRecurrentKernels
+from spmd_worker.ops.kernels.triton.version import triton_region
 
 
 class TritonKernels(ReferenceKernels):
     """Implements `kernels.api.Kernels` on CUDA, and on the CPU if kernels are interpreted."""
 
     samples_on_device = True
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
+        regions, own = super().numerics(dtype), triton_region()
+        sampling = own.with_constants(**regions[SAMPLING].constants)
+        return regions | dict.fromkeys((COLUMN_PARALLEL, ROW_PARALLEL, HEAD, EXPERTS, NORM), own) | {SAMPLING: sampling}
 
     def new_histories(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> RowHistories:
         return RowHistories(vocab_size, eos_token_ids, device)
