@@ -45,7 +45,7 @@ def linear_of_leaves(
     BIAS: tl.constexpr, EVEN: tl.constexpr, LEVELS: tl.constexpr, UNIT: tl.constexpr, X_BY_TMA: tl.constexpr,
     WEIGHT_BY_TMA: tl.constexpr, OUT_BY_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Persistent: all levels are in registers, 1 to 3. One loop over K, whose loads do not stop at a leaf's end; EVEN."""
+    """Persistent, EVEN: 1 to 3 levels, in registers. One loop over K, whose loads do not stop at a leaf's end."""
     tl.static_assert(EVEN and LEVELS >= 1 and LEVELS <= 3)
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     last_m, last_n = tl.maximum(M - BM, 0), tl.maximum(N - BN, 0)
