@@ -361,7 +361,7 @@ def penalty_variants() -> Iterator[Variant]:
 
 
 def sum_variants(element: str = "bf16") -> Iterator[Variant]:
-    """Of eight ranks, in their order, and by a tree of float32 parts: its norm adds squares as that of one rank does."""
+    """Of eight ranks, in their order, and by a tree of float32 parts, whose norm adds as that of one rank does."""
     for by_tree in (False, True):
         ranks, suffix = {"RANKS": 8, "BY_TREE": by_tree}, " by tree" * by_tree
         types = _typed(sum_kernels.add_parts, element) | {"N": "i32"}
