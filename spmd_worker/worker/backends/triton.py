@@ -126,9 +126,7 @@ class TritonDevice(DeviceBackend):
 
     def arithmetic(self, attention: AttentionBackend) -> str:
         kernels = f"Triton kernels{' interpreted' if is_interpreted() else ''}"
-        layout = self.resolved.layout
-        order = ", sums in the order of ranks" if layout.tensor_parallel_size > 1 else ""
-        order = f", sums over {layout.num_leaves} leaves" if self._has_leaves else order
+        order = ", sums in the order of ranks" if self.resolved.layout.tensor_parallel_size > 1 else ""
         return f"{kernels}{order}, {super().arithmetic(attention)}"
 
     def can_record(self, tensor: GroupHandle) -> bool:
