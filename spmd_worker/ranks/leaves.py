@@ -49,7 +49,7 @@ def num_leaves(model_config: ModelConfig, most: int) -> int:
 
 
 def leaf_bounds(num_inputs: int, count: int) -> tuple[int, ...]:
-    """Where leaves of so many inputs begin, and the end of the last: `count` + 1 numbers, nearly equally far apart."""
+    """Starts of the leaves of so many inputs and the end of the last: `count` + 1 numbers, about equally far apart."""
     unit = GRANULE if num_inputs % GRANULE == 0 else num_inputs // count
     base, extra = divmod(num_inputs // unit, count)
     return tuple(unit * (leaf * base + min(leaf, extra)) for leaf in range(count + 1))
