@@ -622,7 +622,7 @@ def matmul_variant(
     )  # fmt: skip
 
 
-_OUTER_LOOP_BYTES = 32
+_OUTER_LOOP_BYTES, _LEAF_LOOP_BYTES = 32, 48
 
 
 def leaf_variants(capability: int, *, is_short: bool = False) -> Iterator[Variant]:
@@ -675,7 +675,7 @@ def leaf_variant(
     has_few_rows = tile.rows < 64 and MATRIX_INSTRUCTION[capability] != "mma.sync"
     return Variant(
         name, kernel, types, constants, options, aligned, element != "fp32", staged,
-        instruction="mma.sync" if has_few_rows else "", stack_bytes=_OUTER_LOOP_BYTES, adds_parts=element != "fp32",
+        instruction="mma.sync" if has_few_rows else "", stack_bytes=_LEAF_LOOP_BYTES, adds_parts=element != "fp32",
     )  # fmt: skip
 
 
