@@ -139,7 +139,7 @@ def correctness_commands(is_dry: bool) -> dict[str, str]:
         found[name] = f"{path.relative_to(ROOT)}{'' if is_dry else ' cuda'}"
     found["probe bits"] = f"scripts/gpu_probe.py --only bits{dry}"
     jobs = f"--device-backend {DEFAULT_BACKEND}{dry}"
-    found |= {f"job {name}": f"scripts/gpu_jobs.py {name} {jobs}" for name in ("demo", "two_ranks")}
+    found |= {f"job {name}": f"scripts/gpu_jobs.py {name} {jobs}" for name in ("demo", "two_ranks", "leaves")}
     return {**found, "quality fp8": f"scripts/gpu_quality.py {ours}{dry}"}
 
 
@@ -150,6 +150,7 @@ def speed_parts(*, is_dry: bool) -> list[Part]:
         "8b": (f"scripts/gpu_speed.py 8b {ours}", 90.0),
         "matmul": ("scripts/gpu_probe.py --only matmul,gated", 30.0),
         "attention": ("scripts/gpu_probe.py --only attention", 20.0),
+        "leaves": ("scripts/gpu_leaves.py", 25.0),
         "adapter kernels": ("scripts/gpu_probe.py --only adapters", 15.0),
         "experts": (f"scripts/gpu_speed.py experts {ours}", 30.0),
         "135m": (f"scripts/gpu_speed.py 135m {ours}", 40.0),

@@ -1,11 +1,12 @@
 """Whole jobs under torchrun on one GPU: the demo, and two ranks that share the GPU.
 
-    python scripts/gpu_jobs.py {demo,two_ranks} [--device-backend NAME] [--dry]
+    python scripts/gpu_jobs.py {demo,two_ranks,leaves} [--device-backend NAME] [--dry]
 
 `demo`: the model that ships answers its 480 rows on one rank; every answer has to be right. `two_ranks`: the same
 model in float32, greedy, tensor parallel over two ranks that add up over symmetric memory, beside one rank: equal
-tokens. NCCL refuses ranks that share a GPU, so their groups are gloo's. A line a finding, and one JSON object last;
-exits with 1 where something is wrong. --dry: on the CPU.
+tokens. `leaves`: in bfloat16 with parallel.invariant_tensor_parallel, over one, two and four ranks: equal outputs, each
+bit of log-probabilities. NCCL refuses ranks that share a GPU, so their groups are gloo's. A line a finding, and one
+JSON object last; exits with 1 where something is wrong. --dry: on the CPU.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpu_figures import Findings
@@ -75,19 +77,32 @@ def demo(findings: Findings, folder: Path, device: str, backend: str) -> None:
 
 
 def two_ranks(findings: Findings, folder: Path, device: str, backend: str) -> None:
+    _compare(findings, folder, device, backend, (1, 2), "model.dtype=float32")
+
+
+def leaves(findings: Findings, folder: Path, device: str, backend: str) -> None:
+    overrides = ("model.dtype=bfloat16", "sampling.logprobs=1", "parallel.invariant_tensor_parallel=true")
+    _compare(findings, folder, device, backend, (1, 2, 4), *overrides)
+
+
+def _compare(
+    findings: Findings, folder: Path, device: str, backend: str, sizes: Sequence[int], *overrides: str
+) -> None:
+    """Outputs of one rank beside those of more."""
     found = {}
-    for num_ranks in (1, 2):
-        problem = torchrun(num_ranks, folder / str(num_ranks), device, backend, "model.dtype=float32")
+    for num_ranks in sizes:
+        problem = torchrun(num_ranks, folder / str(num_ranks), device, backend, *overrides)
         findings.must(f"{num_ranks} ranks: last lines of a job that failed", problem, [])
         if not problem:
             found[num_ranks] = answers(folder / str(num_ranks))
-    if len(found) == 2:
-        findings.must("rows", len(found[1]), NUM_ROWS)
-        different = [key for key in found[1] if found[1][key] != found[2].get(key)]
-        findings.must("rows that differ between one rank and two", different[:5], [])
+    alone = found.get(1, {})
+    findings.must("rows", len(alone), NUM_ROWS)
+    for num_ranks, others in found.items():
+        different = [key for key in alone if alone[key] != others.get(key)]
+        findings.must(f"rows that differ between one rank and {num_ranks}", different[:5], [])
 
 
-JOBS = {"demo": demo, "two_ranks": two_ranks}
+JOBS = {"demo": demo, "two_ranks": two_ranks, "leaves": leaves}
 
 
 def main() -> int:

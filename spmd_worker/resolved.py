@@ -29,6 +29,7 @@ from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_
 from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.expert_layout import expert_layout_of
+from spmd_worker.ranks.gpu_leaves import check_gpu_leaves
 from spmd_worker.ranks.leaves import num_leaves
 from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, shard_range
 from spmd_worker.replica.sequence.defaults import default_sampling
@@ -468,6 +469,8 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
     parallel, is_invariant = config.parallel, config.parallel.invariant_tensor_parallel
     if is_invariant is None:
         is_invariant = device_type == "cpu" and config.executor.device_backend in ("auto", "cpu")
+    if is_invariant and (device_type == "cuda" or config.executor.device_backend == "triton"):
+        check_gpu_leaves(config, model_config)
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
     # Sums of int8 are exact; what adapters add to them is summed in leaves.
     if is_invariant and config.model.quantization in (None, "int8"):

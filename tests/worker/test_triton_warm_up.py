@@ -20,6 +20,7 @@ from spmd_worker.ops.kernels.triton import (
     adapter_kernels,
     attention_kernels,
     expert_kernels,
+    leaf_kernels,
     matmul,
     matmul_kernels,
     penalty_kernels,
@@ -77,6 +78,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
         sampling_kernels,
         penalty_kernels,
         matmul_kernels,
+        leaf_kernels,
         row_kernels,
     ):
         for name, kernel in inspect.getmembers(module, lambda each: isinstance(each, JITFunction)):
@@ -118,11 +120,15 @@ def new_forms(forms: set[tuple], dtype: str, **settings: int) -> set[tuple]:
         return forms - before
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8, "invariant_tensor_parallel": True}]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_step_compiles_after_warm_up(forms: set[tuple], dtype: str, settings: dict[str, int]):
     assert new_forms(forms, dtype, **settings) == set()
-    assert {form[0] for form in forms} >= {"attend", "join_partials", "linear", "forbid", "filter_logits", "draw"}
+    names = {form[0] for form in forms}
+    assert names >= {"attend", "join_partials", "linear", "forbid", "filter_logits", "draw"}
+    assert ("linear_of_leaves" in names) == ("invariant_tensor_parallel" in settings)
 
 
 def test_without_the_warm_up_the_first_steps_compile(forms: set[tuple], monkeypatch: pytest.MonkeyPatch):

@@ -273,7 +273,8 @@ class SparseFeedForward(nn.Module):
         self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
         of_expert = context if layout is None else unsharded
         if self._expert_kernels is not None:
-            of_expert = replace(of_expert, device=torch.device("meta"))
+            # These kernels sum a complete expert in one chain.
+            of_expert = replace(of_expert, device=torch.device("meta"), num_leaves=1)
         self.gate = Router(context, experts, hidden_size, layer.norm.eps)
         expert_size = experts.latent_size or hidden_size
         self.experts = nn.ModuleDict({str(index): Expert(of_expert, layer, experts, expert_size) for index in own})

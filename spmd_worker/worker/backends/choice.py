@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.resolved import ResolvedRun
+from spmd_worker.resolved import ResolvedRun, resolve_again
 from spmd_worker.worker.backends.backend import DeviceBackend
 from spmd_worker.worker.worker_wrapper import resolve_class
 
@@ -69,4 +69,7 @@ def _warn_once(reason: str) -> None:
 def with_device_backend(resolved: ResolvedRun, name: str) -> ResolvedRun:
     """The run with another `executor.device_backend`, for a worker class that brings its own."""
     executor = replace(resolved.config.executor, device_backend=name)
-    return replace(resolved, config=replace(resolved.config, executor=executor))
+    # The default of leaves depends on the backend.
+    return resolve_again(
+        replace(resolved, config=replace(resolved.config, executor=executor)), resolved.config.parallel
+    )

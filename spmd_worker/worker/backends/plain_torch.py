@@ -3,6 +3,7 @@
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.gpu_leaves import PLAIN_TORCH
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 
 
@@ -10,6 +11,8 @@ class TorchDevice(DeviceBackend):
     """`executor.device_backend=torch`."""
 
     def operations(self) -> Operations:
+        if self.device.type == "cuda" and self.resolved.config.parallel.invariant_tensor_parallel:
+            raise ConfigError(PLAIN_TORCH)
         if self.resolved.config.model.quantization is not None:
             raise ConfigError(
                 "executor.device_backend=torch does not support quantised weights: set executor.device_backend=triton "

@@ -1,4 +1,4 @@
-"""Triton backend for NVIDIA GPUs: our kernels, steps recorded as CUDA graphs, all-reduce in rank order.
+"""Triton backend for NVIDIA GPUs: our kernels, steps recorded as CUDA graphs, all-reduce in rank order or by a tree.
 
 The default on CUDA where it computes the model (choice.py). Runs on the CPU if TRITON_INTERPRET=1 was set before Triton
 was imported, for tests.
@@ -70,10 +70,15 @@ class TritonDevice(DeviceBackend):
     def wrap_groups(self, groups: ParallelGroups) -> ParallelGroups:
         # Sums in rank order make a row's output independent of its batch with tensor parallelism too.
         groups = super().wrap_groups(groups)
-        tensor = replace(groups.tensor, adds_in_order=True)
+        tensor = replace(groups.tensor, adds_in_order=True, adds_by_tree=self._has_leaves)
         if tensor.size > 1 and self.device.type == "cuda":
             tensor = replace(tensor, fast=self._peer_sums(tensor, groups.control))
         return replace(groups, tensor=tensor)
+
+    @property
+    def _has_leaves(self) -> bool:
+        """Whether ranks go on with the tree over leaves that one rank adds."""
+        return self.resolved.layout.num_leaves > 1 and self.resolved.layout.has_leaves
 
     def operations(self) -> Operations:
         reason = self.unsupported()
@@ -267,7 +272,7 @@ class TritonDevice(DeviceBackend):
         own = _on_all_ranks(control, lambda: SymmetricMemory.allocate(num_bytes, self.device))
         group = tensor.group
         memory = None if own is None else _on_all_ranks(control, lambda: SymmetricMemory(group, own))
-        return None if memory is None else PeerSums(memory, tensor.rank, buffer_bytes)
+        return None if memory is None else PeerSums(memory, tensor.rank, buffer_bytes, adds_by_tree=tensor.adds_by_tree)
 
     def _lacks_on_device(self) -> str | None:
         """The GPU's lack for these kernels, without which the first launch would fail."""

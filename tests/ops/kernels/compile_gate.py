@@ -40,6 +40,8 @@ from spmd_worker.ops.kernels.triton import (
     head_products,
     int8,
     int8_kernels,
+    leaf_kernels,
+    leaf_matmul,
     matmul,
     matmul_kernels,
     penalty_kernels,
@@ -359,15 +361,20 @@ def penalty_variants() -> Iterator[Variant]:
 
 
 def sum_variants(element: str = "bf16") -> Iterator[Variant]:
-    """Of eight ranks."""
-    ranks = {"RANKS": 8}
-    types = _typed(sum_kernels.add_parts, element) | {"N": "i32"}
-    constants = ranks | {"BLOCK": sum_kernels.BLOCK}
-    yield Variant("add_parts", sum_kernels.add_parts, types, constants, sum_kernels.LAUNCH, ("N", "first"))
-    types = _typed(sum_kernels.add_parts_and_norm, element)
-    options = sum_kernels.LAUNCH | rows.row_options(4096)
-    constants = ranks | {"BH": 4096}
-    yield Variant("add_parts_and_norm 4096", sum_kernels.add_parts_and_norm, types, constants, options, ("H", "first"))
+    """Of eight ranks, in their order, and by a tree of float32 parts, whose norm adds as that of one rank does."""
+    for by_tree in (False, True):
+        ranks, suffix = {"RANKS": 8, "BY_TREE": by_tree}, " by tree" * by_tree
+        types = _typed(sum_kernels.add_parts, element) | {"N": "i32"}
+        constants = ranks | {"BLOCK": sum_kernels.BLOCK}
+        launch = sum_kernels.LAUNCH
+        yield Variant(f"add_parts{suffix}", sum_kernels.add_parts, types, constants, launch, ("N", "first"))
+        kernel = sum_kernels.add_parts_and_norm
+        types = _typed(kernel, element)
+        for width in (576, 4096):
+            options, constants = launch | rows.row_options(width), ranks | {"BH": power_of_two(width)}
+            sums_as = norm_variant(width, element) if by_tree else None
+            name = f"add_parts_and_norm {width}{suffix}"
+            yield Variant(name, kernel, types, constants, options, ("H", "first"), sums_as=sums_as)
 
 
 CHIPS = {
@@ -624,7 +631,61 @@ def matmul_variant(
     )  # fmt: skip
 
 
-_OUTER_LOOP_BYTES = 32
+_OUTER_LOOP_BYTES, _LEAF_LOOP_BYTES = 32, 48
+
+
+def leaf_variants(capability: int, *, is_short: bool = False) -> Iterator[Variant]:
+    """All tiles of a chip for the leaves of 14,336 inputs, of all and of half of them, as operands are launched; and
+    unequal leaves, leaves that a step passes, and float32. `is_short`: what the gate compiles.
+    """
+    chip = CHIPS[capability]
+    for ends in ((14336, 8),) if is_short else ((14336, 8), (7168, 4), (3584, 2), (2880, 8), (160, 8)):
+        cut = leaf_matmul.cut_of(leaf_bounds(*ends)[1:])
+        for choice in leaf_matmul.family(cut, chip):
+            tile = choice.tile
+            if is_short and (tile.rows, tile.columns, choice.in_registers) not in LEAF_TILES_OF_THE_GATE:
+                continue
+            is_even = cut.divisor >= tile.inputs
+            ways = {(each and is_even and tile.x_by_tma, each and is_even and tile.weight_by_tma) for each in (0, 1)}
+            for way in sorted(ways, reverse=True):
+                yield leaf_variant(choice, cut, (*way, tile.out_by_tma), capability)
+                if not is_short:
+                    yield leaf_variant(choice, cut, (*way, False), capability, out="fp32")
+        plain = leaf_matmul.tile_for(1, 64, ends[0], cut, torch.float32, torch.device("cpu"))
+        yield leaf_variant(plain, cut, (False, False, False), capability, "fp32", "fp32")
+
+
+LEAF_TILES_OF_THE_GATE = ((16, 32, True), (64, 64, True), (64, 128, True), (128, 128, False))
+
+
+def leaf_variant(
+    choice: leaf_matmul.LeafTile, cut: leaf_matmul.Cut, way: tuple[bool, bool, bool], capability: int,
+    element: str = "bf16", out: str = "bf16",
+) -> Variant:  # fmt: skip
+    """With a bias. `way`: whether x, weights and out go by TMA."""
+    tile = choice.tile
+    kernel = leaf_kernels.linear_of_leaves if choice.in_registers else leaf_kernels.linear_of_leaf_pairs
+    types = _typed(kernel, element) | {"out": f"*{out}", "base": "i32", "longer": "i32"}
+    types |= {} if choice.in_registers else {"scratch": "*fp32"}
+    boxes = {"x": (tile.rows, tile.inputs), "weight": (tile.columns, tile.inputs), "out": (tile.rows, tile.columns)}
+    for by_tma, (name, box) in zip(way, boxes.items(), strict=True):
+        if by_tma:
+            types[name] = f"tensordesc<{element}[{box[0]}, {box[1]}]>"
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[out]
+    is_even = cut.divisor >= tile.inputs
+    constants = dict(leaf_matmul.constants(choice, cut.num_levels, cut.unit, dtype, True, is_even, *way))
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", *matmul_kernels.LAUNCH)}
+    itemsize = 4 if element == "fp32" else 2
+    letters = "".join("t" if each else "p" for each in way)
+    name = f"{kernel.__name__} {1 << cut.num_levels} of {cut.unit * cut.base} {tile.rows}x{tile.columns}x{tile.inputs}"
+    name += f" {tile.num_warps} {tile.num_stages} {letters}{' part' * (out != element)}{' fp32' * (element == 'fp32')}"
+    aligned = ("N", "K", "stride_x", "stride_weight", "stride_out")
+    staged = itemsize * tile.inputs * tile.num_stages * (tile.rows + tile.columns) * is_even
+    has_few_rows = tile.rows < 64 and MATRIX_INSTRUCTION[capability] != "mma.sync"
+    return Variant(
+        name, kernel, types, constants, options, aligned, element != "fp32", staged,
+        instruction="mma.sync" if has_few_rows else "", stack_bytes=_LEAF_LOOP_BYTES, adds_parts=element != "fp32",
+    )  # fmt: skip
 
 
 _QUANTISED = {"x_scales": "*fp32", "scales": "*fp32", "stride_scales": "i32", "maxima": "*fp32"}
@@ -859,6 +920,7 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
     found = [each for each in variants() if not is_short or each.name.startswith(first)]
     matmuls = matmul_variants(capability)
     found += [each for each in matmuls if not is_short or each.name.startswith(MATMULS_OF_THE_GATE)]
+    found += leaf_variants(capability, is_short=is_short)
     found += expert_variants(is_short=is_short)
     found += adapter_variants(is_short=is_short)
     found += (each for each in recurrent_variants() if not is_short or each.name in RECURRENT_OF_THE_GATE)

@@ -22,6 +22,9 @@ def main() -> None:
     torch.cuda.set_device(device)
     own = SymmetricMemory.allocate(2 * half_bytes(ROOM_BYTES, size), device)
     sums = PeerSums(SymmetricMemory(dist.group.WORLD, own), rank, ROOM_BYTES)
+    # Memory of its own: each has halves that take turns.
+    others = SymmetricMemory.allocate(2 * half_bytes(ROOM_BYTES, size), device)
+    tree = PeerSums(SymmetricMemory(dist.group.WORLD, others), rank, ROOM_BYTES, adds_by_tree=True)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for num_rows in (1, 3, 64, 700):
             torch.manual_seed(num_rows)
@@ -37,6 +40,13 @@ def main() -> None:
                 own, other = residual.to(dtype, copy=True), residual.to(dtype, copy=True)
                 normed = sums.all_reduce_add_rms_norm(parts[rank].clone(), own, weight, EPS)
                 assert torch.equal(normed, rows.add_rms_norm(expected, other, weight, EPS)), (dtype, num_rows)
+                assert torch.equal(own, other), (dtype, num_rows, one_round)
+                wide = [part.float() * 1.1 for part in parts]
+                added = (wide[0] + wide[1]).to(dtype)
+                assert torch.equal(tree.sum_parts(wide[rank].clone(), dtype), added), (dtype, num_rows, one_round)
+                own, other = residual.to(dtype, copy=True), residual.to(dtype, copy=True)
+                normed = tree.all_reduce_add_rms_norm(wide[rank].clone(), own, weight, EPS)
+                assert torch.equal(normed, rows.add_rms_norm(added, other, weight, EPS)), (dtype, num_rows)
                 assert torch.equal(own, other), (dtype, num_rows, one_round)
             assert torch.equal(sums.all_gather(parts[rank]), torch.stack(parts)), (dtype, num_rows)
             assert torch.equal(sums.broadcast(parts[rank].clone(), 1), parts[1]), (dtype, num_rows)

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_cases.py": ((), 10),
     "triton_matmul_cases.py": ((), 8),
+    "triton_leaves_cases.py": ((), 9),
     "triton_attention_cases.py": ((), 12),
     "triton_sampling_cases.py": ((), 4),
     "triton_experts_cases.py": (("gate",), 4),
@@ -39,6 +40,7 @@ ALL_CASES = {
 ENGINES = {
     "triton_engine.py": 9,
     "triton_graphs.py": 16,
+    "triton_leaves_engine.py": 7,
     "triton_experts_engine.py": 18,
     "triton_stored_engine.py": 19,
     "triton_adapters_engine.py": 17,

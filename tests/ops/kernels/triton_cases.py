@@ -226,7 +226,8 @@ def rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them() -> None
 class Peers:
     """The memory of ranks that are threads here, of which one runs at a time: `meet` hands over."""
 
-    def __init__(self, size: int, part_bytes: int) -> None:
+    def __init__(self, size: int, part_bytes: int, *, adds_by_tree: bool = False) -> None:
+        self._adds_by_tree = adds_by_tree
         num_bytes = 2 * peer_sums.half_bytes(part_bytes, size)
         self.views = [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(size)]
         self.addresses = torch.tensor([view.data_ptr() for view in self.views], dtype=torch.int64)
@@ -245,7 +246,7 @@ class Peers:
 
         def run(rank: int) -> torch.Tensor:
             with self._turn, torch.device(device):
-                return call(PeerSums(self, rank, self._room_bytes), rank)
+                return call(PeerSums(self, rank, self._room_bytes, adds_by_tree=self._adds_by_tree), rank)
 
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(run, range(size)))

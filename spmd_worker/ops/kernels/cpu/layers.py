@@ -12,13 +12,13 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from spmd_worker.model_config.int8_format import PANEL, STEP, panel_bytes, row_bytes
+from spmd_worker.model_config.int8_format import PANEL, panel_bytes, row_bytes
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
@@ -26,8 +26,7 @@ from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.adapters import NativeStack
 from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
-from spmd_worker.ops.kernels.cpu.native import MAX_LEAVES
-from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, check_tensor, dtype_name
+from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, check_tensor, dtype_name, leaf_integers
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 
@@ -109,9 +108,7 @@ class NativeLayers:
             _Layer(*(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window)
             for layer in layers
         ]
-        self._leaf_ends = [
-            (ctypes.c_int64 * len(ends))(*ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)
-        ]
+        self._leaf_ends = [leaf_integers(ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)]
         self._stack = _Stack(
             *((_Layer * len(layers))(*addresses), sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads),
             *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes),
@@ -234,13 +231,6 @@ def _has_bytes(layer: LayerWeights) -> bool:
     return all(are_byte_panels(each) for each in (layer.qkv, layer.output, layer.gates, layer.down))
 
 
-def _check_leaves(ends: tuple[int, ...], num_inputs: int) -> None:
-    assert ends[-1] == num_inputs, (ends, num_inputs)
-    assert len(ends) <= MAX_LEAVES, ends
-    assert len(ends).bit_count() == 1, ends
-    assert all(start < end and end % STEP == 0 for start, end in pairwise((0, *ends))), ends
-
-
 def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
     """Raise AssertionError for weights that the compiled code would read out of bounds."""
     hidden, heads_size = sizes.hidden_size, sizes.num_heads * sizes.head_size
@@ -257,8 +247,7 @@ def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
     assert sizes.num_heads % sizes.num_kv_heads == 0, (sizes.num_heads, sizes.num_kv_heads)
     assert not has_bytes or (layer.gates.shape[1], layer.qkv.shape[1]) == (2, 1), (layer.gates.shape, layer.qkv.shape)
     if not has_bytes:
-        _check_leaves(sizes.output_leaf_ends, heads_size)
-        _check_leaves(sizes.down_leaf_ends, opened)
+        assert (sizes.output_leaf_ends[-1], sizes.down_leaf_ends[-1]) == (heads_size, opened), sizes
     for name, tensor, expected in zip(_TENSORS, _tensors(layer), counts, strict=True):
         if tensor is not None:
             is_of_bytes = has_bytes and name in _WEIGHTS

@@ -5,6 +5,7 @@ sums.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from spmd_worker.ops.kernels.api import ExpertKernels
 from spmd_worker.ops.kernels.byte_rows import is_packed
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ops.kernels.triton import experts, head_products, matmul, rows, sampling
+from spmd_worker.ops.kernels.triton import experts, head_products, leaf_matmul, matmul, rows, sampling
 from spmd_worker.ops.kernels.triton.adapters import TritonAdapterKernels
 from spmd_worker.ops.kernels.triton.penalties import RowHistories
 from spmd_worker.ops.kernels.triton.recurrent import TritonRecurrentKernels
@@ -46,6 +47,18 @@ class TritonKernels(ReferenceKernels):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         del out
         return matmul.linear(x, weight, bias)
+
+    def linear_of_leaves(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ends: Sequence[int],
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        del out
+        return leaf_matmul.linear_of_leaves(x, weight, bias, ends, dtype)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return matmul.gated_linear(x, weight, bias)

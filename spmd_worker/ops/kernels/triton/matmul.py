@@ -8,8 +8,9 @@ shared memory, is replaced, once for all, by one that works.
 
 import logging
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +34,9 @@ from spmd_worker.ops.kernels.triton.tiles import (
 
 logger = logging.getLogger(__name__)
 
-REPLACED: dict[tuple[bool, Tile], Tile] = {}
-"""Whether gated, and a tile that does not work -> the tile that is launched in its place."""
+REPLACED: dict[tuple[bool, Tile], tuple[bool, Tile]] = {}
+"""Whether gated, and a tile that does not work -> the same, and the tile that is launched in its place."""
+_Choice = TypeVar("_Choice")
 _TILE_ERRORS = (OutOfResources, PTXASError, CompilationError)
 _PASS_FAILED = "PassManager::run failed"
 """The message of the RuntimeError that Triton raises if a compiler pass rejects a kernel."""
@@ -46,7 +48,12 @@ def tile_for(
     """The tile of [num_rows, num_inputs] x [num_columns, num_inputs] (twice if gated)."""
     if dtype == torch.float32:
         return FLOAT32
-    return _tiles(is_gated, num_columns, num_inputs, device)[bisect_left(BUCKETS, num_rows)]
+    return _tiles(is_gated, num_columns, num_inputs, device)[bucket_of(num_rows)]
+
+
+def bucket_of(num_rows: int) -> int:
+    """Index of the bucket of so many rows."""
+    return bisect_left(BUCKETS, num_rows)
 
 
 @cache
@@ -81,11 +88,15 @@ def shared_bytes(itemsize: int) -> int:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
-    """[..., K] x [N, K] -> [..., N]: see `matmul_kernels.linear`. `tile` None: from `tile_for`."""
-    out = x.new_empty((*x.shape[:-1], len(weight)))
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """[..., K] x [N, K] -> [..., N] of `dtype`, None: theirs: see `matmul_kernels.linear`. `tile` None: from
+    `tile_for`.
+    """
+    out = x.new_empty((*x.shape[:-1], len(weight)), dtype=dtype)
     if out.numel():
-        _launch(_as_rows(x), (weight,), (bias,), out.view(-1, len(weight)), tile)
+        _launch(as_rows(x), (weight,), (bias,), out.view(-1, len(weight)), tile)
     return out
 
 
@@ -95,11 +106,11 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | No
     out = x.new_empty((*x.shape[:-1], width))
     if out.numel():
         biases = (None, None) if bias is None else (bias[:width], bias[width:])
-        _launch(_as_rows(x), (weight[:width], weight[width:]), biases, out.view(-1, width), tile)
+        _launch(as_rows(x), (weight[:width], weight[width:]), biases, out.view(-1, width), tile)
     return out
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """[M, K], K contiguous."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
@@ -113,19 +124,37 @@ def _launch(
     num_rows, num_columns = out.shape
     if tile is None:
         tile = tile_for(num_rows, num_columns, x.shape[1], x.dtype, x.device, is_gated=is_gated)
+    launch_working(
+        (is_gated, tile), REPLACED, _replacement_of, lambda choice: _launch_tile(x, weights, biases, out, choice[1])
+    )
+
+
+def launch_working(
+    choice: _Choice,
+    replaced: dict[_Choice, _Choice],
+    replacement_of: Callable[[_Choice], _Choice | None],
+    launch: Callable[[_Choice], None],
+) -> None:
+    """Launch `choice`, or what has replaced it: a tile, in some way. `replaced` is noted where a choice fails."""
     while True:
-        if REPLACED:
-            tile = REPLACED.get((is_gated, tile), tile)
+        if replaced:
+            choice = replaced.get(choice, choice)
         try:
-            return _launch_tile(x, weights, biases, out, tile)
+            return launch(choice)
         except (*_TILE_ERRORS, RuntimeError) as error:
             if not isinstance(error, _TILE_ERRORS) and _PASS_FAILED not in str(error):
                 raise
-            replacement = replacement_of(tile, is_gated=is_gated)
+            replacement = replacement_of(choice)
             if replacement is None:
                 raise
-            REPLACED[is_gated, tile] = replacement
-            logger.warning("%s does not work here (%s): %s in its place", tile, _first_line(error), replacement)
+            replaced[choice] = replacement
+            logger.warning("%s does not work here (%s): %s in its place", choice, _first_line(error), replacement)
+
+
+def _replacement_of(choice: tuple[bool, Tile]) -> tuple[bool, Tile] | None:
+    is_gated, tile = choice
+    found = replacement_of(tile, is_gated=is_gated)
+    return None if found is None else (is_gated, found)
 
 
 def replacement_of(tile: Tile, *, is_gated: bool) -> Tile | None:
@@ -148,7 +177,7 @@ def _launch_tile(
     num_inputs = x.shape[1]
     x_by_tma = tile.x_by_tma and num_rows >= tile.rows and can_describe(x)
     weight_by_tma = tile.weight_by_tma and num_columns >= tile.width and can_describe(*weights)
-    out_by_tma = tile.out_by_tma and can_describe(out)
+    out_by_tma = stores_by_tma(tile, x, out)
     flags = (biases[0] is not None, num_inputs % tile.inputs == 0, x_by_tma, weight_by_tma, out_by_tma)
     num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.width)
     rows = describe(x, tile.rows, tile.inputs) if x_by_tma else x
@@ -168,8 +197,13 @@ def _launch_tile(
         operands = (rows, boxes[0], rest, biases[0], to, rest_to)
     kernel[(min(num_tiles, num_programs(x.device, tile.per_multiprocessor)),)](
         *operands, num_rows, num_columns, num_inputs, x.stride(0), weights[0].stride(0), out.stride(0),
-        **constants(tile, x.dtype, len(weights) > 1, *flags),
+        **constants(tile, out.dtype, len(weights) > 1, *flags),
     )  # fmt: skip
+
+
+def stores_by_tma(tile: Tile, x: Tensor, out: Tensor) -> bool:
+    """Whether the result goes by TMA: not one of more bytes than the tile was chosen for."""
+    return tile.out_by_tma and out.dtype == x.dtype and can_describe(out)
 
 
 @cache
@@ -183,7 +217,7 @@ def constants(
     weight_by_tma: bool,
     out_by_tma: bool,
 ) -> dict[str, Any]:
-    """Constexprs and options of a launch."""
+    """Constexprs and options of a launch whose result is of `dtype`."""
     rest = {} if is_gated else {"REST": tile.rest_columns}
     return {
         **rest,
@@ -191,7 +225,7 @@ def constants(
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.inputs,
-        "GROUP": _GROUP,
+        "GROUP": GROUP,
         "BIAS": has_bias,
         "EVEN": is_even,
         "X_BY_TMA": x_by_tma,
@@ -205,5 +239,5 @@ def constants(
     }
 
 
-_GROUP = 8
+GROUP = 8
 """Row tiles that share columns in L2."""

@@ -21,7 +21,7 @@ LAUNCH = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _added(bias, n, N, BN: tl.constexpr):
+def biases_of(bias, n, N, BN: tl.constexpr):
     """Biases of columns `n` to `n` + BN, [1, BN]."""
     c = n + tl.arange(0, BN)
     return tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
@@ -57,9 +57,9 @@ def linear(
                 c = load_tile(rest_weight, n + BN, k, N, K, stride_weight, REST, BK, WEIGHT_BY_TMA, EVEN)
                 rest = tl.dot(a, tl.trans(c), rest, input_precision="ieee")
         if BIAS:
-            sums += _added(bias, n, N, BN)
+            sums += biases_of(bias, n, N, BN)
             if REST > 0:
-                rest += _added(bias, n + BN, N, REST)
+                rest += biases_of(bias, n + BN, N, REST)
         store_tile(out, sums, m, n, M, N, stride_out, ELEMENT, BM, BN, OUT_BY_TMA)
         if REST > 0:
             store_tile(rest_out, rest, m, n + BN, M, N, stride_out, ELEMENT, BM, REST, OUT_BY_TMA)
@@ -91,6 +91,6 @@ def gated_linear(
             gate = tl.dot(a, tl.trans(b), gate, input_precision="ieee")
             up = tl.dot(a, tl.trans(c), up, input_precision="ieee")
         if BIAS:
-            gate += _added(bias, n, N, BN)
-            up += _added(up_bias, n, N, BN)
+            gate += biases_of(bias, n, N, BN)
+            up += biases_of(up_bias, n, N, BN)
         store_tile(out, silu_times(gate, up, ELEMENT), m, n, M, N, stride_out, ELEMENT, BM, BN, OUT_BY_TMA)

@@ -1,8 +1,9 @@
 """Collectives over symmetric memory of the GPUs of one node, which every rank of a tensor-parallel group can read.
 
 A small all-reduce has one round: each rank writes its part, a barrier, and each rank sums all parts. A large one has
-two: each rank sums its share of the numbers, a second barrier, and each copies the others' shares. Both use the same
-kernel with the same order of sums, so a number's bits depend neither on the size nor on the rank that sums it. The two
+two: each rank sums its share of the numbers, a second barrier, and each copies the others' shares, rounded. Both use
+the same kernel with the same order of sums, so a number's bits depend neither on the size nor on the rank that sums it.
+The order is that of the ranks, or for float32 parts of a group that adds by a tree (`leaves.py`) that tree's. The two
 halves of the memory alternate, so that one barrier suffices: a rank that writes to a half has passed a barrier since
 the others read it.
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from spmd_worker.ops.kernels.triton import sum_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two
 from spmd_worker.ops.kernels.triton.rows import add_rms_norm, row_options
-from spmd_worker.ranks.leaves import tree_sum
 
 ONE_ROUND_BYTES: Final = 1 << 19
 """Maximum bytes of a part for which reading all parts is cheaper than a second barrier."""
@@ -69,11 +69,14 @@ class SymmetricMemory:
 
 class PeerSums:
     """Implements `communicator.Collectives`. `part_bytes`: maximum size of a part; larger tensors are split, by rows if
-    they have any.
+    they have any. `adds_by_tree`: as that of the group, whose size is a power of two then.
     """
 
-    def __init__(self, memory: PeerMemory, rank: int, part_bytes: int) -> None:
+    def __init__(self, memory: PeerMemory, rank: int, part_bytes: int, *, adds_by_tree: bool = False) -> None:
         self._memory, self._rank, self._size = memory, rank, len(memory.views)
+        self._adds_by_tree = adds_by_tree
+        is_full = self._size & (self._size - 1) == 0 and self._size <= sum_kernels.MAX_TREE
+        assert is_full or not adds_by_tree, self._size
         # Sums of a share follow the parts.
         self._part_bytes = part_bytes // _ALIGNED * _ALIGNED
         self._half_bytes = half_bytes(part_bytes, self._size)
@@ -93,14 +96,14 @@ class PeerSums:
         """The sum, in place."""
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
         for piece in _pieces(flat.view(-1), self._part_bytes // tensor.element_size()):
-            self._sum_into(piece, self._write(piece))
+            self._sum_into(piece, self._write(piece), piece.element_size(), by_tree=False)
         return tensor if flat is tensor else tensor.copy_(flat)
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The residual stream is complete on every rank."""
         assert residual.is_contiguous(), residual.stride()
         x, width = x.contiguous(), x.shape[-1]
-        out = torch.empty_like(x)
+        out = torch.empty_like(residual)
         num_rows = max(self._part_bytes // (width * x.element_size()), 1)
         for part, rows, normed in zip(
             _pieces(x, num_rows), _pieces(residual, num_rows), _pieces(out, num_rows), strict=True
@@ -111,11 +114,13 @@ class PeerSums:
                     *(self._memory.addresses, rows, weight, normed, offset // part.element_size(), width, eps),
                     RANKS=self._size,
                     BH=power_of_two(width),
+                    BY_TREE=self._adds_by_tree,
                     **sum_kernels.LAUNCH | row_options(width),
                 )
             else:
-                self._sum_into(part, self._write(part))
-                normed.copy_(add_rms_norm(part, rows, weight, eps))
+                total = part if part.dtype == rows.dtype else torch.empty_like(rows)
+                self._sum_into(total, self._write(part), part.element_size(), by_tree=self._adds_by_tree)
+                normed.copy_(add_rms_norm(total, rows, weight, eps))
         return out
 
     def gather_rows(self, residual: Tensor) -> Tensor:
@@ -123,8 +128,13 @@ class PeerSums:
         return residual
 
     def sum_parts(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        total: Tensor = tree_sum(list(self.all_gather(part)))
-        return total.to(dtype)
+        assert self._adds_by_tree, "parts are added as all others are"
+        flat = part.contiguous().view(-1)
+        total = flat if dtype == flat.dtype else torch.empty_like(flat, dtype=dtype)
+        count = self._part_bytes // flat.element_size()
+        for piece, of_piece in zip(_pieces(flat, count), _pieces(total, count), strict=True):
+            self._sum_into(of_piece, self._write(piece), piece.element_size(), by_tree=True)
+        return total.view(part.shape)
 
     def part_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """None: kernels write parts to their own memory."""
@@ -173,30 +183,31 @@ class PeerSums:
         self._memory.barrier()
         return offset
 
-    def _sum_into(self, piece: Tensor, offset: int) -> None:
-        """Sum all ranks' parts at that offset."""
-        flat, itemsize = piece.view(-1), piece.element_size()
+    def _sum_into(self, total: Tensor, offset: int, itemsize: int, *, by_tree: bool) -> None:
+        """Sum all ranks' parts at that offset, whose numbers have `itemsize` bytes."""
+        flat = total.view(-1)
         if flat.numel() * itemsize <= ONE_ROUND_BYTES:
-            self._add(flat, offset // itemsize)
+            self._add(flat, offset // itemsize, by_tree=by_tree)
             return
         share = -(-flat.numel() // self._size)
         sums = [
             view[offset + self._part_bytes : offset + self._half_bytes].view(flat.dtype) for view in self._memory.views
         ]
         start, stop = _share_of(self._rank, share, flat.numel())
-        self._add(sums[self._rank][: stop - start], offset // itemsize + start)
+        self._add(sums[self._rank][: stop - start], offset // itemsize + start, by_tree=by_tree)
         self._memory.barrier()
         for rank in range(self._size):
             start, stop = _share_of(rank, share, flat.numel())
             flat[start:stop] = sums[rank][: stop - start]
 
-    def _add(self, out: Tensor, first: int) -> None:
+    def _add(self, out: Tensor, first: int, *, by_tree: bool) -> None:
         count = out.numel()
         if count:
             sum_kernels.add_parts[(-(-count // sum_kernels.BLOCK),)](
                 *(self._memory.addresses, out, first, count),
                 RANKS=self._size,
                 BLOCK=sum_kernels.BLOCK,
+                BY_TREE=by_tree,
                 **sum_kernels.LAUNCH,
             )
 

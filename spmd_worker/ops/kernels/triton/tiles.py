@@ -115,7 +115,7 @@ _TCGEN05 = 10
 _WITH_OPERANDS_IN_SHARED_MEMORY = (9, _TCGEN05)
 _RESERVED_BYTES = 512
 """Barriers."""
-_LOADED_BYTES, _SHARED_BYTES, _PRODUCTS = 40, 128, 2048
+LOADED_BYTES, _SHARED_BYTES, _PRODUCTS = 40, 128, 2048
 """Per clock and multiprocessor: bytes loaded from L2, bytes moved between shared memory and the rest, products of the
 matrix unit. Orders of magnitude of an H100; other chips have similar ratios.
 """
@@ -124,18 +124,27 @@ _TILE_CLOCKS = 3000
 
 
 def estimated_clocks(
-    tile: Tile, num_rows: int, num_columns: int, num_inputs: int, chip: Chip, *, is_gated: bool
+    tile: Tile,
+    num_rows: int,
+    num_columns: int,
+    num_inputs: int,
+    chip: Chip,
+    *,
+    is_gated: bool,
+    more_clocks: float = 0.0,
 ) -> float:
-    """The busiest multiprocessor's clocks: its tiles, each bound by loads, shared memory or products."""
+    """The busiest multiprocessor's clocks: its tiles, each bound by loads, shared memory or products. `more_clocks` are
+    those of a tile for anything else.
+    """
     columns = tile.width * (1 + is_gated)
     loaded = 2 * (min(num_rows, tile.rows) + columns)
     # A warpgroup reads its own 64 rows, for each accumulator, and all columns.
     num_parts = 1 + (is_gated or tile.rest_columns > 0)
     moved = loaded + 2 * (num_parts * tile.rows + max(1, tile.rows // 64) * columns)
-    step = max(loaded / _LOADED_BYTES, moved / _SHARED_BYTES, tile.rows * columns / _PRODUCTS)
+    step = max(loaded / LOADED_BYTES, moved / _SHARED_BYTES, tile.rows * columns / _PRODUCTS)
     num_tiles = -(-num_rows // tile.rows) * -(-num_columns // tile.width)
     num_inputs = -(-num_inputs // tile.inputs) * tile.inputs
-    return -(-num_tiles // chip.num_multiprocessors) * (num_inputs * step + _TILE_CLOCKS)
+    return -(-num_tiles // chip.num_multiprocessors) * (num_inputs * step + _TILE_CLOCKS + more_clocks)
 
 
 def family(chip: Chip, *, is_gated: bool) -> tuple[Tile, ...]:
