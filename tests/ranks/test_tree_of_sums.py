@@ -29,13 +29,13 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 def parts_of(size: int, *shape: int) -> list[Tensor]:
-    """Of so many ranks, far apart in magnitude: another order of additions has other bits."""
+    """Parts of so many ranks, far apart in magnitude: another order of additions has other bits."""
     generator = torch.Generator().manual_seed(size)
     return [torch.randn(shape, generator=generator) * 8.0 ** (rank % 3) for rank in range(size)]
 
 
 def on_ranks(size: int, run: Callable[[SharedMemoryGroup, int], Tensor]) -> list[Tensor]:
-    """`run` of each rank's group and number, all at once."""
+    """Results of `run` with each rank's group and number, all at once."""
     library = native_library()
     assert isinstance(library, NativeLibrary), library
     header_bytes = library.functions["shared_header_bytes"](size)

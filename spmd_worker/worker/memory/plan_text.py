@@ -222,7 +222,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
             num_rows,
             quantization,
             resolved.max_tower_rows,
-            adds_by_tree=resolved.device_type == "cpu",
+            adds_by_tree=resolved.device_type == "cpu" or layout.num_leaves > 1,
         ),
         spec.block_bytes,
         spec.slot_bytes,

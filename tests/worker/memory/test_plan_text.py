@@ -107,16 +107,16 @@ def test_plan_text_of_8b_model(model_config: ModelConfig):
         "ranks      2 = 1 data x 1 pipeline x 2 tensor",
         "",
         "ranks  layers  heads  KV heads  columns  vocabulary  weights  activations     cache",
-        "0-1        32     16         4    7,168      64,128  7.7 GiB    990.1 MiB  19.8 GiB",
+        "0-1        32     16         4    7,168      64,128  7.7 GiB      1.1 GiB  19.7 GiB",
         "",
-        "blocks     20,291 of 16 tokens on every rank, 324,656 tokens in all, 1.0 MiB each",
+        "blocks     20,131 of 16 tokens on every rank, 322,096 tokens in all, 1.0 MiB each",
         "sequences  39 of 8,192 tokens (model.max_model_len) fit at once; scheduler.max_num_seqs is 256",
         "swap       none (cache.swap_space_gib): preempted sequences are recomputed",
         "why        device memory 32.0 GiB, of which cache.gpu_memory_utilization=0.9 allows 28.8 GiB",
         "           weights 7.7 GiB",
-        "           activations of the largest step 990.1 MiB (estimated)",
+        "           activations of the largest step 1.1 GiB (estimated)",
         "           outside the tensors 300.0 MiB",
-        "           left for the cache 19.8 GiB: 20291 blocks",
+        "           left for the cache 19.7 GiB: 20131 blocks",
         "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
         "could use 131072 blocks",
         GRAMMARS,
@@ -253,11 +253,11 @@ def test_plan_rejects_too_little_memory(model_config: ModelConfig, monkeypatch: 
 
 def test_cpu_swap_space_reduces_the_cache(model_config: ModelConfig):
     lines = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=4.0))
-    assert lines[8].startswith("blocks     16,195 of 16 tokens on every rank")
+    assert lines[8].startswith("blocks     16,035 of 16 tokens on every rank")
     assert lines[10] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
     assert lines[15:17] == [
         "           swap space 4.0 GiB",
-        "           left for the cache 15.8 GiB: 16195 blocks",
+        "           left for the cache 15.7 GiB: 16035 blocks",
     ]
     too_much = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=30.0))
     assert too_much[-1].startswith("rejected   memory holds 0 cache blocks")

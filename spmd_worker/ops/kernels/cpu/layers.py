@@ -26,8 +26,7 @@ from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.adapters import NativeStack
 from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
-from spmd_worker.ops.kernels.cpu.native import MAX_LEAVES
-from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, check_tensor, dtype_name
+from spmd_worker.ops.kernels.cpu.panels import MAX_LEAVES, are_gated_panels, are_panels, check_tensor, dtype_name
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 

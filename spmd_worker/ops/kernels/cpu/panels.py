@@ -16,7 +16,7 @@ from spmd_worker.model_config.int8_format import PANEL, STEP
 
 NATIVE_DTYPES: Final = (torch.float32, torch.bfloat16)
 _PANELS_NDIM, _GATED_NDIM = 4, 5
-_MAX_LEAVES = 64  # as in gemm.h
+MAX_LEAVES = 64  # as in gemm.h
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -102,7 +102,7 @@ def checked_input(x: Tensor, panels: Tensor) -> Tensor:
 def leaf_integers(ends: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
     """Ends of leaves, for the compiled GEMMs: a power of two of them, at multiples of 32. A model has few."""
     assert len(ends).bit_count() == 1, ends
-    assert len(ends) <= _MAX_LEAVES, ends
+    assert len(ends) <= MAX_LEAVES, ends
     assert all(start < end and end % STEP == 0 for start, end in pairwise((0, *ends))), ends
     return (ctypes.c_int64 * len(ends))(*ends)
 
