@@ -484,7 +484,8 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
     if layout.experts is not None and (is_invariant or device_type == "cpu"):
         # A tree over ranks, which CPUs always have, adds complete experts.
         layout = replace(layout, experts=replace(layout.experts, is_exact=True))
-    if is_invariant and quantization is None:
+    # Sums of int8 are exact; what adapters add to them is summed in leaves.
+    if is_invariant and quantization in (None, "int8"):
         layout = replace(layout, num_leaves=num_leaves(model_config, parallel.max_leaves))
     check_divides(layout, model_config)
     if parallel.invariant_tensor_parallel and quantization == "fp8" and parallel.tensor_parallel_size > 1:
@@ -492,7 +493,8 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
             "parallel.invariant_tensor_parallel=true is not supported with model.quantization=fp8, whose sums depend "
             "on the number of ranks: use model.quantization=int8, or leave one of them out"
         )
-    if is_invariant and quantization is None and parallel.tensor_parallel_size > 1:
+    has_leaves = quantization is None or (quantization == "int8" and config.model.adapter_limits is not None)
+    if is_invariant and has_leaves and parallel.tensor_parallel_size > 1:
         log_same_sizes(parallel, model_config, layout)
     return layout
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.layer_groups import LayerGroups
 from spmd_worker.base.config import schema
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import (
@@ -54,6 +55,7 @@ _RECORDS: Final[dict[str, type]] = {
     record.__name__: record
     for record in (
         *_CONFIG_RECORDS,
+        ParallelConfig,
         AdapterChange,
         AudioInput,
         BlockLayer,

@@ -30,7 +30,7 @@ def row_sums_name(layout: RankLayout, *, has_experts: bool, is_exact: bool, has_
     head = "exactly, and those of adapters " if is_exact else ""
     if layout.has_leaves:
         return f"{head}in {_leaves(layout.num_leaves)} ({_SIZE} {_listed(_same_sizes(layout.num_leaves))})"
-    return f"{head}of {size} ranks{_expert_words(layout.experts) if has_experts else ''} ({_SIZE} {size})"
+    return f"{head}by {size} ranks{_expert_words(layout.experts) if has_experts else ''} ({_SIZE} {size})"
 
 
 def log_same_sizes(parallel: ParallelConfig, model_config: ModelConfig, layout: RankLayout) -> None:
@@ -56,18 +56,21 @@ def log_same_sizes(parallel: ParallelConfig, model_config: ModelConfig, layout: 
 
 def describe_row_sums(parallel: ParallelConfig, model_config: ModelConfig, layout: RankLayout, name: str) -> str:
     """The line of a plan. `name` is the run's `row_sums_name`."""
-    if layout.num_leaves == 1 or not layout.has_leaves:
+    if not name.startswith("in "):
         return f"row-parallel sums are added {name}"
-    sizes = f"the same bits with parallel.{_SIZE} {_listed(_same_sizes(layout.num_leaves))}"
-    return f"{leaves_words(parallel, model_config, layout)}: {sizes}"
+    sizes = _same_sizes(layout.num_leaves)
+    same = f"parallel.{_SIZE} {_listed(sizes)}" if len(sizes) > 1 else "one rank alone"
+    return f"{leaves_words(parallel, model_config, layout)}: the same bits with {same}"
 
 
 def leaves_words(parallel: ParallelConfig, model_config: ModelConfig, layout: RankLayout) -> str:
     """The number of leaves, and the reason why there are no more."""
-    words = f"row-parallel sums have {_leaves(layout.num_leaves)}"
-    if layout.num_leaves == parallel.max_leaves:
+    words, count = f"row-parallel sums have {_leaves(layout.num_leaves)}", layout.num_leaves
+    if count == parallel.max_leaves:
         return f"{words}, as parallel.max_leaves allows"
-    return f"{words}, since {obstacle_to(model_config, 2 * layout.num_leaves)}"
+    # None where leaves are switched off.
+    obstacle = obstacle_to(model_config, 2 * count)
+    return f"{words}, since {obstacle}" if obstacle else words
 
 
 def _same_sizes(num_leaves: int) -> list[int]:

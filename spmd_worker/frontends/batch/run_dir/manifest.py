@@ -145,17 +145,17 @@ def _compare(
     values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
     overridden = {key: list(pair) for key, pair in values.items() if pair[0] != pair[1]}
     if overridden and resume != "force":
-        # Of another version, whose code differs too, the sums are what a user sees in answers.
-        key = _ROW_SUMS_KEY if _ROW_SUMS_KEY in overridden else next(iter(overridden))
+        # Of a version without the key the code differs too, which says less.
+        key = _ROW_SUMS_KEY if _ROW_SUMS_KEY not in before and _ROW_SUMS_KEY in now else next(iter(overridden))
         raise ConfigError(
-            f"{_difference(key, *overridden[key], run_dir)}, give another job.run_dir, or set job.resume=force to "
+            f"{_difference(run_dir, key, *overridden[key])}, give another job.run_dir, or set job.resume=force to "
             f"resume anyway"
         )
     if overridden:
         manifest["overridden"] = [*manifest["overridden"], overridden]
 
 
-def _difference(key: str, earlier: Any, later: Any, run_dir: Path) -> str:
+def _difference(run_dir: Path, key: str, earlier: Any, later: Any) -> str:
     """The difference between a run and its start now, and the first way out."""
     run = f"the run of job.run_dir={run_dir}"
     if key != _ROW_SUMS_KEY:
@@ -221,4 +221,4 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= 160 else f"{text[:157]}..."
