@@ -69,7 +69,7 @@ class ResolvedRun:
 
     @property
     def row_sums(self) -> str:
-        """How row-parallel sums are added, and the tensor-parallel sizes that add so: a part of the arithmetic."""
+        """Order of row-parallel sums, and the tensor-parallel sizes that add so: a part of the arithmetic."""
         return row_sums_name(
             self.layout,
             has_experts=any(layer.experts is not None for layer in self.model_config.layers),

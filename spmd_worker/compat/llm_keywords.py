@@ -126,6 +126,8 @@ class LLMKeywords(_Others, total=False):
     expert_placement: str | None
     expert_placement_strategy: str | None
     invariant_experts: bool | None
+    invariant_tensor_parallel: bool | None
+    max_leaves: int | None
     distributed_executor_backend: str | type | None
     timeout_s: float | None
     distributed_timeout_seconds: float | None

@@ -21,7 +21,7 @@ _SIZE: Final = "tensor_parallel_size"
 
 
 def row_sums_name(layout: RankLayout, *, has_experts: bool, is_exact: bool, has_adapters: bool) -> str:
-    """How row-parallel sums are added, and the sizes that add so. `is_exact`: they are integers, which adapters' are
+    """Order of row-parallel sums, and the sizes that add so. `is_exact`: they are integers, which adapters' are
     not.
     """
     size = layout.tensor_parallel_size
@@ -88,7 +88,7 @@ def _listed(sizes: Sequence[int], word: str = "or") -> str:
 
 
 def _expert_words(experts: ExpertLayout | None) -> str:
-    """How ranks without complete leaves share experts, on which the order of a sum depends."""
+    """Share of experts of ranks without complete leaves, on which the order of a sum depends."""
     if experts is None:
         return ", columns of experts"
     if experts.is_exact:

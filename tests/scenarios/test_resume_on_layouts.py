@@ -8,18 +8,22 @@ import itertools
 import json
 import os
 import random
-import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from job_attempts import ALL_LAYOUTS, WIDE_LAYOUTS, Attempt, write_rows
+from job_attempts import ALL_LAYOUTS, LIMIT_S, WIDE_LAYOUTS, Attempt, slow_after, write_rows
 from stress_seed import SEED
+from waiting import wait_until
 
 NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "200"))
 LAYOUTS = ("one rank", "two shards", *WIDE_LAYOUTS)
 PAIRS = [*itertools.permutations(LAYOUTS, 2)]
 NUM_ROWS = 80
 MOST_A_JOB = 5
+MOST_STEPS = 120
+START_S = 4.0
+"""About how long a start takes; moments are drawn from it."""
 Ending = tuple[bytes, dict[str, object]]
 
 
@@ -40,48 +44,58 @@ def job_in(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ending, float]:
-    """An unbroken job's ending, and how long it lived: moments of kills are drawn from that."""
-    folder, began_s = job_in(tmp_path_factory.mktemp("unbroken") / "job"), time.monotonic()
-    return ended(folder, "one rank"), time.monotonic() - began_s
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    return ended(job_in(tmp_path_factory.mktemp("unbroken") / "job"), "one rank")
+
+
+def is_killed(folder: Path, layout: str, chance: random.Random) -> bool:
+    """Start the job and kill one rank or all: as often when it has made some steps as at any moment of its start. False
+    if it was faster, and has ended.
+    """
+    num_steps = chance.randint(1, MOST_STEPS) if chance.random() < 0.5 else 0
+    steps = folder / "out.jsonl.run" / "steps.csv"
+    steps.unlink(missing_ok=True)
+    attempt = Attempt(folder, layout, script=slow_after(num_steps or 1, folder))
+    if num_steps:
+        wait_until(
+            lambda: attempt.ends_within(0.0) or (steps.exists() and steps.read_bytes().count(b"\n") > num_steps),
+            LIMIT_S,
+        )
+    if attempt.ends_within(0.0 if num_steps else chance.uniform(0.3, START_S)):
+        attempt.close()
+        return False
+    attempt.kill(chance.choice([None, *range(ALL_LAYOUTS[layout][0])]))
+    return True
 
 
 @pytest.mark.stress
 @pytest.mark.guarantee("Killed under any layout, resumed under another: the same bytes")
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=[" to ".join(each) for each in PAIRS])
-def test_job_goes_on_under_any_layout(tmp_path: Path, unbroken: tuple[Ending, float], first: str, second: str):
-    """Killed at any moment, one rank or all, and started under the two layouts by turns."""
+def test_job_goes_on_under_any_layout(tmp_path: Path, unbroken: Ending, first: str, second: str):
+    """Killed and started under the two layouts by turns, and ended under the one that was not last."""
     part = PAIRS.index((first, second))
-    wanted = NUM_KILLS * (part + 1) // len(PAIRS) - NUM_KILLS * part // len(PAIRS)
-    chance, num_kills, num_jobs, num_resumed = random.Random(f"{SEED} {part}"), 0, 0, 0
-    expected, life_s = unbroken
-    while num_kills < wanted:
-        num_jobs += 1
-        folder = job_in(tmp_path / f"job {num_jobs}")
-        for layout in itertools.islice(itertools.cycle((first, second)), min(MOST_A_JOB, wanted - num_kills)):
-            attempt = Attempt(folder, layout)
-            if attempt.ends_within(chance.uniform(0.3, life_s)):
-                # Its run has ended: the next start would be a new job.
-                attempt.close()
+    num_kills = NUM_KILLS * (part + 1) // len(PAIRS) - NUM_KILLS * part // len(PAIRS)
+    chance, counts = random.Random(f"{SEED} {part}"), Counter[str]()
+    while counts["kills"] < num_kills:
+        counts["jobs"] += 1
+        folder = job_in(tmp_path / f"job {counts['jobs']}")
+        layouts = itertools.cycle((first, second))
+        for layout in itertools.islice(layouts, min(MOST_A_JOB, num_kills - counts["kills"])):
+            if not is_killed(folder, layout, chance):
                 break
-            attempt.kill(chance.choice([None, *range(ALL_LAYOUTS[layout][0])]))
-            num_kills += 1
+            counts["kills"] += 1
         else:
-            layout = second if layout == first else first
-        if not (folder / "out.jsonl").exists():
-            assert ended(folder, layout) == expected
-            num_resumed += json.loads((folder / "out.jsonl.run" / "metrics.json").read_text())["resumed_rows"] > 0
-        assert (folder / "out.jsonl").read_bytes() == expected[0]
-    print(
-        f"\nKILLS of seed {SEED}, {first} to {second}: {num_kills} in {num_jobs} jobs, {num_resumed} had rows", end=""
-    )
+            assert ended(folder, next(layouts)) == unbroken
+            metrics = json.loads((folder / "out.jsonl.run" / "metrics.json").read_text())
+            counts["resumed with rows"] += metrics["resumed_rows"] > 0
+        assert (folder / "out.jsonl").read_bytes() == unbroken[0]
+    print(f"\nKILLS of seed {SEED}, {first} to {second}: {dict(counts)}", end="")
 
 
 @pytest.mark.control("Killed under any layout, resumed under another: the same bytes")
 @pytest.mark.stress
-def test_sums_of_ranks_have_other_bytes(tmp_path: Path, unbroken: tuple[Ending, float]):
+def test_sums_of_ranks_have_other_bytes(tmp_path: Path, unbroken: Ending):
     """Negative control: the order before leaves, in which each rank adds what it has."""
     output, _ = ended(job_in(tmp_path / "job"), "two shards", "parallel.invariant_tensor_parallel=false")
-    expected, _ = unbroken[0]
-    assert output != expected
-    assert len(output.splitlines()) == len(expected.splitlines())
+    assert output != unbroken[0]
+    assert len(output.splitlines()) == len(unbroken[0].splitlines())
