@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.layer_groups import LayerGroups
+from spmd_worker.base import config
 from spmd_worker.base.config import schema
-from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import (
@@ -49,13 +49,12 @@ _PLAIN: Final = (type(None), bool, int, float, str)
 _CONFIG_RECORDS: Final[list[type]] = [
     each
     for each in vars(schema).values()
-    if isinstance(each, type) and is_dataclass(each) and each.__module__ == schema.__name__
+    if isinstance(each, type) and is_dataclass(each) and each.__module__.startswith(config.__name__)
 ]
 _RECORDS: Final[dict[str, type]] = {
     record.__name__: record
     for record in (
         *_CONFIG_RECORDS,
-        ParallelConfig,
         AdapterChange,
         AudioInput,
         BlockLayer,

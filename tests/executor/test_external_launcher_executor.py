@@ -10,7 +10,7 @@ SCRIPT = """
     import os, sys
     from spmd_worker.base.errors import ConfigError
     from spmd_worker.base.config.parallel import ParallelConfig
-from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig
+    from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig
     from spmd_worker.executor.executor import Executor
     from spmd_worker.ranks.transport.channel import ControlChannel
     from spmd_worker.resolved import resolve_run

@@ -82,7 +82,7 @@ class PackedKernels(ReferenceKernels):
         return multiply(x, weight, bias) if x.shape[0] > 0 else x.new_empty(0, weight.shape[0])
 
     def _leaf_sums(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Of plain weights, which `pack_leaves` keeps: oneDNN would round a leaf's sums to the dtype."""
+        """The weights are plain, as `pack_leaves` keeps them: oneDNN would round a leaf's sums to the dtype."""
         if not len(x) or weight.device.type != "cpu" or not can_pack(torch.float32):
             return super()._leaf_sums(x, weight)
         return _linear_in_float32(x, weight, None, torch.float32)
