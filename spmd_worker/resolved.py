@@ -31,6 +31,7 @@ from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.expert_layout import expert_layout_of
 from spmd_worker.ranks.gpu_leaves import check_gpu_leaves
 from spmd_worker.ranks.leaves import num_leaves
+from spmd_worker.ranks.row_sums import log_same_sizes, row_sums_name
 from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, shard_range
 from spmd_worker.replica.sequence.defaults import default_sampling
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
@@ -66,6 +67,16 @@ class ResolvedRun:
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
     decoder: DecoderGeneration | None = field(default=None, metadata=NOT_SENT)
     image_processor: ImageProcessor | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
+
+    @property
+    def row_sums(self) -> str:
+        """Order of row-parallel sums, and the tensor-parallel sizes that add so: a part of the arithmetic."""
+        return row_sums_name(
+            self.layout,
+            has_experts=any(layer.experts is not None for layer in self.model_config.layers),
+            is_exact=self.config.model.quantization == "int8",
+            has_adapters=self.config.model.adapter_limits is not None,
+        )
 
     @property
     def max_num_seqs(self) -> int:
@@ -466,17 +477,23 @@ def _uses_async_scheduling(config: RunConfig, model_config: ModelConfig, device_
 
 def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> RankLayout:
     """Layout with the owners of experts and the number of leaves. Raises ConfigError."""
-    parallel, is_invariant = config.parallel, config.parallel.invariant_tensor_parallel
+    parallel, quantization = config.parallel, config.model.quantization
+    is_invariant = parallel.invariant_tensor_parallel
     if is_invariant is None:
-        is_invariant = device_type == "cpu" and config.executor.device_backend in ("auto", "cpu")
+        is_invariant = device_type == "cpu" and config.executor.device_backend != "triton"
     if is_invariant and (device_type == "cuda" or config.executor.device_backend == "triton"):
         check_gpu_leaves(config, model_config)
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
+    if layout.experts is not None and (is_invariant or device_type == "cpu"):
+        # A tree over ranks, which CPUs always have, adds complete experts.
+        layout = replace(layout, experts=replace(layout.experts, is_exact=True))
     # Sums of int8 are exact; what adapters add to them is summed in leaves.
-    if is_invariant and config.model.quantization in (None, "int8"):
-        experts = None if layout.experts is None else replace(layout.experts, is_exact=True)
-        layout = replace(layout, experts=experts, num_leaves=num_leaves(model_config, parallel.max_leaves))
+    if is_invariant and quantization in (None, "int8"):
+        layout = replace(layout, num_leaves=num_leaves(model_config, parallel.max_leaves))
     check_divides(layout, model_config)
+    has_leaves = quantization is None or (quantization == "int8" and config.model.adapter_limits is not None)
+    if is_invariant and has_leaves and parallel.tensor_parallel_size > 1:
+        log_same_sizes(parallel, model_config, layout)
     return layout
 
 

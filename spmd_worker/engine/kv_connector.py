@@ -33,8 +33,11 @@ def block_identity(resolved: ResolvedRun, arithmetic: str, weights: str) -> dict
     """Everything that a block's bytes depend on besides its name, by topic. `weights` is their `weights_digest`."""
     config, parallel = resolved.config, asdict(resolved.config.parallel)
     options = {key: value for key, value in asdict(config.model).items() if key not in _IRRELEVANT}
-    # Replicas compute the same bits, and a placement of experts is compared by its contents.
+    # Replicas compute the same bits, a placement of experts is compared by its contents, and the order of sums is a
+    # part of the arithmetic. A block has the heads and layers of a rank: it is another in each layout, of equal bits
+    # too.
     parallel["data_parallel_size"], parallel["expert_placement"] = 1, None
+    del parallel["invariant_tensor_parallel"], parallel["max_leaves"]
     return {
         "weights": weights,
         "model": _text(asdict(resolved.model_config)),

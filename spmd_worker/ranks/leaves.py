@@ -43,9 +43,15 @@ def num_leaves(model_config: ModelConfig, most: int) -> int:
     """L of a model: 1 if its products cannot be cut. `most` is a power of two."""
     count = most
     for layer in dict.fromkeys(model_config.layers):
-        while count > 1 and not _divides(layer, model_config.hidden_size, count):
+        while count > 1 and _obstacle(layer, model_config.hidden_size, count):
             count //= 2
     return count
+
+
+def obstacle_to(model_config: ModelConfig, count: int) -> str:
+    """Reason why products of a model cannot be cut into `count` leaves, a power of two; "" if they can."""
+    obstacles = (_obstacle(layer, model_config.hidden_size, count) for layer in dict.fromkeys(model_config.layers))
+    return next(filter(None, obstacles), "")
 
 
 def leaf_bounds(num_inputs: int, count: int) -> tuple[int, ...]:
@@ -78,24 +84,27 @@ def leaf_ends(input_range: tuple[int, int], num_inputs: int, count: int) -> tupl
     return tuple(bound - start for bound in bounds[bounds.index(start) + 1 : bounds.index(stop) + 1])
 
 
-def _divides(layer: LayerConfig, hidden_size: int, count: int) -> bool:
-    """Whether products of the layer can be cut into `count` leaves, a power of two."""
-    if any(total % count for total in _split_heads(layer)):
-        return False
-    if any(total % count and count % total for total in _shared_heads(layer)):
-        return False
+def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
+    """Reason why products of the layer cannot be cut into `count` leaves, a power of two; "" if they can."""
+    for total in _split_heads(layer):
+        if total % count:
+            return f"layers have {total} heads"
+    for total in _shared_heads(layer):
+        if total % count and count % total:
+            return f"layers have {total} key-value heads or groups"
     if layer.conv is not None and hidden_size % count:
-        return False
-    if any(columns % GRANULE or columns // GRANULE < count for columns in _feed_forward_columns(layer)):
-        return False
+        return f"convolutions have {hidden_size} channels"
+    for columns in _feed_forward_columns(layer):
+        if columns % GRANULE or columns // GRANULE < count:
+            return f"a feed-forward has {columns} columns, and leaves are multiples of {GRANULE}"
     wholes = mixer_linears(layer, hidden_size, _share(layer, 1))
     # All smaller powers of two are sizes of a group too.
-    sizes = [1 << power for power in range(1, count.bit_length())]
-    return all(
-        _has_same_kernels(whole, part)
-        for size in sizes
-        for whole, part in zip(wholes, mixer_linears(layer, hidden_size, _share(layer, size)), strict=True)
-    )
+    for size in (1 << power for power in range(1, count.bit_length())):
+        for whole, part in zip(wholes, mixer_linears(layer, hidden_size, _share(layer, size)), strict=True):
+            if not _has_same_kernels(whole, part):
+                share = f"{part.num_inputs} inputs and {sum(part.num_outputs)} outputs"
+                return f"a rank of {size} would compute its {share} of a product with another kernel"
+    return ""
 
 
 def _has_same_kernels(whole: LinearSizes, part: LinearSizes) -> bool:

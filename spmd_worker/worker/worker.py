@@ -250,7 +250,8 @@ class Worker(WorkerBase):
     def get_report(self) -> WorkerReport:
         report = WorkerReport(self.device.type, gpu_identity(self.device))
         if self._loaded is not None:
-            arithmetic = self.opened.backend.arithmetic(self._loaded.operations.attention)
+            of_device = self.opened.backend.arithmetic(self._loaded.operations.attention)
+            arithmetic = f"{of_device}; row-parallel sums {self.opened.resolved.row_sums}"
             loads = self._loaded.expert_loads()
             keeps_histories = self._loaded.operations.kernels.samples_on_device
             policy = self.opened.backend.numerical_policy(self._loaded.operations, self.opened.groups.tensor).as_dict()

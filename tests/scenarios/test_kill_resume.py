@@ -12,6 +12,8 @@ import pytest
 from job_attempts import LAYOUTS, LIMIT_S, NUM_LONG_ROWS, NUM_ROWS, Attempt, slow_after, write_rows
 from stress_seed import SEED
 
+from spmd_worker.frontends.tools import replay
+
 NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "40"))
 NUM_PARTS = 4
 LIFE_S = 9.0
@@ -60,12 +62,15 @@ def check_lines(output: bytes, num_rows: int) -> None:
     ids=["a replica, a shard", "a shard, all stages", "all stages, a replica"],
 )
 def test_killed_job_resumes_to_equal_bytes(tmp_path: Path, whole: bytes, layouts: list[str], victims: list[int | None]):
-    """Killed when it has made some steps: one rank, or all (None). Each start goes on under another layout."""
+    """Killed when it has made some steps: one rank, or all (None). Each start goes on under another layout, and what
+    the last killed one computed is recomputed from its log on one rank.
+    """
     write_rows(tmp_path)
     for number, (layout, victim) in enumerate(zip(layouts, victims)):
-        attempt = Attempt(tmp_path, layout, script=slow_after(60 * (number + 1), tmp_path))
+        attempt = Attempt(tmp_path, layout, "job.step_log=true", script=slow_after(60 * (number + 1), tmp_path))
         attempt.wait_for_steps(60 * (number + 1))
         attempt.kill(victim)
+    assert replay.main([str(tmp_path / "out.jsonl.run" / "steps.log"), "--with-model"]) == 0
     attempt = Attempt(tmp_path, layouts[-1])
     assert attempt.close() == 0, (tmp_path / "log").read_text()
     output = (tmp_path / "out.jsonl").read_bytes()

@@ -27,12 +27,22 @@ LAYOUTS = {
     "two stages": (2, ["parallel.pipeline_parallel_size=2"]),
     "one rank": (1, []),
 }
+WIDE_LAYOUTS = {
+    "four shards": (4, ["parallel.tensor_parallel_size=4"]),
+    "replicas of shards": (4, ["parallel.data_parallel_size=2", "parallel.tensor_parallel_size=2"]),
+    "stages of shards": (4, ["parallel.pipeline_parallel_size=2", "parallel.tensor_parallel_size=2"]),
+}
+ALL_LAYOUTS = LAYOUTS | WIDE_LAYOUTS
 
 
 def write_rows(folder: Path, num_rows: int = NUM_ROWS) -> None:
-    rows = [
+    """Greedy rows and sampled ones. Log-probabilities of some show a layout with other bits."""
+    rows: list[dict[str, object]] = [
         {"prompt": f"add {index} 7 =", "max_tokens": 40 + index % 50, "ignore_eos": True} for index in range(num_rows)
     ]
+    for index, row in enumerate(rows):
+        row |= {"temperature": 0.9} if index % 2 else {}
+        row |= {"logprobs": 1} if index % 5 < 2 else {}
     rows[13] = {"prompt": 7}
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
@@ -44,7 +54,7 @@ def slow_after(num_steps: int, folder: Path) -> tuple[str, ...]:
 
 def command(folder: Path, layout: str, *more: str, script: Sequence[str] = (str(LAUNCH),)) -> list[str]:
     """launch.py, or a script that runs it, and its arguments."""
-    _, overrides = LAYOUTS[layout]
+    _, overrides = ALL_LAYOUTS[layout]
     return [
         *(*script, f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
         *(
@@ -74,7 +84,7 @@ class Attempt:
         script: Sequence[str] = (str(LAUNCH),),
     ) -> None:
         self._folder, self._token = folder, secrets.token_hex(16)
-        num_ranks, _ = LAYOUTS[layout]
+        num_ranks, _ = ALL_LAYOUTS[layout]
         words, environment = command(folder, layout, *more, script=script), ranks.environment(self._token, {})
         self._log = open(folder / "log", "ab")  # noqa: SIM115  # closed with the attempt
         started: ranks.Launched

@@ -34,17 +34,20 @@ class ParallelConfig:
         vllm_names=("expert_placement_strategy",),
     )
     invariant_experts: bool = option(
-        False, "expert outputs are bit-identical for any number of ranks; costs top-k times the communication"
+        False,
+        "expert outputs are bit-identical for any number of ranks; costs top-k times the communication; always true on "
+        "CPUs",
     )
     invariant_tensor_parallel: bool | None = option(
         None,
-        "answers have the same bits with any `tensor_parallel_size` that divides the model's leaves (`max_leaves`), "
-        "in which its row-parallel products are summed, and by a fixed tree; null: on CPUs",
+        "true: answers have the bits of one rank, with any `tensor_parallel_size` that divides the model's leaves "
+        "(`max_leaves`), and another is an error; false: bits of each size; null: true on CPUs, with a warning for "
+        "another size, false on GPUs",
     )
     max_leaves: int = option(
         8,
-        "most leaves of a row-parallel product, a power of two: sizes up to it can have the same bits; answers depend "
-        "on it",
+        "most leaves in which row-parallel products are summed, a power of two: sizes up to it can have the bits of "
+        "one rank; answers depend on it where it lowers a model's number (`plan=true` shows that)",
         least=1,
         most=64,
     )

@@ -1,18 +1,21 @@
 """Recomputes the token ids of a step log on one rank, for a log of any number of ranks.
 
-The plans are the log's, so every step computes exactly the same as in the run; its ids are compared with the log's,
-from which the next step continues: a different id is reported once.
+The plans are the log's, so every step computes exactly the same as in the run, if that added row-parallel sums as one
+rank does, which is logged if not. Ids are compared with the log's, from which the next step continues: a different id
+is reported once.
 
 The log has the events that changed the workers, but not the weights that a trainer loaded: steps after new weights
 cannot be recomputed.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import AdapterError, ReplayError
 from spmd_worker.executor.uniproc import UniProcExecutor
@@ -45,6 +48,8 @@ from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import resolve_run
+
+logger = logging.getLogger(__name__)
 
 _ADAPTER_EVENTS: Final = (ADD_LORA, REMOVE_LORA, ADD_PROMPT_ADAPTER, REMOVE_PROMPT_ADAPTER)
 _KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP, *_ADAPTER_EVENTS})
@@ -207,6 +212,9 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             # As many as the run had: the executor evicts too.
             max_prompt_adapters=header.max_prompt_adapters or 1,
         ),
+        parallel=ParallelConfig(
+            invariant_tensor_parallel=True if header.num_leaves > 1 else None, max_leaves=header.num_leaves
+        ),
         executor=ExecutorConfig(backend="uniproc"),
         cache=CacheConfig(
             block_size=header.block_size,
@@ -225,6 +233,13 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
         seed=header.seed,
     )
     resolved = resolve_run(config, header.device)
+    if resolved.row_sums != header.row_sums:
+        logger.warning(
+            "the run added row-parallel sums %s, and one rank adds them %s: last bits differ, so a token near a tie "
+            "may differ without a fault",
+            header.row_sums or "in another order",
+            resolved.row_sums,
+        )
     # `min_tokens` forbids the run's ids, which the folder may have changed since.
     model_config = replace(resolved.model_config, eos_token_ids=header.eos_token_ids)
     executor = UniProcExecutor(replace(resolved, model_config=model_config), RankEnvironment())

@@ -32,7 +32,7 @@ from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""
-FORMAT_VERSION: Final = 9
+FORMAT_VERSION: Final = 10
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -53,10 +53,10 @@ class StepLogHeader:
     on, are known by the digests of their contents. `lora_merge` is the folder of the adapter that was merged into the
     weights, absolute. `connector_saves` is `KVConnector.saves`, None without a connector. A model with recurrent states
     has `num_state_slots` on the device and `num_host_state_slots` in swap space; `slot_copy_tokens` is the cost of
-    swapping a state, `snapshot_interval`, `verify_hits` and `verify_steps` are as in `SchedulerLimits`.
-    A model that takes images keeps `num_media_rows` rows, and has the limits of `MediaRowLimits`; so does an
-    encoder-decoder model, whose inputs have at most `max_encoder_len`. `num_full_groups`, `num_window_groups` and
-    `windows` are those of `LayerGroups`.
+    swapping a state, `snapshot_interval`, `verify_hits` and `verify_steps` are as in `SchedulerLimits`. A model that
+    takes images keeps `num_media_rows` rows, and has the limits of `MediaRowLimits`; so does an encoder-decoder model,
+    whose inputs have at most `max_encoder_len`. `num_full_groups`, `num_window_groups` and `windows` are those of
+    `LayerGroups`. Row-parallel sums have `num_leaves`; `row_sums` are how the run added them, in words.
     """
 
     code: str
@@ -115,6 +115,8 @@ class StepLogHeader:
     num_full_groups: int = 1
     num_window_groups: int = 0
     windows: tuple[int, ...] = ()
+    num_leaves: int = 1
+    row_sums: str = ""
     format_version: int = FORMAT_VERSION
 
     @property

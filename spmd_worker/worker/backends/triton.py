@@ -125,9 +125,7 @@ class TritonDevice(DeviceBackend):
         return fp8.Fp8TritonKernels(dtype)
 
     def arithmetic(self, attention: AttentionBackend) -> str:
-        kernels = f"Triton kernels{' interpreted' if is_interpreted() else ''}"
-        order = ", sums in the order of ranks" if self.resolved.layout.tensor_parallel_size > 1 else ""
-        return f"{kernels}{order}, {super().arithmetic(attention)}"
+        return f"Triton kernels{' interpreted' if is_interpreted() else ''}, {super().arithmetic(attention)}"
 
     def can_record(self, tensor: GroupHandle) -> bool:
         # A recorded step has fixed launches. NCCL's sums may wait on the host; pooling models compute large chunks,

@@ -17,6 +17,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_reading import image_costs
 from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES
+from spmd_worker.ranks.row_sums import describe_row_sums
 from spmd_worker.ranks.topology import RankLayout, stage_of
 from spmd_worker.replica.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.resolved import ResolvedRun
@@ -181,6 +182,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         *_media(plan),
         f"computes   {_where(plan)}",
         f"ranks      {ranks}",
+        f"sums       {describe_row_sums(plan.resolved.config.parallel, model_config, layout, plan.resolved.row_sums)}",
         *_replicas(plan),
     ]
     lines += ["", *_table(plan), ""]

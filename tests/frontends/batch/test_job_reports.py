@@ -89,6 +89,8 @@ def test_provenance_names_output_and_all_its_inputs(tmp_path: Path):
         "enable_expert_parallel": False,
         "expert_placement": "linear",
         "invariant_experts": False,
+        "invariant_tensor_parallel": None,
+        "max_leaves": 8,
     }
     assert re.fullmatch("[0-9a-f]{16,}", provenance["replicas"][0]["digest_chain_head"])
     assert provenance["replicas"][0]["steps"] > 0

@@ -19,6 +19,7 @@ from tools_main import tool
 from waiting import LIMIT_S, wait_until
 
 import spmd_worker.frontends.batch.job as job_module
+from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import (
     CacheConfig,
     JobConfig,
@@ -36,6 +37,7 @@ from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.run_dir import journal as journal_module
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import JOURNAL_NAME, RowJournal, read_journal
+from spmd_worker.frontends.batch.run_dir.manifest import write_manifest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.tools import collect as collect_module
 from spmd_worker.ranks.environment import RankEnvironment
@@ -525,13 +527,41 @@ def test_job_resumes_only_with_the_same_arithmetic(tmp_path: Path, monkeypatch: 
     config = ended_job(tmp_path, 5)
     with monkeypatch.context() as there:
         there.setattr(CpuDevice, "arithmetic", lambda self, attention: "of another processor")
-        expected = r"^arithmetic is \"of another processor\", and \S.* in the run of .*job\.resume=force"
+        expected = r"^arithmetic is \"of another processor; .*\", and \S.* in the run of .*job\.resume=force"
         with pytest.raises(ConfigError, match=expected):
             run(config)
         forced = replace(config, job=replace(config.job, resume="force"))
         assert run(forced)["resumed_rows"] == 5
     overridden = json.loads((run_dir(config) / MANIFEST_NAME).read_text())["overridden"]
     assert [*overridden[0]] == ["arithmetic"]
+
+
+def test_job_resumes_only_with_the_same_row_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Refused before the model is loaded, in words: another order of this version, and that of a version before."""
+    config = ended_job(tmp_path, 5)
+    path = run_dir(config) / MANIFEST_NAME
+    kept = path.read_bytes()
+    whole = (run_dir(config) / JOURNAL_NAME).read_bytes()
+    with monkeypatch.context() as unloaded:
+        unloaded.setattr(job_module, "start_engine", lambda *arguments: pytest.fail("loaded"))
+        other = replace(config, parallel=ParallelConfig(max_leaves=2))
+        expected = (
+            r"^row-parallel sums are added in 2 leaves \(tensor_parallel_size 1 or 2\), and in 4 leaves "
+            r"\(tensor_parallel_size 1, 2 or 4\) in the run of .* its parallel\.max_leaves .*job\.resume=force"
+        )
+        with pytest.raises(ConfigError, match=expected):
+            run(other)
+        manifest = json.loads(kept)
+        del manifest["checksum"], manifest["answers"]["row-parallel sums"]
+        manifest["answers"]["version of the code"] = "of before"
+        write_manifest(run_dir(config), manifest)
+        with pytest.raises(
+            ConfigError, match=r"a version that adds row-parallel sums in another order; .* in 4 leaves"
+        ):
+            run(config)
+    assert (run_dir(config) / JOURNAL_NAME).read_bytes() == whole
+    path.write_bytes(kept)
+    assert run(replace(config, parallel=ParallelConfig(max_leaves=4)))["resumed_rows"] == 5
 
 
 def test_model_name_in_answers_is_of_first_start(tmp_path: Path):

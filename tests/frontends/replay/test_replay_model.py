@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,25 @@ def test_other_weights_give_other_tokens_each_named(log: Path, tmp_path: Path, r
     assert re.search(r"\n  and \d+ more\n", output)
     num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
     assert num_equal < num_all
+
+
+def test_sums_that_one_rank_does_not_make_are_named(
+    log: Path, tmp_path: Path, run_script, caplog: pytest.LogCaptureFixture
+):
+    """The first steps alone: the log's leaves are those of the recomputation."""
+    source, words = read_step_log(log), "by 3 ranks (tensor_parallel_size 3)"
+    assert (source.header.num_leaves, source.header.row_sums[:11]) == (4, "in 4 leaves")
+    for number, changes in enumerate(
+        ({"row_sums": words}, {"num_leaves": 2, "row_sums": "in 2 leaves (tensor_parallel_size 1 or 2)"}, {})
+    ):
+        caplog.clear()
+        with StepLogWriter(tmp_path / f"{number}", replace(source.header, **changes)) as writer:
+            for payload in islice(source.messages(), 3):
+                writer.write(payload)
+        assert run_script(writer.path, "--with-model")[0] == 0
+        found = [each for each in caplog.messages if "the run added row-parallel sums" in each]
+        assert len(found) == (number == 0)
+        assert not found or f"added row-parallel sums {words}, and one rank adds them in 4 leaves" in found[0]
 
 
 def test_moved_model_is_given_with_model_option(log: Path, tmp_path: Path, run_script):

@@ -105,6 +105,8 @@ def test_plan_text_of_8b_model(model_config: ModelConfig):
         "(executor.argmax_screen)",
         "computes   in bfloat16 on the CPU (device=auto takes a GPU if there is one: device=cuda plans for it)",
         "ranks      2 = 1 data x 1 pipeline x 2 tensor",
+        "sums       row-parallel sums have 8 leaves, as parallel.max_leaves allows: the same bits with "
+        "parallel.tensor_parallel_size 1, 2, 4 or 8",
         "",
         "ranks  layers  heads  KV heads  columns  vocabulary  weights  activations     cache",
         "0-1        32     16         4    7,168      64,128  7.7 GiB      1.1 GiB  19.7 GiB",
@@ -172,10 +174,10 @@ def test_tied_head_copy_counts_on_cpu(model_config: ModelConfig):
 
 
 def test_only_equal_ranks_share_a_line(model_config: ModelConfig):
-    table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[5:7]
+    table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[6:8]
     assert table[1].startswith("0-31 ")
     lines = text_of(with_layers(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
-    assert [line.split()[:5] for line in lines[6:8]] == [
+    assert [line.split()[:5] for line in lines[7:9]] == [
         ["0-1", "32", "8", "2", "3,585"],
         ["2-3", "32", "8", "2", "3,584"],
     ]
@@ -253,9 +255,9 @@ def test_plan_rejects_too_little_memory(model_config: ModelConfig, monkeypatch: 
 
 def test_cpu_swap_space_reduces_the_cache(model_config: ModelConfig):
     lines = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=4.0))
-    assert lines[8].startswith("blocks     16,035 of 16 tokens on every rank")
-    assert lines[10] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
-    assert lines[15:17] == [
+    assert lines[9].startswith("blocks     16,035 of 16 tokens on every rank")
+    assert lines[11] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
+    assert lines[16:18] == [
         "           swap space 4.0 GiB",
         "           left for the cache 15.7 GiB: 16035 blocks",
     ]
@@ -267,8 +269,9 @@ def test_cpu_swap_space_reduces_the_cache(model_config: ModelConfig):
 def test_plan_lists_gpu_sizes_instead_of_guessing(model_config: ModelConfig):
     lines = text_of(model_config, 8, device="cuda")
     assert lines[1] == "computes   in bfloat16 on one GPU a rank"
-    assert lines[5].endswith("measured")
-    assert lines[7:] == [
+    assert lines[3] == "sums       row-parallel sums are added by 8 ranks (tensor_parallel_size 8)"
+    assert lines[6].endswith("measured")
+    assert lines[8:] == [
         "blocks     measured when the run starts, or set by cache.num_blocks: 256.0 KiB each, 512 for a sequence of "
         "8,192 tokens (model.max_model_len)",
         "swap       16,384 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)",
@@ -280,5 +283,5 @@ def test_plan_lists_gpu_sizes_instead_of_guessing(model_config: ModelConfig):
         GRAMMARS,
     ]
     with_blocks = text_of(model_config, 8, device="cuda", cache=CacheConfig(num_blocks=2048))
-    assert with_blocks[5].endswith("512.0 MiB")
-    assert with_blocks[7].startswith("blocks     2,048 of 16 tokens on every rank, 32,768 tokens in all")
+    assert with_blocks[6].endswith("512.0 MiB")
+    assert with_blocks[8].startswith("blocks     2,048 of 16 tokens on every rank, 32,768 tokens in all")

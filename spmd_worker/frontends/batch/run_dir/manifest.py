@@ -1,6 +1,7 @@
 """Identity of a job: everything that its answers depend on, written to the run directory before the first row.
 
-A resumed job must have the same; the number of ranks, their memory and the steps may differ.
+A resumed job must have the same; the number of ranks, their memory and the steps may differ, as long as row-parallel
+sums are added in the same order.
 """
 
 import json
@@ -29,6 +30,7 @@ _HASH_BYTES: Final = 16
 _INPUT_KEY: Final = "job.input"
 _ARITHMETIC_KEY: Final = "arithmetic"
 _MODEL_KEY: Final = "model.path"
+_ROW_SUMS_KEY: Final = "row-parallel sums"
 _CHECKSUM_KEY: Final = "checksum"
 NOT_READ: Final = "not read yet"
 """Placeholder for values known later: the digest of an input, the arithmetic of kernels."""
@@ -70,6 +72,7 @@ def make_manifest(
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
+    answers[_ROW_SUMS_KEY] = resolved.row_sums
     answers[_ARITHMETIC_KEY] = NOT_READ
     return {
         "format_version": FORMAT_VERSION,
@@ -142,13 +145,34 @@ def _compare(
     values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
     overridden = {key: list(pair) for key, pair in values.items() if pair[0] != pair[1]}
     if overridden and resume != "force":
-        key, (earlier, later) = next(iter(overridden.items()))
+        # Of a version without the key the code differs too, which says less.
+        key = _ROW_SUMS_KEY if _ROW_SUMS_KEY not in before and _ROW_SUMS_KEY in now else next(iter(overridden))
         raise ConfigError(
-            f"{key} is {_short(later)}, and {_short(earlier)} in the run of job.run_dir={run_dir}: answers would "
-            f"differ. Resume with what that run had, give another job.run_dir, or set job.resume=force to resume anyway"
+            f"{_difference(run_dir, key, *overridden[key])}, give another job.run_dir, or set job.resume=force to "
+            f"resume anyway"
         )
     if overridden:
         manifest["overridden"] = [*manifest["overridden"], overridden]
+
+
+def _difference(run_dir: Path, key: str, earlier: Any, later: Any) -> str:
+    """The difference between a run and its start now, and the first way out."""
+    run = f"the run of job.run_dir={run_dir}"
+    if key != _ROW_SUMS_KEY:
+        return (
+            f"{key} is {_short(later)}, and {_short(earlier)} in {run}: answers would differ. Resume with what that "
+            f"run had"
+        )
+    if earlier is None:
+        return (
+            f"{run} was begun by a version that adds row-parallel sums in another order; this version adds them "
+            f"{later}: the last bits of answers would differ. Resume with that version"
+        )
+    return (
+        f"row-parallel sums are added {later}, and {earlier} in {run}: answers would differ. Resume with a "
+        f"parallel.tensor_parallel_size that adds as that run did, and its parallel.max_leaves and "
+        f"parallel.invariant_tensor_parallel"
+    )
 
 
 def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
@@ -197,4 +221,4 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= 160 else f"{text[:157]}..."

@@ -101,4 +101,6 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         num_full_groups=cache.groups.num_full,
         num_window_groups=cache.groups.num_windows,
         windows=cache.groups.windows,
+        num_leaves=resolved.layout.num_leaves,
+        row_sums=resolved.row_sums,
     )
