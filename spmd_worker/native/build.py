@@ -212,7 +212,7 @@ def _compile(
     unfinished = Path(name)
     if sys.stderr is not None and sys.stderr.isatty():
         # For the person who waits, also where the program shows no logs of lower levels.
-        logger.warning("compiling the CPU's kernels with %s, once: some 20 seconds", compiler[0])
+        logger.warning("compiling the CPU's kernels with %s, once: about half a minute", compiler[0])
     try:
         reason = _run_compiler(compiler, sources, architecture, unfinished)
         if reason is not None:
