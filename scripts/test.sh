@@ -43,7 +43,12 @@ check() {
 }
 # mypy takes one core: another compiles what the tests would wait for. It need not have ended when they begin.
 case $markers in
-  "not stress and not gpu") OMP_NUM_THREADS=1 "$bin/python" tests/support/compile_libraries.py & ;;
+  "not stress and not gpu")
+    {
+      "$bin/python" tests/support/compile_tests.py
+      OMP_NUM_THREADS=1 "$bin/python" tests/support/compile_libraries.py
+    } &
+    ;;
 esac
 check ruff check --output-format concise
 check ruff format --check

@@ -1,5 +1,6 @@
 """Every module has a docstring, and no more docstrings than today begin with a question word or a preposition."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +18,11 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def num_openings(figures: ModuleType, root: Path) -> int:
+    # Few files have such a word behind a quote, and reading all takes seconds.
+    may_begin = re.compile(f"[\"']{figures.OPENINGS.pattern}")
+    files = {path: text for path, text in figures.read_tree(root).items() if may_begin.search(text)}
     with no_garbage():
-        modules = figures.parse(figures.read_tree(root)).values()
+        modules = figures.parse(files).values()
         return figures.docstring_openings(module for module in modules if module.is_product).total()
 
 

@@ -1,6 +1,7 @@
 """Building at first use: once for all processes, safely, and with a reason in words when it cannot be done.
 
-A shell script stands for the compiler where only its behaviour matters; it counts its calls in a file.
+A shell script stands for the compiler where only its behaviour matters; it counts in a file how often it was given the
+first source.
 """
 
 import errno
@@ -21,21 +22,23 @@ from spmd_worker.native.library import NativeLibrary, load
 
 COMPILER = """#!/bin/sh
 case "$*" in *--version*) echo "{version}"; exit 0;; esac
-echo called >> {log}
+case "$*" in *" -c "*adapters.cpp*) echo called >> {log};; esac
 {action}
 """
-COMPILE = 'sleep 0.3; while [ "$1" != -o ]; do shift; done; echo library > "$2"'
+COMPILE = 'case "$*" in *-shared*) sleep 0.3;; esac; while [ "$1" != -o ]; do shift; done; echo library > "$2"'
 
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """Installs a stand-in as CXX and returns a function that says how often it was called."""
+    """Installs a stand-in as CXX and returns a function that says how often it was called. For two of the sources."""
 
     def install(action: str = COMPILE, version: str = "stand-in 1"):
         script, log = tmp_path / "compiler", tmp_path / "calls"
         script.write_text(COMPILER.format(version=version, log=log, action=action))
         script.chmod(0o755)
         monkeypatch.setenv("CXX", str(script))
+        first_two = [path for path in build_module._sources() if path.suffix == ".cpp"][:2]
+        monkeypatch.setattr(build_module, "_sources", lambda: first_two)
         return lambda: len(log.read_text().split()) if log.exists() else 0
 
     return install

@@ -32,7 +32,7 @@ from spmd_worker.base.metrics.step_stats import StepStatsWriter
 from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.worker import Worker
 
-SURE_S = 2.5
+SURE_S = 1.0
 """A fault at this moment or later waits until every rank has heard of every other: imports end at different times."""
 POLL_S = 0.05
 HANG = "hang in forward"
