@@ -235,7 +235,8 @@ def _run(
                 if watchdog is not None:
                     watchdog.before_exit = run.before_exit
                 arithmetic = engine.executor.reports()[0].arithmetic
-                set_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic)
+                policy = engine.numerical_policy()
+                set_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic, policy)
                 _check_adapters(engine, run.manifest)
                 run.lock.note("answers rows")
                 _lead(engine, replicas, config, run, started_s, loaded_s)

@@ -29,6 +29,7 @@ from spmd_worker.base.config.schema import (
     SchedulerConfig,
 )
 from spmd_worker.base.errors import ConfigError, JobError
+from spmd_worker.base.numerical_policy import NumericalPolicy, Region
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.requests import Requests
 from spmd_worker.frontends.batch import job_rows
@@ -534,6 +535,18 @@ def test_job_resumes_only_with_the_same_arithmetic(tmp_path: Path, monkeypatch: 
         assert run(forced)["resumed_rows"] == 5
     overridden = json.loads((run_dir(config) / MANIFEST_NAME).read_text())["overridden"]
     assert [*overridden[0]] == ["arithmetic"]
+
+
+def test_job_resumes_only_with_the_same_numerical_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = ended_job(tmp_path, 5)
+    other = NumericalPolicy({"norm": Region("of other sources", "1")})
+    with monkeypatch.context() as there:
+        there.setattr(Engine, "numerical_policy", lambda self: other)
+        with pytest.raises(ConfigError, match=rf'^numerical policy is "{other.digest}", and \S.* in the run of '):
+            run(config)
+    assert run(config)["resumed_rows"] == 5
+    manifest = json.loads((run_dir(config) / MANIFEST_NAME).read_text())
+    assert manifest["numerical_policy"]["digest"] == manifest["answers"]["numerical policy"] != other.digest
 
 
 def test_job_resumes_only_with_the_same_row_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

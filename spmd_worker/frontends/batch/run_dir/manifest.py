@@ -17,6 +17,7 @@ from typing import Any, Final
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
+from spmd_worker.base.numerical_policy import NumericalPolicy
 from spmd_worker.base.version import code_fingerprint, version
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.model.weights.safetensors_header import read_header
@@ -29,6 +30,7 @@ _UNCHECKED_VERSION: Final = 1
 _HASH_BYTES: Final = 16
 _INPUT_KEY: Final = "job.input"
 _ARITHMETIC_KEY: Final = "arithmetic"
+_POLICY_KEY: Final = "numerical policy"
 _MODEL_KEY: Final = "model.path"
 _ROW_SUMS_KEY: Final = "row-parallel sums"
 _CHECKSUM_KEY: Final = "checksum"
@@ -73,7 +75,7 @@ def make_manifest(
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
     answers[_ROW_SUMS_KEY] = resolved.row_sums
-    answers[_ARITHMETIC_KEY] = NOT_READ
+    answers[_ARITHMETIC_KEY] = answers[_POLICY_KEY] = NOT_READ
     return {
         "format_version": FORMAT_VERSION,
         "has_ended": False,
@@ -101,7 +103,8 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
         return False
     now = manifest["answers"]
     # Until they are known the last run's values are kept: this one may end before.
-    before = {key: last["answers"].get(key) for key in (_INPUT_KEY, _ARITHMETIC_KEY) if now[key] == NOT_READ}
+    unknown = [key for key in (_INPUT_KEY, _ARITHMETIC_KEY, _POLICY_KEY) if now[key] == NOT_READ]
+    before = {key: last["answers"].get(key) for key in unknown}
     _compare(run_dir, last["answers"], now | before, resume, manifest)
     now |= before
     if last["answers"].get(_MODEL_KEY) == now[_MODEL_KEY]:
@@ -125,9 +128,15 @@ def set_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str 
     _set(run_dir, manifest, resume, _INPUT_KEY, digest)
 
 
-def set_arithmetic(run_dir: Path, manifest: dict[str, Any], resume: str, arithmetic: str) -> None:
-    """Set the arithmetic of the ranks (order of additions, which differs among processors) as `set_input` does."""
+def set_arithmetic(
+    run_dir: Path, manifest: dict[str, Any], resume: str, arithmetic: str, policy: NumericalPolicy
+) -> None:
+    """Set the arithmetic of the ranks (order of additions, which differs among processors) and the digest of their
+    numerical policy as `set_input` does.
+    """
     _set(run_dir, manifest, resume, _ARITHMETIC_KEY, arithmetic)
+    manifest["numerical_policy"] = policy.as_dict()
+    _set(run_dir, manifest, resume, _POLICY_KEY, policy.digest)
 
 
 def _set(run_dir: Path, manifest: dict[str, Any], resume: str, key: str, value: str | None) -> None:
