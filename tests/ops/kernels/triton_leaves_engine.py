@@ -49,7 +49,7 @@ def answers(folder: Path, size: int, *, is_invariant: bool = True, **settings: o
     """Ids and log-probabilities of each row."""
     prompts = [{"prompt_token_ids": [3 + (row * 31 + at * 17) % 60 for at in range(1 + 18 * row)]} for row in range(2)]
     ways = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5, "top_k": 20})
-    params = [SamplingParams(max_tokens=2, ignore_eos=True, logprobs=2, **way) for way in ways]
+    params = [SamplingParams(max_tokens=2, ignore_eos=True, logprobs=20, **way) for way in ways]
     executor = {} if size == 1 else {"distributed_executor_backend": "mp"}
     with LLM(
         folder, dtype="float32", device="cpu", load_format="dummy", device_backend=BACKEND, num_blocks=64,

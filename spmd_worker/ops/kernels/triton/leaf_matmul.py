@@ -135,9 +135,13 @@ def family(cut: Cut, chip: Chip) -> list[LeafTile]:
     """Tiles to choose from, all of whom the compile gate sees for 8 leaves."""
     found = [_fitted(tile, cut) for tile in (*tiles.family(chip, is_gated=False), *_MORE)]
     fitting = [tile for tile in dict.fromkeys(found) if _is_for(tile, chip) and tiles.fits(tile, chip, is_gated=False)]
+    # Triton 3.7.1 does not compile a loop for tcgen05 that takes a sum out of its accumulator.
+    has_registers = chip.capability[0] != tiles.TCGEN05
+    # Operands of mma.sync take registers too.
+    most = _MAX_SUMS_IN_REGISTERS // (1 if chip.capability[0] in tiles.WITH_OPERANDS_IN_SHARED_MEMORY else 2)
     return [
-        *(LeafTile(tile, in_registers=True) for tile in fitting if _is_in_registers(tile, cut)),
-        *(LeafTile(tile, in_registers=False) for tile in fitting if 2 * _registers(tile) <= _MAX_SUMS_IN_REGISTERS),
+        *(LeafTile(tile, in_registers=True) for tile in fitting if has_registers and _is_in_registers(tile, cut)),
+        *(LeafTile(tile, in_registers=False) for tile in fitting if 2 * _registers(tile) <= most),
     ]
 
 

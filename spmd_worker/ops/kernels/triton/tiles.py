@@ -98,7 +98,7 @@ def fits(tile: Tile, chip: Chip, *, is_gated: bool) -> bool:
     stage in registers.
     """
     staged = tile.shared_bytes(2, is_gated=is_gated)
-    if chip.capability[0] not in _WITH_OPERANDS_IN_SHARED_MEMORY:
+    if chip.capability[0] not in WITH_OPERANDS_IN_SHARED_MEMORY:
         staged = staged * (tile.num_stages - 1) // tile.num_stages
     is_of_kind = not (is_gated and tile.rest_columns)
     return is_of_kind and staged + _RESERVED_BYTES <= chip.shared_bytes and tile.rows >= least_rows(chip)
@@ -108,11 +108,11 @@ def least_rows(chip: Chip) -> int:
     """Minimum rows of a tile. Fewer than 64 take mma.sync, which is known to have the bits of wgmma, and not known to
     have those of tcgen05.
     """
-    return 64 if chip.capability[0] == _TCGEN05 else 16
+    return 64 if chip.capability[0] == TCGEN05 else 16
 
 
-_TCGEN05 = 10
-_WITH_OPERANDS_IN_SHARED_MEMORY = (9, _TCGEN05)
+TCGEN05 = 10
+WITH_OPERANDS_IN_SHARED_MEMORY = (9, TCGEN05)
 _RESERVED_BYTES = 512
 """Barriers."""
 LOADED_BYTES, _SHARED_BYTES, _PRODUCTS = 40, 128, 2048
@@ -151,7 +151,7 @@ def family(chip: Chip, *, is_gated: bool) -> tuple[Tile, ...]:
     """Tiles to choose from, all of whom the compile gate sees."""
     if chip.capability[0] == 9:
         return _GATED_HOPPER if is_gated else _HOPPER
-    if chip.capability[0] == _TCGEN05:
+    if chip.capability[0] == TCGEN05:
         return _GATED_BLACKWELL if is_gated else _BLACKWELL
     return _GATED_AMPERE if is_gated else _AMPERE
 
