@@ -479,7 +479,8 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
     parallel, quantization = config.parallel, config.model.quantization
     is_invariant = parallel.invariant_tensor_parallel
     if is_invariant is None:
-        is_invariant = device_type == "cpu" and config.executor.device_backend in ("auto", "cpu")
+        # A class of the user's own may wrap the CPU's.
+        is_invariant = device_type == "cpu" and config.executor.device_backend not in ("torch", "triton")
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
     if layout.experts is not None and (is_invariant or device_type == "cpu"):
         # A tree over ranks, which CPUs always have, adds complete experts.
