@@ -480,7 +480,8 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
     parallel, quantization = config.parallel, config.model.quantization
     is_invariant = parallel.invariant_tensor_parallel
     if is_invariant is None:
-        is_invariant = device_type == "cpu" and config.executor.device_backend != "triton"
+        # A class of the user's own may wrap the CPU's.
+        is_invariant = device_type == "cpu" and config.executor.device_backend not in ("torch", "triton")
     if is_invariant and (device_type == "cuda" or config.executor.device_backend == "triton"):
         check_gpu_leaves(config, model_config)
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))

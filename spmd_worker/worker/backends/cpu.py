@@ -49,6 +49,6 @@ def _warn_once(reason: str | None) -> None:
     if reason is not None:
         logger.warning(
             "plain torch is used instead of native kernels: it is slower, and a row's last bits may depend on how its "
-            "prompt was split into chunks (%s)",
+            "prompt was split into chunks, and on the tensor-parallel size (%s)",
             reason,
         )

@@ -18,4 +18,9 @@ class TorchDevice(DeviceBackend):
                 "executor.device_backend=torch does not support quantised weights: set executor.device_backend=triton "
                 "on a GPU, or leave model.quantization at null"
             )
+        if self.device.type == "cuda" and self.resolved.config.parallel.invariant_tensor_parallel:
+            raise ConfigError(
+                "parallel.invariant_tensor_parallel=true needs kernels whose sums do not depend on a product's sizes, "
+                "which torch's on GPUs do: use a GPU with executor.device_backend=triton, or leave it out"
+            )
         return Operations(ReferenceKernels(), SdpaBackend())
