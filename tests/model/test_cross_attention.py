@@ -117,7 +117,7 @@ def test_shards_and_stages_are_transformers(name: str):
     "name", [pytest.param(name, marks=() if name == "t5" else pytest.mark.stress) for name in CASES]
 )
 def test_decoder_has_same_bits_on_two_ranks(name: str, dtype: torch.dtype):
-    """Of both attentions and the feed-forward."""
+    """Both attentions and the feed-forward have leaves."""
 
     def run(group: GroupHandle) -> list[Tensor]:
         return own_logits([shard(cross_folder(name), dtype, group)])

@@ -126,8 +126,8 @@ def test_comparison_detects_mistake_on_ranks(mistake: str, monkeypatch: pytest.M
 @pytest.mark.stress
 @pytest.mark.parametrize("size", [3, 5, 6, 7])
 def test_other_sizes_have_bits_of_their_own(size: int):
-    """Of chunks they are independent too; they are near one rank's."""
-    name = {3: "12_heads", 5: "10_heads", 6: "12_heads", 7: "14_heads"}[size]
+    """They are independent of chunks too, and near one rank's."""
+    name = {3: "9_heads", 5: "10_heads", 6: "12_heads", 7: "14_key_heads"}[size]
     one, found = logits(1, name, "float32"), logits(size, name, "float32")
     assert num_different(found, logits(size, name, "float32", 7)) == 0
     assert num_different(one, found) > 0

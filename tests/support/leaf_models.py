@@ -165,6 +165,7 @@ STATES: Final[dict[str, Case]] = {
 }
 ODD: Final[dict[str, Case]] = {
     "14_heads": ("Qwen2", {"hidden_size": 448, "num_attention_heads": 14, "num_key_value_heads": 2}),
+    "14_key_heads": ("Llama", {"hidden_size": 448, "num_attention_heads": 14, "num_key_value_heads": 14}),
     "10_heads": ("Llama", {"hidden_size": 320, "num_attention_heads": 10, "num_key_value_heads": 10}),
     "12_heads": ("Llama", {"hidden_size": 384, "num_attention_heads": 12, "num_key_value_heads": 2}),
     "9_heads": ("Llama", {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3}),

@@ -31,6 +31,7 @@ LONGEST = (
     "frontends/batch/test_many_rows.py",
     "ranks/test_shared_memory.py",
     "scenarios/test_hit_verification.py",
+    "scenarios/test_leaves_on_ranks.py",
     "native/test_thread_pool.py",
 )
 """Files of tests/ whose stress tests take minutes each: those begin first, so that none is left alone at the end."""
