@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from native_libraries import EMULATED, each_library, library_for
+from native_libraries import EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, each_library, library_for
 from torch import Tensor
 
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels
@@ -181,6 +181,6 @@ def test_tiles_and_vectors_have_other_chains():
         pytest.skip("the emulation is made of AVX-512 and its bfloat16 instructions")
     results = [
         Product(CpuKernels(library_for(each)), 352, 4, torch.float32).whole(33, None, torch.float32)
-        for each in (EMULATED, "x86-64-v3")
+        for each in (EMULATED, WITHOUT_AMX if HAS_AMX else NATIVE)
     ]
     assert not torch.equal(*results)
