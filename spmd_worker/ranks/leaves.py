@@ -74,14 +74,15 @@ def column_range(num_columns: int, count: int, size: int, rank: int) -> tuple[in
 
 
 def leaf_ends(input_range: tuple[int, int], num_inputs: int, count: int) -> tuple[int, ...]:
-    """Ends of a rank's leaves, counted from its first input: those of `leaf_bounds` in `input_range`, or one leaf if it
-    does not begin and end at leaves.
+    """Ends of a rank's leaves, counted from its first input: those of `leaf_bounds` in `input_range`, or one leaf if
+    they are no subtree: it does not begin and end at leaves, or their number is no power of two.
     """
     start, stop = input_range
     bounds = leaf_bounds(num_inputs, count) if count > 1 else (0, num_inputs)
     if start not in bounds or stop not in bounds:
         return (stop - start,)
-    return tuple(bound - start for bound in bounds[bounds.index(start) + 1 : bounds.index(stop) + 1])
+    ends = bounds[bounds.index(start) + 1 : bounds.index(stop) + 1]
+    return tuple(end - start for end in ends) if len(ends).bit_count() == 1 else (stop - start,)
 
 
 def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
