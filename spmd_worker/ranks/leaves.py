@@ -85,6 +85,19 @@ def leaf_ends(input_range: tuple[int, int], num_inputs: int, count: int) -> tupl
     return tuple(end - start for end in ends) if len(ends).bit_count() == 1 else (stop - start,)
 
 
+def feed_forward_columns(layer: LayerConfig) -> list[int]:
+    """Columns of each feed-forward of the layer."""
+    if not layer.has_feed_forward:
+        return []
+    dense = [layer.intermediate_size] if layer.has_dense else []
+    experts = layer.experts
+    return (
+        dense
+        if experts is None
+        else [*dense, experts.intermediate_size, *([experts.shared_size] if experts.shared_size else [])]
+    )
+
+
 def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
     """Reason why products of the layer cannot be cut into `count` leaves, a power of two; "" if they can."""
     for total in _split_heads(layer):
@@ -95,7 +108,7 @@ def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
             return f"layers have {total} key-value heads or groups"
     if layer.conv is not None and hidden_size % count:
         return f"convolutions have {hidden_size} channels"
-    for columns in _feed_forward_columns(layer):
+    for columns in feed_forward_columns(layer):
         if columns % GRANULE or columns // GRANULE < count:
             return f"a feed-forward has {columns} columns, and leaves are multiples of {GRANULE}"
     wholes = mixer_linears(layer, hidden_size, _share(layer, 1))
@@ -130,16 +143,3 @@ def _shared_heads(layer: LayerConfig) -> list[int]:
     """Numbers of heads of which several ranks may have the same one."""
     found = [layer.num_kv_heads, *([layer.delta.num_key_heads] if layer.delta else [])]
     return [each for each in (*found, *([layer.mamba.num_groups] if layer.mamba else [])) if each]
-
-
-def _feed_forward_columns(layer: LayerConfig) -> list[int]:
-    """Columns of each feed-forward of the layer."""
-    if not layer.has_feed_forward:
-        return []
-    dense = [layer.intermediate_size] if layer.has_dense else []
-    experts = layer.experts
-    return (
-        dense
-        if experts is None
-        else [*dense, experts.intermediate_size, *([experts.shared_size] if experts.shared_size else [])]
-    )
