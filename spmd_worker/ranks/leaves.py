@@ -74,14 +74,28 @@ def column_range(num_columns: int, count: int, size: int, rank: int) -> tuple[in
 
 
 def leaf_ends(input_range: tuple[int, int], num_inputs: int, count: int) -> tuple[int, ...]:
-    """Ends of a rank's leaves, counted from its first input: those of `leaf_bounds` in `input_range`, or one leaf if it
-    does not begin and end at leaves.
+    """Ends of a rank's leaves, counted from its first input: those of `leaf_bounds` in `input_range`, or one leaf if
+    they are no subtree: it does not begin and end at leaves, or their number is no power of two.
     """
     start, stop = input_range
     bounds = leaf_bounds(num_inputs, count) if count > 1 else (0, num_inputs)
     if start not in bounds or stop not in bounds:
         return (stop - start,)
-    return tuple(bound - start for bound in bounds[bounds.index(start) + 1 : bounds.index(stop) + 1])
+    ends = bounds[bounds.index(start) + 1 : bounds.index(stop) + 1]
+    return tuple(end - start for end in ends) if len(ends).bit_count() == 1 else (stop - start,)
+
+
+def feed_forward_columns(layer: LayerConfig) -> list[int]:
+    """Columns of each feed-forward of the layer."""
+    if not layer.has_feed_forward:
+        return []
+    dense = [layer.intermediate_size] if layer.has_dense else []
+    experts = layer.experts
+    return (
+        dense
+        if experts is None
+        else [*dense, experts.intermediate_size, *([experts.shared_size] if experts.shared_size else [])]
+    )
 
 
 def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
@@ -94,7 +108,7 @@ def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
             return f"layers have {total} key-value heads or groups"
     if layer.conv is not None and hidden_size % count:
         return f"convolutions have {hidden_size} channels"
-    for columns in _feed_forward_columns(layer):
+    for columns in feed_forward_columns(layer):
         if columns % GRANULE or columns // GRANULE < count:
             return f"a feed-forward has {columns} columns, and leaves are multiples of {GRANULE}"
     wholes = mixer_linears(layer, hidden_size, _share(layer, 1))
@@ -129,16 +143,3 @@ def _shared_heads(layer: LayerConfig) -> list[int]:
     """Numbers of heads of which several ranks may have the same one."""
     found = [layer.num_kv_heads, *([layer.delta.num_key_heads] if layer.delta else [])]
     return [each for each in (*found, *([layer.mamba.num_groups] if layer.mamba else [])) if each]
-
-
-def _feed_forward_columns(layer: LayerConfig) -> list[int]:
-    """Columns of each feed-forward of the layer."""
-    if not layer.has_feed_forward:
-        return []
-    dense = [layer.intermediate_size] if layer.has_dense else []
-    experts = layer.experts
-    return (
-        dense
-        if experts is None
-        else [*dense, experts.intermediate_size, *([experts.shared_size] if experts.shared_size else [])]
-    )

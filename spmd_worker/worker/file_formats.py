@@ -32,7 +32,9 @@ def state_layout(resolved: ResolvedRun) -> StateLayout:
     firsts = range(0, size * layout.pipeline_parallel_size, size)
     stages = [stage_of(layout, resolved.model_config, rank) for rank in firsts]
     bounds = tuple((each.start, each.stop) for each in stages)
-    return StateLayout(size, layout.pipeline_parallel_size, bounds, sharded_state.placement_digest(layout.experts))
+    columns = sharded_state.column_ranges(layout, resolved.model_config)
+    experts = sharded_state.placement_digest(layout.experts)
+    return StateLayout(size, layout.pipeline_parallel_size, bounds, experts, columns)
 
 
 def fill_from_files(

@@ -21,6 +21,7 @@ from file_limit import file_limit
 from forked_child import in_child
 from hub_cache import write_snapshot
 from killed_writer import KILLED, FileCalls, calls_on_files
+from leaf_models import leaf_folder
 from quantised_files import quantise
 from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
 from run_folder import made_once
@@ -33,8 +34,10 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import CheckpointError, ConfigError, MissingWeightsError, ModelConfigError, SaveError
 from spmd_worker.model.weights import sharded_state
-from spmd_worker.model.weights.sharded_state import held_parameters
+from spmd_worker.model.weights.sharded_state import column_ranges, held_parameters
+from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import file_formats
 from spmd_worker.worker.worker import Worker
@@ -357,6 +360,7 @@ BAD_STATES: dict[str, tuple[Callable[[Path, dict[str, Any]], object], str]] = {
     ),
     "other stages": (lambda _, state: state["layout"].update(stages=[[0, 3]]), "was saved for stages of the layers"),
     "other experts": (lambda _, state: state["layout"].update(experts="ab"), "other ranks for its experts"),
+    "other columns": (lambda _, state: state["layout"].update(columns="ab"), "other columns of feed-forwards"),
     "other version": (lambda _, state: state.update(format_version=2), "is not a sharded state of format 1"),
     "unsafe name": (lambda _, state: state["files"][0][0].update(name="../x"), "is not a sharded state of format 1"),
     "cut file": (lambda folder, _: os.truncate(part(folder), 5000), "truncated"),
@@ -365,6 +369,14 @@ BAD_STATES: dict[str, tuple[Callable[[Path, dict[str, Any]], object], str]] = {
     "other tensors": (lambda folder, state: rename(folder, state), "missing from the checkpoint"),
     "no state": (lambda folder, _: (folder / "sharded_state.json").unlink(), "has no sharded_state.json"),
 }
+
+
+def test_states_name_columns_of_unequal_leaves():
+    """Others have none, as states of older versions."""
+    config = read_model_files(leaf_folder("unequal_leaves")).model_config
+    assert column_ranges(RankLayout(2, num_leaves=8), config) == '{"1408": [[0, 768], [768, 1408]]}'
+    assert column_ranges(RankLayout(2), config) == column_ranges(RankLayout(1, num_leaves=8), config) == ""
+    assert column_ranges(RankLayout(2, num_leaves=8), read_model_files(leaf_folder("llama")).model_config) == ""
 
 
 def part(folder: Path) -> Path:

@@ -111,6 +111,14 @@ def test_other_sizes_have_one_leaf_a_rank(size: int):
     assert leaf_ends((first[0], first[1]), 1408, 8) == (lengths[0],)
 
 
+@pytest.mark.parametrize("num_columns", [288, 576, 1152])
+def test_three_leaves_of_a_rank_are_one(num_columns: int):
+    """The last of three ranks begins at a leaf, by chance."""
+    start, stop = column_range(num_columns, 8, 3, 2)
+    assert {start, stop} <= set(leaf_bounds(num_columns, 8))
+    assert leaf_ends((start, stop), num_columns, 8) == (stop - start,)
+
+
 class _Named(str):
     def __add__(self, other: str) -> "_Named":
         return _Named(f"({self} {other})")

@@ -7,7 +7,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter
@@ -26,8 +26,11 @@ from spmd_worker.model.weights.safetensors_writer import CHUNK_BYTES, TensorToWr
 from spmd_worker.model.weights.store import LoadReport, WeightStore
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES, check_finite
 from spmd_worker.model.weights.weight_update import content_digest
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.model_config.tensor_names import STATE_FILE
 from spmd_worker.ranks.expert_layout import ExpertLayout
+from spmd_worker.ranks.leaves import feed_forward_columns
+from spmd_worker.ranks.topology import RankLayout
 
 FORMAT_VERSION: Final = 1
 _FORMAT: Final = "spmd-worker sharded state"
@@ -47,13 +50,15 @@ class StateFile:
 @dataclass(frozen=True, slots=True)
 class StateLayout:
     """The division of a model among ranks. `stages` has the layers (start, stop) of each; `experts` a digest of the
-    placement of experts, "" if ranks share the columns of each.
+    placement of experts, "" if ranks share the columns of each. `columns` are those of feed-forwards that ranks have,
+    "" if they are nearly equal parts, as in states without this key.
     """
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
     stages: tuple[tuple[int, int], ...]
     experts: str = ""
+    columns: str = ""
 
     def difference(self, other: "StateLayout") -> str:
         """Difference between a state of this layout and a run of the other one, in words; "" if there is none."""
@@ -64,6 +69,9 @@ class StateLayout:
             return f"was saved for stages of the layers {list(self.stages)}, and this run has {list(other.stages)}"
         if self.experts != other.experts:
             return "was saved with other ranks for its experts (parallel.enable_expert_parallel, expert_placement)"
+        if self.columns != other.columns:
+            keys = "parallel.max_leaves, invariant_tensor_parallel"
+            return f"was saved with other columns of feed-forwards for its ranks ({keys}, or a version without these)"
         return ""
 
 
@@ -102,6 +110,18 @@ class ShardedState:
 def placement_digest(experts: ExpertLayout | None) -> str:
     """`StateLayout.experts`."""
     return "" if experts is None else blake2b(json.dumps(asdict(experts)).encode(), digest_size=8).hexdigest()
+
+
+def column_ranges(layout: RankLayout, model_config: ModelConfig) -> str:
+    """`StateLayout.columns`."""
+
+    def listed(each: RankLayout) -> str:
+        ranges = [[each.columns(size, rank) for rank in range(each.tensor_parallel_size)] for size in sizes]
+        return json.dumps(dict(zip(sizes, ranges, strict=True)))
+
+    sizes = sorted({size for layer in model_config.layers for size in feed_forward_columns(layer)})
+    columns = listed(layout)
+    return "" if columns == listed(replace(layout, num_leaves=1)) else columns
 
 
 def config_digest(folder: Path) -> str:
@@ -143,7 +163,8 @@ def _state_of(value: dict[str, Any]) -> ShardedState:
     if unsafe or len(files) != sizes[0] * sizes[1]:
         raise ValueError(f"files of {len(files)} ranks, unsafe names {unsafe[:1]}")
     family, digest, dtype = (str(value[key]) for key in ("family", "config_digest", "dtype"))
-    return ShardedState(family, digest, dtype, StateLayout(*sizes, stages, str(layout["experts"])), version, files)
+    others = (str(layout["experts"]), str(layout.get("columns", "")))
+    return ShardedState(family, digest, dtype, StateLayout(*sizes, stages, *others), version, files)
 
 
 @dataclass(frozen=True, slots=True)
