@@ -108,9 +108,8 @@ def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
 
 def _other_kernel(whole: LinearSizes, part: LinearSizes) -> str:
     """The size for which a rank's share of a product is computed by another kernel than the whole; "" if none is."""
-    sizes = (("outputs", PANEL, sum(whole.num_outputs), sum(part.num_outputs)),)
-    sizes += (("inputs", GRANULE, whole.num_inputs, part.num_inputs),)
-    for noun, unit, num_whole, num_own in sizes:
+    outputs = ("outputs", PANEL, sum(whole.num_outputs), sum(part.num_outputs))
+    for noun, unit, num_whole, num_own in (outputs, ("inputs", GRANULE, whole.num_inputs, part.num_inputs)):
         if (num_whole % unit == 0) != (num_own % unit == 0):
             return f"{num_own} of {num_whole} {noun} of a product, and compiled kernels take multiples of {unit}"
     return ""
