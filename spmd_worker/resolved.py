@@ -29,7 +29,7 @@ from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_
 from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.expert_layout import expert_layout_of
-from spmd_worker.ranks.gpu_leaves import check_gpu_leaves
+from spmd_worker.ranks.gpu_leaves import PLAIN_TORCH, check_gpu_leaves
 from spmd_worker.ranks.leaves import num_leaves
 from spmd_worker.ranks.row_sums import log_same_sizes, row_sums_name
 from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, shard_range
@@ -479,9 +479,12 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
     """Layout with the owners of experts and the number of leaves. Raises ConfigError."""
     parallel, quantization = config.parallel, config.model.quantization
     is_invariant = parallel.invariant_tensor_parallel
+    is_plain = config.executor.device_backend == "torch"
     if is_invariant is None:
         # A class of the user's own may wrap the CPU's.
-        is_invariant = device_type == "cpu" and config.executor.device_backend not in ("torch", "triton")
+        is_invariant = device_type == "cpu" and not is_plain and config.executor.device_backend != "triton"
+    if is_invariant and is_plain:
+        raise ConfigError(PLAIN_TORCH)
     if is_invariant and (device_type == "cuda" or config.executor.device_backend == "triton"):
         check_gpu_leaves(config, model_config)
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))

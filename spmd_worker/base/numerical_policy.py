@@ -58,6 +58,10 @@ class NumericalPolicy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "regions", MappingProxyType(dict(self.regions)))
 
+    def __reduce__(self) -> tuple[type["NumericalPolicy"], tuple[dict[str, Region]]]:
+        # A read-only mapping is not pickled.
+        return type(self), (dict(self.regions),)
+
     @property
     def digest(self) -> str:
         """32 hexadecimal digits, of all regions."""
@@ -70,11 +74,17 @@ class NumericalPolicy:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "NumericalPolicy":
-        """The policy of an object of `as_dict`, such as one kept beside a run. Raises ValueError if its digest is not
-        that of its regions.
+        """The policy of an object of `as_dict`, such as one kept beside a run. Raises ValueError for another object, or
+        if the digest is not that of its regions.
         """
-        policy = cls({name: Region(**each) for name, each in value["regions"].items()})
-        if value["digest"] != policy.digest:
+        try:
+            policy = cls({name: Region(**each) for name, each in value["regions"].items()})
+            is_same = value["digest"] == policy.digest
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"this is not the object of a numerical policy, with digest and regions: {error}"
+            ) from None
+        if not is_same:
             raise ValueError(f"the policy has the digest {value['digest']}, but that of its regions is {policy.digest}")
         return policy
 
@@ -99,7 +109,8 @@ def _words(region: Mapping[str, Any] | None) -> str:
     if region is None:
         return "not there"
     constants = "".join([f", {name} {value}" for name, value in region["constants"].items()])
-    return f"{region['implementation']} of version {region['version']}{constants}"
+    version = f" of version {region['version']}" if region["version"] else ""
+    return f"{region['implementation']}{version}{constants}"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Runs with `parallel.invariant_tensor_parallel=true` that GPUs cannot compute. Needs no torch."""
+"""Runs with `parallel.invariant_tensor_parallel=true` that GPUs, or plain torch, cannot compute. Needs no torch."""
 
 from typing import Final
 
@@ -8,16 +8,14 @@ from spmd_worker.model_config.model_config import ModelConfig
 
 _KEY: Final = "parallel.invariant_tensor_parallel"
 PLAIN_TORCH: Final = (
-    f"{_KEY}=true is not supported by plain torch on a GPU, whose matmuls choose the order of their sums by the shape: "
-    f"use executor.device_backend=triton, or leave {_KEY} out"
+    f"{_KEY}=true is not supported by plain torch, whose products choose the order of their sums by the shape: use the "
+    f"compiled kernels on a CPU (float32, bfloat16), executor.device_backend=triton on a GPU, or leave {_KEY} out"
 )
 
 
 def check_gpu_leaves(config: RunConfig, model_config: ModelConfig) -> None:
     """Raise ConfigError for a run on GPUs, with this key set, whose answers would depend on the number of ranks."""
     size = config.parallel.tensor_parallel_size
-    if config.executor.device_backend == "torch":
-        raise ConfigError(PLAIN_TORCH)
     if config.model.quantization == "fp8":
         raise ConfigError(
             f"{_KEY}=true needs numbers that are the same on any number of ranks, but with model.quantization=fp8 a "

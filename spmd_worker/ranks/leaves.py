@@ -115,16 +115,18 @@ def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
     # All smaller powers of two are sizes of a group too.
     for size in (1 << power for power in range(1, count.bit_length())):
         for whole, part in zip(wholes, mixer_linears(layer, hidden_size, _share(layer, size)), strict=True):
-            if not _has_same_kernels(whole, part):
-                share = f"{part.num_inputs} inputs and {sum(part.num_outputs)} outputs"
-                return f"a rank of {size} would compute its {share} of a product with another kernel"
+            if share := _other_kernel(whole, part):
+                return f"a rank of {size} would have {share}"
     return ""
 
 
-def _has_same_kernels(whole: LinearSizes, part: LinearSizes) -> bool:
-    """Whether a rank's share of a product is computed as the whole is: in panels or not."""
-    is_alike = (sum(whole.num_outputs) % PANEL == 0) == (sum(part.num_outputs) % PANEL == 0)
-    return is_alike and (whole.num_inputs % GRANULE == 0) == (part.num_inputs % GRANULE == 0)
+def _other_kernel(whole: LinearSizes, part: LinearSizes) -> str:
+    """The size for which a rank's share of a product is computed by another kernel than the whole; "" if none is."""
+    outputs = ("outputs", PANEL, sum(whole.num_outputs), sum(part.num_outputs))
+    for noun, unit, num_whole, num_own in (outputs, ("inputs", GRANULE, whole.num_inputs, part.num_inputs)):
+        if (num_whole % unit == 0) != (num_own % unit == 0):
+            return f"{num_own} of {num_whole} {noun} of a product, and compiled kernels take multiples of {unit}"
+    return ""
 
 
 def _share(layer: LayerConfig, size: int) -> LayerShare:

@@ -38,7 +38,7 @@ def log_same_sizes(parallel: ParallelConfig, model_config: ModelConfig, layout: 
     configuration wants these. For a layout whose ranks add by a tree.
     """
     key = f"parallel.{_SIZE}={layout.tensor_parallel_size}"
-    words, sizes = leaves_words(parallel, model_config, layout), _same_sizes(layout.num_leaves)
+    words, sizes = _leaves_words(parallel, model_config, layout), _same_sizes(layout.num_leaves)
     if layout.has_leaves:
         given = (f"parallel.{_SIZE} {_listed(sizes)}", _leaves(layout.num_leaves))
         logger.info("answers have the same bits with %s (%s)", *given, extra=SAME_ON_EVERY_RANK)
@@ -47,30 +47,31 @@ def log_same_sizes(parallel: ParallelConfig, model_config: ModelConfig, layout: 
     others = others if len(sizes) > 1 else "no other size has the bits of one rank"
     if parallel.invariant_tensor_parallel:
         raise ConfigError(
-            f"parallel.invariant_tensor_parallel=true is not possible with {key}: {words}; {others}. Choose such a "
-            f"size, or leave parallel.invariant_tensor_parallel out"
+            f"parallel.invariant_tensor_parallel=true is not possible with {key}: row-parallel sums have {words}; "
+            f"{others}. Choose parallel.{_SIZE} {_listed(sizes)}, or leave parallel.invariant_tensor_parallel out"
         )
-    text = "%s: answers have bits of their own, which may differ from those of one rank: %s; %s"
+    text = "%s: answers have bits of their own, which may differ from those of one rank: row-parallel sums have %s; %s"
     logger.warning(text, key, words, others, extra=SAME_ON_EVERY_RANK)
 
 
 def describe_row_sums(parallel: ParallelConfig, model_config: ModelConfig, layout: RankLayout, name: str) -> str:
     """The line of a plan. `name` is the run's `row_sums_name`."""
-    if not name.startswith("in "):
+    if name.startswith("exactly"):
         return f"row-parallel sums are added {name}"
-    sizes = _same_sizes(layout.num_leaves)
+    words, sizes = _leaves_words(parallel, model_config, layout), _same_sizes(layout.num_leaves)
+    if not layout.has_leaves:
+        return f"row-parallel sums are added {name}, with bits of their own: those of one rank have {words}"
     same = f"parallel.{_SIZE} {_listed(sizes)}" if len(sizes) > 1 else "one rank alone"
-    return f"{leaves_words(parallel, model_config, layout)}: the same bits with {same}"
+    return f"row-parallel sums have {words}: the same bits with {same}"
 
 
-def leaves_words(parallel: ParallelConfig, model_config: ModelConfig, layout: RankLayout) -> str:
+def _leaves_words(parallel: ParallelConfig, model_config: ModelConfig, layout: RankLayout) -> str:
     """The number of leaves, and the reason why there are no more."""
-    words, count = f"row-parallel sums have {_leaves(layout.num_leaves)}", layout.num_leaves
+    count = layout.num_leaves
     if count == parallel.max_leaves:
-        return f"{words}, as parallel.max_leaves allows"
-    # None where leaves are switched off.
-    obstacle = obstacle_to(model_config, 2 * count)
-    return f"{words}, since {obstacle}" if obstacle else words
+        return f"{_leaves(count)}, as parallel.max_leaves allows"
+    reason = obstacle_to(model_config, 2 * count) or "parallel.invariant_tensor_parallel is off"
+    return f"{_leaves(count)}, since {reason}"
 
 
 def _same_sizes(num_leaves: int) -> list[int]:

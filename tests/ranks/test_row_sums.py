@@ -87,7 +87,9 @@ def test_other_sizes_are_named_once_or_refused(model: ModelConfig, caplog: pytes
         f"parallel.tensor_parallel_size=14: answers have bits of their own, which may differ from those of one rank: "
         f"{reason}"
     ]
-    with pytest.raises(ConfigError, match=r"^parallel\.invariant_tensor_parallel=true is not possible .* 1 and 2\. "):
+    with pytest.raises(
+        ConfigError, match=r"^parallel\.invariant_tensor_parallel=true is not possible .* 1 and 2\. Choose .* 1 or 2, "
+    ):
         run(model, 14, invariant_tensor_parallel=True)
     odd = with_layers(model, num_heads=7, num_kv_heads=1)
     with pytest.raises(ConfigError, match="have 1 leaf, since layers have 7 heads; no other size has"):
@@ -95,7 +97,9 @@ def test_other_sizes_are_named_once_or_refused(model: ModelConfig, caplog: pytes
     # One rank has the bits of one rank; integer sums those of any number.
     run(odd, 1, invariant_tensor_parallel=True)
     run(odd, 7, invariant_tensor_parallel=True, quantization="int8")
-    with pytest.raises(ConfigError, match="quantization=fp8, whose sums depend"):
+    with pytest.raises(ConfigError, match="not supported by plain torch"):
+        run(model, 2, invariant_tensor_parallel=True, device_backend="torch")
+    with pytest.raises(ConfigError, match="quantization=fp8 a rank"):
         run(model, 2, "cuda", invariant_tensor_parallel=True, quantization="fp8")
 
 
@@ -105,11 +109,21 @@ def test_other_sizes_are_named_once_or_refused(model: ModelConfig, caplog: pytes
         (8, {}, "row-parallel sums have 8 leaves, as parallel.max_leaves allows: the same bits with .* 1, 2, 4 or 8"),
         (12, {}, "row-parallel sums have 4 leaves, since layers have 12 heads: the same bits with .* 1, 2 or 4"),
         (9, {}, "row-parallel sums have 1 leaf, since layers have 9 heads: the same bits with one rank alone"),
-        (8, {"invariant_tensor_parallel": False}, "row-parallel sums have 1 leaf: the same bits with one rank alone"),
+        (
+            8,
+            {"invariant_tensor_parallel": False},
+            "row-parallel sums have 1 leaf, since .* is off: the same bits with .*",
+        ),
+        (
+            9,
+            {"tensor_parallel_size": 3},
+            "row-parallel sums are added by 3 .*, with bits of their own: .* since .* 9 heads",
+        ),
         (8, {"quantization": "int8"}, r"row-parallel sums are added exactly \(any tensor_parallel_size\)"),
     ],
 )
 def test_plan_has_leaves_and_their_reason(model: ModelConfig, heads: int, given: dict[str, object], words: str):
-    found = run(with_layers(model, num_heads=heads, num_kv_heads=heads), **given)
+    size = given.pop("tensor_parallel_size", 1)
+    found = run(with_layers(model, num_heads=heads, num_kv_heads=heads), size, **given)
     line = describe_row_sums(found.config.parallel, found.model_config, found.layout, found.row_sums)
     assert re.fullmatch(words, line), line

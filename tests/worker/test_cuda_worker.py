@@ -1,6 +1,7 @@
 """What a worker does with a GPU, said by a torch.cuda that only notes what it is asked."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +15,14 @@ from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConf
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks import groups
+from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import caches, opened_device, start
 from spmd_worker.worker.backends import choice
+from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.backends.choice import new_backend, with_device_backend
 from spmd_worker.worker.backends.cpu import CpuDevice
 from spmd_worker.worker.backends.plain_torch import TorchDevice
@@ -112,15 +116,25 @@ def test_process_device_is_set_only_in_own_world(monkeypatch: pytest.MonkeyPatch
     assert cuda.notes == [*([] if is_callers else ["set 3"]), 3, "joined on 3", 3]
 
 
-def test_plain_torch_on_gpus_has_no_same_bits():
+def test_plain_torch_has_no_same_bits():
     run = RunConfig(
         model=ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model")),
         parallel=ParallelConfig(tensor_parallel_size=2, invariant_tensor_parallel=True),
     )
-    resolved = resolve_run(run, "cuda")
-    with pytest.raises(ConfigError, match="invariant_tensor_parallel=true needs kernels"):
-        TorchDevice(resolved, GPU).operations()
-    TorchDevice(resolve_run(run, "cpu"), torch.device("cpu")).operations()
+    for device in (GPU, torch.device("cpu")):
+        with pytest.raises(ConfigError, match="invariant_tensor_parallel=true is not supported by plain torch"):
+            TorchDevice(resolve_run(run, device.type), device).operations()
+
+
+def test_plain_torch_names_the_number_of_ranks():
+    """Its products of a rank's share have other bits: a job went on with another number, and policies were equal."""
+    found = set()
+    for size in (1, 2, 4):
+        device = CpuDevice(new_worker(num_ranks=size).resolved, torch.device("cpu"))
+        group = replace(single_group(), ranks=tuple(range(size)), adds_by_tree=True)
+        policy = device.numerical_policy(Operations(ReferenceKernels(), SdpaBackend()), group)
+        found.add((device.arithmetic(SdpaBackend()), policy.digest))
+    assert len({name for name, _ in found}) == len({digest for _, digest in found}) == 3
 
 
 def test_arithmetic_depends_on_device_and_versions(monkeypatch: pytest.MonkeyPatch):

@@ -6,11 +6,14 @@ from functools import cache
 import torch
 
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.numerical_policy import RANK_SUM, NumericalPolicy
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.cpu.int8 import int8_kernels
 from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
+from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.gpu_leaves import PLAIN_TORCH
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 
 logger = logging.getLogger(__name__)
@@ -36,12 +39,24 @@ class CpuDevice(DeviceBackend):
         if isinstance(attention, CpuBackend):
             _warn_once(slow_reason)
             return Operations(kernels, attention, quantised, is_native=has_gemm)
+        if self.resolved.config.parallel.invariant_tensor_parallel and quantised is None:
+            raise ConfigError(f"{PLAIN_TORCH}. There are no compiled kernels: {attention}")
         _warn_once(attention)
         return Operations(kernels, SdpaBackend(), quantised)
 
     def arithmetic(self, attention: AttentionBackend) -> str:
         # The compiled kernels choose by the CPU's instruction sets.
-        return attention.arithmetic if isinstance(attention, CpuBackend) else super().arithmetic(attention)
+        if isinstance(attention, CpuBackend):
+            return attention.arithmetic
+        size = self.resolved.layout.tensor_parallel_size
+        return super().arithmetic(attention) + (f", shares of {size} ranks" if size > 1 else "")
+
+    def numerical_policy(self, operations: Operations, tensor: GroupHandle) -> NumericalPolicy:
+        policy = super().numerical_policy(operations, tensor)
+        if isinstance(operations.attention, CpuBackend) or tensor.size == 1:
+            return policy
+        # Plain torch's products and attention have other bits in a rank's share.
+        return NumericalPolicy({**policy.regions, RANK_SUM: policy.regions[RANK_SUM].with_constants(ranks=tensor.size)})
 
 
 @cache

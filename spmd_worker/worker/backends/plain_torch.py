@@ -11,16 +11,11 @@ class TorchDevice(DeviceBackend):
     """`executor.device_backend=torch`."""
 
     def operations(self) -> Operations:
-        if self.device.type == "cuda" and self.resolved.config.parallel.invariant_tensor_parallel:
+        if self.resolved.config.parallel.invariant_tensor_parallel:
             raise ConfigError(PLAIN_TORCH)
         if self.resolved.config.model.quantization is not None:
             raise ConfigError(
                 "executor.device_backend=torch does not support quantised weights: set executor.device_backend=triton "
                 "on a GPU, or leave model.quantization at null"
-            )
-        if self.device.type == "cuda" and self.resolved.config.parallel.invariant_tensor_parallel:
-            raise ConfigError(
-                "parallel.invariant_tensor_parallel=true needs kernels whose sums do not depend on a product's sizes, "
-                "which torch's on GPUs do: use a GPU with executor.device_backend=triton, or leave it out"
             )
         return Operations(ReferenceKernels(), SdpaBackend())

@@ -560,7 +560,7 @@ def test_job_resumes_only_with_the_same_row_sums(tmp_path: Path, monkeypatch: py
         other = replace(config, parallel=ParallelConfig(max_leaves=2))
         expected = (
             r"^row-parallel sums are added in 2 leaves \(tensor_parallel_size 1 or 2\), and in 4 leaves "
-            r"\(tensor_parallel_size 1, 2 or 4\) in the run of .* its parallel\.max_leaves .*job\.resume=force"
+            r"\(tensor_parallel_size 1, 2 or 4\) in the run of .* its parallel\.max_leaves, .*job\.resume=force"
         )
         with pytest.raises(ConfigError, match=expected):
             run(other)

@@ -269,7 +269,10 @@ def test_cpu_swap_space_reduces_the_cache(model_config: ModelConfig):
 def test_plan_lists_gpu_sizes_instead_of_guessing(model_config: ModelConfig):
     lines = text_of(model_config, 8, device="cuda")
     assert lines[1] == "computes   in bfloat16 on one GPU a rank"
-    assert lines[3] == "sums       row-parallel sums are added by 8 ranks (tensor_parallel_size 8)"
+    assert lines[3] == (
+        "sums       row-parallel sums are added by 8 ranks (tensor_parallel_size 8), with bits of their own: those of "
+        "one rank have 1 leaf, since parallel.invariant_tensor_parallel is off"
+    )
     assert lines[6].endswith("measured")
     assert lines[8:] == [
         "blocks     measured when the run starts, or set by cache.num_blocks: 256.0 KiB each, 512 for a sequence of "

@@ -179,8 +179,8 @@ def _difference(run_dir: Path, key: str, earlier: Any, later: Any) -> str:
         )
     return (
         f"row-parallel sums are added {later}, and {earlier} in {run}: answers would differ. Resume with a "
-        f"parallel.tensor_parallel_size that adds as that run did, and its parallel.max_leaves and "
-        f"parallel.invariant_tensor_parallel"
+        f"parallel.tensor_parallel_size that adds as that run did, and its parallel.max_leaves, "
+        f"parallel.invariant_tensor_parallel and executor.device_backend"
     )
 
 
