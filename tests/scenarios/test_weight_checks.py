@@ -115,7 +115,7 @@ def test_policy_changes_with_what_decides_bits(monkeypatch: pytest.MonkeyPatch) 
     assert same == first
     assert NumericalPolicy.from_dict(json.loads(json.dumps(first.as_dict()))) == first
     regions = [first.difference(each) for each in others]
-    names = ["device", "column-parallel product", "row-parallel product", "row-parallel product"]
+    names = ["device", "column-parallel product", "row-parallel product", "sum over ranks"]
     assert [str(each).split(":")[0] for each in regions] == names
     right = CpuKernels.numerics
 

@@ -135,14 +135,14 @@ class Strike:
         """`act` runs instead of a method's call, from the step of the strike on; in every call without a step."""
         right = getattr(owner, name)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             step = step_of(*arguments)
             if step is None or step >= self.step:
                 if step is not None:
                     self.make_sure()
                 self.note()
                 act()
-            return right(*arguments)
+            return right(*arguments, **options)
 
         setattr(owner, name, call)
 

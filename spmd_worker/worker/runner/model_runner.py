@@ -140,7 +140,7 @@ class ModelRunner:
         self.adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
         self._step_adapters: StepAdapters | None = None
         self._has_states = model.model_config.has_states
-        self._repeater = RowRepeater(model, cache_engine, self._build, adapters, rank)
+        self._repeater = RowRepeater(model, cache_engine, adapters, rank)
         self._state = None
         if has_state:
             self._state = BatchState(
@@ -204,7 +204,10 @@ class ModelRunner:
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache, self.num_groups, self._cache_engine.spec.group_of)
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
-        before = [self._repeater.begin(scheduled, row, batch, incoming) for row in repeated_rows]
+        before = [
+            self._repeater.begin(scheduled, row, batch, self._build(scheduled[row : row + 1]), incoming)
+            for row in repeated_rows
+        ]
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)
         is_plain = is_fused and given is None and media is None

@@ -7,7 +7,7 @@ alone; recurrent states are put back before, and must then become what the step 
 H: hidden size; Vs: token ids of this rank's vocabulary shard.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,25 +51,23 @@ class StepOutputs:
 class RowRepeater:
     """Repeats row `row` of a step, which continues a sequence: it samples once, and no row before it samples more.
 
-    `build` makes a batch as the runner does. Call `begin` before the step's forward pass and `compare` after it.
+    Call `begin` before the step's forward pass and `compare` after it.
     """
 
     def __init__(
         self,
         model: DecoderForCausalLM,
         engine: CacheEngine,
-        build: Callable[[Sequence[ScheduledSequence]], Batch],
         adapters: LoadedAdapters | None,
         rank: int,
     ) -> None:
-        self._model, self._engine, self._build, self._adapters, self._rank = model, engine, build, adapters, rank
+        self._model, self._engine, self._adapters, self._rank = model, engine, adapters, rank
 
     def begin(
-        self, scheduled: Sequence[ScheduledSequence], row: int, batch: Batch, incoming: Tensor | None
+        self, scheduled: Sequence[ScheduledSequence], row: int, batch: Batch, own: Batch, incoming: Tensor | None
     ) -> StepInputs:
-        """Copies for the repetition of a row of the step with this batch."""
+        """Copies for the repetition of a row of the step with this batch; `own` is a batch of the row alone."""
         start, stop = batch.attention.query_starts[row : row + 2]
-        own = self._build(scheduled[row : row + 1])
         # The host may not have read the row's last id yet.
         own = replace(own, token_ids=batch.token_ids[start:stop].clone())
         states = self._states(scheduled[row])
