@@ -96,6 +96,14 @@ class PackedKernels(ReferenceKernels):
             return F.linear(x, weight, bias)
         return multiply(x, weight, bias) if x.shape[0] > 0 else x.new_empty(0, weight.shape[0])
 
+    def linear_of_heads(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """The weights are plain, as `pack_heads` keeps them: torch would round a row differently among few others."""
+        if weight.device.type != "cpu" or not can_pack(torch.float32):
+            return super().linear_of_heads(x, weight, out)
+        for head, of_head in enumerate(weight):
+            out[:, head] = _linear_in_float32(x[:, head], of_head, None)
+        return None
+
     def _leaf_sums(self, x: Tensor, weight: Tensor) -> Tensor:
         """The weights are plain, as `pack_leaves` keeps them: oneDNN would round a leaf's sums to the dtype."""
         if not len(x) or weight.device.type != "cpu" or not can_pack(torch.float32):
