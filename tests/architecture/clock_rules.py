@@ -17,7 +17,7 @@ CLOCKS = ("monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns"
 TIMES_OF_RUNS = ("wall_s",)
 """Attributes that are elapsed time wherever they stand."""
 _MAY_COMPARE = re.compile(rf"\b(?:{'|'.join(CLOCKS)})\s*\(\s*\)|\b(?:{'|'.join(TIMES_OF_RUNS)})\b")
-"""In the text of a file that calls a clock or has the time of a run: one in ten, and only these are parsed."""
+"""Words in a file that calls a clock or has the time of a run: one file in ten, and only these are parsed."""
 WAITING = ("waiting.py", "fork_server.py", "hang_guard.py", "ranks.py")
 """Where limits are made: what is reached there hangs."""
 PLANTED = ("test_clocks_in_tests.py",)

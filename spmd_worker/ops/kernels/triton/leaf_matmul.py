@@ -28,8 +28,8 @@ _LEAST_STEP: Final = 16
 """Inputs of a matrix instruction."""
 _MAX_STAGES: Final = 8
 _STEP_CLOCKS, _END_CLOCKS, _LOOP_CLOCKS = 100, 200, 1500
-"""Of a step whose matrix instruction is waited for, as it is where levels are in registers; of a leaf's end; of first
-loads of another loop.
+"""Estimated costs: a step whose matrix instruction is waited for, as it is where levels are in registers; a leaf's end;
+the first loads of another loop.
 """
 
 
