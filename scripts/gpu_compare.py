@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checkpoints import FAMILIES, TINY, make_checkpoint, make_prompts
+from gpu_checkpoints import FAMILIES, TINY, MissingFamilyError, make_checkpoint, make_prompts
 from torch import Tensor
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
@@ -126,11 +126,23 @@ def judged(model: Any, rows: list[tuple[list[int], list[int], object]]) -> list[
     num_chosen = getattr(model.config, "num_experts_per_tok", None)
     if num_chosen is None:
         return [(logits, False) for logits in model(ids).logits]
-    found = model(ids, output_router_logits=True)
-    gaps = [gap_behind(layer.float().view(*ids.shape, -1), num_chosen) for layer in found.router_logits]
+    routed: list[Tensor] = []
+    routers = [each for each in model.modules() if type(each).__name__.lower().endswith("router")]
+    assert routers, type(model).__name__
+    hooks = [each.register_forward_hook(lambda _, __, found: routed.append(_first(found))) for each in routers]
+    logits = model(ids).logits
+    for hook in hooks:
+        hook.remove()
+    gaps = [gap_behind(layer.float().view(*ids.shape, -1), num_chosen) for layer in routed]
     gap = torch.stack(gaps).amin(0)
     is_tied = [bool((row[: len(text)] < TIED).any()) for row, text in zip(gap, texts, strict=True)]
-    return list(zip(found.logits, is_tied, strict=True))
+    return list(zip(logits, is_tied, strict=True))
+
+
+def _first(found: Any) -> Tensor:
+    """A router's logits, of all that it returns."""
+    logits: Tensor = found if isinstance(found, Tensor) else found[0]
+    return logits
 
 
 def gap_behind(logits: Tensor, count: int) -> Tensor:
@@ -178,6 +190,8 @@ def main() -> int:
     if arguments.only_look:
         return 0
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # transformers' convolutions are to be float32, as ours are.
+    torch.backends.cudnn.allow_tf32 = False
     results: list[Comparison] = []
     not_offered: dict[str, str] = {}
     prompts = make_prompts(arguments.prompts)
@@ -185,7 +199,12 @@ def main() -> int:
         prompts = make_prompts(arguments.prompts, 24, TINY["vocab_size"])
     for family in arguments.families:
         with tempfile.TemporaryDirectory(prefix="gpu-compare-") as folder:
-            make_checkpoint(Path(folder), family, is_tiny=arguments.tiny)
+            try:
+                make_checkpoint(Path(folder), family, is_tiny=arguments.tiny)
+            except MissingFamilyError as error:
+                not_offered[family] = str(error)
+                print(f"{family} is not offered: {error}")
+                continue
             for dtype in arguments.dtypes:
                 how = (arguments.tokens, dtype, arguments.device, arguments.device_backend, family)
                 try:
