@@ -123,12 +123,11 @@ def judged(model: Any, rows: list[tuple[list[int], list[int], object]]) -> list[
     texts = [[*prompt, *token_ids] for prompt, token_ids, _ in rows]
     longest = max(len(text) for text in texts)
     ids = torch.tensor([[*text, *[1] * (longest - len(text))] for text in texts], device=model.device)
-    num_chosen = getattr(model.config, "num_experts_per_tok", None)
-    if num_chosen is None:
-        return [(logits, False) for logits in model(ids).logits]
     routed: list[Tensor] = []
     routers = [each for each in model.modules() if type(each).__name__.lower().endswith("router")]
-    assert routers, type(model).__name__
+    if not routers:
+        return [(logits, False) for logits in model(ids).logits]
+    num_chosen = model.config.num_experts_per_tok
     hooks = [each.register_forward_hook(lambda _, __, found: routed.append(_first(found))) for each in routers]
     logits = model(ids).logits
     for hook in hooks:
