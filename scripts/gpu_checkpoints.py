@@ -171,8 +171,9 @@ def make_checkpoint(folder: Path, family: str = "llama", *, is_tiny: bool = Fals
     if is_tiny and "layer_types" in overrides:
         tiny["layer_types"] = overrides["layer_types"][: TINY["num_hidden_layers"]]
     tiny |= TINY_OF.get(family, {}) if is_tiny else {}
-    sizes = {key: value for key, value in {**_COMMON, **overrides, **tiny}.items() if (key, value) != ("head_dim", None)}
-    config = getattr(transformers, f"{word}Config")(**sizes)
+    # Sizes that are None are left out: a class may have its own.
+    sizes = {key: value for key, value in {**overrides, **tiny}.items() if value is not None}
+    config = getattr(transformers, f"{word}Config")(**{**_COMMON, **sizes})
     torch.manual_seed(SEED)
     model = getattr(transformers, name)(config)
     _spread_rates(model)

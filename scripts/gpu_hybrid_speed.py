@@ -3,10 +3,10 @@
     python scripts/gpu_hybrid_speed.py {states,latent} [--device-backend triton] [--warm]
     OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python scripts/gpu_hybrid_speed.py states --dry
 
-`states`: three gated delta nets and an attention of Qwen3.5 9B's sizes. `latent`: four layers of DeepSeek V3's attention
-with small dense feed-forwards. Both: decode steps of 256, 64 and 1 rows, prefill steps of 2,048 tokens of many rows,
-and of one. Floors are of the bytes of weights, states and keys, or the operations, whichever takes longer. --warm runs
-a few steps, for Triton's cache. A line a figure, and one JSON object last.
+`states`: three gated delta nets and an attention of Qwen3.5 9B's sizes. `latent`: four layers of DeepSeek V3's
+attention with small dense feed-forwards. Both: decode steps of 256, 64 and 1 rows, prefill steps of 2,048 tokens of
+many rows, and of one. Floors are of the bytes of weights, states and keys, or the operations, whichever takes longer.
+--warm runs a few steps, for Triton's cache. A line a figure, and one JSON object last.
 """
 
 import argparse
@@ -146,8 +146,7 @@ class HybridSpeeds(Speeds):
         floor = self.floor_ms(work, MAX_TOKENS, prompts_a_step, prompt / 2)
         found["prefill step of 2,048 tokens"] = (steps.prefill_ms, floor)
         for count in () if self.is_small else (64, 1):
-            num_tokens = 24
-            steps = self.checked(name, model.run(model.prompts(count, prompt, 3 + count), num_tokens), count * num_tokens)
+            steps = self.checked(name, model.run(model.prompts(count, prompt, 3 + count), 24), count * 24)
             found[f"decode step, {count} rows"] = (steps.decode_ms, self.floor_ms(work, count, count, prompt))
         found["prefill of 2,048 tokens of one row"] = self.one_row(name, model, work)
         model.close()
