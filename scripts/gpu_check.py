@@ -142,7 +142,7 @@ def correctness_commands(is_dry: bool) -> dict[str, str]:
         found["compare plain torch"] = f"{few} --device-backend torch"
         fewer = "scripts/gpu_compare.py --prompts 64 --tokens 16 --strict --dtypes float32 --families"
         found |= {f"compare {name}": f"{fewer} {name} --device-backend {DEFAULT_BACKEND}" for name in HYBRIDS}
-        fewest = "scripts/gpu_compare.py --prompts 4 --tokens 4 --dtypes float32 bfloat16"
+        fewest = "scripts/gpu_compare.py --prompts 4 --tokens 4 --dtypes float32"
         found["compare hybrids plain torch"] = f"{fewest} --device-backend torch --families {' '.join(HYBRIDS)}"
     for name in ("images", "encoder_decoder"):
         found[f"compare {name}"] = f"scripts/gpu_media.py {name} --device-backend {BACKEND}{dry}"

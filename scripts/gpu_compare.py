@@ -153,13 +153,13 @@ def gap_behind(logits: Tensor, count: int) -> Tensor:
 
 
 def print_table(results: list[Comparison]) -> None:
-    print(f"{'family':<11}{'dtype':<10}{'tokens':>8}{'same':>8}{'errors':>8}{'tied':>6}", end="")
+    print(f"{'family':<12}{'dtype':<10}{'tokens':>8}{'same':>8}{'errors':>8}{'tied':>6}", end="")
     print(f"{'worst lead':>14}{'worst logprob':>16}{'tokens/s':>12}  result")
     for each in results:
         numbers = f"{each.num_tokens:>8}{each.num_same_tokens:>8}{each.num_error_rows:>8}"
         numbers += f"{each.num_tied_rows:>6}{each.worst_lead:>14.2e}"
         rest = f"{each.worst_logprob_difference:>16.2e}{each.tokens_per_s:>12.0f}"
-        print(f"{each.family:<11}{each.dtype:<10}{numbers}{rest}  {'near' if each.is_near else 'WRONG'}")
+        print(f"{each.family:<12}{each.dtype:<10}{numbers}{rest}  {'near' if each.is_near else 'WRONG'}")
 
 
 def device_name(device: str) -> str | None:
