@@ -1,14 +1,16 @@
 """A row's tokens and log-probabilities on a GPU: the same bits for every way of computing it.
 
-    python scripts/gpu_bits.py {dense,gemma,experts,encoder,stored,adapters} [--device-backend triton]
+    python scripts/gpu_bits.py {dense,gemma,...,encoder,stored,adapters} [--device-backend triton]
     python scripts/gpu_bits.py dense --dry       the same code with the CPU's own kernels, tiny
 
 A small random model in bfloat16; rows that are sampled in many ways, each with a seed. The same rows: once more, in
 another order, alone, in chunks, preempted for want of blocks, kernel by kernel, after sleep, without a step ahead. An
 encoder's vectors: in another order, alone, and near transformers'. `stored`: experts in MXFP4 and FP8, with the bits of
 dequantised ones (tests/support has to be on the path, as gpu_check.py sets it). `adapters`: rows with one of two
-adapters, and rows without, which have the bits of a run that has none. Controls: rows were preempted, other seeds give
-other tokens. A line a finding, and one JSON object last; exits with 1 where something is wrong.
+adapters, and rows without, which have the bits of a run that has none. `states`, `mamba` and `conv` have recurrent
+states (gated delta nets, Mamba2, short convolutions): rows begin from snapshots when repeated. `latent` has latent
+attention and experts, `shapes` heads of two sizes. Controls: rows were preempted, other seeds give other tokens. A line
+a finding, and one JSON object last; exits with 1 where something is wrong.
 """
 
 import argparse
@@ -21,13 +23,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checkpoints import TINY, long_and_short_prompts, make_adapter, make_checkpoint, make_encoder, make_prompts
+from gpu_checkpoints import (
+    TINY,
+    MissingFamilyError,
+    long_and_short_prompts,
+    make_adapter,
+    make_checkpoint,
+    make_encoder,
+    make_prompts,
+)
 from gpu_figures import Findings, NotOfferedError
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import ConfigError
 
-FAMILIES = {"dense": "qwen3", "gemma": "gemma3", "experts": "qwen3_moe"}
+STATES = {"states": "qwen3_5", "mamba": "falcon_h1", "conv": "lfm2"}
+"""Models with recurrent states."""
+FAMILIES = {
+    "dense": "qwen3",
+    "gemma": "gemma3",
+    "experts": "qwen3_moe",
+    **STATES,
+    "latent": "deepseek_v3",
+    "shapes": "gemma4",
+}
 BLOCK_SIZE = 16
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -43,10 +62,14 @@ Answers = list[tuple[list[int], list[dict[int, float]]]]
 class Bits:
     """One model's rows, in all ways."""
 
-    def __init__(self, folder: Path, findings: Findings, backend: str, *, is_dry: bool) -> None:
-        self.folder, self.findings, self.is_dry = folder, findings, is_dry
+    def __init__(
+        self, folder: Path, findings: Findings, backend: str, *, is_dry: bool, has_states: bool = False
+    ) -> None:
+        self.folder, self.findings, self.is_dry, self.has_states = folder, findings, is_dry, has_states
         self.num_tokens = 3 if is_dry else 40
-        self.prompts = make_prompts(4, 40, TINY["vocab_size"]) if is_dry else long_and_short_prompts(32)
+        # Snapshots are of 64 tokens.
+        longest = 150 if has_states else 40
+        self.prompts = make_prompts(4, longest, TINY["vocab_size"]) if is_dry else long_and_short_prompts(32)
         self.alone = (0, 3) if is_dry else (0, 1, 2, 3, 4, 5, 7)
         self.settings: dict[str, Any] = {
             "device": "cpu" if is_dry else "cuda",
@@ -106,6 +129,8 @@ class Bits:
         with self.open_first(enable_sleep_mode=True) as llm:
             expected = self.answers(llm)
             self.same("once more", self.answers(llm), expected)
+            num_hits = llm.llm_engine.counters.num_snapshot_hits
+            self.findings.must("control: rows began from snapshots", num_hits > 0, self.has_states)
             self.same("in another order", self.answers(llm, every[::-1])[::-1], expected)
             alone = [self.answers(llm, [row])[0] for row in self.alone]
             self.same("alone", alone, [expected[row] for row in self.alone])
@@ -116,7 +141,8 @@ class Bits:
             seeded = self.answers(llm, seed=1000)
             ids = [[row[0] for row in each] for each in (seeded, expected)]
             self.findings.must("control: other seeds give other tokens", ids[0] != ids[1], True)
-        with self.open(max_num_batched_tokens=BLOCK_SIZE if self.is_dry else 96, max_num_seqs=8) as llm:
+        chunk = (64 if self.has_states else BLOCK_SIZE) if self.is_dry else 96
+        with self.open(max_num_batched_tokens=chunk, max_num_seqs=8) as llm:
             self.same("in chunks, 8 at a time", self.answers(llm), expected)
         # As many as the longest row needs, and a few.
         longest = max(len(prompt) for prompt in self.prompts) + self.num_tokens
@@ -215,6 +241,13 @@ def _ask_stored(folder: Path, findings: Findings, backend: str, *, is_dry: bool)
         Bits(path, findings, backend, is_dry=is_dry).ask_stored(kind)
 
 
+def _make_checkpoint(folder: Path, family: str, *, is_tiny: bool) -> None:
+    try:
+        make_checkpoint(folder, family, is_tiny=is_tiny)
+    except MissingFamilyError as error:
+        raise NotOfferedError(str(error)) from None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=(*FAMILIES, "encoder", "stored", "adapters"))
@@ -232,8 +265,9 @@ def main() -> int:
             if name == "encoder":
                 make_encoder(Path(folder), is_tiny=arguments.dry)
             else:
-                make_checkpoint(Path(folder), FAMILIES.get(name, "llama"), is_tiny=arguments.dry)
-            bits = Bits(Path(folder), findings, arguments.device_backend, is_dry=arguments.dry)
+                _make_checkpoint(Path(folder), FAMILIES.get(name, "llama"), is_tiny=arguments.dry)
+            options = {"is_dry": arguments.dry, "has_states": name in STATES}
+            bits = Bits(Path(folder), findings, arguments.device_backend, **options)
             {"encoder": bits.ask_encoder, "adapters": bits.ask_adapters}.get(name, bits.ask)()
     return findings.report()
 

@@ -48,11 +48,13 @@ RUNTIME = ("hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
 NEEDS = {
     "scripts/gpu_bits.py": (*RUNTIME, "transformers"),
     "scripts/gpu_compare.py": (*RUNTIME, "transformers"),
+    "scripts/gpu_media.py": (*RUNTIME, "transformers", "PIL"),
     "scripts/gpu_jobs.py": RUNTIME,
     "scripts/gpu_quality.py": RUNTIME,
     "scripts/gpu_speed.py": RUNTIME,
+    "scripts/gpu_hybrid_speed.py": RUNTIME,
 }
-WITHOUT_TRITON = ("scripts/gpu_bits.py", "scripts/gpu_jobs.py", "scripts/gpu_quality.py")
+WITHOUT_TRITON = ("scripts/gpu_bits.py", "scripts/gpu_media.py", "scripts/gpu_jobs.py", "scripts/gpu_quality.py")
 """Dry runs of these use the CPU's own kernels."""
 TESTS = (*RUNTIME, "pytest", "pytest_timeout", "hypothesis", "transformers")
 OWN_PARTS = ("near_transformers", "kernels_on_a_gpu")
@@ -65,7 +67,10 @@ SPLIT_FILE = Path("scenarios") / "test_gpu.py"
 ALONE = ("cache_is_sized",)
 """Words of the names of tests that have the GPU for themselves."""
 FAMILIES = ("llama", "qwen3", "gemma3", "mixtral")
+HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "lfm2", "deepseek_v3", "gemma4")
+"""Families with recurrent states, latent attention or heads of two sizes."""
 BITS_MODELS = ("dense", "gemma", "experts", "encoder", "stored", "adapters")
+BITS_MODELS += ("states", "mamba", "conv", "latent", "shapes")
 CORRECTNESS_S, TOGETHER_S, ALL_S, DRY_S = 90.0, 105.0, 240.0, 1100.0
 """Seconds of the correctness parts alone, of these with those that warm speeds, of all, and of a dry run."""
 LONGEST_CORRECTNESS_S, ALONE_S, SHORTEST_S = 85.0, 10.0, 3.0
@@ -126,6 +131,7 @@ def correctness_commands(is_dry: bool) -> dict[str, str]:
         compare = "scripts/gpu_compare.py --device cpu --tiny --prompts 2 --tokens 3 --dtypes float32"
         found |= {
             "compare llama": f"{compare} --strict {ours}",
+            "compare hybrids": f"{compare} --strict {ours} --families {' '.join(HYBRIDS)}",
             "compare plain torch": f"{compare} --device-backend torch",
         }
     else:
@@ -134,6 +140,14 @@ def correctness_commands(is_dry: bool) -> dict[str, str]:
         found["compare llama bfloat16"] = f"{compare} --dtypes bfloat16"
         few = "scripts/gpu_compare.py --prompts 8 --tokens 16 --dtypes float32 float16 bfloat16"
         found["compare plain torch"] = f"{few} --device-backend torch"
+        fewer = "scripts/gpu_compare.py --prompts 64 --tokens 16 --strict --dtypes float32 --families"
+        found |= {f"compare {name}": f"{fewer} {name} --device-backend {DEFAULT_BACKEND}" for name in HYBRIDS}
+        fewest = "scripts/gpu_compare.py --prompts 4 --tokens 4 --dtypes float32"
+        found["compare hybrids plain torch"] = f"{fewest} --device-backend torch --families {' '.join(HYBRIDS)}"
+    for name in ("images", "encoder_decoder"):
+        found[f"compare {name}"] = f"scripts/gpu_media.py {name} --device-backend {BACKEND}{dry}"
+        if not is_dry:
+            found[f"compare {name} plain torch"] = f"scripts/gpu_media.py {name} --device-backend torch"
     for path in sorted((ROOT / "tests" / "ops" / "kernels").glob("triton_*cases.py")):
         name = f"cases {path.stem.removeprefix('triton_').removesuffix('cases').strip('_')}".strip()
         found[name] = f"{path.relative_to(ROOT)}{'' if is_dry else ' cuda'}"
@@ -156,6 +170,8 @@ def speed_parts(*, is_dry: bool) -> list[Part]:
         "135m": (f"scripts/gpu_speed.py 135m {ours}", 40.0),
         "fp8": (f"scripts/gpu_speed.py fp8 {ours}", 45.0),
         "adapters": (f"scripts/gpu_speed.py adapters {ours}", 45.0),
+        "states": (f"scripts/gpu_hybrid_speed.py states {ours}", 25.0),
+        "latent": (f"scripts/gpu_hybrid_speed.py latent {ours}", 25.0),
     }
     found = []
     for name, (command, limit_s) in commands.items():

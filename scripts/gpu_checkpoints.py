@@ -41,14 +41,105 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "tie_word_embeddings": True,
 }
+_DELTA = {
+    "head_dim": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_MAMBA = {
+    "head_dim": 64,
+    "mamba_d_ssm": 512,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 64,
+    "mamba_chunk_size": 32,
+}
+_NEMOTRON = {
+    "head_dim": 64,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "ssm_state_size": 64,
+    "chunk_size": 32,
+    # transformers bounds dt of prompts by it, and not of later tokens.
+    "time_step_min": 1e-12,
+}
+_CONVOLUTION = {
+    "layer_types": ["conv", "full_attention"] * 2,
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+}
+_LATENT = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_SHAPES = {
+    **_GEMMA,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
+del _SHAPES["query_pre_attn_scalar"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 64, "num_key_value_heads": 2}),
     "gemma3": ("Gemma3Text", _GEMMA),
     "mixtral": ("Mixtral", _EXPERTS),
     "qwen3_moe": ("Qwen3Moe", _MANY_EXPERTS),
+    "qwen3_5": ("Qwen3_5Text", _DELTA),
+    "falcon_h1": ("FalconH1", _MAMBA),
+    "nemotron_h": ("NemotronH", _NEMOTRON),
+    "lfm2": ("Lfm2", _CONVOLUTION),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
+    "gemma4": ("Gemma4Text", _SHAPES),
 }
 """Families by name: transformers' name of the classes, and what differs from the common sizes."""
+_SMALL_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+TINY_OF: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "falcon_h1": _SMALL_MAMBA,
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+    },
+    "gemma4": {"global_head_dim": 32},
+}
+"""What these families need beside `TINY`."""
 ENCODER: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
@@ -63,19 +154,42 @@ TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "voc
 """Sizes for interpreted kernels; heads stay as they are, for which the width does not matter."""
 
 
+class MissingFamilyError(Exception):
+    """transformers as it is here does not have the family's classes."""
+
+
 def make_checkpoint(folder: Path, family: str = "llama", *, is_tiny: bool = False) -> None:
-    """Weights in float32."""
+    """Weights in float32. Raises MissingFamilyError if transformers here does not have the family."""
     # Imported here, so that a machine without a GPU hears of it at once.
     import transformers
 
     word, overrides = FAMILIES[family]
+    name = f"{word.removesuffix('Text')}ForCausalLM"
+    if not hasattr(transformers, name):
+        raise MissingFamilyError(f"transformers {transformers.__version__} has no {name}")
     tiny = {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16} if is_tiny else {}
     if is_tiny and "layer_types" in overrides:
         tiny["layer_types"] = overrides["layer_types"][: TINY["num_hidden_layers"]]
-    config = getattr(transformers, f"{word}Config")(**{**_COMMON, **overrides, **tiny})
+    tiny |= TINY_OF.get(family, {}) if is_tiny else {}
+    # Sizes that are None are left out: a class may have its own.
+    sizes = {key: value for key, value in {**overrides, **tiny}.items() if value is not None}
+    config = getattr(transformers, f"{word}Config")(**{**_COMMON, **sizes})
     torch.manual_seed(SEED)
-    model_class = getattr(transformers, f"{word.removesuffix('Text')}ForCausalLM")
-    model_class(config).save_pretrained(folder)
+    model = getattr(transformers, name)(config)
+    _spread_rates(model)
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _spread_rates(model: Any) -> None:
+    """States of a new model forget within a token: rates with which some last, and taps of which each counts."""
+    generator = torch.Generator().manual_seed(SEED)
+    for name, value in sorted(model.named_parameters()):
+        noise = torch.randn(value.shape, generator=generator)
+        if name.endswith(("A_log", "dt_bias")):
+            value.copy_(noise - 1.0)
+        elif value.ndim == 3 and "conv" in name:
+            value.copy_(0.6 * noise)
 
 
 def make_encoder(folder: Path, *, is_tiny: bool = False) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checkpoints import FAMILIES, TINY, make_checkpoint, make_prompts
+from gpu_checkpoints import FAMILIES, TINY, MissingFamilyError, make_checkpoint, make_prompts
 from torch import Tensor
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
@@ -123,14 +123,25 @@ def judged(model: Any, rows: list[tuple[list[int], list[int], object]]) -> list[
     texts = [[*prompt, *token_ids] for prompt, token_ids, _ in rows]
     longest = max(len(text) for text in texts)
     ids = torch.tensor([[*text, *[1] * (longest - len(text))] for text in texts], device=model.device)
-    num_chosen = getattr(model.config, "num_experts_per_tok", None)
-    if num_chosen is None:
+    routed: list[Tensor] = []
+    routers = [each for each in model.modules() if type(each).__name__.lower().endswith("router")]
+    if not routers:
         return [(logits, False) for logits in model(ids).logits]
-    found = model(ids, output_router_logits=True)
-    gaps = [gap_behind(layer.float().view(*ids.shape, -1), num_chosen) for layer in found.router_logits]
+    num_chosen = model.config.num_experts_per_tok
+    hooks = [each.register_forward_hook(lambda _, __, found: routed.append(_first(found))) for each in routers]
+    logits = model(ids).logits
+    for hook in hooks:
+        hook.remove()
+    gaps = [gap_behind(layer.float().view(*ids.shape, -1), num_chosen) for layer in routed]
     gap = torch.stack(gaps).amin(0)
     is_tied = [bool((row[: len(text)] < TIED).any()) for row, text in zip(gap, texts, strict=True)]
-    return list(zip(found.logits, is_tied, strict=True))
+    return list(zip(logits, is_tied, strict=True))
+
+
+def _first(found: Any) -> Tensor:
+    """A router's logits, of all that it returns."""
+    logits: Tensor = found if isinstance(found, Tensor) else found[0]
+    return logits
 
 
 def gap_behind(logits: Tensor, count: int) -> Tensor:
@@ -142,13 +153,13 @@ def gap_behind(logits: Tensor, count: int) -> Tensor:
 
 
 def print_table(results: list[Comparison]) -> None:
-    print(f"{'family':<11}{'dtype':<10}{'tokens':>8}{'same':>8}{'errors':>8}{'tied':>6}", end="")
+    print(f"{'family':<12}{'dtype':<10}{'tokens':>8}{'same':>8}{'errors':>8}{'tied':>6}", end="")
     print(f"{'worst lead':>14}{'worst logprob':>16}{'tokens/s':>12}  result")
     for each in results:
         numbers = f"{each.num_tokens:>8}{each.num_same_tokens:>8}{each.num_error_rows:>8}"
         numbers += f"{each.num_tied_rows:>6}{each.worst_lead:>14.2e}"
         rest = f"{each.worst_logprob_difference:>16.2e}{each.tokens_per_s:>12.0f}"
-        print(f"{each.family:<11}{each.dtype:<10}{numbers}{rest}  {'near' if each.is_near else 'WRONG'}")
+        print(f"{each.family:<12}{each.dtype:<10}{numbers}{rest}  {'near' if each.is_near else 'WRONG'}")
 
 
 def device_name(device: str) -> str | None:
@@ -178,6 +189,8 @@ def main() -> int:
     if arguments.only_look:
         return 0
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # transformers' convolutions are to be float32, as ours are.
+    torch.backends.cudnn.allow_tf32 = False
     results: list[Comparison] = []
     not_offered: dict[str, str] = {}
     prompts = make_prompts(arguments.prompts)
@@ -185,7 +198,12 @@ def main() -> int:
         prompts = make_prompts(arguments.prompts, 24, TINY["vocab_size"])
     for family in arguments.families:
         with tempfile.TemporaryDirectory(prefix="gpu-compare-") as folder:
-            make_checkpoint(Path(folder), family, is_tiny=arguments.tiny)
+            try:
+                make_checkpoint(Path(folder), family, is_tiny=arguments.tiny)
+            except MissingFamilyError as error:
+                not_offered[family] = str(error)
+                print(f"{family} is not offered: {error}")
+                continue
             for dtype in arguments.dtypes:
                 how = (arguments.tokens, dtype, arguments.device, arguments.device_backend, family)
                 try:

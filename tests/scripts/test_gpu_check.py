@@ -134,7 +134,7 @@ def test_every_speed_has_a_part_that_warms_it():
     every = gpu_check().parts(is_dry=False)
     warmed = [part.name.removeprefix("warm ") for part in every if part.kind == "warm"]
     assert warmed == [part.name.removeprefix("speed ") for part in every if part.kind == "speed"]
-    assert len(warmed) == 9
+    assert len(warmed) == 11
     assert all(part.limit_s <= 90 for part in every)
 
 
