@@ -75,7 +75,8 @@ class Variant:
     `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
     `instruction`: what multiplies, if it is not MATRIX_INSTRUCTION. `stack_bytes`: what may lie on the stack. `chips`:
     those that launch it. `adds_parts`: on sm_90 products leave the matrix unit before they are added to a sum.
-    `sums_as`: a variant whose first sum is spread over threads in the same way, and so has the same order.
+    `goes_on`: on sm_90 the unit has the next step's products to add while those of a step are waited for. `sums_as`: a
+    variant whose first sum is spread over threads in the same way, and so has the same order.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Variant:
     stack_bytes: int = 0
     chips: tuple[int, ...] = tuple(SHARED_BYTES)
     adds_parts: bool = False
+    goes_on: bool = False
     sums_as: "Variant | None" = None
 
 
@@ -102,6 +104,7 @@ class Compiled:
     has_matrix_instruction: bool
     num_async_copies: int
     adds_parts: bool
+    goes_on: bool
     sum_layout: str
 
 
@@ -132,6 +135,7 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
         has_matrix_instruction=_instruction(variant, capability) in ptx,
         num_async_copies=len(re.findall(r"cp\.async\.(?:c[ag]|bulk\.tensor)", ptx)),
         adds_parts=re.search(r"= (arith\.addf|math\.fma) .*#mma", compiled.asm["ttgir"]) is not None,
+        goes_on=re.search(r"warp_group_dot_wait .*pendings = [1-9]", compiled.asm["ttgir"]) is not None,
         sum_layout=_sum_layout(compiled.asm["ttgir"]),
     )
 
@@ -164,6 +168,8 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
         wrong.append(f"multiplies without {_instruction(variant, capability)}")
     if variant.adds_parts and capability == 90 and not found.adds_parts:
         wrong.append("adds in the matrix unit")
+    if variant.goes_on and capability == 90 and not found.goes_on:
+        wrong.append("waits for each step's products")
     if variant.sums_as is not None and found.sum_layout != compile_for(variant.sums_as, capability).sum_layout:
         wrong.append(f"adds in another order than {variant.sums_as.name}: {found.sum_layout}")
     # mma.sync takes operands from registers: they have left the last stage by then.
@@ -731,6 +737,8 @@ def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
             yield fp8_variant(tile, element, is_gated, kind, chips=others)
             for tile in fp8.HOPPER_GATED_TILES if is_gated else fp8.HOPPER_TILES:
                 yield fp8_variant(tile, element, is_gated, kind)
+        for tile in fp8.CHAINED_GATED_TILES if is_gated else fp8.CHAINED_TILES:
+            yield fp8_variant(tile, element, is_gated, "rows")
     yield fp8_variant(fp8.HOPPER_TILES[-1], element, False, "rows", by_tma=False)
 
 
@@ -747,7 +755,9 @@ def fp8_variant(
     types = _typed(fp8_kernels.linear, element) | _QUANTISED
     types = {name: kind for name, kind in types.items() if name in fp8_kernels.linear.arg_names and name != "bias"}
     if by_tma:
-        types |= {"x": f"tensordesc<fp8e4nv[{tile.rows}, 128]>", "weight": f"tensordesc<fp8e4nv[{tile.columns}, 128]>"}
+        box = tile.box(SCALES[kind])
+        types |= {"x": f"tensordesc<fp8e4nv[{tile.rows}, {box}]>"}
+        types |= {"weight": f"tensordesc<fp8e4nv[{tile.columns}, {box}]>"}
         types |= {"out": f"tensordesc<{element}[{tile.rows}, {tile.columns}]>"}
     else:
         types |= dict.fromkeys(("x", "weight"), "*fp8e4nv")
@@ -756,7 +766,8 @@ def fp8_variant(
     words = f"{' gated' if is_gated else ''} {kind}{'' if by_tma else ' pointers'}"
     name = f"fp8 linear{words} {tile.rows}x{tile.columns}x{tile.steps} {tile.num_stages} stages"
     options = tile.options()
-    return Variant(name, fp8_kernels.linear, types, constants, options, _ALIGNED, True, chips=chips, adds_parts=True)
+    how = {"chips": chips, "adds_parts": True, "goes_on": kind == "rows"}
+    return Variant(name, fp8_kernels.linear, types, constants, options, _ALIGNED, True, **how)
 
 
 def int8_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -875,6 +886,7 @@ def planted() -> dict[str, Variant]:
         "shared memory": large,
         "is not pipelined": replace(base, aligned=()),
         "adds in the matrix unit": replace(base, adds_parts=True),
+        "waits for each step's": replace(fp8_variant(fp8.HOPPER_TILES[-1], "bf16", False, "blocks"), goes_on=True),
         "multiplies without": replace(plain, multiplies=True),
     }
 
