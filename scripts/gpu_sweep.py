@@ -35,6 +35,8 @@ from gpu_figures import rates
 from gpu_tiles import SUBJECTS, Subject, subject_of
 from torch import Tensor
 
+from spmd_worker.ops.kernels.triton.compile_ahead import compiling
+
 BYTES_BEYOND_CACHE = 160 << 20
 SAMPLE_US, MOST_LAUNCHES, NUM_SAMPLES = 1500.0, 120, 3
 SHOWN = 5
@@ -151,12 +153,14 @@ def measured(subject: Subject, timer: "Timer | NoTimer", device: torch.device, d
 
 
 def compile_one(kind: str, fields: dict[str, Any], index: int) -> str:
-    """Launch one candidate, in a process of its own, for Triton's cache; returns what went wrong."""
+    """Compile the kernels of one candidate, in a process of its own, for Triton's cache; returns what went wrong."""
     subject, device = subject_of(kind, fields), torch.device("cuda")
     try:
         with torch.inference_mode():
-            subject.calls(subject.operands(device, 1), subject.candidates(device)[index])[0]()
-            torch.cuda.synchronize()
+            operands = subject.operands(device, 1)
+            # Launches nothing, so that the GPU is left to what is timed meanwhile.
+            with compiling(device, 1):
+                subject.calls(operands, subject.candidates(device)[index])[0]()
     except Exception as error:  # said again where it is measured
         return f"{type(error).__name__}: {str(error)[:100]}"
     return ""
