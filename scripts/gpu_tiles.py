@@ -307,7 +307,7 @@ class Fp8(OfWeights):
         return [partial(fp8.multiply, numbers, x_scales, weight, scales, None, x.dtype, **how) for weight in weights]
 
     def kernel_key(self, candidate: Fp8Tile) -> object:
-        return self.kind, self.is_gated, candidate
+        return self.kind, self.is_gated, candidate, self.rows < candidate.rows
 
     @classmethod
     def entries(cls, results: list[dict[str, Any]]) -> Iterable[str]:
@@ -346,7 +346,7 @@ def _fp8_tiles(num_rows: int, *, is_gated: bool) -> Iterable[Fp8Tile]:
     yield from (Fp8Tile(64, 128, 1, 4, 4, per_multiprocessor=2), Fp8Tile(64, 128, 2, 4, 4), Fp8Tile(64, 128, 1, 4, 8))
     yield from (Fp8Tile(128, 128, 1, 8, 6), Fp8Tile(128, 128, 1, 8, 5), Fp8Tile(128, 128, 1, 8, 4))
     yield from (Fp8Tile(128, 128, 2, 8, 3), Fp8Tile(128, 128, 1, 8, 6, is_flat=True), Fp8Tile(64, 256, 1, 8, 5))
-    yield from (Fp8Tile(128, 256, 1, 8, 3), Fp8Tile(128, 256, 1, 8, 4), Fp8Tile(256, 128, 1, 8, 3))
+    yield from (Fp8Tile(128, 256, 1, 8, 3), Fp8Tile(64, 256, 1, 8, 4), Fp8Tile(256, 128, 1, 8, 3))
     yield from (Fp8Tile(128, 64, 1, 4, 4, per_multiprocessor=2), Fp8Tile(64, 64, 2, 4, 4, per_multiprocessor=2))
     yield from (Fp8Tile(128, 128, 1, 8, 5, **swap), Fp8Tile(128, 128, 1, 8, 3, is_paired=True))
 

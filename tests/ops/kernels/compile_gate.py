@@ -739,6 +739,8 @@ def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
                 yield fp8_variant(tile, element, is_gated, kind)
         for tile in fp8.CHAINED_GATED_TILES if is_gated else fp8.CHAINED_TILES:
             yield fp8_variant(tile, element, is_gated, "rows")
+        for tile in fp8.HOPPER_GATED_TILES[:1] if is_gated else fp8.HOPPER_TILES[:1]:
+            yield fp8_variant(tile, element, is_gated, "rows", x_by_tma=False)
     yield fp8_variant(fp8.HOPPER_TILES[-1], element, False, "rows", by_tma=False)
 
 
@@ -749,6 +751,7 @@ def fp8_variant(
     kind: str,
     *,
     by_tma: bool = True,
+    x_by_tma: bool = True,
     chips: tuple[int, ...] = (90,),
 ) -> Variant:
     """Without a bias."""
@@ -759,11 +762,14 @@ def fp8_variant(
         types |= {"x": f"tensordesc<fp8e4nv[{tile.rows}, {box}]>"}
         types |= {"weight": f"tensordesc<fp8e4nv[{tile.columns}, {box}]>"}
         types |= {"out": f"tensordesc<{element}[{tile.rows}, {tile.columns}]>"}
-    else:
+    if not by_tma:
         types |= dict.fromkeys(("x", "weight"), "*fp8e4nv")
+    if not (by_tma and x_by_tma):
+        types |= {"x": "*fp8e4nv", "out": f"*{element}"}
     constants = tile.constants(is_gated=is_gated, kind=SCALES[kind], has_bias=False)
-    constants |= {"ELEMENT": _NUMBERS[element], "BY_TMA": by_tma, "STORES_BY_TMA": by_tma}
-    words = f"{' gated' if is_gated else ''} {kind}{'' if by_tma else ' pointers'}"
+    constants |= {"ELEMENT": _NUMBERS[element], "EVEN": True, "BY_TMA": by_tma}
+    constants |= dict.fromkeys(("X_BY_TMA", "STORES_BY_TMA"), by_tma and x_by_tma)
+    words = f"{' gated' if is_gated else ''} {kind}{'' if by_tma else ' pointers'}{'' if x_by_tma else ' few'}"
     name = f"fp8 linear{words} {tile.rows}x{tile.columns}x{tile.steps} {tile.num_stages} stages"
     options = tile.options()
     how = {"chips": chips, "adds_parts": True, "goes_on": kind == "rows"}

@@ -215,7 +215,8 @@ def multiply(
     by_tma: bool | None = None,
 ) -> Tensor:
     """E4m3 [M, K] x [N, K] with scales from `quantise` and float32 [N, G] -> [M, N], or [M, N / 2] of gate and up. See
-    `fp8_kernels.linear`. `is_blocked`: 128 rows of the weight share scales. `tile` and `by_tma` None: as is best.
+    `fp8_kernels.linear`. `is_blocked`: 128 rows of the weight share scales. `tile` and `by_tma` None: as is best. Fewer
+    rows than the tile has go by pointers.
     """
     num_rows, num_inputs = x.shape
     num_columns, kind = len(weight) // (1 + is_gated), fp8_kernels.OF_ROWS
@@ -228,16 +229,19 @@ def multiply(
         return out
     tile = tile or tile_for(x.device, num_rows, num_columns, is_gated=is_gated, has_groups=scales.shape[1] > 1)
     by_tma = can_describe(x, weight) if by_tma is None else by_tma
-    stores_by_tma = by_tma and can_describe(out)
+    x_by_tma = by_tma and num_rows >= tile.rows
+    stores_by_tma = x_by_tma and can_describe(out)
     box = tile.box(kind.value)
-    operands = (describe(x, tile.rows, box), describe(weight, tile.columns, box)) if by_tma else (x, weight)
+    x_rows = describe(x, tile.rows, box) if x_by_tma else x
+    columns = describe(weight, tile.columns, box) if by_tma else weight
     result = describe(out, tile.rows, tile.columns) if stores_by_tma else out
     sizes = (num_rows, num_columns, num_inputs, x.stride(0), weight.stride(0), scales.stride(0), out.stride(0))
     constants = tile.constants(is_gated=is_gated, kind=kind.value, has_bias=bias is not None)
-    constants |= {"ELEMENT": ELEMENTS[dtype], "BY_TMA": by_tma, "STORES_BY_TMA": stores_by_tma}
+    constants |= {"ELEMENT": ELEMENTS[dtype], "EVEN": num_inputs % box == 0}
+    constants |= {"X_BY_TMA": x_by_tma, "BY_TMA": by_tma, "STORES_BY_TMA": stores_by_tma}
     programs = num_programs(x.device, tile.per_multiprocessor)
     grid = (min(tile.num_tiles(num_rows, num_columns, is_gated=is_gated), programs),)
-    fp8_kernels.linear[grid](*operands, x_scales, scales, bias, result, *sizes, **constants, **tile.options())
+    fp8_kernels.linear[grid](x_rows, columns, x_scales, scales, bias, result, *sizes, **constants, **tile.options())
     return out
 
 

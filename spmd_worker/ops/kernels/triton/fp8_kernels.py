@@ -208,7 +208,8 @@ def linear(
     x, weight, x_scales, scales, bias, out, M, N, K, stride_x, stride_weight, stride_scales, stride_out,
     ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, INPUTS: tl.constexpr, CHAIN: tl.constexpr,
     GROUP: tl.constexpr, IS_PAIRED: tl.constexpr, IS_GATED: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
-    FLATTEN: tl.constexpr, BIAS: tl.constexpr, BY_TMA: tl.constexpr, STORES_BY_TMA: tl.constexpr,
+    FLATTEN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, X_BY_TMA: tl.constexpr, BY_TMA: tl.constexpr,
+    STORES_BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """Persistent. INPUTS of an iteration: a multiple of STEP that divides CHAIN, inputs that the matrix unit adds up
     by itself unless groups have scales. IS_PAIRED: a program has two tiles of BN columns, which share the tile of x;
@@ -219,7 +220,7 @@ def linear(
 
     `x_scales` float32 [M] or [M, K / 128], contiguous; `scales` the same of N rows at a distance of `stride_scales`.
     SCALES: OF_ROWS; OF_GROUPS of 128 inputs of a row; OF_BLOCKS, which 128 rows from a multiple of 128 on share: then
-    BN and the gates' N divide and are divided by 128.
+    BN and the gates' N divide and are divided by 128. EVEN: INPUTS divides K.
     """
     columns: tl.constexpr = BN * (2 if IS_PAIRED and not IS_GATED else 1)
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, columns)
@@ -227,7 +228,8 @@ def linear(
     num_groups = K // STEP
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_indices(tile, num_m, num_n, GROUP)
-        row, column = tile_m * BM, tile_n * columns
+        # As in matmul_kernels.py: TMA is slow past the last row. Columns stay where blocks of scales begin.
+        row, column = tl.minimum(tile_m * BM, tl.maximum(M - BM, 0)), tile_n * columns
         second = column + (N if IS_GATED else BN)
         zeros = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
         sums = zeros
@@ -238,11 +240,11 @@ def linear(
             if IS_PAIRED:
                 second_part = zeros
             for k in tl.range(0, K, INPUTS):
-                a = load_tile(x, row, k, M, K, stride_x, BM, INPUTS, BY_TMA)
-                b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, INPUTS, BY_TMA)
+                a = load_tile(x, row, k, M, K, stride_x, BM, INPUTS, X_BY_TMA, EVEN)
+                b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, INPUTS, BY_TMA, EVEN)
                 part = _products(a, b, part, SWAPPED)
                 if IS_PAIRED:
-                    b = load_tile(weight, second, k, num_weights, K, stride_weight, BN, INPUTS, BY_TMA)
+                    b = load_tile(weight, second, k, num_weights, K, stride_weight, BN, INPUTS, BY_TMA, EVEN)
                     second_part = _products(a, b, second_part, SWAPPED)
                 if (k + INPUTS) % CHAIN == 0:
                     sums, part = sums + part, zeros
@@ -256,7 +258,7 @@ def linear(
             for start in tl.range(0, K, INPUTS):
                 for step in tl.static_range(INPUTS // STEP):
                     k = start + step * STEP
-                    a = load_tile(x, row, k, M, K, stride_x, BM, STEP, BY_TMA)
+                    a = load_tile(x, row, k, M, K, stride_x, BM, STEP, X_BY_TMA)
                     b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
                     sums = _added(
                         sums, _products(a, b, zeros, SWAPPED), x_scales, scales, row, column, M, num_weights,
