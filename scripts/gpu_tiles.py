@@ -1,5 +1,6 @@
 """Subjects of `gpu_sweep.py`: shapes, candidate tiles, and how each is launched by the product's own functions."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -197,7 +198,7 @@ class Matmul(OfWeights):
             yield f"    ({is_gated}, {outputs}, {inputs}): ("
             for bucket, tile in enumerate(kept):
                 text, note = found.get(bucket, (repr(tile), ""))
-                yield f"        {text},{f'  # {note}' if note else ''}"
+                yield f"        {in_python(text)},{f'  # {note}' if note else ''}"
             yield "    ),"
 
 
@@ -259,7 +260,7 @@ class Leaves(OfWeights):
                 text, note = _best(of)
                 pair = text.removeprefix("LeafTile(tile=").replace(", in_registers=", "$").removesuffix(")")
                 tile, _, way = pair.rpartition("$")
-                yield f"        {bucket}: ({tile}, {way}),  # {note}"
+                yield f"        {bucket}: ({in_python(tile)}, {way}),  # {note}"
             yield "    },"
 
 
@@ -278,7 +279,7 @@ class Fp8(OfWeights):
         return self.weight_bytes + m * (k + 2.0 * n), 1.0 * m * self.num_weights * n * k
 
     def candidates(self, device: torch.device) -> list[Fp8Tile]:
-        today = fp8.tile_for(device, self.rows, self.outputs, is_gated=self.is_gated)
+        today = fp8.tile_for(device, self.rows, self.outputs, self.inputs, is_gated=self.is_gated)
         if device.type == "cpu":
             return [today, Fp8Tile(16, 16, 1, 4, 2, is_swapped=True)]
         found = list(_fp8_tiles(self.rows, is_gated=self.is_gated))
@@ -316,7 +317,7 @@ class Fp8(OfWeights):
             yield f"    {key}: {{"
             for bucket, of in _by_bucket(group).items():
                 text, note = _best(of)
-                yield f"        {bucket}: {text},  # {note}"
+                yield f"        {bucket}: {in_python(text)},  # {note}"
             yield "    },"
 
 
@@ -525,6 +526,15 @@ def _by_bucket(results: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]
     for result in sorted(results, key=lambda each: each["subject"]["rows"]):
         found.setdefault(matmul.bucket_of(result["subject"]["rows"]), []).append(result)
     return found
+
+
+def in_python(text: str) -> str:
+    """A tile's text as it stands in a table: sizes by place, and what is no default."""
+    usual = ("x_by_tma=True", "weight_by_tma=True", "out_by_tma=True", "is_specialized=False", "rest_columns=0")
+    usual += ("is_paired=False", "is_swapped=False", "is_flat=False", "per_multiprocessor=1")
+    for each in usual:
+        text = text.replace(f", {each}", "")
+    return re.sub(r"\b(rows|columns|inputs|steps|num_warps|num_stages)=", "", text)
 
 
 def _best(results: list[dict[str, Any]]) -> tuple[str, str]:

@@ -645,6 +645,11 @@ def leaf_variants(capability: int, *, is_short: bool = False) -> Iterator[Varian
     unequal leaves, leaves that a step passes, and float32. `is_short`: what the gate compiles.
     """
     chip = CHIPS[capability]
+    for (_, num_inputs, num_leaves), entry in tile_table.LEAVES.items() if capability == 90 and not is_short else ():
+        cut = leaf_matmul.cut_of(leaf_bounds(num_inputs, num_leaves)[1:])
+        for choice in dict.fromkeys(leaf_matmul.LeafTile(*pair) for pair in entry.values()):
+            tile = choice.tile
+            yield leaf_variant(choice, cut, (tile.x_by_tma, tile.weight_by_tma, tile.out_by_tma), capability)
     for ends in ((14336, 8),) if is_short else ((14336, 8), (7168, 4), (3584, 2), (2880, 8), (160, 8)):
         cut = leaf_matmul.cut_of(leaf_bounds(*ends)[1:])
         for choice in leaf_matmul.family(cut, chip):
@@ -738,6 +743,9 @@ def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
             for tile in fp8.HOPPER_GATED_TILES if is_gated else fp8.HOPPER_TILES:
                 yield fp8_variant(tile, element, is_gated, kind)
         for tile in fp8.CHAINED_GATED_TILES if is_gated else fp8.CHAINED_TILES:
+            yield fp8_variant(tile, element, is_gated, "rows")
+        of_kind = (found for key, found in fp8.MEASURED.items() if key[0] == is_gated)
+        for tile in dict.fromkeys(tile for found in of_kind for tile in found.values()):
             yield fp8_variant(tile, element, is_gated, "rows")
         for tile in fp8.HOPPER_GATED_TILES[:1] if is_gated else fp8.HOPPER_TILES[:1]:
             yield fp8_variant(tile, element, is_gated, "rows", x_by_tma=False)

@@ -13,6 +13,8 @@ from spmd_worker.ops.kernels.triton import fp8_kernels, rows
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels, TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
+from spmd_worker.ops.kernels.triton.matmul import bucket_of
+from spmd_worker.ops.kernels.triton.tile_table import is_measured
 from spmd_worker.ops.kernels.triton.version import triton_region
 
 FIRST_CAPABILITY: Final = (8, 9)
@@ -93,13 +95,23 @@ HOPPER_TILES: Final = (_FEW, _FEWER_THAN_32, _SOME_NARROW, _SOME, _SOME_WIDE, _M
 HOPPER_GATED_TILES: Final = (_FEW_GATED, _FEWER_THAN_32_GATED, _SOME_GATED, _MANY_GATED)
 
 
+MEASURED: Final[dict[tuple[bool, int, int], dict[int, Fp8Tile]]] = {}
+"""Tiles without scales of groups by is_gated, outputs (of a half) and inputs, and by bucket of rows. None was measured
+yet: `scripts/gpu_sweep.py` measures them, and shows entries to be written here.
+"""
+
+
 def tile_for(
-    device: torch.device, num_rows: int, num_columns: int, *, is_gated: bool, has_groups: bool = False
+    device: torch.device, num_rows: int, num_columns: int, num_inputs: int, *, is_gated: bool, has_groups: bool = False
 ) -> Fp8Tile:
     """The tile of a matmul of this shape. Those for groups were measured on an H200 for the shapes of an 8B model, and
-    so were all for up to 64 rows, when chains were not longer than groups; the others are estimates.
+    so were all for up to 64 rows, when chains were not longer than groups; the others are in MEASURED, or estimates.
     """
     chip = capability(device)
+    if not has_groups and is_measured(chip, num_programs(device)):
+        measured = MEASURED.get((is_gated, num_columns, num_inputs), {}).get(bucket_of(num_rows))
+        if measured is not None:
+            return measured
     if chip not in (_HOPPER, (0, 0)):
         return OTHER_CHIPS_GATED if is_gated else OTHER_CHIPS
     of_hopper = (
@@ -227,7 +239,8 @@ def multiply(
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or tile_for(x.device, num_rows, num_columns, is_gated=is_gated, has_groups=scales.shape[1] > 1)
+    has_groups = scales.shape[1] > 1
+    tile = tile or tile_for(x.device, *out.shape, num_inputs, is_gated=is_gated, has_groups=has_groups)
     by_tma = can_describe(x, weight) if by_tma is None else by_tma
     x_by_tma = by_tma and num_rows >= tile.rows
     stores_by_tma = x_by_tma and can_describe(out)
