@@ -2,9 +2,10 @@
 
 Weights have static scales, activations dynamic ones: of each row, the maximum magnitude / 448; or, for weights that a
 checkpoint stores so, of each group of 128 inputs of a row. A scale of zero is 1. A value is quantised to value / scale
-(IEEE division), rounded to the nearest e4m3, ties to even, within +-448. Products are added over 128 inputs from zero,
-then to the sum in float32, ascending; a result is (sum x scale of the row) x scale of the output, or with groups each
-part x (scale of the row's group x scale of the output's), + bias, in float32, rounded once. A rank's share of a row is
+(IEEE division), rounded to the nearest e4m3, ties to even, within +-448. Products are added over 512 inputs (CHAIN), or
+over each group, from zero, then to the sum in float32, ascending; a result is (sum x scale of the row) x scale of the
+output, or with groups each part x (scale of the row's group x scale of the output's), + bias, in float32, rounded once.
+A rank's share of a row is
 a row of its own: results of several ranks are added like those of plain weights, and bits depend on their number.
 
 The token head keeps the model's dtype, as in most FP8 checkpoints: its share of the difference in perplexity was more
@@ -25,6 +26,10 @@ from spmd_worker.ops.kernels.int8 import row_maxima
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 LARGEST: Final = 448.0
+CHAIN: Final = 512
+"""Inputs whose products the matrix unit adds by itself: few enough that its 14 bits lose far less than e4m3 does, and
+enough that it need not wait (docs/internals/gpu.md).
+"""
 _BLOCK_ROWS: Final = 4096
 _BLOCKED: Final = 4
 """Dimensions of a packed weight with scales of blocks."""
@@ -60,20 +65,20 @@ def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def products(x: Tensor, x_scales: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
-    """E4m3 [T, I] x [O, I] -> float32 [T, O], scaled. A sum of 128 products is rounded once; matrix units keep fewer
-    bits.
-    """
+    """E4m3 [T, I] x [O, I] -> float32 [T, O], scaled. A chain's sum is rounded once; matrix units keep fewer bits."""
+    is_grouped = scales.shape[1] > 1
+    chain = GROUP if is_grouped else CHAIN
     total = torch.zeros(len(x), len(numbers), device=x.device)
     wide, weight = x.double(), numbers.double()
-    for start in range(0, x.shape[1], GROUP):
-        step = slice(start, start + GROUP)
+    for start in range(0, x.shape[1], chain):
+        step = slice(start, start + chain)
         part = (wide[:, step] @ weight[:, step].t()).float()
-        if scales.shape[1] > 1:
+        if is_grouped:
             # Fused: the product of part and scale is not rounded.
             scale = x_scales[:, start // GROUP, None] * scales[:, start // GROUP]
             part, total = part.double() * scale.double(), total.double()
         total = (total + part).float()
-    return total if scales.shape[1] > 1 else total * x_scales * scales[:, 0]
+    return total if is_grouped else total * x_scales * scales[:, 0]
 
 
 class Fp8Weights(ByteRows):

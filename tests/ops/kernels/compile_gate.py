@@ -75,7 +75,8 @@ class Variant:
     `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
     `instruction`: what multiplies, if it is not MATRIX_INSTRUCTION. `stack_bytes`: what may lie on the stack. `chips`:
     those that launch it. `adds_parts`: on sm_90 products leave the matrix unit before they are added to a sum.
-    `sums_as`: a variant whose first sum is spread over threads in the same way, and so has the same order.
+    `goes_on`: on sm_90 the unit has the next step's products to add while those of a step are waited for. `sums_as`: a
+    variant whose first sum is spread over threads in the same way, and so has the same order.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Variant:
     stack_bytes: int = 0
     chips: tuple[int, ...] = tuple(SHARED_BYTES)
     adds_parts: bool = False
+    goes_on: bool = False
     sums_as: "Variant | None" = None
 
 
@@ -102,6 +104,7 @@ class Compiled:
     has_matrix_instruction: bool
     num_async_copies: int
     adds_parts: bool
+    goes_on: bool
     sum_layout: str
 
 
@@ -132,6 +135,7 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
         has_matrix_instruction=_instruction(variant, capability) in ptx,
         num_async_copies=len(re.findall(r"cp\.async\.(?:c[ag]|bulk\.tensor)", ptx)),
         adds_parts=re.search(r"= (arith\.addf|math\.fma) .*#mma", compiled.asm["ttgir"]) is not None,
+        goes_on=re.search(r"warp_group_dot_wait .*pendings = [1-9]", compiled.asm["ttgir"]) is not None,
         sum_layout=_sum_layout(compiled.asm["ttgir"]),
     )
 
@@ -164,6 +168,8 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
         wrong.append(f"multiplies without {_instruction(variant, capability)}")
     if variant.adds_parts and capability == 90 and not found.adds_parts:
         wrong.append("adds in the matrix unit")
+    if variant.goes_on and capability == 90 and not found.goes_on:
+        wrong.append("waits for each step's products")
     if variant.sums_as is not None and found.sum_layout != compile_for(variant.sums_as, capability).sum_layout:
         wrong.append(f"adds in another order than {variant.sums_as.name}: {found.sum_layout}")
     # mma.sync takes operands from registers: they have left the last stage by then.
@@ -639,6 +645,11 @@ def leaf_variants(capability: int, *, is_short: bool = False) -> Iterator[Varian
     unequal leaves, leaves that a step passes, and float32. `is_short`: what the gate compiles.
     """
     chip = CHIPS[capability]
+    for (_, num_inputs, num_leaves), entry in tile_table.LEAVES.items() if capability == 90 and not is_short else ():
+        cut = leaf_matmul.cut_of(leaf_bounds(num_inputs, num_leaves)[1:])
+        for choice in dict.fromkeys(leaf_matmul.LeafTile(*pair) for pair in entry.values()):
+            tile = choice.tile
+            yield leaf_variant(choice, cut, (tile.x_by_tma, tile.weight_by_tma, tile.out_by_tma), capability)
     for ends in ((14336, 8),) if is_short else ((14336, 8), (7168, 4), (3584, 2), (2880, 8), (160, 8)):
         cut = leaf_matmul.cut_of(leaf_bounds(*ends)[1:])
         for choice in leaf_matmul.family(cut, chip):
@@ -731,6 +742,13 @@ def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
             yield fp8_variant(tile, element, is_gated, kind, chips=others)
             for tile in fp8.HOPPER_GATED_TILES if is_gated else fp8.HOPPER_TILES:
                 yield fp8_variant(tile, element, is_gated, kind)
+        for tile in fp8.CHAINED_GATED_TILES if is_gated else fp8.CHAINED_TILES:
+            yield fp8_variant(tile, element, is_gated, "rows")
+        of_kind = (found for key, found in fp8.MEASURED.items() if key[0] == is_gated)
+        for tile in dict.fromkeys(tile for found in of_kind for tile in found.values()):
+            yield fp8_variant(tile, element, is_gated, "rows")
+        for tile in fp8.HOPPER_GATED_TILES[:1] if is_gated else fp8.HOPPER_TILES[:1]:
+            yield fp8_variant(tile, element, is_gated, "rows", x_by_tma=False)
     yield fp8_variant(fp8.HOPPER_TILES[-1], element, False, "rows", by_tma=False)
 
 
@@ -741,22 +759,29 @@ def fp8_variant(
     kind: str,
     *,
     by_tma: bool = True,
+    x_by_tma: bool = True,
     chips: tuple[int, ...] = (90,),
 ) -> Variant:
     """Without a bias."""
     types = _typed(fp8_kernels.linear, element) | _QUANTISED
     types = {name: kind for name, kind in types.items() if name in fp8_kernels.linear.arg_names and name != "bias"}
     if by_tma:
-        types |= {"x": f"tensordesc<fp8e4nv[{tile.rows}, 128]>", "weight": f"tensordesc<fp8e4nv[{tile.columns}, 128]>"}
+        box = tile.box(SCALES[kind])
+        types |= {"x": f"tensordesc<fp8e4nv[{tile.rows}, {box}]>"}
+        types |= {"weight": f"tensordesc<fp8e4nv[{tile.columns}, {box}]>"}
         types |= {"out": f"tensordesc<{element}[{tile.rows}, {tile.columns}]>"}
-    else:
+    if not by_tma:
         types |= dict.fromkeys(("x", "weight"), "*fp8e4nv")
+    if not (by_tma and x_by_tma):
+        types |= {"x": "*fp8e4nv", "out": f"*{element}"}
     constants = tile.constants(is_gated=is_gated, kind=SCALES[kind], has_bias=False)
-    constants |= {"ELEMENT": _NUMBERS[element], "BY_TMA": by_tma, "STORES_BY_TMA": by_tma}
-    words = f"{' gated' if is_gated else ''} {kind}{'' if by_tma else ' pointers'}"
+    constants |= {"ELEMENT": _NUMBERS[element], "EVEN": True, "BY_TMA": by_tma}
+    constants |= dict.fromkeys(("X_BY_TMA", "STORES_BY_TMA"), by_tma and x_by_tma)
+    words = f"{' gated' if is_gated else ''} {kind}{'' if by_tma else ' pointers'}{'' if x_by_tma else ' few'}"
     name = f"fp8 linear{words} {tile.rows}x{tile.columns}x{tile.steps} {tile.num_stages} stages"
     options = tile.options()
-    return Variant(name, fp8_kernels.linear, types, constants, options, _ALIGNED, True, chips=chips, adds_parts=True)
+    how = {"chips": chips, "adds_parts": True, "goes_on": kind == "rows"}
+    return Variant(name, fp8_kernels.linear, types, constants, options, _ALIGNED, True, **how)
 
 
 def int8_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -875,6 +900,7 @@ def planted() -> dict[str, Variant]:
         "shared memory": large,
         "is not pipelined": replace(base, aligned=()),
         "adds in the matrix unit": replace(base, adds_parts=True),
+        "waits for each step's": replace(fp8_variant(fp8.HOPPER_TILES[-1], "bf16", False, "blocks"), goes_on=True),
         "multiplies without": replace(plain, multiplies=True),
     }
 

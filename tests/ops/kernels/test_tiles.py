@@ -11,8 +11,9 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from spmd_worker.ops.kernels.triton import matmul, matmul_kernels, tile_files, tile_table, tiles
+from spmd_worker.ops.kernels.triton import fp8, leaf_matmul, matmul, matmul_kernels, tile_files, tile_table, tiles
 from spmd_worker.ops.kernels.triton.tiles import BUCKETS, ROWS, Chip, Tile
+from spmd_worker.ranks.leaves import leaf_bounds
 
 pytestmark = pytest.mark.matrix
 CPU = torch.device("cpu")
@@ -62,6 +63,33 @@ def test_shipped_tiles_fit_and_cover_all_buckets():
         assert all(tiles.fits(tile, tiles.INTERPRETED, is_gated=is_gated) for tile in entry), (outputs, inputs)
     other = replace(tiles.INTERPRETED, num_multiprocessors=114)
     assert tile_table.shipped(other) == {}
+
+
+def test_measured_leaf_tiles_replace_estimates(monkeypatch: pytest.MonkeyPatch):
+    """Of the buckets that were measured, on chips of that kind."""
+    cut, measured = leaf_matmul.cut_of(leaf_bounds(1024, 8)[1:]), leaf_matmul.LeafTile(Tile(16, 64, 64, 4, 3), False)
+    before = [leaf_matmul.tile_for(rows, 48, 1024, cut, torch.bfloat16, CPU) for rows in ROWS]
+    assert measured not in before
+    monkeypatch.setitem(tile_table.LEAVES, (48, 1024, 8), {2: (measured.tile, measured.in_registers)})
+    leaf_matmul._tiles.cache_clear()
+    found = [leaf_matmul.tile_for(rows, 48, 1024, cut, torch.bfloat16, CPU) for rows in ROWS]
+    leaf_matmul._tiles.cache_clear()
+    assert found == [*before[:2], measured, *before[3:]]
+    assert tile_table.shipped_leaves(replace(tiles.INTERPRETED, num_multiprocessors=114), (48, 1024, 8)) == {}
+
+
+def test_measured_fp8_tiles_replace_estimates(monkeypatch: pytest.MonkeyPatch):
+    """Without scales of groups. Controls: other inputs, another chip, groups."""
+    measured = fp8.Fp8Tile(64, 64, 4, 4, 2)
+    monkeypatch.setitem(fp8.MEASURED, (False, 48, 1024), {2: measured})
+    monkeypatch.setattr(fp8, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fp8, "num_programs", lambda device, each=1: 132 * each)
+    assert fp8.tile_for(CPU, 64, 48, 1024, is_gated=False) == measured
+    others = [(64, 48, 512, False), (16, 48, 1024, False), (64, 48, 1024, True)]
+    assert measured not in [fp8.tile_for(CPU, *sizes, is_gated=gated) for *sizes, gated in others]
+    assert fp8.tile_for(CPU, 64, 48, 1024, is_gated=False, has_groups=True) != measured
+    monkeypatch.setattr(fp8, "num_programs", lambda device, each=1: 114 * each)
+    assert fp8.tile_for(CPU, 64, 48, 1024, is_gated=False) != measured
 
 
 def test_more_rows_never_get_smaller_tiles_estimated():

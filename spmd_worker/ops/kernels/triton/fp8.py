@@ -1,6 +1,6 @@
 """Launches of fp8_kernels.py: quantised activations, tiles by shape, and the kernels of a model in FP8."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -8,11 +8,13 @@ from torch import Tensor
 
 from spmd_worker.base.numerical_policy import QUANTISATION, Region
 from spmd_worker.model_config.byte_rows import GROUP, fits_bytes
-from spmd_worker.ops.kernels.fp8 import Fp8Packing, Fp8Weights
+from spmd_worker.ops.kernels.fp8 import CHAIN, Fp8Packing, Fp8Weights
 from spmd_worker.ops.kernels.triton import fp8_kernels, rows
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels, TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
+from spmd_worker.ops.kernels.triton.matmul import bucket_of
+from spmd_worker.ops.kernels.triton.tile_table import is_measured
 from spmd_worker.ops.kernels.triton.version import triton_region
 
 FIRST_CAPABILITY: Final = (8, 9)
@@ -45,7 +47,8 @@ class Fp8Tile:
         return {
             "BM": self.rows,
             "BN": self.columns,
-            "STEPS": self.steps,
+            "INPUTS": GROUP * self.steps,
+            "CHAIN": CHAIN,
             "GROUP": 8,
             "BIAS": has_bias,
             "IS_PAIRED": self.is_paired or is_gated,
@@ -54,6 +57,10 @@ class Fp8Tile:
             "SWAPPED": self.is_swapped,
             "FLATTEN": self.is_flat,
         }
+
+    def box(self, kind: int) -> int:
+        """Inputs that are loaded together."""
+        return GROUP * (self.steps if kind == fp8_kernels.OF_ROWS.value else 1)
 
     def options(self) -> dict[str, Any]:
         """Launch options."""
@@ -79,17 +86,48 @@ _SOME_GATED: Final = Fp8Tile(64, 64, 1, 4, 6)
 _MANY_NARROW: Final = Fp8Tile(64, 128, 2, 4, 4)
 _MANY: Final = Fp8Tile(64, 128, 1, 4, 4, per_multiprocessor=2)
 _MANY_GATED: Final = Fp8Tile(64, 64, 1, 4, 4, per_multiprocessor=2)
+_MANY_CHAINED: Final = Fp8Tile(128, 128, 1, 8, 6)
+_MANY_GATED_CHAINED: Final = Fp8Tile(128, 64, 1, 8, 6)
+CHAINED_TILES: Final = (_MANY_CHAINED,)
+CHAINED_GATED_TILES: Final = (_MANY_GATED_CHAINED,)
+"""Tiles of matmuls without scales of groups."""
 HOPPER_TILES: Final = (_FEW, _FEWER_THAN_32, _SOME_NARROW, _SOME, _SOME_WIDE, _MANY_NARROW, _MANY)
 HOPPER_GATED_TILES: Final = (_FEW_GATED, _FEWER_THAN_32_GATED, _SOME_GATED, _MANY_GATED)
 
 
-def tile_for(device: torch.device, num_rows: int, num_columns: int, *, is_gated: bool) -> Fp8Tile:
-    """The tile of a matmul of this shape; measured on an H200 for the shapes of an 8B model."""
-    if capability(device) not in (_HOPPER, (0, 0)):
+MEASURED: Final[dict[tuple[bool, int, int], dict[int, Fp8Tile]]] = {}
+"""Tiles without scales of groups by is_gated, outputs (of a half) and inputs, and by bucket of rows. None was measured
+yet: `scripts/gpu_sweep.py` measures them, and shows entries to be written here.
+"""
+
+
+def tile_for(
+    device: torch.device, num_rows: int, num_columns: int, num_inputs: int, *, is_gated: bool, has_groups: bool = False
+) -> Fp8Tile:
+    """The tile of a matmul of this shape. Those for groups were measured on an H200 for the shapes of an 8B model, and
+    so were all for up to 64 rows, when chains were not longer than groups; the others are in MEASURED, or estimates.
+    """
+    chip = capability(device)
+    if not has_groups and is_measured(chip, num_programs(device)):
+        measured = MEASURED.get((is_gated, num_columns, num_inputs), {}).get(bucket_of(num_rows))
+        if measured is not None:
+            return measured
+    if chip not in (_HOPPER, (0, 0)):
         return OTHER_CHIPS_GATED if is_gated else OTHER_CHIPS
-    if is_gated:
-        limits = ((16, _FEW_GATED), (32, _FEWER_THAN_32_GATED), (64, _SOME_GATED))
-        return next((tile for most, tile in limits if num_rows <= most), _MANY_GATED)
+    of_hopper = (
+        _gated_tile_for(num_rows, has_groups) if is_gated else _tile_for(device, num_rows, num_columns, has_groups)
+    )
+    # The interpreter adds more products at once in another order; the matrix unit does not.
+    return of_hopper if chip == _HOPPER else replace(of_hopper, steps=1)
+
+
+def _gated_tile_for(num_rows: int, has_groups: bool) -> Fp8Tile:
+    limits = ((16, _FEW_GATED), (32, _FEWER_THAN_32_GATED), (64, _SOME_GATED))
+    many = _MANY_GATED if has_groups else _MANY_GATED_CHAINED
+    return next((tile for most, tile in limits if num_rows <= most), many)
+
+
+def _tile_for(device: torch.device, num_rows: int, num_columns: int, has_groups: bool) -> Fp8Tile:
     if num_rows <= 32:
         return _FEW if num_rows <= 16 else _FEWER_THAN_32
     multiprocessors = num_programs(device)
@@ -98,8 +136,11 @@ def tile_for(device: torch.device, num_rows: int, num_columns: int, *, is_gated:
         is_wide = num_columns >= _SOME_WIDE.columns * multiprocessors
         return _SOME_NARROW if is_narrow else _SOME_WIDE if is_wide else _SOME
     # With a tile for each multiprocessor at most, one program alone has more of the memory's bandwidth.
-    is_narrow = _MANY.num_tiles(num_rows, num_columns, is_gated=False) <= multiprocessors
-    return _MANY_NARROW if is_narrow else _MANY
+    if _MANY.num_tiles(num_rows, num_columns, is_gated=False) <= multiprocessors:
+        return _MANY_NARROW
+    # Larger tiles read less of L2, which smaller ones wait for, once they are enough for all multiprocessors.
+    is_large = _MANY_CHAINED.num_tiles(num_rows, num_columns, is_gated=False) >= multiprocessors
+    return _MANY_CHAINED if is_large and not has_groups else _MANY
 
 
 def num_warps(block: int) -> int:
@@ -186,7 +227,8 @@ def multiply(
     by_tma: bool | None = None,
 ) -> Tensor:
     """E4m3 [M, K] x [N, K] with scales from `quantise` and float32 [N, G] -> [M, N], or [M, N / 2] of gate and up. See
-    `fp8_kernels.linear`. `is_blocked`: 128 rows of the weight share scales. `tile` and `by_tma` None: as is best.
+    `fp8_kernels.linear`. `is_blocked`: 128 rows of the weight share scales. `tile` and `by_tma` None: as is best. Fewer
+    rows than the tile has go by pointers.
     """
     num_rows, num_inputs = x.shape
     num_columns, kind = len(weight) // (1 + is_gated), fp8_kernels.OF_ROWS
@@ -197,17 +239,22 @@ def multiply(
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tile = tile or tile_for(x.device, num_rows, num_columns, is_gated=is_gated)
+    has_groups = scales.shape[1] > 1
+    tile = tile or tile_for(x.device, *out.shape, num_inputs, is_gated=is_gated, has_groups=has_groups)
     by_tma = can_describe(x, weight) if by_tma is None else by_tma
-    stores_by_tma = by_tma and can_describe(out)
-    operands = (describe(x, tile.rows, GROUP), describe(weight, tile.columns, GROUP)) if by_tma else (x, weight)
+    x_by_tma = by_tma and num_rows >= tile.rows
+    stores_by_tma = x_by_tma and can_describe(out)
+    box = tile.box(kind.value)
+    x_rows = describe(x, tile.rows, box) if x_by_tma else x
+    columns = describe(weight, tile.columns, box) if by_tma else weight
     result = describe(out, tile.rows, tile.columns) if stores_by_tma else out
     sizes = (num_rows, num_columns, num_inputs, x.stride(0), weight.stride(0), scales.stride(0), out.stride(0))
     constants = tile.constants(is_gated=is_gated, kind=kind.value, has_bias=bias is not None)
-    constants |= {"ELEMENT": ELEMENTS[dtype], "BY_TMA": by_tma, "STORES_BY_TMA": stores_by_tma}
+    constants |= {"ELEMENT": ELEMENTS[dtype], "EVEN": num_inputs % box == 0}
+    constants |= {"X_BY_TMA": x_by_tma, "BY_TMA": by_tma, "STORES_BY_TMA": stores_by_tma}
     programs = num_programs(x.device, tile.per_multiprocessor)
     grid = (min(tile.num_tiles(num_rows, num_columns, is_gated=is_gated), programs),)
-    fp8_kernels.linear[grid](*operands, x_scales, scales, bias, result, *sizes, **constants, **tile.options())
+    fp8_kernels.linear[grid](x_rows, columns, x_scales, scales, bias, result, *sizes, **constants, **tile.options())
     return out
 
 

@@ -4,11 +4,15 @@ x [M, K] and weight [N, K] in e4m3 -> out [M, N]. A scale belongs to a row of ea
 along K of a row.
 
 Hopper's matrix unit adds products of e4m3 with fewer bits than float32 has (https://arxiv.org/abs/2412.19437, section
-3.3.2), so how long it adds by itself fixes bits. Here: 128 numbers along K from zero in the matrix unit, then one
-float32 addition to the sum, ascending. STEP is so part of the definition, and a row's bits depend on the row alone:
-tiles, warps, stages, the number of steps in an iteration, TMA or pointers and the grid change none, as long as all
-tiles take the same instruction: wgmma on sm_90, which needs 64 rows, of x or swapped of the weight. mma.sync of e4m3
-is one of float16 there, with other bits.
+3.3.2), so how long it adds by itself fixes bits. Here: CHAIN numbers along K from zero in the matrix unit, or 128 if
+groups have scales, then one float32 addition to the sum, ascending. CHAIN and STEP are so part of the definition, and a
+row's bits depend on the row alone: tiles, warps, stages, the number of steps in an iteration, TMA or pointers and the
+grid change none, as long as all tiles take the same instruction: wgmma on sm_90, which needs 64 rows, of x or swapped
+of the weight. mma.sync of e4m3 is one of float16 there, with other bits.
+
+A chain's sum is carried through the loop and leaves the unit under an `if`: so the compiler waits for the step before
+the last one only, and the unit is at work while operands of the next step arrive. Scales of groups need each step's
+own sum, and so wait for each step.
 """
 
 import triton
@@ -156,12 +160,12 @@ def _scales_at(scales, rows, num_rows, stride, group, num_groups):
 
 
 @triton.jit
-def _part(a, b, SWAPPED: tl.constexpr):
-    """One step's products of a [BM, 128] and b [BN, 128], from zero: [BM, BN], or SWAPPED [BN, BM]."""
+def _products(a, b, part, SWAPPED: tl.constexpr):
+    """`part` and products of a [BM, inputs] and b [BN, inputs]: [BM, BN], or SWAPPED [BN, BM]."""
     if SWAPPED:
-        return tl.dot(b, tl.trans(a), out_dtype=tl.float32)
+        return tl.dot(b, tl.trans(a), part)
     else:
-        return tl.dot(a, tl.trans(b), out_dtype=tl.float32)
+        return tl.dot(a, tl.trans(b), part)
 
 
 @triton.jit
@@ -169,9 +173,7 @@ def _added(
     sums, part, x_scales, scales, row, column, M, N, num_groups, stride_scales, group,
     BM: tl.constexpr, BN: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The sum with one step's part: one rounding, with scales of groups too."""
-    if SCALES == OF_ROWS:
-        return sums + part
+    """The sum with one step's part, scaled: one rounding."""
     # Steps go on past the last group if STEPS does not divide their number: what lies there is another row's.
     of_rows = _scales_at(x_scales, row + tl.arange(0, BM), M, num_groups, group, num_groups)
     if SCALES == OF_BLOCKS:
@@ -204,18 +206,21 @@ def _result(
 @triton.jit(do_not_specialize=["M"])
 def linear(
     x, weight, x_scales, scales, bias, out, M, N, K, stride_x, stride_weight, stride_scales, stride_out,
-    ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
-    IS_PAIRED: tl.constexpr, IS_GATED: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
-    FLATTEN: tl.constexpr, BIAS: tl.constexpr, BY_TMA: tl.constexpr, STORES_BY_TMA: tl.constexpr,
+    ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, INPUTS: tl.constexpr, CHAIN: tl.constexpr,
+    GROUP: tl.constexpr, IS_PAIRED: tl.constexpr, IS_GATED: tl.constexpr, SCALES: tl.constexpr, SWAPPED: tl.constexpr,
+    FLATTEN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, X_BY_TMA: tl.constexpr, BY_TMA: tl.constexpr,
+    STORES_BY_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Persistent. IS_PAIRED: a program has two tiles of BN columns, which share the tile of x; one step's parts are in
-    registers one after the other, so that two sums of 128 x 128 fit. IS_GATED, which is paired: the second tile is that
-    of the up projection, N rows behind the gate's, and out [M, N] = silu(gate) * up. SWAPPED: rows of the weight are
-    the matrix instruction's rows, of which it has 64 at least, so that few rows of x take few columns.
+    """Persistent. INPUTS of an iteration: a multiple of STEP that divides CHAIN, inputs that the matrix unit adds up
+    by itself unless groups have scales. IS_PAIRED: a program has two tiles of BN columns, which share the tile of x;
+    with scales of groups, one step's parts are in registers one after the other, so that two sums fit. IS_GATED, which
+    is paired: the second tile is that of the up projection, N rows behind the gate's, and out [M, N] = silu(gate) * up.
+    SWAPPED: rows of the weight are the matrix instruction's rows, of which it has 64 at least, so that few rows of x
+    take few columns.
 
     `x_scales` float32 [M] or [M, K / 128], contiguous; `scales` the same of N rows at a distance of `stride_scales`.
     SCALES: OF_ROWS; OF_GROUPS of 128 inputs of a row; OF_BLOCKS, which 128 rows from a multiple of 128 on share: then
-    BN and the gates' N divide and are divided by 128.
+    BN and the gates' N divide and are divided by 128. EVEN: INPUTS divides K.
     """
     columns: tl.constexpr = BN * (2 if IS_PAIRED and not IS_GATED else 1)
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, columns)
@@ -223,26 +228,48 @@ def linear(
     num_groups = K // STEP
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_indices(tile, num_m, num_n, GROUP)
-        row, column = tile_m * BM, tile_n * columns
+        # As in matmul_kernels.py: TMA is slow past the last row. Columns stay where blocks of scales begin.
+        row, column = tl.minimum(tile_m * BM, tl.maximum(M - BM, 0)), tile_n * columns
         second = column + (N if IS_GATED else BN)
-        sums = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
+        zeros = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
+        sums = zeros
         if IS_PAIRED:
-            second_sums = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
-        for start in tl.range(0, K, STEP * STEPS):
-            for step in tl.static_range(STEPS):
-                k = start + step * STEP
-                a = load_tile(x, row, k, M, K, stride_x, BM, STEP, BY_TMA)
-                b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
-                sums = _added(
-                    sums, _part(a, b, SWAPPED), x_scales, scales, row, column, M, num_weights, num_groups,
-                    stride_scales, k // STEP, BM, BN, SCALES, SWAPPED,
-                )  # fmt: skip
+            second_sums = zeros
+        if SCALES == OF_ROWS:
+            part = zeros
+            if IS_PAIRED:
+                second_part = zeros
+            for k in tl.range(0, K, INPUTS):
+                a = load_tile(x, row, k, M, K, stride_x, BM, INPUTS, X_BY_TMA, EVEN)
+                b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, INPUTS, BY_TMA, EVEN)
+                part = _products(a, b, part, SWAPPED)
                 if IS_PAIRED:
-                    b = load_tile(weight, second, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
-                    second_sums = _added(
-                        second_sums, _part(a, b, SWAPPED), x_scales, scales, row, second, M, num_weights, num_groups,
-                        stride_scales, k // STEP, BM, BN, SCALES, SWAPPED,
+                    b = load_tile(weight, second, k, num_weights, K, stride_weight, BN, INPUTS, BY_TMA, EVEN)
+                    second_part = _products(a, b, second_part, SWAPPED)
+                if (k + INPUTS) % CHAIN == 0:
+                    sums, part = sums + part, zeros
+                    if IS_PAIRED:
+                        second_sums, second_part = second_sums + second_part, zeros
+            # The last chain, if it is shorter, else zeros: the sum is no negative zero.
+            sums += part
+            if IS_PAIRED:
+                second_sums += second_part
+        else:
+            for start in tl.range(0, K, INPUTS):
+                for step in tl.static_range(INPUTS // STEP):
+                    k = start + step * STEP
+                    a = load_tile(x, row, k, M, K, stride_x, BM, STEP, X_BY_TMA)
+                    b = load_tile(weight, column, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
+                    sums = _added(
+                        sums, _products(a, b, zeros, SWAPPED), x_scales, scales, row, column, M, num_weights,
+                        num_groups, stride_scales, k // STEP, BM, BN, SCALES, SWAPPED,
                     )  # fmt: skip
+                    if IS_PAIRED:
+                        b = load_tile(weight, second, k, num_weights, K, stride_weight, BN, STEP, BY_TMA)
+                        second_sums = _added(
+                            second_sums, _products(a, b, zeros, SWAPPED), x_scales, scales, row, second, M,
+                            num_weights, num_groups, stride_scales, k // STEP, BM, BN, SCALES, SWAPPED,
+                        )  # fmt: skip
         result = _result(
             sums, x_scales, scales, bias, row, column, M, num_weights, stride_scales, BM, BN, SCALES, SWAPPED, BIAS
         ).to(ELEMENT)

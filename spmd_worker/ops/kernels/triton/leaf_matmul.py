@@ -2,7 +2,7 @@
 
 A tile that keeps them all in registers has few numbers, so it is for few rows; a large one keeps two, and the others in
 scratch memory of a launch, which is as large as the number of programs times that of levels, not as the result. Bits
-depend on neither. Tiles are chosen by estimate: those of `tile_table.py` were measured without leaves.
+depend on neither. Tiles are those of `tile_table.LEAVES`, or chosen by estimate.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd_worker.ops.kernels.triton import leaf_kernels, matmul, matmul_kernels, tiles
+from spmd_worker.ops.kernels.triton import leaf_kernels, matmul, matmul_kernels, tile_table, tiles
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.launching import num_programs
 from spmd_worker.ops.kernels.triton.tiles import ROWS, SAFE, Chip, Tile, chip_of
@@ -116,8 +116,13 @@ def tile_for(
 
 @cache
 def _tiles(num_columns: int, num_inputs: int, cut: Cut, device: torch.device) -> tuple[LeafTile, ...]:
-    """A tile for each bucket of rows."""
-    return tuple(estimated(rows, num_columns, num_inputs, cut, chip_of(device)) for rows in ROWS)
+    """A tile for each bucket of rows: measured, or by estimate."""
+    chip = chip_of(device)
+    measured = tile_table.shipped_leaves(chip, (num_columns, num_inputs, 1 << cut.num_levels))
+    return tuple(
+        LeafTile(*measured[bucket]) if bucket in measured else estimated(rows, num_columns, num_inputs, cut, chip)
+        for bucket, rows in enumerate(ROWS)
+    )
 
 
 def estimated(num_rows: int, num_columns: int, num_inputs: int, cut: Cut, chip: Chip) -> LeafTile:

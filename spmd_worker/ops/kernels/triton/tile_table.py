@@ -12,15 +12,31 @@ Entry = tuple[Tile, ...]
 Key = tuple[bool, int, int]
 """Whether gated, outputs, inputs."""
 
+LeafEntry = dict[int, tuple[Tile, bool]]
+"""By bucket of rows: a tile, and whether all levels of sums are in registers."""
+LeafKey = tuple[int, int, int]
+"""Outputs, inputs, leaves."""
+
 _CAPABILITY, _NUM_MULTIPROCESSORS = (9, 0), 132
 
 
 def shipped(chip: Chip) -> dict[Key, Entry]:
     """Entries for `chip`: none for chips that were not measured."""
-    is_measured = (chip.capability, chip.num_multiprocessors) == (_CAPABILITY, _NUM_MULTIPROCESSORS)
-    return MEASURED if is_measured else {}
+    return MEASURED if is_measured(chip.capability, chip.num_multiprocessors) else {}
 
 
+def is_measured(capability: tuple[int, int], num_multiprocessors: int) -> bool:
+    """Whether a chip is of the kind that was measured."""
+    return (capability, num_multiprocessors) == (_CAPABILITY, _NUM_MULTIPROCESSORS)
+
+
+def shipped_leaves(chip: Chip, key: LeafKey) -> LeafEntry:
+    """Tiles of products in leaves, of the buckets that were measured on chips like `chip`."""
+    return LEAVES.get(key, {}) if is_measured(chip.capability, chip.num_multiprocessors) else {}
+
+
+LEAVES: Final[dict[LeafKey, LeafEntry]] = {}
+"""None was measured yet: `scripts/gpu_sweep.py` measures them, and shows entries to be written here."""
 MEASURED: Final[dict[Key, Entry]] = {
     (False, 6144, 4096): (
         Tile(16, 64, 256, 4, 4, x_by_tma=False),  # 15.1/14.8, 15.4/15.2
