@@ -240,7 +240,7 @@ def multiply(
     if out.numel() == 0:
         return out
     has_groups = scales.shape[1] > 1
-    tile = tile or tile_for(x.device, *out.shape, num_inputs, is_gated=is_gated, has_groups=has_groups)
+    tile = tile or tile_for(x.device, num_rows, num_columns, num_inputs, is_gated=is_gated, has_groups=has_groups)
     by_tma = can_describe(x, weight) if by_tma is None else by_tma
     x_by_tma = by_tma and num_rows >= tile.rows
     stores_by_tma = x_by_tma and can_describe(out)
