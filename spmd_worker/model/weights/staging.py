@@ -29,7 +29,7 @@ class HostStaging:
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised contiguous host memory to read a block into. The thread sends it before it asks for another."""
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=_CPU)
 
     def sent(self, buffer: Tensor) -> Tensor:
         """A filled buffer on `device`."""
@@ -58,7 +58,7 @@ class ReusedStaging(HostStaging):
         num_bytes = prod(shape) * dtype.itemsize
         found: Tensor | None = getattr(self._local, "buffer", None)
         if found is None or len(found) < num_bytes:
-            found = self._local.buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            found = self._local.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=_CPU)
         return found[:num_bytes].view(dtype).view(shape)
 
     def finish(self) -> None:
@@ -69,7 +69,7 @@ class ReusedStaging(HostStaging):
 class _Buffer:
     """Pinned bytes, and the event after their last copy."""
 
-    pinned: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    pinned: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device=_CPU))
     copied: torch.cuda.Event | None = None
 
 
@@ -123,7 +123,7 @@ class PinnedStaging(HostStaging):
             yield
 
     def _pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device=_CPU)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.device)

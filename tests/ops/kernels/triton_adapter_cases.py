@@ -20,7 +20,7 @@ from triton_cases import run
 from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, ReferenceAdapterKernels
 from spmd_worker.ops.kernels.triton import adapters, expert_kernels, matmul, placing, rows, tiles
 from spmd_worker.ops.kernels.triton.adapters import AdapterTile, TritonAdapterKernels
-from spmd_worker.ops.kernels.triton.launching import is_interpreted
+from spmd_worker.ops.kernels.triton.launching import capability, is_interpreted
 from spmd_worker.ranks.leaves import leaf_bounds, leaf_ends, tree_sum
 
 INPUTS, MAX_RANK = 300, 40
@@ -186,7 +186,12 @@ def numbers_between_the_products_keep_float32() -> None:
     zeros = torch.zeros(19, 40)
     expand = AdapterTile.expand_constants
     split = {"SPLITS": True}
-    with mock.patch.object(AdapterTile, "expand_constants", lambda *args, **more: expand(*args, **more) | split):
+    # Outputs are of another dtype than the stack, whose tiles are those of the launch.
+    tile = adapters.tile_for(19, dtype, capability(x.device))
+    with (
+        mock.patch.object(AdapterTile, "expand_constants", lambda *args, **more: expand(*args, **more) | split),
+        mock.patch.object(adapters, "tile_for", return_value=tile),
+    ):
         found = layer(zeros, x, [0] * 19).double()
     # A matrix unit cuts off what it adds.
     assert (found - exact).abs().max().item() < 2e-5

@@ -76,7 +76,8 @@ def compiling(device: torch.device, num_threads: int) -> Iterator[Compiled]:
             listener(**facts)
 
     def enter_thread() -> None:
-        if device.type == "cuda":
+        # Without an index it is the current one, which is a new thread's too if it is the first.
+        if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
 
     try:
