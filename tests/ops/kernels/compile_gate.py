@@ -76,7 +76,8 @@ class Variant:
     `instruction`: what multiplies, if it is not MATRIX_INSTRUCTION. `stack_bytes`: what may lie on the stack. `chips`:
     those that launch it. `adds_parts`: on sm_90 products leave the matrix unit before they are added to a sum.
     `goes_on`: on sm_90 the unit has the next step's products to add while those of a step are waited for. `sums_as`: a
-    variant whose first sum is spread over threads in the same way, and so has the same order.
+    variant whose first sum is spread over threads in the same way, and so has the same order. `decodes`: its products
+    are those of weights of 16 bits, of which mma.sync has two inputs side by side in a thread.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Variant:
     adds_parts: bool = False
     goes_on: bool = False
     sums_as: "Variant | None" = None
+    decodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Compiled:
     adds_parts: bool
     goes_on: bool
     sum_layout: str
+    inputs_together: tuple[int, ...]
 
 
 def compile_for(variant: Variant, capability: int) -> Compiled:
@@ -137,6 +140,7 @@ def compile_for(variant: Variant, capability: int) -> Compiled:
         adds_parts=re.search(r"= (arith\.addf|math\.fma) .*#mma", compiled.asm["ttgir"]) is not None,
         goes_on=re.search(r"warp_group_dot_wait .*pendings = [1-9]", compiled.asm["ttgir"]) is not None,
         sum_layout=_sum_layout(compiled.asm["ttgir"]),
+        inputs_together=tuple(sorted(set(map(int, re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))))),
     )
 
 
@@ -172,6 +176,8 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
         wrong.append("waits for each step's products")
     if variant.sums_as is not None and found.sum_layout != compile_for(variant.sums_as, capability).sum_layout:
         wrong.append(f"adds in another order than {variant.sums_as.name}: {found.sum_layout}")
+    if variant.decodes and found.inputs_together not in ((), (2,)):
+        wrong.append(f"adds inputs in groups of {found.inputs_together}, and those of dequantised weights of 2")
     # mma.sync takes operands from registers: they have left the last stage by then.
     is_from_registers = _instruction(variant, capability) == "mma.sync"
     stages = variant.options.get("num_stages", 1)
@@ -536,6 +542,7 @@ def _stored_variants(num_slots: int, chip: int, element: str, *, is_short: bool)
                     instruction="mma.sync" if tile.rows < 64 else "",
                     stack_bytes=_OUTER_LOOP_BYTES,
                     chips=(chip,),
+                    decodes=True,
                 )
 
 
@@ -885,6 +892,14 @@ def mamba_variants(element: str) -> Iterator[Variant]:
         yield Variant(f"scan_mamba {head_size} {state_size}", kernel, types, constants, options, ("stride_mixed",))
 
 
+@triton.jit
+def _bytes_linear(x, weight, out):
+    """Bytes that are seen to be bytes by what chooses the order of inputs."""
+    m, n, k = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, 128)
+    values = tl.load(weight + n[:, None] * 128 + k[None, :]).to(tl.bfloat16)
+    tl.store(out + m[:, None] * 64 + n[None, :], tl.dot(tl.load(x + m[:, None] * 128 + k[None, :]), tl.trans(values)))
+
+
 def planted() -> dict[str, Variant]:
     """Failures that the gate has to find on sm_90, by the word that it finds them with."""
     by_pointers, by_tma = (False, False, False), (True, True, True)
@@ -894,6 +909,7 @@ def planted() -> dict[str, Variant]:
     prompts = attend_variant("attend llama-8b many", *MODELS["llama-8b"], "bf16")
     normed = next(each for each in fp8_variants() if each.sums_as is not None)
     slow = replace(normed.sums_as or normed, options=normed.options | {"num_warps": 1})
+    bytes_types = {"x": "*bf16", "weight": "*u8", "out": "*fp32"}
     return {
         "adds in another order": replace(normed, sums_as=slow),
         "spills": replace(prompts, options=prompts.options | {"maxnreg": 168}),
@@ -902,6 +918,7 @@ def planted() -> dict[str, Variant]:
         "adds in the matrix unit": replace(base, adds_parts=True),
         "waits for each step's": replace(fp8_variant(fp8.HOPPER_TILES[-1], "bf16", False, "blocks"), goes_on=True),
         "multiplies without": replace(plain, multiplies=True),
+        "adds inputs in groups of": Variant("bytes", _bytes_linear, bytes_types, {}, {}, decodes=True),
     }
 
 

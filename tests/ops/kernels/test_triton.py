@@ -132,7 +132,7 @@ def test_kernels_compile_for_sm_90_without_spills(tmp_path: Path):
     assert found["wrong"] == {}
     assert len(found["resources"]) >= 8
     # Controls: each failure that was planted is found, and called what it is.
-    assert len(found["planted"]) == 6
+    assert len(found["planted"]) == 8
     for word, wrong in found["planted"].items():
         assert any(word in each for each in wrong), (word, wrong)
 

@@ -24,6 +24,17 @@ _FP8_FACTOR = tl.constexpr(256.0)
 
 
 @triton.jit
+def _opaque(values):
+    """Float32 [BN, BK] as they are, through a sum over an axis of size 1.
+
+    For mma.sync Triton looks through elementwise operations for the width of what was loaded, and of bytes puts 4 or 8
+    inputs side by side in a thread, where it puts 2 of the dequantised weights: each instruction then adds other
+    inputs, and sums have other bits. It does not look through a reduction.
+    """
+    return tl.sum(values[:, :, None], 2)
+
+
+@triton.jit
 def mxfp4_values(numbers, factors, ELEMENT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Bytes [BN, BK / 2] and float32 factors [BN, BK / 32] -> [BN, BK]."""
     groups: tl.constexpr = BK // _MX_GROUP
@@ -32,7 +43,7 @@ def mxfp4_values(numbers, factors, ELEMENT: tl.constexpr, BN: tl.constexpr, BK: 
     high = ((wide & 0x70) << 5) | ((wide & 0x80) << 8)
     halves = tl.join(low, high).to(tl.float16, bitcast=True)
     values = tl.reshape(halves, [BN, groups, _MX_GROUP]).to(tl.float32) * factors[:, :, None]
-    return tl.reshape(values.to(ELEMENT), [BN, BK])
+    return _opaque(tl.reshape(values, [BN, BK])).to(ELEMENT)
 
 
 @triton.jit
@@ -59,7 +70,7 @@ def fp8_values(numbers, factors, ELEMENT: tl.constexpr):
     """Bytes [BN, BK] and float32 factors, one or [BN, 1] -> [BN, BK]. NaN of e4m3 is 480: weights are finite."""
     wide = numbers.to(tl.uint16)
     halves = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
-    return (halves.to(tl.float32) * factors).to(ELEMENT)
+    return _opaque(halves.to(tl.float32) * factors).to(ELEMENT)
 
 
 @triton.jit
