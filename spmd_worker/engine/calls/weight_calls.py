@@ -101,7 +101,7 @@ class WeightCalls:
             loader = ShardLoader(
                 store,
                 TensorExchange(group),
-                self._engine,
+                self._engine.times.heartbeat,
                 num_bytes,
                 self._known_plans,
                 takes_part=group is not None,

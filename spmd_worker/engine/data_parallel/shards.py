@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.base.errors import RanksDisagreeError
-from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
-from spmd_worker.engine.engine import Engine
+from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS, Heartbeat
 from spmd_worker.engine.interruption import error_of_rank, error_text
 from spmd_worker.model.weights.shard_receiver import (
     Round,
@@ -65,14 +64,14 @@ class ShardLoader:
         self,
         store: WeightStore,
         exchange: TensorExchange,
-        engine: Engine,
+        heartbeat: Heartbeat,
         bucket_bytes: int,
         known: KnownPlans,
         *,
         takes_part: bool,
         check: Callable[[], None],
     ) -> None:
-        self._store, self._exchange, self._heartbeat = store, exchange, engine.times.heartbeat
+        self._store, self._exchange, self._heartbeat = store, exchange, heartbeat
         self._bucket_bytes, self._known, self._takes_part, self._check = bucket_bytes, known, takes_part, check
 
     def load(self, tensors: Iterable[Pair]) -> None:

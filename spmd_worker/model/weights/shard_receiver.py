@@ -52,8 +52,11 @@ def make_round(store: WeightStore, shards: Sequence[TensorShard], bucket_bytes: 
         raise CheckpointError(f"{twice[0]}: is given twice in one update of shards: give it once")
     targets = []
     for shard, of_tensor in zip(shards, parts, strict=True):
-        for name, view in of_tensor:
-            store.check_shape(name, shard.shape if view is None else view.shape(shard.shape))
+        try:
+            for name, view in of_tensor:
+                store.check_shape(name, shard.shape if view is None else view.shape(shard.shape))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} (given in shards: {shard.placement})") from None
         elements = max(1, bucket_bytes // shard.values.dtype.itemsize)
         # A tied head is compared alone.
         written = [each for each in of_tensor if not store.is_tied_head(each[0])]

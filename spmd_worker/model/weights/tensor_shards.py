@@ -59,7 +59,7 @@ def shard_of(name: str, tensor: Any) -> TensorShard:
     if coordinate is None:
         # A rank outside of the mesh has nothing.
         empty = torch.empty(0, dtype=tensor.dtype).reshape((0,) * max(len(shape), 1))
-        return TensorShard(name, shape, placement, ((),) * len(shape), empty)
+        return TensorShard(name, shape, "outside of the mesh", ((),) * len(shape), empty)
     runs: list[Runs] = [[bounds] for bounds in full_rectangle(shape)]
     for each, size, index in zip(placements, mesh.shape, coordinate, strict=True):
         if each.is_replicate():
