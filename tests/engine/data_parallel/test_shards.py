@@ -54,7 +54,9 @@ CASES = [
 def open_model(folder: Path, group: Any, kernels: Kernels | None = None) -> DecoderForCausalLM:
     config = read_model_files(folder).model_config
     kernels = kernels or ReferenceKernels()
-    context = LayerContext(group, kernels, SdpaBackend(), torch.float32, torch.device("cpu"))
+    quantised = kernels if isinstance(kernels, Int8Kernels) else None
+    parts = group, kernels, SdpaBackend(), torch.float32, torch.device("cpu")
+    context = LayerContext(*parts, quantised=quantised)
     model = build_model(context, config)
     with model.weights.open(folder) as checkpoint:
         model.weights.fill(checkpoint)
@@ -213,7 +215,7 @@ MISTAKES = {
     "left out": r"is model.norm.weight \(float32 \[64\], S\(0\) on a mesh of 2\) on rank 0 and",
     "ends early": r"ranks \[1\] have given all|no more tensors on rank 1",
     "not finite": r"model.norm.weight: has nan at \[63\]",
-    "misshapen": r"embed_tokens.weight: has the shape \[64\], but the model's has \[211, 64\] \(given in shards: S\(0\)",
+    "misshapen": r"weight: has the shape \[64\], but the model's has \[211, 64\] \(given in shards: S\(0\)",
     "replicas differ": r"is not the same on ranks 0 and 1, which both have it",
     "nobody's half": r"no rank gives rows 106 to 128 of 211 \(rank 0: S\(0\) on a mesh of 2; rank 1: outside of ",
 }
