@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from spmd_worker.base.errors import CheckpointError, WeightMismatchError
 from spmd_worker.compat.key_names import explain_in_keywords
+from spmd_worker.compat.weight_transfer import check_init, is_request, read_request
+from spmd_worker.engine.calls.check_calls import CheckCalls
 from spmd_worker.engine.data_parallel.agreement import agree_to_compute, fail_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.data_parallel.shards import BUCKET_BYTES, KnownPlans, ShardLoader
+from spmd_worker.engine.data_parallel.trainer_digests import trainer_digests
 from spmd_worker.engine.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.ipc_handles import shared_tensors
+from spmd_worker.model.weights.store import WeightStore
+from spmd_worker.model.weights.weight_deltas import SparseWeightPatch, apply_deltas
 from spmd_worker.ranks.transport.tensor_exchange import TensorExchange
 from spmd_worker.replica.sequence.request import whole_number
 
@@ -62,7 +69,7 @@ class WeightCalls:
 
     def update_weights(
         self,
-        tensors: Iterable[tuple[str, torch.Tensor]] | None,
+        tensors: Iterable[tuple[str, torch.Tensor]] | Any | None,
         *,
         source: int | None = None,
         group: ProcessGroup | None = None,
@@ -79,6 +86,9 @@ class WeightCalls:
         If only one rank has the tensors, every rank passes its number in this engine as `source`, and the others pass
         None: the tensors are broadcast one by one, through host memory.
 
+        Instead of `tensors`, vLLM's `WeightTransferUpdateRequest` or a dict `{"update_info": ...}` with `names`,
+        `dtype_names`, `shapes` and `ipc_handles` gives tensors of another process on this node (`ipc_handle`).
+
         Raises RuntimeError while requests are in flight; ValueError for an unknown name and for a tensor that is
         misshapen or, unless the LLM has `allow_nonfinite`, not finite, which is not written; TypeError for anything but
         pairs of a name and a tensor; for shards RanksDisagreeError and RankFailedError, too.
@@ -91,9 +101,9 @@ class WeightCalls:
                 tensors = broadcast_weights(self._engine, self._turns, tensors, source)
             elif tensors is None:
                 raise TypeError("tensors is None: give pairs of name and tensor, or source, the rank that has them")
-            # With a worker in this process; others raise an error that explains it.
-            executor: Any = self._engine.executor
-            store = executor.driver_worker.model_runner.model.weights
+            elif is_request(tensors):
+                tensors = list(shared_tensors(read_request(tensors)))
+            store = self._store()
             num_bytes = whole_number("bucket_bytes", bucket_bytes)
             if num_bytes < 1:
                 raise ValueError(f"bucket_bytes={num_bytes} must be at least 1")
@@ -151,9 +161,64 @@ class WeightCalls:
         *,
         group: ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        verify: bool = False,
     ) -> None:
         """Load all weights of the model, full tensors or shards by their checkpoint names: `start_weight_update`,
         `update_weights` and `finish_weight_update`, with their errors. MissingWeightsError lists missing weights.
+
+        With `verify` the digests of what is held afterwards are compared with `digests_of(weights)`, and
+        WeightMismatchError names the first tensor that differs; ValueError if weights are quantised.
         """
+        if verify and self._engine.config.model.quantization is not None:
+            raise ValueError("verify compares what is held with the tensors given, which quantization rounds")
+        weights = list(weights) if verify else weights
         with self.weight_update():
             self.update_weights(weights, group=group, bucket_bytes=bucket_bytes)
+        if verify:
+            expected = self.digests_of(weights, group=group)
+            held = CheckCalls(self._engine, self._turns).tensor_digests()
+            differing = next((name for name, digest in expected.items() if held[name] != digest), None)
+            if differing is not None:
+                raise WeightMismatchError(f"{differing}: what is held after the update differs from what was given")
+
+    def digests_of(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, group: ProcessGroup | None = None
+    ) -> dict[str, str]:
+        """Digests that `tensor_digests` has once these tensors are loaded: of full tensors, or of DTensors from their
+        shards, without a gather. Every rank of `group` calls this with its own, as `update_weights`.
+        """
+        with self._engine.calls.inside("digests_of"):
+            self._engine.life.check_open()
+            self._turns.check_outside("digests_of")
+            return trainer_digests(self._store(), TensorExchange(group), tensors)
+
+    def apply_weight_deltas(
+        self, deltas: Iterable[tuple[str, torch.Tensor] | SparseWeightPatch], *, base_digest: str
+    ) -> None:
+        """Change the weights that are held, whose `weights_digest` has to be `base_digest`, and commit them: pairs of a
+        checkpoint name and a difference, a full tensor that is added in float32 and rounded once, or
+        `SparseWeightPatch(name, indices, values, full_shape)`, which replaces elements. Every rank passes the same.
+
+        Raises ValueError, before anything is written, for another base, an unknown name, a wrong shape or index and a
+        quantised weight; otherwise as `finish_weight_update`.
+        """
+        found = CheckCalls(self._engine, self._turns).weights_digest()
+        if found != base_digest:
+            raise CheckpointError(
+                f"base_digest={base_digest!r}, but the weights here have {found!r}: deltas of other weights would give "
+                f"weights that no trainer has; call load_weights with all weights, then give deltas of those"
+            )
+        with self.weight_update(partial=True):
+            apply_deltas(self._store(), list(deltas), base_digest)
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        """vLLM's first call of a weight transfer. IPC handles need none, so an empty `init_info` is accepted. Raises
+        ValueError with the way out for other transports.
+        """
+        check_init(init_info)
+
+    def _store(self) -> WeightStore:
+        # With a worker in this process; others raise an error that explains it.
+        executor: Any = self._engine.executor
+        found: WeightStore = executor.driver_worker.model_runner.model.weights
+        return found

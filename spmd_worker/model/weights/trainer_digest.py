@@ -1,6 +1,7 @@
 """Sums of a trainer's tensors, as `weight_comparison` has them of held weights: each rank's of its own shards."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +48,11 @@ def _sums_of(
             both = element_sums(values.to(dtype), region, shape)
             found.append((region, str(dtype).removeprefix("torch."), both))
     return found
+
+
+def sums_from_json(value: dict[str, list[Any]]) -> Sums:
+    """Sums that came as JSON."""
+    return {
+        name: [(tuple(map(tuple, source)), dtype, tuple(both)) for source, dtype, both in slices]
+        for name, slices in value.items()
+    }
