@@ -66,8 +66,8 @@ def _tensor_of(name: str, handle: Handle, dtype: torch.dtype | None) -> Tensor:
             storage = torch.UntypedStorage._new_shared_filename_cpu(manager, file, num_bytes)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{name}: the memory of its handle is gone ({error}): the sender keeps its tensors until update_weights "
-                f"has returned"
+                f"{name}: the memory of its handle is gone ({error}): the sender keeps its tensors until "
+                f"update_weights has returned"
             ) from error
         held_dtype = torch.uint8 if dtype is None else dtype
         if dtype is not None and held != str(dtype).removeprefix("torch."):

@@ -125,7 +125,6 @@ def main_of_memory(folder: Path, model: Path) -> None:
     seen = {}
     for size in (1, 2):
         with open_llm(model, tensor_parallel_size=size, load_format="dummy", skip_tokenizer_init=True) as llm:
-            llm.load_weights(pairs, bucket_bytes=BUCKET_BYTES)
             seen[f"TP {size}"] = peak_bytes(lambda: llm.load_weights(pairs, bucket_bytes=BUCKET_BYTES))
             gathered = ((name, each.full_tensor()) for name, each in pairs)
             seen[f"TP {size}, gathered"] = peak_bytes(lambda given=gathered: llm.load_weights(given))

@@ -240,3 +240,18 @@ def test_mistake_is_found_before_a_byte_is_written(case: str):
         return tensor_sums(model.weights)
 
     assert Ranks(folder, 2, 2).run(on_rank) == whole_sums(folder, whole, 2, 2)
+
+
+@pytest.mark.control("Weights from shards are written on all ranks or on none")
+def test_unchecked_shards_are_written_everywhere(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(product, "check_values", lambda store, shards, own: None)
+    folder = checkpoint_folder("llama3")
+    whole = trainers(folder)
+
+    def on_rank(model: DecoderForCausalLM, exchange: ThreadExchange) -> Any:
+        before = tensor_sums(model.weights)
+        pairs = shards_of(whole, (Shard(0),), TWO, exchange.rank)
+        load(model, exchange, faulty("not finite", pairs, whole, exchange.rank))
+        return tensor_sums(model.weights) == before
+
+    assert Ranks(folder, 2, 2).run(on_rank) == [False, False]
