@@ -19,6 +19,7 @@ from spmd_worker.engine.data_parallel.trainer_digests import trainer_digests
 from spmd_worker.engine.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.ipc_handles import shared_tensors
+from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model.weights.weight_deltas import SparseWeightPatch, apply_deltas
 from spmd_worker.ranks.transport.tensor_exchange import TensorExchange
@@ -110,7 +111,7 @@ class WeightCalls:
             check = partial(self._turns.check_outside, "update_weights")
             loader = ShardLoader(
                 store,
-                TensorExchange(group),
+                self._exchange(group),
                 self._engine.times.heartbeat,
                 num_bytes,
                 self._known_plans,
@@ -190,7 +191,7 @@ class WeightCalls:
         with self._engine.calls.inside("digests_of"):
             self._engine.life.check_open()
             self._turns.check_outside("digests_of")
-            return trainer_digests(self._store(), TensorExchange(group), tensors)
+            return trainer_digests(self._store(), self._exchange(group), tensors)
 
     def apply_weight_deltas(
         self, deltas: Iterable[tuple[str, torch.Tensor] | SparseWeightPatch], *, base_digest: str
@@ -217,8 +218,14 @@ class WeightCalls:
         """
         check_init(init_info)
 
-    def _store(self) -> WeightStore:
+    def _model(self) -> DecoderForCausalLM:
         # With a worker in this process; others raise an error that explains it.
         executor: Any = self._engine.executor
-        found: WeightStore = executor.driver_worker.model_runner.model.weights
+        found: DecoderForCausalLM = executor.driver_worker.model_runner.model
         return found
+
+    def _store(self) -> WeightStore:
+        return self._model().weights
+
+    def _exchange(self, group: ProcessGroup | None) -> TensorExchange:
+        return TensorExchange(group, next((each.device for each in self._model().parameters()), None))

@@ -5,6 +5,7 @@ layouts, where they are new; and then the parts that other ranks need, in steps 
 """
 
 import json
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -51,8 +52,11 @@ class Plan:
 
 @dataclass(slots=True)
 class KnownPlans:
-    """Rounds of this rank by the digest of their tensors, and plans by the digests of all ranks."""
+    """Rounds of this rank by the digest of their tensors, and plans by the digests of all ranks. `token` tells the
+    engines of a process apart: the ranks know the same plans, or none of them, also after one has a new engine.
+    """
 
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
     rounds: dict[str, Round] = field(default_factory=dict)
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
@@ -142,7 +146,8 @@ class ShardLoader:
             try:
                 self._check()
                 self._store.update.check_possible()
-                own, answer["layout"] = self._round_of(shards)
+                own, digest = self._round_of(shards)
+                answer["layout"] = f"{self._known.token} {digest}"
                 check_values(self._store, shards, own)
                 answer["contents"] = content_digests(shards)
             except Exception as found:

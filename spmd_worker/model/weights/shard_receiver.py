@@ -38,7 +38,7 @@ class Round:
 
 
 def given_tensor(shard: TensorShard) -> GivenTensor:
-    """What the other ranks know of a shard."""
+    """The description of a shard for the other ranks."""
     dtype = str(shard.values.dtype).removeprefix("torch.")
     return GivenTensor(shard.name, shard.shape, dtype, shard.placement, tuple(shard.rectangles))
 

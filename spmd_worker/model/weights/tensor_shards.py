@@ -93,13 +93,13 @@ def _shard(runs: Runs, num_ranks: int, index: int, split_factor: int) -> Runs:
 
 
 def _chunks(start: int, stop: int, number: int) -> Runs:
-    """As `torch.chunk` cuts, with empty parts at the end."""
+    """Cuts of `torch.chunk`, with empty parts at the end."""
     step = -(-(stop - start) // number)
     return [(min(start + step * each, stop), min(start + step * (each + 1), stop)) for each in range(number)]
 
 
 def _inside(runs: Runs, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """What the places `first` to `last` of the concatenated ranges are."""
+    """Ranges of the places `first` to `last` of the concatenated ranges."""
     starts = accumulate((stop - start for start, stop in runs), initial=0)
     for (start, stop), at in zip(runs, starts, strict=False):
         begin, end = max(first - at, 0), min(last - at, stop - start)

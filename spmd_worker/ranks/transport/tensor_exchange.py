@@ -15,17 +15,20 @@ WAITS_FOR_RANKS: Final = True
 
 
 class TensorExchange:
-    """`group` is a group of `torch.distributed`; None: the default one. Without any, this process is alone."""
+    """`group` is a group of `torch.distributed`; None: the default one. Without any, this process is alone. NCCL is
+    used, where the group has it, for weights on the GPU `device`.
+    """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self._group = group
         is_alone = group is None and not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if is_alone else dist.get_rank(group)
         self.size = 1 if is_alone else dist.get_world_size(group)
         kinds = "" if is_alone else dist.get_backend_config(group)
-        has_nccl_alone = "nccl" in kinds and "cpu:gloo" not in kinds
-        self.device = torch.device("cuda", torch.cuda.current_device()) if has_nccl_alone else torch.device("cpu")
-        """Where the exchanged bytes lie."""
+        is_on_gpu = device is not None and device.type == "cuda"
+        has_nccl = "nccl" in kinds and (is_on_gpu or "cpu:gloo" not in kinds)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+        """Device of the exchanged bytes."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order; lengths may differ."""

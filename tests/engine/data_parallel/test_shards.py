@@ -65,7 +65,7 @@ def open_model(folder: Path, group: Any, kernels: Kernels | None = None) -> Deco
 
 
 def trainers(folder: Path) -> dict[str, Tensor]:
-    """As transformers names them: a tied head too, experts stacked."""
+    """Tensors by transformers' names: a tied head too, experts stacked."""
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     return {name: tensor * 0.75 for name, tensor in state.items()}
 
@@ -191,7 +191,7 @@ NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 
 
 def faulty(case: str, pairs: list[tuple[str, Tensor]], whole: dict[str, Tensor], rank: int) -> Any:
-    """What a rank gives in place of its pairs."""
+    """Pairs that a rank gives in place of its own."""
     norm = whole[NORM].clone()
     if case == "left out" and rank:
         return [pair for pair in pairs if pair[0] != NORM]
