@@ -1,14 +1,15 @@
 """Deltas, handles of another process's memory, digests of given tensors and vLLM's requests, in one process."""
 
 import ast
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked_child import in_child
 from ranks import REPOSITORY
 from safetensors.torch import load_file
 from torch import Tensor
@@ -107,28 +108,27 @@ def test_loaded_weights_are_verified(llm: LLM, monkeypatch: pytest.MonkeyPatch):
         llm.load_weights(given().items(), verify=True)
 
 
-SENDER = """
-import sys, torch
-sys.path.insert(0, {root!r})
-from spmd_worker import ipc_handle
-tensors = [torch.full((128,), 3.0), torch.arange(16.0)[4:]]
-print([ipc_handle(each) for each in tensors], flush=True)
-sys.stdin.read()
-"""
-
-
 def test_handles_of_another_process_are_read(llm: LLM):
     """Shared memory of the CPU; handles of GPUs have not been run."""
-    code = SENDER.format(root=str(REPOSITORY))
-    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as sender:
-        assert sender.stdout is not None
-        handles = ast.literal_eval(sender.stdout.readline())
-        info = {"names": [NORM], "dtype_names": ["float32"], "shapes": [[128]], "ipc_handles": handles[:1]}
+    sent, given_back = os.pipe(), os.pipe()
+
+    def send() -> None:
+        tensor = torch.full((128,), 3.0)
+        os.write(sent[1], repr(ipc_handle(tensor)).encode())
+        os.read(given_back[0], 1)
+
+    with ThreadPoolExecutor(1) as thread:
+        child = thread.submit(in_child, send)
+        handle = ast.literal_eval(os.read(sent[0], 1 << 16).decode())
+        info = {"names": [NORM], "dtype_names": ["float32"], "shapes": [[128]], "ipc_handles": [handle]}
         llm.init_weight_transfer_engine({"init_info": {}})
         llm.start_weight_update(partial=True)
         llm.update_weights(SimpleNamespace(update_info=info))
         llm.finish_weight_update()
-        sender.communicate()
+        os.write(given_back[1], b".")
+        assert child.result() == 0
+    for end in (*sent, *given_back):
+        os.close(end)
     expected = {**given(), NORM: torch.full((128,), 3.0)}
     assert llm.tensor_digests() == llm.digests_of(expected.items())
 

@@ -131,8 +131,9 @@ def _parts(region: Rectangle, given: Sequence[GivenTensor], destination: int) ->
     """Ranks and disjoint parts of a region that is needed at `destination`."""
     found: list[tuple[int, Rectangle]] = []
     missing = [region]
-    for turn in range(len(given)):
-        source = (destination + turn) % len(given)
+    holders = [rank for rank, each in enumerate(given) if each.rectangles]
+    first = destination % max(1, len(holders))
+    for source in dict.fromkeys([destination, *holders[first:], *holders[:first]]):
         for rectangle in given[source].rectangles:
             left: list[Rectangle] = []
             for each in missing:
