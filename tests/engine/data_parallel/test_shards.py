@@ -44,7 +44,7 @@ CASES = [
     pytest.param(checkpoint_folder, "qwen2", 4, (Replicate(), Shard(0)), GRID, id="replicated keys, HSDP"),
     pytest.param(checkpoint_folder, "qwen2_tied", 2, (Shard(1),), TWO, id="tied, columns"),
     pytest.param(checkpoint_folder, "qwen2", 4, (_StridedShard(0, split_factor=2), Shard(0)), GRID, id="FSDP2 over TP"),
-    pytest.param(checkpoint_folder, "qwen2", 1, (Shard(1), Shard(0)), GRID, id="blocks"),
+    pytest.param(checkpoint_folder, "qwen2", 1, (Shard(1), Shard(0)), GRID, id="blocks", marks=pytest.mark.matrix),
     pytest.param(family_folder, "gpt2", 2, (Shard(0),), TWO, id="transposed, fused"),
     pytest.param(family_folder, "phi3", 2, (Shard(0),), TWO, id="fused"),
     pytest.param(expert_folder, "qwen3_moe", 2, (Shard(0),), TWO, id="stacked experts"),
