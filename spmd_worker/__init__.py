@@ -9,6 +9,8 @@ _MODULES = {
     "compat.engine_args": ("EngineArgs",),
     "compat.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "compat.prompts": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
+    "model.weights.weight_deltas": ("SparseWeightPatch",),
+    "engine.ipc_handles": ("ipc_handle",),
     "base.errors": ("PromptsRefusedError", "WorkerEventError"),
     "replica.sequence.lora_request": ("LoRARequest",),
     "replica.sequence.prompt_adapter_request": ("PromptAdapterRequest",),

@@ -118,6 +118,9 @@ class LLM:
     finish_weight_update = _forward(WeightCalls, WeightCalls.finish_weight_update)
     weight_update = _forward(WeightCalls, WeightCalls.weight_update)
     load_weights = _forward(WeightCalls, WeightCalls.load_weights)
+    digests_of = _forward(WeightCalls, WeightCalls.digests_of)
+    apply_weight_deltas = _forward(WeightCalls, WeightCalls.apply_weight_deltas)
+    init_weight_transfer_engine = _forward(WeightCalls, WeightCalls.init_weight_transfer_engine)
     set_weight_version = _forward(WeightCalls, WeightCalls.set_weight_version)
     reset_prefix_cache = _forward(WeightCalls, WeightCalls.reset_prefix_cache)
 

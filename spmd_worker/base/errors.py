@@ -210,8 +210,9 @@ class MissingWeightsError(SpmdError, RuntimeError):
 
 
 class WeightMismatchError(SpmdError, RuntimeError):
-    """Weights differ from those that a fresh load would hold (`LLM.check_weights`). The message names the rank, the
-    tensor, the rank's slice of it and the first element that differs.
+    """Weights differ from those that a fresh load would hold (`LLM.check_weights`): the message names the rank, the
+    tensor, the rank's slice of it and the first element that differs. Or from those that a trainer gave
+    (`LLM.load_weights(verify=True)`): the message names the tensor.
     """
 
     is_known_to_all = True

@@ -33,6 +33,10 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "start_profile": "takes the folder to write to",
     "stop_profile": "returns the files",
     "from_engine_args": "",
+    "init_weight_transfer_engine": "IPC handles need no `init_info`; other transports are rejected with the way out",
+    "start_weight_update": "`partial=True` keeps weights that are not given",
+    "update_weights": "requests with `ipc_handles`, or pairs of name and tensor, whole or sharded",
+    "finish_weight_update": "compares what the ranks have loaded",
 }
 """Supported methods and their differences."""
 
@@ -67,7 +71,7 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
     "set_tokenizer": "the engine decodes with the tokenizer of the model folder: replace it there",
     "preprocess_chat": "render with get_tokenizer().apply_chat_template",
     "release_kv_cache_memory": 'sleep releases all memory: wake_up(tags=["weights"]) leaves the cache asleep',
-    "init_weight_transfer_engine": "weights are changed in this process: use update_weights or apply_model",
+    "start_draft_weight_update": "a draft model is loaded from its folder: start_weight_update is of the target",
     "shutdown": "call close",
     "engine_class": "it is type(llm.llm_engine)",
     "request_counter": "requests of a call are numbered from 0, those of llm_engine are named",
@@ -120,7 +124,7 @@ ENGINE_ABSENT: Final[Mapping[str, str]] = {
     **dict.fromkeys(("do_log_stats", "do_log_stats_with_interval"), "read get_metrics"),
     "get_tokenizer_group": "call get_tokenizer",
     "has_unfinished_requests_dp": "each replica has its own requests: call has_unfinished_requests",
-    "init_weight_transfer_engine": "weights are changed in this process: use LLM.update_weights or apply_model",
+    "init_weight_transfer_engine": "weights are changed by the calls of LLM: use LLM.update_weights or apply_model",
 }
 """Missing methods and attributes of `LLMEngine`, and their alternatives."""
 

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from spmd_worker.base.errors import AdapterError, CheckpointError
 from spmd_worker.model.decoder import DecoderForCausalLM
-from spmd_worker.model.weights.weight_comparison import Sums, combined_digests, tensor_sums
+from spmd_worker.model.weights.trainer_digest import sums_from_json
+from spmd_worker.model.weights.weight_comparison import combined_digests, tensor_sums
 from spmd_worker.ranks.groups import ParallelGroups
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.resolved import ResolvedRun
@@ -40,16 +40,8 @@ def digests_of_all_ranks(model: DecoderForCausalLM, groups: ParallelGroups) -> t
     not. Every rank of the engine calls this.
     """
     own = json.dumps(tensor_sums(model.weights)).encode()
-    by_rank = [_sums_of(json.loads(each)) for each in ControlChannel(groups.engine).gather(own)]
+    by_rank = [sums_from_json(json.loads(each)) for each in ControlChannel(groups.engine).gather(own)]
     try:
         return combined_digests(model.weights.shapes, by_rank), ""
     except CheckpointError as error:
         return {}, str(error)
-
-
-def _sums_of(value: dict[str, list[Any]]) -> Sums:
-    """Sums that came as JSON."""
-    return {
-        name: [(tuple(map(tuple, source)), dtype, tuple(both)) for source, dtype, both in slices]
-        for name, slices in value.items()
-    }

@@ -184,6 +184,14 @@ class TensorView:
         slices = slices if self.index is None else ((self.index, self.index + 1),)
         return (*slices, (self.rows[0] + start, self.rows[0] + stop), *others)
 
+    def region_of(self, stored: Rectangle) -> Rectangle:
+        """A region of `stored`, inside of what the view has, as a region of the view."""
+        if self._is_transposed:
+            return (*stored[:-2], stored[-1], stored[-2])
+        slices, ((start, stop), *others) = (stored[:1], stored[1:]) if self.has_slices else ((), stored)
+        slices = slices if self.index is None else ()
+        return (*slices, (start - self.rows[0], stop - self.rows[0]), *others)
+
     def of_region(self, read: Any) -> Any:
         """A region of the view from that of `stored`, `stored_region`."""
         if self._is_transposed:

@@ -38,7 +38,14 @@ from torch import Tensor
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, stored_weight_error
-from spmd_worker.model.layers.weight_slice import ModelTensor, PaddingSlice, Rectangle, WeightSlice, full_rectangle
+from spmd_worker.model.layers.weight_slice import (
+    ModelTensor,
+    PaddingSlice,
+    Rectangle,
+    TensorView,
+    WeightSlice,
+    full_rectangle,
+)
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
@@ -93,7 +100,7 @@ class WeightStore:
     ) -> None:
         self._stored_experts = stored_experts or {}
         self.names, self._layers, self._dtype, self._stage_slices = names, layers, dtype, stage_slices
-        self._allows_nonfinite = allows_nonfinite
+        self.allows_nonfinite = allows_nonfinite
         self.update = WeightUpdate(names.tied)
         self._merged: dict[str, int] = {}
 
@@ -132,11 +139,15 @@ class WeightStore:
         """Digests of the adapters that are in weights, those of other ranks too; a trainer's tensors have none."""
         return frozenset(self._merged.values())
 
+    def note_replaced(self, name: str) -> None:
+        """A trainer's values have replaced those of a weight."""
+        self._merged.pop(name, None)
+
     def _note_merged(self, name: str, source: WeightSource | None) -> None:
         if isinstance(source, MergedWeights) and name in source.updates:
             self._merged[name] = source.digest
         else:
-            self._merged.pop(name, None)
+            self.note_replaced(name)
 
     @property
     def buffer_parameters(self) -> frozenset[str]:
@@ -259,9 +270,13 @@ class WeightStore:
         anything but a name and a tensor.
         """
         if isinstance(weights, Collection):
-            for name, tensor in self._normalised(weights):
-                self._check_tensor(name, tensor)
+            self.check_whole(weights)
         return {name for name, tensor in self._normalised(weights) if self._write(name, tensor, f"{name}:")}
+
+    def check_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise CheckpointError for a wrong name, shape or dtype of full tensors, TypeError for anything else."""
+        for name, tensor in self._normalised(weights):
+            self._check_tensor(name, tensor)
 
     @contextmanager
     def as_checkpoint(self, **attributes: Any) -> Iterator[CheckpointView]:
@@ -292,9 +307,9 @@ class WeightStore:
         has the tensor; None: it is a trainer's.
         """
         self._check_tensor(name, tensor, is_from_trainer=source is None)
-        is_head = self._is_tied_head(name)
+        is_head = self.is_tied_head(name)
         # A tied head is compared with the embedding, which is checked.
-        if not is_head and not self._allows_nonfinite:
+        if not is_head and not self.allows_nonfinite:
             check_finite(subject, tensor.detach(), self.dtype_of(name))
         own = self.held.get(name)
         stored_pieces = [] if source is None or own is None or self._stored_format(name) is None else own.pieces
@@ -322,18 +337,25 @@ class WeightStore:
         """Tensors by checkpoint name, stacked experts separated, without derived ones except a tied head."""
         for given_name, tensor in tensors:
             check_pair(given_name, tensor)
-            for name, view in self.names.parts(given_name, tensor.shape).items():
-                is_head = self._is_tied_head(name)
-                if self.names.is_derived(name) and not is_head:
-                    continue
-                if name not in self.tensors and not is_head:
-                    hint = "; parts of experts as stored are replaced by reload_weights" if self._stored_experts else ""
-                    raise CheckpointError(
-                        f"{given_name}: the model has no such weight: use the names of its checkpoint{hint}"
-                    )
+            for name, view in self.parts_of(given_name, tensor.shape):
                 if view is not None:
                     check_data(given_name, tensor)
                 yield name, tensor if view is None else view.of(tensor)
+
+    def parts_of(self, given_name: str, shape: Sequence[int]) -> Iterator[tuple[str, TensorView | None]]:
+        """The tensors of the model in one of this name and shape, and their views in it, None for the tensor itself;
+        without derived ones except a tied head. Raises CheckpointError for an unknown name.
+        """
+        for name, view in self.names.parts(given_name, shape).items():
+            is_head = self.is_tied_head(name)
+            if self.names.is_derived(name) and not is_head:
+                continue
+            if name not in self.tensors and not is_head:
+                hint = "; parts of experts as stored are replaced by reload_weights" if self._stored_experts else ""
+                raise CheckpointError(
+                    f"{given_name}: the model has no such weight: use the names of its checkpoint{hint}"
+                )
+            yield name, view
 
     def _stored_format(self, name: str) -> StoredFormat | None:
         """Format in which a weight of any rank is held as files store it; None if it is not."""
@@ -342,14 +364,16 @@ class WeightStore:
 
     def _check_tensor(self, name: str, tensor: Tensor, *, is_from_trainer: bool = True) -> None:
         """Raise CheckpointError for a shape or dtype the weight cannot have; a tied head is checked at the commit."""
+        self.check_shape(name, tensor.shape, is_from_trainer=is_from_trainer)
+        check_data(name, tensor)
+
+    def check_shape(self, name: str, shape: Sequence[int], *, is_from_trainer: bool = True) -> None:
+        """Raise CheckpointError for a shape that the weight cannot have, and for one that no trainer can replace."""
         stored = self._stored_format(name) if is_from_trainer else None
         if stored is not None:
             raise CheckpointError(f"{name}: {stored_weight_error(stored)}")
-        if not self._is_tied_head(name) and tuple(tensor.shape) != self.shapes[name]:
-            raise CheckpointError(
-                f"{name}: has the shape {list(tensor.shape)}, but the model's has {list(self.shapes[name])}"
-            )
-        check_data(name, tensor)
+        if not self.is_tied_head(name) and tuple(shape) != self.shapes[name]:
+            raise CheckpointError(f"{name}: has the shape {list(shape)}, but the model's has {list(self.shapes[name])}")
 
     def _check_change(self, name: str, values: Tensor) -> None:
         """Raise CheckpointError if `apply_model` may not replace this rank's slices by `values`."""
@@ -359,7 +383,7 @@ class WeightStore:
             raise CheckpointError(
                 f"{name}: has the shape {shape} on this rank, not {given}: only its values can be changed"
             )
-        if not self._allows_nonfinite:
+        if not self.allows_nonfinite:
             check_finite(f"{name}: this rank's slice", values, self.dtype_of(name))
         held.check_changes(values)
 
@@ -385,7 +409,7 @@ class WeightStore:
         with torch.inference_mode(is_inference), source.staging.thread():
             parts = None if held.stored is None else read_stored(source, held, block)
             values = source.read(name, block) if parts is None else held.stored_values(block, *parts)
-            if not self._allows_nonfinite:
+            if not self.allows_nonfinite:
                 if source.staging.device.type == "cpu":
                     self._check_block(source, name, block, values)
                 else:
@@ -416,7 +440,8 @@ class WeightStore:
                     values = held.stored_values(block, *read_stored(source, held, block))
                 self._check_block(source, name, block, values)
 
-    def _is_tied_head(self, name: str) -> bool:
+    def is_tied_head(self, name: str) -> bool:
+        """Whether it is a head that the model does not have beside its embedding."""
         return self.names.tied is not None and name == self.names.tied[1]
 
     def dtype_of(self, name: str) -> torch.dtype:

@@ -33,7 +33,10 @@ def check_data(name: str, tensor: Tensor) -> None:
     """Raise CheckpointError for a tensor without data in this process, or of a dtype that weights do not have."""
     # A DTensor, recognised by its method. Gathering it is a collective, which the caller has to order.
     if hasattr(tensor, "full_tensor"):
-        raise CheckpointError(f"{name}: is sharded: pass its full_tensor()")
+        raise CheckpointError(
+            f"{name}: is sharded: give it to LLM.update_weights or LLM.load_weights, which take shards, or pass its "
+            f"full_tensor()"
+        )
     if tensor.is_meta:
         raise CheckpointError(f"{name}: is on the meta device and has no data")
     if tensor.dtype not in WEIGHT_DTYPES.values():

@@ -4,7 +4,8 @@ Until the commit some weights are old and some new, and the engine runs no step.
 exchanged with other ranks.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Final
 
@@ -22,6 +23,8 @@ all weights were loaded, optional ones too; the fault of a tied head that was lo
 _BLOCK_BYTES: Final = 1 << 22
 _WORDS: Final = 512
 _OF_STATE: Final = "state "
+OF_SHARDS: Final = "shards "
+"""Beginning of the digest of a tensor that came in shards."""
 
 
 class WeightUpdate:
@@ -60,7 +63,13 @@ class WeightUpdate:
             raise RuntimeError(f"the weights are asleep: call wake_up(tags=['weights']) {before}")
 
     def begin(self) -> None:
-        """Open the update, before any write. Raises RuntimeError while requests are in flight or weights sleep."""
+        """Open the update, before any write. Raises RuntimeError as `check_possible`."""
+        self.check_possible()
+        if not self.is_open:
+            self.is_open, self._num_rejected_before = True, len(self.rejected_calls)
+
+    def check_possible(self) -> None:
+        """Raise RuntimeError while weights sleep, or requests are in flight and no update is open."""
         self.check_awake("before new ones are loaded")
         if self.is_open:
             return
@@ -70,7 +79,6 @@ class WeightUpdate:
                 f"{num_requests} requests are being answered with the weights that are there: call llm_engine.step "
                 f"until none is left, or abort them and call it once, before new weights are loaded"
             )
-        self.is_open, self._num_rejected_before = True, len(self.rejected_calls)
 
     def sleep(self) -> None:
         """The weights sleep, with or without their memory."""
@@ -90,18 +98,30 @@ class WeightUpdate:
             self.is_open, self.must_be_complete = True, True
             self._num_rejected_before = len(self.rejected_calls)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """A full checkpoint tensor was loaded, or skipped because this rank has no part of it."""
+    def add(self, name: str, tensor: Tensor | str) -> None:
+        """A full checkpoint tensor was loaded, or skipped because this rank has no part of it; of one that came in
+        shards its digest (`shards_digest`).
+        """
         if name == self._embedding and self._head_digest:
             # A paired head belongs to the try before; that of this one is loaded later or not at all.
             self._head_digest = "" if self._is_paired else self._head_digest
             self._is_paired = True
-        self.digests[name] = content_digest(tensor)
+        self.digests[name] = tensor if isinstance(tensor, str) else content_digest(tensor)
 
-    def add_tied_head(self, tensor: Tensor) -> None:
+    def add_tied_head(self, tensor: Tensor | str) -> None:
         """A tied head was skipped; it has to be equal to the embedding at the commit."""
         self._is_paired = not self._head_digest and self._embedding in self.digests
-        self._head_digest = content_digest(tensor)
+        self._head_digest = tensor if isinstance(tensor, str) else content_digest(tensor)
+
+    @contextmanager
+    def writing(self, names: Collection[str]) -> Iterator[None]:
+        """Block in which these weights are written in parts. After an exception in it all weights have to be loaded."""
+        self.begin()
+        must_be_complete, self.must_be_complete = self.must_be_complete, True
+        for name in names:
+            self.digests.pop(name, None)
+        yield
+        self.must_be_complete = must_be_complete
 
     def begin_all(self) -> None:
         """Open an update that `add_all` completes: until then no caller may compute with the weights."""
@@ -126,6 +146,10 @@ class WeightUpdate:
         if not embedding:
             way_out = f"load {self._embedding}, with or without {self._head}"
             return tied_head_fault(self._head, f"was loaded without {self._embedding}", way_out)
+        if embedding.startswith(OF_SHARDS) != self._head_digest.startswith(OF_SHARDS):
+            way_out = f"give both alike, or leave {self._head} out"
+            fault = f"cannot be compared with {self._embedding}, because one of them came in shards"
+            return tied_head_fault(self._head, fault, way_out)
         return tied_head_fault(
             self._head,
             f"differs from {self._embedding} in elements, dtype or shape",
