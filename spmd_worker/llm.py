@@ -24,6 +24,7 @@ from spmd_worker.compat.metrics import Metric
 from spmd_worker.engine.calls.beam_calls import BeamCalls
 from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.calls.check_calls import CheckCalls
+from spmd_worker.engine.calls.pause_calls import PauseCalls
 from spmd_worker.engine.calls.pooling_calls import PoolingCalls
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
@@ -96,6 +97,7 @@ class LLM:
             PoolingCalls: PoolingCalls(engine, encoder, runner),
             WeightCalls: WeightCalls(engine, turns),
             WorkerCalls: WorkerCalls(engine, turns),
+            PauseCalls: PauseCalls(engine, replicas, turns),
             SavingCalls: SavingCalls(engine, turns),
             CheckCalls: CheckCalls(engine, turns),
         }
@@ -120,6 +122,9 @@ class LLM:
     load_weights = _forward(WeightCalls, WeightCalls.load_weights)
     set_weight_version = _forward(WeightCalls, WeightCalls.set_weight_version)
     reset_prefix_cache = _forward(WeightCalls, WeightCalls.reset_prefix_cache)
+
+    pause_generation = _forward(PauseCalls, PauseCalls.pause_generation)
+    resume_generation = _forward(PauseCalls, PauseCalls.resume_generation)
 
     add_lora = _forward(WorkerCalls, WorkerCalls.add_lora)
     remove_lora = _forward(WorkerCalls, WorkerCalls.remove_lora)
@@ -194,8 +199,20 @@ class LLM:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether weights or cache are asleep; same as `llm_engine.model_executor.is_sleeping`."""
-        return self.llm_engine.executor.is_sleeping
+        """Whether weights or cache are asleep (`llm_engine.model_executor.is_sleeping`), or generation is (level 0)."""
+        return self.llm_engine.is_sleeping()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return self.llm_engine.is_paused()
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights: 0 as they were at the start, a digest of loaded ones, or what `set_weight_version`
+        set. Outputs name it for the tokens that are sampled from now on.
+        """
+        return self.llm_engine.weight_version
 
     @property
     def sleeping_tags(self) -> tuple[str, ...]:

@@ -336,8 +336,12 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         return self.prompt_adapters
 
     def is_sleeping(self) -> bool:
-        """Whether weights or cache are asleep."""
-        return self.executor.is_sleeping
+        """Same as `LLM.is_sleeping`."""
+        return self.executor.is_sleeping or self.pauses.is_by_sleep
+
+    def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return self.pauses.is_paused
 
     def reset_encoder_cache(self) -> None:
         """Same as `LLM.reset_mm_cache`: encoded images are all that is kept of them."""
