@@ -28,6 +28,7 @@ from spmd_worker.engine.calls.pause_calls import PauseCalls
 from spmd_worker.engine.calls.pooling_calls import PoolingCalls
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
+from spmd_worker.engine.calls.queue_calls import QueueCalls
 from spmd_worker.engine.calls.saving_calls import SavingCalls
 from spmd_worker.engine.calls.weight_calls import WeightCalls
 from spmd_worker.engine.calls.worker_calls import WorkerCalls
@@ -84,6 +85,7 @@ class LLM:
 
     def _open(self) -> None:
         engine = self.llm_engine
+        names = engine.named_requests
         # Runs when the engine is garbage collected or the interpreter ends. Process groups have threads, and torch may
         # abort the process if the interpreter's end closes them.
         self._release = weakref.finalize(engine, engine.life.release, is_closed=False)
@@ -94,6 +96,7 @@ class LLM:
         self._calls: dict[type, Any] = {
             PromptCalls: PromptCalls(engine, encoder, runner, self._chat_template),
             BeamCalls: BeamCalls(engine, encoder, runner, turns),
+            QueueCalls: QueueCalls(engine, encoder, runner, replicas, turns, names),
             PoolingCalls: PoolingCalls(engine, encoder, runner),
             WeightCalls: WeightCalls(engine, turns),
             WorkerCalls: WorkerCalls(engine, turns),
@@ -108,6 +111,9 @@ class LLM:
     chat_messages = _forward(PromptCalls, PromptCalls.chat_messages)
     score_tokens = _forward(PromptCalls, PromptCalls.score_tokens)
     beam_search = _forward(BeamCalls, BeamCalls.beam_search)
+
+    enqueue = _forward(QueueCalls, QueueCalls.enqueue)
+    wait_for_completion = _forward(QueueCalls, QueueCalls.wait_for_completion)
 
     embed = _forward(PoolingCalls, PoolingCalls.embed)
     encode = _forward(PoolingCalls, PoolingCalls.encode)
