@@ -83,7 +83,7 @@ class CallRunner:
     def prepare_queued(
         self, call: str, encode: Callable[[], list[Encoded]], sampling_params: Params
     ) -> list[tuple[CheckedPrompt, LoRARequest | None]]:
-        """Prompts of the user's `call`, which leaves them in the queue, and their adapters. Errors are those of `run`."""
+        """Prompts of a `call` that leaves them in the queue, and their adapters. Its errors are those of `run`."""
         engine = self._engine
         with engine.calls.inside(call, is_alone=True):
             engine.life.check_open()
