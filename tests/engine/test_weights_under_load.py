@@ -31,8 +31,8 @@ MODES = ("keep", "abort", "wait")
     ("layout", "num_rounds", "num_running", "num_waiting"),
     [
         (TP, 3, 8, 40),
-        pytest.param(PP, 6, 8, 40, marks=pytest.mark.matrix),
-        pytest.param(DP, 6, 8, 40, marks=pytest.mark.matrix),
+        pytest.param(PP, 3, 8, 40, marks=pytest.mark.matrix),
+        pytest.param(DP, 3, 8, 40, marks=pytest.mark.matrix),
         pytest.param(TP, 100, 64, 500, marks=pytest.mark.stress),
         pytest.param(PP, 30, 64, 500, marks=pytest.mark.stress),
         pytest.param(DP, 30, 64, 500, marks=pytest.mark.stress),
