@@ -175,7 +175,7 @@ class Engine:
                 self.life.check_awake()
                 changes.ended += self._complete_and_run_step()
                 ended, changes.ended = changes.ended, []
-                if not ended:
+                if self.is_leader and not ended:
                     self.pauses.warn_of_idle_steps()
                 requests.kept_outputs = self._outputs_of(ended)
             if self._interruption is None:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from spmd_worker.base.liveness.deferred_signals import deliver_signals
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
 from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
@@ -127,6 +128,8 @@ class QueueCalls:
                     f"generation is paused, and {num_kept} of {len(wanted)} enqueued prompts wait for its end: call "
                     f"resume_generation() before wait_for_completion"
                 )
+            # An exception after this would lose what is returned.
+            deliver_signals()
             for name in wanted:
                 del self._open[name]
             return [self._answered.pop(name) for name in wanted]
