@@ -28,7 +28,7 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "apply_model": "the function gets this rank's shard under the checkpoint's names, without a forward pass",
     "reset_prefix_cache": "no `reset_running_requests` while requests are unanswered; `reset_connector` has no effect",
     "reset_mm_cache": "drops the rows of images on every rank; no effect in text models",
-    "sleep": "`mode` None is \"keep\" at level 0; at the others unanswered requests are an error then, not aborted",
+    "sleep": '`mode` None is "keep" at level 0; at the others unanswered requests are an error then, not aborted',
     "wake_up": "after level 2 all weights must be loaded before anything is computed; ends a pause that `sleep` began",
     "start_profile": "takes the folder to write to",
     "stop_profile": "returns the files",

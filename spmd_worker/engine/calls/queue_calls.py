@@ -34,7 +34,7 @@ class RequestNames(Protocol):
 
 
 class QueueCalls:
-    """Methods of `LLM` for queued prompts. Those of a call are divided among the replicas, in turn."""
+    """Methods of `LLM` for queued prompts, which are divided among the replicas, in turn."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class QueueCalls:
         engine = self._engine
         with engine.calls.inside("enqueue", is_alone=True):
             given = self._runner.prepare_queued("enqueue", encode, sampling_params)
-            ids = [str(self._num_enqueued + index) for index in range(len(given))]
+            first = self._num_enqueued
+            ids = [str(first + index) for index in range(len(given))]
             for name in ids:
                 if self._names.has(name):
                     raise ValueError(
@@ -92,7 +93,8 @@ class QueueCalls:
             engine.requests.num_calls += 1
             self._num_enqueued += len(given)
             for index, (name, (prompt, adapter)) in enumerate(zip(ids, given, strict=True)):
-                is_own = index % engine.config.parallel.data_parallel_size == replica
+                # Not each call's first for the first replica: a call may have a single prompt.
+                is_own = (first + index) % engine.config.parallel.data_parallel_size == replica
                 self._open[name] = is_own
                 if is_own:
                     self._names.add(name, admit_prompt(engine, call, index, prompt, prompt.media), adapter)
