@@ -24,9 +24,11 @@ from spmd_worker.compat.metrics import Metric
 from spmd_worker.engine.calls.beam_calls import BeamCalls
 from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.calls.check_calls import CheckCalls
+from spmd_worker.engine.calls.pause_calls import PauseCalls
 from spmd_worker.engine.calls.pooling_calls import PoolingCalls
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
+from spmd_worker.engine.calls.queue_calls import QueueCalls
 from spmd_worker.engine.calls.saving_calls import SavingCalls
 from spmd_worker.engine.calls.weight_calls import WeightCalls
 from spmd_worker.engine.calls.worker_calls import WorkerCalls
@@ -83,6 +85,7 @@ class LLM:
 
     def _open(self) -> None:
         engine = self.llm_engine
+        names = engine.named_requests
         # Runs when the engine is garbage collected or the interpreter ends. Process groups have threads, and torch may
         # abort the process if the interpreter's end closes them.
         self._release = weakref.finalize(engine, engine.life.release, is_closed=False)
@@ -93,9 +96,11 @@ class LLM:
         self._calls: dict[type, Any] = {
             PromptCalls: PromptCalls(engine, encoder, runner, self._chat_template),
             BeamCalls: BeamCalls(engine, encoder, runner, turns),
+            QueueCalls: QueueCalls(engine, encoder, runner, replicas, turns, names),
             PoolingCalls: PoolingCalls(engine, encoder, runner),
             WeightCalls: WeightCalls(engine, turns),
             WorkerCalls: WorkerCalls(engine, turns),
+            PauseCalls: PauseCalls(engine, replicas, turns),
             SavingCalls: SavingCalls(engine, turns),
             CheckCalls: CheckCalls(engine, turns),
         }
@@ -106,6 +111,9 @@ class LLM:
     chat_messages = _forward(PromptCalls, PromptCalls.chat_messages)
     score_tokens = _forward(PromptCalls, PromptCalls.score_tokens)
     beam_search = _forward(BeamCalls, BeamCalls.beam_search)
+
+    enqueue = _forward(QueueCalls, QueueCalls.enqueue)
+    wait_for_completion = _forward(QueueCalls, QueueCalls.wait_for_completion)
 
     embed = _forward(PoolingCalls, PoolingCalls.embed)
     encode = _forward(PoolingCalls, PoolingCalls.encode)
@@ -123,6 +131,9 @@ class LLM:
     init_weight_transfer_engine = _forward(WeightCalls, WeightCalls.init_weight_transfer_engine)
     set_weight_version = _forward(WeightCalls, WeightCalls.set_weight_version)
     reset_prefix_cache = _forward(WeightCalls, WeightCalls.reset_prefix_cache)
+
+    pause_generation = _forward(PauseCalls, PauseCalls.pause_generation)
+    resume_generation = _forward(PauseCalls, PauseCalls.resume_generation)
 
     add_lora = _forward(WorkerCalls, WorkerCalls.add_lora)
     remove_lora = _forward(WorkerCalls, WorkerCalls.remove_lora)
@@ -197,8 +208,20 @@ class LLM:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether weights or cache are asleep; same as `llm_engine.model_executor.is_sleeping`."""
-        return self.llm_engine.executor.is_sleeping
+        """Whether weights or cache are asleep (`llm_engine.model_executor.is_sleeping`), or generation is (level 0)."""
+        return self.llm_engine.is_sleeping()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return self.llm_engine.is_paused()
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights: 0 as they were at the start, a digest of loaded ones, or what `set_weight_version`
+        set. Outputs name it for the tokens that are sampled from now on.
+        """
+        return self.llm_engine.weight_version
 
     @property
     def sleeping_tags(self) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         if given and given[0] is self:
             return
         super().__init__(*given, **named)
-        self._named = NamedRequests(self.tokenizer)
+        self.named_requests = NamedRequests(self.tokenizer)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:
@@ -198,7 +198,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         (virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
         # Locked: a request might end before the thread that added it has stored its name.
         with self.calls.lock:
-            if self._named.has(request_id):
+            if self.named_requests.has(request_id):
                 raise ValueError(f"request_id={request_id!r} is the name of an open request: give another")
             text = encoded.text if prompt_text is None else prompt_text
             if isinstance(params, PoolingParams):
@@ -216,10 +216,10 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                     encoder=encoded.encoder,
                     encoder_text=encoded.encoder_text,
                 )
-                self._named.track(number, params, text, encoded.encoder_text)
+                self.named_requests.track(number, params, text, encoded.encoder_text)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
-            self._named.add(request_id, number, lora_request)
+            self.named_requests.add(request_id, number, lora_request)
         return request_id
 
     def _add_unnamed(self, token_ids: Any, sampling: Any, custom_id: str | None, index: int | None) -> RequestId:
@@ -230,7 +230,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             )
         with self.calls.lock:
             number = self.requests.add(token_ids, sampling, custom_id=custom_id, index=index)
-            self._named.track(number, sampling, None)
+            self.named_requests.track(number, sampling, None)
         return number
 
     def _add_pooled(self, encoded: Encoded, params: PoolingParams, text: str | None, adapter: int) -> RequestId:
@@ -263,7 +263,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         """
         is_one = isinstance(request_ids, str | bytes | bytearray) or not isinstance(request_ids, Iterable)
         given: Any = [request_ids] if is_one else request_ids
-        numbers = [number for each in given for number in self._named.ids_of(each)]
+        numbers = [number for each in given for number in self.named_requests.ids_of(each)]
         self.requests.abort(numbers)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:  # type: ignore[override]  # see there
@@ -275,8 +275,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
 
     def _outputs_of(self, ended: list[SequenceGroup]) -> list[Any]:
         with self.calls.lock:
-            outputs = [self._named.final(output) for output in super()._outputs_of(ended)]
-            return [*outputs, *self._named.partial_outputs(self.scheduler.queues.groups, self.requests.metrics)]
+            outputs = [self.named_requests.final(output) for output in super()._outputs_of(ended)]
+            return [*outputs, *self.named_requests.partial_outputs(self.scheduler.queues.groups, self.requests.metrics)]
 
     def close_followers(self) -> None:
         """Rank 0 only: end the `follow` loops of the other ranks. The engine can be used further, with calls of all
@@ -336,8 +336,12 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         return self.prompt_adapters
 
     def is_sleeping(self) -> bool:
-        """Whether weights or cache are asleep."""
-        return self.executor.is_sleeping
+        """Same as `LLM.is_sleeping`."""
+        return self.executor.is_sleeping or self.pauses.is_by_sleep
+
+    def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return self.pauses.is_paused
 
     def reset_encoder_cache(self) -> None:
         """Same as `LLM.reset_mm_cache`: encoded images are all that is kept of them."""

@@ -9,11 +9,11 @@ from typing import Final
 
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS
 
-_QUEUE: Final = "prompts are answered in the call: use generate, or LLMEngine's add_request and step"
-
 LLM_METHODS: Final[Mapping[str, str]] = {
     "generate": "every rank passes the same prompts and gets every output; arguments of missing features are rejected",
     "chat": "contents are text; `tool_choice` as in OpenAI's API",
+    "enqueue": "every rank passes the same prompts; returns the `request_id` of their outputs",
+    "wait_for_completion": "takes ids too; no `output_type`; every rank gets every output",
     "beam_search": "`temperature` is 0; every end-of-sequence token of the model ends a beam; no `structured_outputs`",
     "embed": "arguments after the prompts are keyword-only; the vector is a list of numbers",
     "encode": "`pooling_task` None is the model's task; one vector per row, none per token",
@@ -28,8 +28,8 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "apply_model": "the function gets this rank's shard under the checkpoint's names, without a forward pass",
     "reset_prefix_cache": "no `reset_running_requests` while requests are unanswered; `reset_connector` has no effect",
     "reset_mm_cache": "drops the rows of images on every rank; no effect in text models",
-    "sleep": "levels 1 and 2, without unanswered requests, so `mode` has no effect; no option is needed",
-    "wake_up": "after level 2 all weights must be loaded before anything is computed",
+    "sleep": '`mode` None is "keep" at level 0; at the others unanswered requests are an error then, not aborted',
+    "wake_up": "after level 2 all weights must be loaded before anything is computed; ends a pause that `sleep` began",
     "start_profile": "takes the folder to write to",
     "stop_profile": "returns the files",
     "from_engine_args": "",
@@ -59,15 +59,15 @@ CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "embed": {"dimensions": "give pooling_params=PoolingParams(dimensions=...)"},
     "classify": {"truncate_prompt_tokens": _TRUNCATED},
     "reward": {"truncate_prompt_tokens": _TRUNCATED},
+    "pause_generation": {"wait_for_inflight_requests": 'give mode="wait"'},
+    "wait_for_completion": {"output_type": "every output is a RequestOutput: leave it out"},
     "start_profile": {"profile_prefix": "give the folder to write to: start_profile(folder)"},
     "encode": {"prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]'},
 }
 """Keywords of older releases and other programs, and their alternatives."""
 
 LLM_ABSENT: Final[Mapping[str, str]] = {
-    "enqueue": _QUEUE,
-    "enqueue_chat": _QUEUE,
-    "wait_for_completion": _QUEUE,
+    "enqueue_chat": "render with get_tokenizer().apply_chat_template, and give enqueue the ids",
     "set_tokenizer": "the engine decodes with the tokenizer of the model folder: replace it there",
     "preprocess_chat": "render with get_tokenizer().apply_chat_template",
     "release_kv_cache_memory": 'sleep releases all memory: wake_up(tags=["weights"]) leaves the cache asleep',
@@ -95,6 +95,9 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "sleep": "as `LLM`'s",
     "wake_up": "as `LLM`'s",
     "is_sleeping": "",
+    "pause_generation": "AsyncLLM's, of `LLM` too: ends queued requests in mode \"abort\", as vLLM's engine core does",
+    "resume_generation": "AsyncLLM's, of `LLM` too",
+    "is_paused": "AsyncLLM's; a property of `LLM`",
     "reset_mm_cache": "as `LLM`'s",
     "reset_encoder_cache": "as `reset_mm_cache`",
     "collective_rpc": "as `LLM`'s",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
-from spmd_worker.replica.sequence.events import CommitWeights, Event, ResetPrefixCache
+from spmd_worker.replica.sequence.events import CommitWeights, Event, ResetPrefixCache, SetWeightVersion
 
 
 class CallGuard:
@@ -68,6 +68,14 @@ class CallGuard:
             for earlier in [each for each in self.events if isinstance(each, CommitWeights)]:
                 self.events.remove(earlier)
             self.events.insert(0, event)
+
+    def next_weight_version(self, version: int) -> int:
+        """Version of the weights once the queued events have taken effect; `version` is the one before."""
+        with self.lock:
+            for event in self.events:
+                if isinstance(event, SetWeightVersion | CommitWeights):
+                    version = event.version
+            return version
 
     def take(self) -> list[Event]:
         """Remove and return all queued events, for the step that begins."""

@@ -1,4 +1,4 @@
-"""Changes between two steps: new weights, worker events, sleep, and resets of the prefix cache.
+"""Changes between two steps: new weights, worker events, and resets of the prefix cache.
 
 A worker event changes the workers between two steps, prepared on every rank before it is committed on any. It takes
 three steps: with the first every worker prepares, the second sends the answers to rank 0, and with the third all
@@ -29,7 +29,6 @@ from spmd_worker.replica.sequence.events import (
     WorkerEvent,
 )
 from spmd_worker.replica.sequence.sequence import SequenceGroup
-from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, check_mode, checked_level, checked_tags
 
 logger = logging.getLogger(__name__)
 
@@ -147,24 +146,6 @@ class Changes:
         with self._calls.inside("worker_event"):
             self.complete_weights()
             return self.run_worker_event(name, payload, given, run_step)
-
-    def sleep(self, level: int, mode: str, run_step: RunStep) -> None:
-        with self._calls.inside("sleep", is_alone=True):
-            check_mode(mode)
-            self._requests.check_idle_or_asleep()
-            if checked_level(level) == 1:
-                self.commit_weights()
-            # Cached blocks are lost with their memory, as are their unfinished transfers.
-            self.run_worker_event(SLEEP, level, [ResetPrefixCache(keeps_names=True)], run_step)
-
-    def wake_up(self, tags: Sequence[str] | None, run_step: RunStep) -> None:
-        with self._calls.inside("wake_up", is_alone=True):
-            self._requests.check_idle_or_asleep()
-            waking = [tag for tag in checked_tags(tags) if tag in self._executor.sleeping_tags]
-            if not self.weights.has_missing:
-                self.commit_weights()
-            if waking:
-                self.run_worker_event(WAKE_UP, waking, (), run_step)
 
     def run_worker_event(self, name: str, payload: Any, then: Sequence[Event], run_step: RunStep) -> list[Any]:
         """`worker_event` after its checks. Raises ValueError for an invalid name, TypeError for an invalid payload."""

@@ -13,7 +13,6 @@ step (`changes.py`).
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Final
 from weakref import WeakMethod, ref
 
@@ -30,6 +29,7 @@ from spmd_worker.engine.interruption import Interruption
 from spmd_worker.engine.kv_connector import OutsideBlocks
 from spmd_worker.engine.life import Life, State
 from spmd_worker.engine.lora_adapters import LoRAAdapters
+from spmd_worker.engine.pauses import Pauses
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.requests import Requests
@@ -55,6 +55,7 @@ from spmd_worker.replica.sequence.events import (
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceGroup
+from spmd_worker.replica.sequence.sleep_tags import ABORT
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -96,12 +97,13 @@ class Engine:
         hold_rows = (lambda *rows: executor.hold_rows(*rows)) if channel.rank == 0 else (lambda *rows: None)
         hold_media = (lambda *image: executor.hold_media(*image)) if channel.rank == 0 else (lambda *image: None)
         adapters = (scheduler.adapters, scheduler.prompt_adapters)
-        self.requests = Requests(resolved, self.calls, self.life, *adapters, hold_rows, hold_media)
+        self.requests = Requests(resolved, self.calls, self.life, *adapters, hold_rows, hold_media, scheduler.pause)
         self.limits = self.requests.limits
-        weights = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
+        weights = WeightUpdates(executor, channel.rank, scheduler.num_computing)
         self.changes = Changes(
             executor, lockstep, channel, engine_channel, self.calls, self.life, self.requests, weights
         )
+        self.pauses = Pauses(executor, scheduler, self.calls, self.life, self.requests, self.changes)
         of_changes = (self.changes, self.calls, self.life, self.requests, (channel, engine_channel))
         limits = resolved.config.model.adapter_limits
         # Weak: an engine without references is freed at once.
@@ -173,6 +175,8 @@ class Engine:
                 self.life.check_awake()
                 changes.ended += self._complete_and_run_step()
                 ended, changes.ended = changes.ended, []
+                if self.is_leader and not ended:
+                    self.pauses.warn_of_idle_steps()
                 requests.kept_outputs = self._outputs_of(ended)
             if self._interruption is None:
                 deliver_signals()
@@ -306,13 +310,26 @@ class Engine:
         """Same as `Changes.worker_event`."""
         return self.changes.worker_event(name, payload, then, self.run_step)
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    def pause_generation(self, mode: str = ABORT, clear_cache: bool = True) -> None:
+        """Same as `LLM.pause_generation`; every rank of a replica calls this, or one while the others `follow`."""
+        self.pauses.pause(mode, clear_cache, self.run_step, self.interruptible)
+
+    def resume_generation(self) -> None:
+        """Same as `LLM.resume_generation`, called as `pause_generation` is."""
+        self.pauses.resume(self.run_step)
+
+    @property
+    def weight_version(self) -> int:
+        """Same as `LLM.weight_version`."""
+        return self.calls.next_weight_version(self.scheduler.weight_version)
+
+    def sleep(self, level: int = 1, mode: str | None = None) -> None:
         """Same as `LLM.sleep`."""
-        self.changes.sleep(level, mode, self.run_step)
+        self.pauses.sleep(level, mode, self.run_step, self.interruptible)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Same as `LLM.wake_up`."""
-        self.changes.wake_up(tags, self.run_step)
+        self.pauses.wake_up(tags, self.run_step)
 
     def reset_mm_cache(self) -> None:
         """Same as `LLM.reset_mm_cache`."""

@@ -18,6 +18,7 @@ from spmd_worker.replica.sequence.outputs import (
 )
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.replica.sequence.weight_spans import spans_of
 from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -56,6 +57,9 @@ def request_output(
         output.outputs = [completion_output(index, sequence, tokenizer) for index, sequence in sequences]
         if request.sampling.prompt_logprobs is not None:
             output.prompt_logprobs = _prompt_logprobs(group, tokenizer)
+            num_virtual = request.num_virtual_tokens
+            num_tokens = num_virtual + len(output.prompt_token_ids)
+            output.prompt_weight_versions = spans_of(group.prompt_spans, num_tokens, num_virtual)
     elif group.sequences[0].finish_reason is FinishReason.ERROR:
         output.error_code = NON_FINITE_VECTOR
         output.error = (
@@ -65,6 +69,7 @@ def request_output(
     elif group.sequences[0].finish_reason is not FinishReason.ABORT:
         assert group.vector is not None, request.request_id
         output.vector = list(struct.unpack(f"<{len(group.vector) // 4}f", group.vector))
+        output.prompt_weight_versions = list(group.prompt_spans)
     output.metrics = metrics
     return output
 
@@ -159,6 +164,7 @@ def completion_output(
         logprobs=logprobs,
         finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
         stop_reason=sequence.stop_reason,
+        weight_versions=spans_of(sequence.weight_spans, len(sequence.output_token_ids)),
     )
 
 

@@ -16,6 +16,7 @@ from spmd_worker.engine.outputs import (
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.replica.sequence.weight_spans import spans_of
 from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 from spmd_worker.tokenizer.token_texts import TokenTexts
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -99,6 +100,7 @@ class PartialOutputs:
             text=completion.text[characters:],
             token_ids=completion.token_ids[tokens:],
             logprobs=None if completion.logprobs is None else completion.logprobs[tokens:],
+            weight_versions=spans_of(tuple(completion.weight_versions), len(completion.token_ids), tokens),
         )
 
     def _logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:

@@ -20,6 +20,7 @@ from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
+from spmd_worker.replica.scheduler.pause import Pause
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.events import Abort, Admit
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, InputRows, PromptRows
@@ -52,6 +53,7 @@ class Requests:
         prompt_adapters: AdapterRegistry,
         hold_rows: Callable[[int, bytes, bytes], None] = lambda *rows: None,
         hold_media: Callable[[int, int, PreparedMedia], None] = lambda *image: None,
+        pause: Pause | None = None,
     ) -> None:
         model_config, tokenizer = resolved.model_config, resolved.tokenizer
         self.limits = RequestLimits(
@@ -72,7 +74,7 @@ class Requests:
             encoder=encoder_limits(resolved),
             encoder_prompts=open_encoder_prompts(resolved),
         )
-        self._hold_rows, self._hold_media = hold_rows, hold_media
+        self._hold_rows, self._hold_media, self._pause = hold_rows, hold_media, pause
         self.num_requests = 0
         self.num_calls = 0
         """Number of calls with a list of prompts: the same on every rank."""
@@ -107,9 +109,11 @@ class Requests:
         return bool(self._prompts or self.kept_outputs)
 
     def check_idle(self) -> None:
-        """Raise RuntimeError unless the engine is open, awake and without requests."""
+        """Raise RuntimeError unless the engine is open, awake, not paused and without requests."""
         self.check_idle_or_asleep()
         self._life.check_awake()
+        if self._pause is not None and self._pause.is_paused:
+            raise RuntimeError("generation is paused: call resume_generation() before anything is computed")
 
     def check_idle_or_asleep(self) -> None:
         """Raise RuntimeError unless the engine is open and without requests."""

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import interrupts
@@ -73,6 +74,28 @@ def test_interrupt_at_any_line_leaves_a_working_engine(llm: LLM, expected: list[
         with AtLine(nth):
             is_interrupted(lambda: tokens(llm, prompts, short))
         assert tokens(llm, prompts, short) == answers
+    check(llm, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "point"), [("wait", "schedule"), ("wait", "sample"), ("wait", "output"), ("pause", "schedule")]
+)
+def test_interrupted_wait_aborts_queued_prompts(llm: LLM, expected: list[list[int]], call: str, point: str):
+    """None is lost, and a pause that did not end its requests can be ended."""
+    ids = llm.enqueue(PROMPTS, GREEDY)
+    if call == "pause":
+        llm.llm_engine.step()
+    interrupted = (
+        partial(llm.wait_for_completion, use_tqdm=False) if call == "wait" else partial(llm.pause_generation, "wait")
+    )
+    with at(point, 2), pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert llm.is_paused == (call == "pause")
+    llm.resume_generation()
+    outputs = llm.wait_for_completion(ids, use_tqdm=False)
+    reasons = [each.outputs[0].finish_reason for each in outputs]
+    # All end in one step, whose outputs are made when the signal comes.
+    assert ("abort" in reasons) == (point != "output")
     check(llm, expected)
 
 

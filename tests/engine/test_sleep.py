@@ -239,8 +239,8 @@ def test_sleeping_worker_rejects_a_step(llm: LLM):
 
 
 def test_arguments_and_times_that_are_wrong_change_nothing(llm: LLM, old: Any):
-    for level in (0, 3, True, "1", None):
-        with pytest.raises(ValueError, match=r"^level=.* must be 1 .* or 2 "):
+    for level in (-1, 3, True, "1", None):
+        with pytest.raises(ValueError, match=r"^level=.* must be 0 .* 1 .* or 2 "):
             llm.sleep(level)
     for tags in ("weights", ["weight"], [1]):
         with pytest.raises(ValueError, match=r"^tags="):

@@ -24,6 +24,7 @@ from spmd_worker.engine.data_parallel.prompts import CheckedPrompt, answer_promp
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -65,21 +66,7 @@ class CallRunner:
                 check_options(on_error, gather, use_tqdm)
                 engine.requests.check_idle()
                 engine.changes.complete_weights()
-                encoded, pooling, ruled = encode(), engine.limits.pooling, RuledParams()
-                params = self._encoder.params(sampling_params, len(encoded))
-                for index, each in enumerate(encoded):
-                    if each.pooling is not None and pooling is not None:
-                        params[index] = pooled_sampling(each.pooling, pooling)
-                    elif each.form is not None and params[index].structured_outputs is not None:
-                        each.error = "structured_outputs and tool_choice both constrain the answer: leave one out"
-                    elif each.form is not None:
-                        params[index] = replace(params[index], structured_outputs=each.form).frozen()
-                    try:
-                        params[index] = each.completed(params[index], ruled)
-                    except ValueError as error:
-                        each.error = each.error or str(error)
-                deliver_signals()
-                return list(zip(encoded, params, strict=True))
+                return self._prepared(encode, sampling_params)
 
             is_per_rank = bool(plain_bool(gather)) or self._turns.is_open
             self._encoder.max_pixel_bytes = self._max_pixel_bytes(is_per_rank=is_per_rank)
@@ -92,6 +79,45 @@ class CallRunner:
             with contextlib.closing(CallBar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
                 outputs |= answer_prompts(engine, replicas, prompts, bar.update)
             return _in_order(given, outputs)
+
+    def prepare_queued(
+        self, call: str, encode: Callable[[], list[Encoded]], sampling_params: Params
+    ) -> list[tuple[CheckedPrompt, LoRARequest | None]]:
+        """Prompts of a `call` that leaves them in the queue, and their adapters. Its errors are those of `run`."""
+        engine = self._engine
+        with engine.calls.inside(call, is_alone=True):
+            engine.life.check_open()
+            self._turns.check_outside(call)
+
+            def prepare() -> _Given:
+                engine.life.check_awake()
+                return self._prepared(encode, sampling_params)
+
+            # They are admitted at once.
+            self._encoder.max_pixel_bytes = math.inf if engine.is_leader else 0.0
+            given = agree_on_prompts(engine, call, prepare, {})
+            self._rejected(call, given, None)
+            self._load_adapters(given, ())
+            requests = [each.lora_request for each, _ in given]
+            return list(zip(_accepted(given, ()).values(), requests, strict=True))
+
+    def _prepared(self, encode: Callable[[], list[Encoded]], sampling_params: Params) -> _Given:
+        """Encoded prompts with their parameters, before any rank knows those of the others."""
+        encoded, pooling, ruled = encode(), self._engine.limits.pooling, RuledParams()
+        params = self._encoder.params(sampling_params, len(encoded))
+        for index, each in enumerate(encoded):
+            if each.pooling is not None and pooling is not None:
+                params[index] = pooled_sampling(each.pooling, pooling)
+            elif each.form is not None and params[index].structured_outputs is not None:
+                each.error = "structured_outputs and tool_choice both constrain the answer: leave one out"
+            elif each.form is not None:
+                params[index] = replace(params[index], structured_outputs=each.form).frozen()
+            try:
+                params[index] = each.completed(params[index], ruled)
+            except ValueError as error:
+                each.error = each.error or str(error)
+        deliver_signals()
+        return list(zip(encoded, params, strict=True))
 
     def _max_pixel_bytes(self, *, is_per_rank: bool) -> float:
         """Pixels of a call's images that this rank holds before they are needed: a leader needs them later, and the

@@ -13,7 +13,7 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.replica.sequence.events import ResetPrefixCache
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
-from spmd_worker.replica.sequence.sleep_tags import check_mode, checked_level, checked_tags
+from spmd_worker.replica.sequence.sleep_tags import WAIT, checked_level, checked_mode, checked_tags
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -168,34 +168,38 @@ class WorkerCalls:
         """Ids of the loaded prompt adapters, the same on every rank."""
         return self._engine.prompt_adapters.list()
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Release memory until `wake_up`, on every rank or on none; every rank calls this, without unanswered requests.
-        `level` 1 keeps the weights, in host memory, and drops the cache; 2 drops both. Adapters are kept, in host
-        memory. On the CPU, level 1 leaves the weights where they are. The prefix cache is invalidated. Each rank's
-        bytes and seconds are logged.
+    def sleep(self, level: int = 1, mode: str | None = None) -> None:
+        """Release memory until `wake_up`, on every rank or on none; every rank calls this. `level` 1 keeps the weights,
+        in host memory, and drops the cache; 2 drops both. Adapters are kept, in host memory. On the CPU, level 1 leaves
+        the weights where they are. The prefix cache is invalidated. Each rank's bytes and seconds are logged. Level 0
+        releases nothing: generation pauses, with the cache as it is.
 
         While asleep, `reset_prefix_cache` and `set_weight_version` can be called, and `load_weights` once the weights
         are awake; a second `sleep` is allowed, and level 2 after 1 drops the weights. Calls that compute raise
         RuntimeError. No option needs to be set before.
 
-        `mode` (abort, wait, keep) is vLLM's handling of unanswered requests and has no effect.
+        `mode` says what becomes of unanswered requests, as in `pause_generation`; `wake_up` ends the pause. None is
+        "keep" at level 0. At the others unanswered requests are an error then, unless generation is paused: what is
+        kept is computed again after `wake_up`, and `resume_generation`. With several replicas "wait" is a call of
+        `pause_generation` before.
 
-        Raises ValueError for another level or mode, RuntimeError while requests are unanswered, with their number, and
+        Raises ValueError for another level or mode, RuntimeError for unanswered requests, with their number, and
         MissingWeightsError if only some weights were loaded (level 2 drops them instead); nothing sleeps then.
         """
         with self._engine.calls.inside("sleep", is_alone=True):
 
-            def prepare() -> int:
-                self._check_idle()
-                check_mode(mode)
-                return checked_level(level)
+            def prepare() -> tuple[int, str | None]:
+                number = checked_level(level, least=0)
+                may_wait = self._engine.config.parallel.data_parallel_size == 1
+                self._check_idle(may_have_requests=number == 0 or (mode is not None and (may_wait or mode != WAIT)))
+                return number, mode if mode is None else checked_mode(mode)
 
-            agreed = self._agree("sleep", prepare)
-            self._engine.changes.sleep(agreed, mode, self._engine.run_step)
+            self._engine.sleep(*self._agree("sleep", prepare))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the released memory again, in the same sizes: all of it, or that of `tags`, "weights" and
-        "kv_cache", in any order; what is awake is skipped. Every rank calls this.
+        "kv_cache", in any order; what is awake is skipped. Every rank calls this. A pause that `sleep` began ends when
+        nothing sleeps, unless weights are missing then: call `resume_generation` once they are loaded.
 
         After `sleep(level=2)` all weights are missing but those that an update may leave out (see
         `start_weight_update`), which keep their values: until the others were loaded (`load_weights`, `update_weights`,
@@ -208,11 +212,10 @@ class WorkerCalls:
         with self._engine.calls.inside("wake_up", is_alone=True):
 
             def prepare() -> list[str]:
-                self._check_idle()
+                self._check_idle(may_have_requests=False)
                 return checked_tags(tags)
 
-            agreed = self._agree("wake_up", prepare)
-            self._engine.changes.wake_up(agreed, self._engine.run_step)
+            self._engine.wake_up(self._agree("wake_up", prepare))
 
     def start_profile(self, folder: str | Path | None = None) -> None:
         """Profile every rank with torch's profiler until `stop_profile`. Raises WorkerEventError if a rank cannot write
@@ -232,8 +235,10 @@ class WorkerCalls:
         """
         return self.worker_event("stop_profile")
 
-    def _check_idle(self) -> None:
-        self._engine.requests.check_idle_or_asleep()
+    def _check_idle(self, *, may_have_requests: bool) -> None:
+        self._engine.life.check_open()
+        if not (may_have_requests or self._engine.pauses.is_paused):
+            self._engine.requests.check_idle_or_asleep()
         self._engine.changes.weights.check_not_held()
 
     def _agree(self, call: str, prepare: Callable[[], _Result]) -> _Result:

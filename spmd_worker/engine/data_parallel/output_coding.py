@@ -23,15 +23,18 @@ def decode_outputs(payload: bytes) -> dict[int, RequestOutput]:
     for index, values in json.loads(payload):
         for completion in values["outputs"]:
             completion["logprobs"] = _positions(completion["logprobs"])
+            completion["weight_versions"] = [tuple(span) for span in completion["weight_versions"]]
         values["outputs"] = [CompletionOutput(**completion) for completion in values["outputs"]]
         values["prompt_logprobs"] = _positions(values["prompt_logprobs"])
+        spans = values["prompt_weight_versions"]
+        values["prompt_weight_versions"] = None if spans is None else [tuple(span) for span in spans]
         outputs[index] = RequestOutput(**values)
     return outputs
 
 
 def _fields(record: RequestOutput | CompletionOutput) -> dict[str, Any]:
-    """Fields by name, without those that differ from rank to rank; faster than `dataclasses.asdict`."""
-    return {spec.name: getattr(record, spec.name) for spec in fields(record) if spec.compare}
+    """Fields by name, without `metrics`, which differ from rank to rank; faster than `dataclasses.asdict`."""
+    return {spec.name: getattr(record, spec.name) for spec in fields(record) if spec.name != "metrics"}
 
 
 def _positions(positions: list[dict[str, list[Any]] | None] | None) -> list[Any] | None:

@@ -193,6 +193,28 @@ def _take(
         run.waiting.extend([shared[position] for position in round_.take(len(shared), capacity)])
 
 
+def admit_prompt(
+    engine: Engine, call: int, index: int, prompt: CheckedPrompt, media: Sequence[PreparedMedia]
+) -> RequestId:
+    """Queue prompt `index` of a call, whose number and `index` name its random stream."""
+    return engine.requests.admit(
+        prompt.token_ids,
+        prompt.sampling,
+        prompt=prompt.text,
+        index=index,
+        call=call,
+        rope_regime=prompt.rope_regime,
+        pooling=prompt.pooling,
+        adapter=prompt.adapter,
+        rows=prompt.rows,
+        virtual=prompt.virtual,
+        media=media,
+        media_items=prompt.media_items,
+        encoder=prompt.encoder,
+        encoder_text=prompt.encoder_text,
+    )
+
+
 class _Progress:
     """Progress of all replicas, for progress bars."""
 
@@ -257,22 +279,7 @@ class _Run:
             prepare_ahead(prompt.media)
 
     def _admit(self, index: int, prompt: CheckedPrompt, media: Sequence[PreparedMedia]) -> None:
-        number = self.engine.requests.admit(
-            prompt.token_ids,
-            prompt.sampling,
-            prompt=prompt.text,
-            index=index,
-            call=self._call,
-            rope_regime=prompt.rope_regime,
-            pooling=prompt.pooling,
-            adapter=prompt.adapter,
-            rows=prompt.rows,
-            virtual=prompt.virtual,
-            media=media,
-            media_items=prompt.media_items,
-            encoder=prompt.encoder,
-            encoder_text=prompt.encoder_text,
-        )
+        number = admit_prompt(self.engine, self._call, index, prompt, media)
         self._open[number] = (index, prompt)
 
     def step(self) -> int:

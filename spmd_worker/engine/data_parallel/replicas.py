@@ -51,6 +51,25 @@ class Replicas:
             engine.life.report(error)
             raise
 
+    @contextmanager
+    def taking_steps(self) -> Iterator[ReplicaRound]:
+        """A round in which every replica runs its own steps, each another number; between them it sends heartbeats. At
+        its end this one waits for the others. Call `end_steps` after it.
+        """
+        with self.round() as round_:
+            yield round_
+            if self.engine.is_leader:
+                round_.finish()
+            for _ in round_.wait(lambda: round_.is_over):
+                pass
+
+    def end_steps(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order, after a round of `taking_steps`."""
+        with self.engine.life.exchanging():
+            payloads = self.engine.engine_channel.collect(payload)
+        self.forget_round()
+        return payloads
+
     def forget_round(self) -> None:
         """Remove the keys of the round that is over, after an exchange with every rank."""
         if self.engine.is_first_rank and self._last is not None:

@@ -41,7 +41,7 @@ def broadcast_weights(
         if (tensors is not None) != (channel.rank == source):
             raise ValueError(f"rank {source} alone gives tensors, the others None: this is rank {channel.rank}")
         if engine.scheduler.has_unfinished:
-            raise RuntimeError("requests are in flight: call llm_engine.step until all have ended")
+            raise RuntimeError("requests are in flight: call llm_engine.step until all have ended, or pause_generation")
         own = iter(tensors) if tensors is not None else None
         return source
 

@@ -77,7 +77,7 @@ class WeightUpdate:
         if num_requests:
             raise RuntimeError(
                 f"{num_requests} requests are being answered with the weights that are there: call llm_engine.step "
-                f"until none is left, or abort them and call it once, before new weights are loaded"
+                f"until none is left, or pause_generation, before new weights are loaded"
             )
 
     def sleep(self) -> None:

@@ -44,8 +44,11 @@ class AdapterTurns:
         if not self._queues.waiting:
             return None, None
         has_room, blocked = len(running_adapters) < self._max_adapters, None
+        last_to_join = self._queues.last_to_join
         for sequence in self._queues.waiting.heads():
             adapter = sequence.request.adapter
+            if last_to_join is not None and sequence.request.request_id > last_to_join:
+                continue
             if adapter and not has_room and adapter not in running_adapters:
                 blocked = blocked or sequence
             elif not adapter or self._may_pass(sequence, blocked):

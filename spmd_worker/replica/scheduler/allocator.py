@@ -185,10 +185,21 @@ class Allocator:
         self._release_table(sequence)
         if self.states is not None:
             self.states.release(sequence)
+        self._forget_computed(sequence)
+
+    def _forget_computed(self, sequence: Sequence) -> None:
         sequence.num_lost_tokens = sequence.num_computed_tokens
         sequence.num_computed_tokens = 0
         sequence.is_known = False
         sequence.status = SequenceStatus.PREEMPTED
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Drop what a sequence has on the host: it will be recomputed."""
+        self._cache.release_host(sequence.host_table)
+        self.num_swapped -= 1
+        if self.states is not None:
+            self.states.release(sequence)
+        self._forget_computed(sequence)
 
     def starts_verification(self, sequence: Sequence, prefix: Sized[BlockId], may_join: Callable[[], bool]) -> bool:
         """Whether a joining sequence is to compute what it has found again, for a comparison. `may_join` tells whether

@@ -19,6 +19,7 @@ from spmd_worker.replica.scheduler.allocator_factory import new_allocator
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.integrity import check_adapters, check_integrity, check_states
 from spmd_worker.replica.scheduler.media_rows import MediaRows
+from spmd_worker.replica.scheduler.pause import Pause
 from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.replica.scheduler.policy import WaitingQueue
 from spmd_worker.replica.scheduler.queues import Queues
@@ -35,12 +36,14 @@ from spmd_worker.replica.sequence.events import (
     Event,
     FinishTransfers,
     FoundBlocks,
+    PauseGeneration,
     PinAdapter,
     PinPromptAdapter,
     RemoveAdapter,
     RemovePromptAdapter,
     ResetMediaRows,
     ResetPrefixCache,
+    ResumeGeneration,
     SetWeightVersion,
 )
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
@@ -58,6 +61,7 @@ from spmd_worker.replica.sequence.sequence import (
     split_off,
 )
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
+from spmd_worker.replica.sequence.weight_spans import begin_span, replace_span
 
 
 class Scheduler:
@@ -77,6 +81,7 @@ class Scheduler:
         """`state_slots`: of a model with recurrent states, one at least for each sequence that may run."""
         assert state_slots is None or state_slots.num_slots >= limits.max_num_seqs, (state_slots, limits)
         self.counters, self.queues = SchedulerCounters(), Queues()
+        self.pause = Pause(self.queues)
         self.adapters = AdapterRegistry() if adapters is None else adapters
         self.prompt_adapters = AdapterRegistry(kind=PROMPT) if prompt_adapters is None else prompt_adapters
         self.limits, self.cache, self._stop_checker = limits, cache, stop_checker
@@ -89,14 +94,19 @@ class Scheduler:
         self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
-        self._step = 0
+        self._sampling_version = self._step = 0
         # Of the last step with rows.
         self._continuing: list[Sequence] = []
         self._continuing_keys: tuple[SequenceKey, ...] = ()
 
+    def num_computing(self) -> int:
+        """Requests for which steps compute: none of those that a pause keeps."""
+        return self.pause.num_computing
+
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.queues.groups)
+        """Whether steps compute for any request."""
+        return self.pause.num_computing > 0
 
     @property
     def waits_for_ids(self) -> bool:
@@ -137,6 +147,12 @@ class Scheduler:
             # A commit's version is a digest; a caller's may stand for other weights in another run.
             if isinstance(event, SetWeightVersion):
                 self.cache.turn_off_outside()
+        elif isinstance(event, PauseGeneration):
+            self.pause.begin(event.mode)
+            if event.clear_cache:
+                self._recompute_all()
+        elif isinstance(event, ResumeGeneration):
+            self.pause.end()
         elif isinstance(event, ResetMediaRows):
             self.media_rows.drop_all()
         elif isinstance(event, FinishTransfers):
@@ -161,6 +177,15 @@ class Scheduler:
             self.prompt_adapters.pin(event.int_id)
         return None
 
+    def begin_weights(self, version: int) -> None:
+        """Weights of `version` sample from the result on that is applied next."""
+        self._sampling_version = version
+        for group in self.queues.groups.values():
+            for sequence in group.sequences:
+                if sequence.status is not SequenceStatus.FINISHED:
+                    first = len(sequence.output_token_ids)
+                    sequence.weight_spans = begin_span(sequence.weight_spans, first, version)
+
     def missing_prefix(self, request: Request, weight_version: int | None = None) -> list[BlockHash]:
         """Names of the leading full blocks of a request that is not admitted yet, with the weights of a version that is
         about to be set, if one is; empty if none of them is missing on the device, or none may be used.
@@ -173,7 +198,7 @@ class Scheduler:
         """Decide the next step. Call `apply` for each plan with rows, in order, `num_in_flight` plans later at most."""
         self._step += 1
         self.counters.num_steps += 1
-        decisions = self._planner.decide()
+        decisions = Decisions() if self.pause.is_frozen else self._planner.decide()
         num_tokens = decisions.num_tokens
         if num_tokens:
             self._in_flight.append(decisions)
@@ -231,9 +256,12 @@ class Scheduler:
                 known = groups[request_id].prompt_logprobs
                 known += [None] * (first - len(known))
                 known[first : first + len(entries)] = entries
+                spans = (groups[request_id].prompt_spans, first, first + len(entries))
+                groups[request_id].prompt_spans = replace_span(*spans, self._sampling_version, len(known))
         for request_id, vector in result.vectors:
             if request_id in groups:
                 groups[request_id].vector = vector
+                groups[request_id].prompt_spans = ((0, self._sampling_version),)
         decisions = self._in_flight.popleft()
         # The order of `sampled.sampling_keys`, but over the sequences themselves.
         sampling = chain(decisions.ahead, decisions.continuing, self._sampling(decisions.others))
@@ -345,6 +373,18 @@ class Scheduler:
         self._allocator.preempt(sequence, self.queues.group_of(sequence), may_swap=False)
         self.queues.waiting.reinsert(sequence)
 
+    def _recompute_all(self) -> None:
+        """Preempt all sequences, between two steps of which none is in flight, and empty the cache."""
+        for sequence in self.queues.running:
+            self._allocator.preempt(sequence, self.queues.group_of(sequence), may_swap=False)
+            self.queues.waiting.reinsert(sequence)
+        self.queues.running.clear()
+        for sequence in self.queues.waiting:
+            if sequence.status is SequenceStatus.SWAPPED:
+                self._allocator.drop_swapped(sequence)
+        self._allocator.reset_prefix_cache(self.queues.groups.values())
+        self.media_rows.drop_all()
+
     def _finish(self, sequence: Sequence) -> None:
         if sequence.status is not SequenceStatus.RUNNING:
             self.queues.stop_waiting(sequence)
@@ -369,7 +409,7 @@ class Scheduler:
         if request.has_prompt_adapter:
             self.prompt_adapters.use(digest_in(request.rows[0]))
         self.media_rows.admit(request)
-        group = new_group(request)
+        group = new_group(request, self._sampling_version)
         self.queues.groups[request.request_id] = group
         self.queues.newest_id = request.request_id
         if group.is_forked:

@@ -6,10 +6,10 @@ when no request waits for what is in flight, when nothing can continue without i
 newest.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from spmd_worker.replica.scheduler.scheduler import Scheduler
-from spmd_worker.replica.sequence.events import Event, concern_workers
+from spmd_worker.replica.sequence.events import CommitWeights, Event, SetWeightVersion, concern_workers
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
@@ -28,10 +28,15 @@ def end_step(
     scheduler: Scheduler,
     plan: StepPlan,
     result: StepResult,
-    events: Iterable[Event],
+    events: tuple[Event, ...],
     handle: Callable[[Event], SequenceGroup | None],
 ) -> list[SequenceGroup]:
-    """Apply the step's sampled ids, then its events (`handle`). Returns the groups that ended, in order."""
+    """Apply the step's sampled ids, then its events (`handle`). Returns the groups that ended, in order. New weights
+    were there before the step ran.
+    """
+    for event in events:
+        if isinstance(event, SetWeightVersion | CommitWeights):
+            scheduler.begin_weights(event.version)
     ended = scheduler.apply(result) if plan.has_rows else []
     for event in events:
         aborted = handle(event)

@@ -74,6 +74,21 @@ class SetWeightVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseGeneration(CheckedRecord):
+    """No request joins from now on; in `mode` "wait" those that have begun continue, otherwise none does. With
+    `clear_cache` the cache is emptied, and requests that stay compute their tokens again after `ResumeGeneration`.
+    """
+
+    mode: str
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeGeneration(CheckedRecord):
+    """Requests are scheduled again."""
+
+
+@dataclass(frozen=True, slots=True)
 class FinishTransfers(CheckedRecord):
     """Every rank has finished these transfers (`BlockOps.transfer`); of negative numbers, some rank has failed to load
     the blocks.
@@ -195,6 +210,8 @@ Event = (
     | PinPromptAdapter
     | FoundBlocks
     | ResetMediaRows
+    | PauseGeneration
+    | ResumeGeneration
 )
 
 
@@ -214,4 +231,5 @@ def concern_workers(events: tuple[Event, ...]) -> bool:
     """Whether workers change between this step and the next, or a call waits for that, so that no later step may be in
     flight on any stage.
     """
-    return any(isinstance(event, WorkerEvent | EndWorkerEvent | PinAdapter | PinPromptAdapter) for event in events)
+    kinds = WorkerEvent | EndWorkerEvent | PinAdapter | PinPromptAdapter | PauseGeneration
+    return any(isinstance(event, kinds) for event in events)

@@ -54,6 +54,8 @@ class CompletionOutput:
 
     `cumulative_logprob` is None unless the row asked for log-probabilities or `best_of` ranked its samples.
     `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token.
+    `weight_versions` are spans (first of `token_ids`, version of the weights that sampled it and those after it); they
+    are no part of the answer, so outputs are compared without them.
     """
 
     index: int
@@ -64,6 +66,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     lora_request: LoRARequest | None = None
+    weight_versions: list[tuple[int, int]] = field(default_factory=list, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -77,7 +80,8 @@ class RequestOutput:
     `metrics` differ from run to run, so outputs are compared without them; None where another rank's replica answered.
     `lora_request` is the adapter of the call. `prompt` and `prompt_token_ids` of an encoder-decoder model are those of
     its decoder; the text that its encoder reads is `encoder_prompt`, None for audio. `num_cached_tokens` are of both.
-    `kv_transfer_params` is vLLM's name for a feature that does not exist here.
+    `kv_transfer_params` is vLLM's name for a feature that does not exist here. `prompt_weight_versions` are spans
+    (first prompt token, version) of the weights that computed `prompt_logprobs`, or the vector; None without either.
     """
 
     request_id: str
@@ -95,6 +99,7 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
     vector: list[float] | None = None
+    prompt_weight_versions: list[tuple[int, int]] | None = field(default=None, compare=False)
 
     @property
     def num_prompt_tokens(self) -> int:

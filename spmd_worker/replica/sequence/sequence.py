@@ -16,6 +16,7 @@ from kv_cache.block_table import BlockTable
 from kv_cache.state_ops import SlotId
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.weight_spans import WeightSpans
 
 
 class SequenceStatus(Enum):
@@ -63,7 +64,7 @@ class Sequence:
     fewer output tokens than `num_outputs_ahead`, the step after the one that samples for it may compute the token
     before the host has read it: then `num_computed_tokens` counts one token more than it has. While it has fewer than
     `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it represents `num_samples` samples of its
-    request, from its own on.
+    request, from its own on. `weight_spans` are those of its output tokens, the last one of those to come.
 
     In a model with recurrent states `state_slot` holds the state after its computed tokens while it runs, and
     `host_state_slot` while it is swapped out. `snapshot_stops` are the positions, with names, at which its state is
@@ -95,6 +96,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_samples: int = 1
+    weight_spans: WeightSpans = ()
     state_slot: SlotId | None = None
     host_state_slot: SlotId | None = None
     snapshot_stops: tuple[tuple[int, BlockHash], ...] = ()
@@ -141,6 +143,8 @@ class SequenceGroup:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the cache when the request was first scheduled; None before that."""
+    prompt_spans: WeightSpans = ()
+    """Weights that computed `prompt_logprobs`, or the vector."""
     vector: bytes | None = None
     """Vector of a pooling row, little-endian float32. A replay of a log knows only its digest."""
 
@@ -157,9 +161,10 @@ class SequenceGroup:
         insort(self.sequences, sequence, key=attrgetter("sample_index"))
 
 
-def new_group(request: Request) -> SequenceGroup:
+def new_group(request: Request, weight_version: int = 0) -> SequenceGroup:
     """Group of a request that was just admitted: one sequence, nothing computed."""
-    first = Sequence(request=request, sample_index=0, num_samples=request.sampling.num_sequences)
+    spans, num_samples = ((0, weight_version),), request.sampling.num_sequences
+    first = Sequence(request=request, sample_index=0, num_samples=num_samples, weight_spans=spans)
     return SequenceGroup(request=request, sequences=[first])
 
 
@@ -170,6 +175,7 @@ def split_off(sequence: Sequence, num_samples: int) -> Sequence:
         request=sequence.request,
         sample_index=sequence.sample_index + num_samples,
         num_samples=sequence.num_samples - num_samples,
+        weight_spans=sequence.weight_spans,
         block_hashes=None if sequence.block_hashes is None else list(sequence.block_hashes),
     )
     sequence.num_samples = num_samples
@@ -184,6 +190,7 @@ def fork_of(parent: Sequence, sample_index: int, table: BlockTable) -> Sequence:
         num_computed_tokens=parent.num_computed_tokens,
         table=table,
         shares_tail=True,
+        weight_spans=parent.weight_spans,
         block_hashes=None if parent.block_hashes is None else list(parent.block_hashes),
         num_hashed_blocks=parent.num_hashed_blocks,
         is_new_fork=True,

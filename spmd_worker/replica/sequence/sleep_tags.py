@@ -12,28 +12,38 @@ SLEEP: Final = "sleep"
 WAKE_UP: Final = "wake_up"
 """Names of the worker events."""
 
-_MODES: Final = ("abort", "wait", "keep")
+ABORT: Final = "abort"
+WAIT: Final = "wait"
+KEEP: Final = "keep"
+MODES: Final = (ABORT, WAIT, KEEP)
+"""What happens to unanswered requests in a pause."""
 
 
-def checked_level(level: Any) -> int:
-    """A valid sleep level. Raises ValueError for any other value."""
+def checked_level(level: Any, *, least: int = 1) -> int:
+    """A valid sleep level, from `least` on. Raises ValueError for any other value."""
     number = plain_int(level)
-    if number not in (1, 2):
-        raise ValueError(f"level={shown(level)} must be 1 (weights are kept in host memory) or 2 (weights are dropped)")
+    if number is None or number not in range(least, 3):
+        pauses = "" if least else "0 (only generation pauses), "
+        raise ValueError(
+            f"level={shown(level)} must be {pauses}1 (weights are kept in host memory) or 2 (weights are dropped)"
+        )
     return number
 
 
-def check_mode(mode: Any) -> None:
-    """Raise ValueError for an unknown mode. vLLM's modes have one effect: no request is unanswered here."""
-    if mode not in _MODES:
-        raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, _MODES))}")
+def checked_mode(mode: Any) -> str:
+    """A mode of pauses. Raises ValueError for any other value."""
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"mode={shown(mode)} must be one of {', '.join(map(repr, MODES))}")
+    return mode
 
 
 def checked_tags(tags: Sequence[str] | None) -> list[str]:
-    """Tags to wake up, in the order of `TAGS`; None is all. Raises ValueError for an invalid list."""
+    """Tags to wake up, in the order of `TAGS`; None is all. vLLM's "scheduling" is accepted, and wakes up nothing.
+    Raises ValueError for an invalid list.
+    """
     if tags is None:
         return list(TAGS)
-    if isinstance(tags, str) or not all(tag in TAGS for tag in tags):
+    if isinstance(tags, str) or not all(tag in (*TAGS, "scheduling") for tag in tags):
         raise ValueError(f"tags={tags!r} must be None (all) or a list of {', '.join(map(repr, TAGS))}")
     return [tag for tag in TAGS if tag in tags]
 

@@ -23,7 +23,7 @@ from spmd_worker.replica.lockstep.wire.message import StepMessage
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
-from spmd_worker.replica.scheduler.step_order import must_end_oldest
+from spmd_worker.replica.scheduler.step_order import end_step, must_end_oldest
 from spmd_worker.replica.scheduler.stop import StopChecker
 from spmd_worker.replica.sequence.events import (
     Abort,
@@ -197,12 +197,8 @@ class LoggedRun:
 
     def _settle(self, plan: StepPlan, sampled: SampledIds, events: tuple[Event, ...]) -> None:
         self._sampled = self._sampled.joined(sampled)
-        if plan.has_rows:
-            result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
-            self.ended += self.scheduler.apply(result)
-        for event in events:
-            aborted = self.scheduler.handle(event)
-            self.ended += [aborted] if aborted is not None else []
+        result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
+        self.ended += end_step(self.scheduler, plan, result, events, self.scheduler.handle)
 
     def keys_in(self, status: SequenceStatus) -> list[SequenceKey]:
         """Sequences that stand so now, in service order."""

@@ -40,7 +40,9 @@ from spmd_worker.replica.sequence.events import (
     Admit,
     EndWorkerEvent,
     FinishTransfers,
+    PauseGeneration,
     ResetPrefixCache,
+    ResumeGeneration,
     SetWeightVersion,
     WorkerEvent,
 )
@@ -62,6 +64,20 @@ def test_run_replays_with_equal_digests(tmp_path: Path):
     assert (replay.num_requests, replay.is_closed) == (10, True)
     assert replay.scheduler.counters == run.scheduler.counters
     assert not replay.scheduler.has_unfinished
+
+
+@pytest.mark.parametrize("in_flight", [{}, {"pipeline_parallel_size": 3}, {"num_steps_ahead": 1}], ids=str)
+def test_paused_run_replays_with_its_spans(in_flight: dict[str, int], tmp_path: Path):
+    events = pressure_events()
+    events |= {8: [PauseGeneration("keep", True)], 10: [SetWeightVersion(9)], 11: [ResumeGeneration()]}
+    events |= {20: [PauseGeneration("wait", False)], 60: [PauseGeneration("keep", False), SetWeightVersion(-2)]}
+    run = write_log(tmp_path / "log", {**events, 63: [ResumeGeneration()]}, **PRESSURE, **in_flight)
+    log = read_step_log(tmp_path / "log")
+    ended = [group for step in Replay(log.header, None).steps(log.messages()) for group in step.ended]
+    spans = [[each.weight_spans for each in group.sequences] for group in ended]
+    assert spans == [[each.weight_spans for each in group.sequences] for group in run.ended]
+    assert max(len(each) for group in spans for each in group) > 1
+    assert replay_all(tmp_path / "log").num_equal_digests == len(run.plans)
 
 
 def test_caching_and_swapping_run_replays_with_equal_digests(tmp_path: Path):

@@ -11,10 +11,13 @@ from scheduler_runs import EOS, Row, Run
 
 from kv_cache.block_ops import BlockOps
 from kv_cache.layer_groups import ONE_GROUP, LayerGroups
+from spmd_worker.replica.scheduler.pause import has_begun
 
 MAX_MODEL_LEN = 24
 
 Operation = tuple[str, Any]
+
+PAUSES = [("keep", True), ("keep", False), ("wait", True)]
 
 requests = st.fixed_dictionaries(
     {
@@ -40,6 +43,7 @@ operations = st.lists(
         st.tuples(st.just("step"), st.integers(0, 4)),
         st.tuples(st.just("step"), st.integers(0, 4)),
         st.tuples(st.sampled_from(["step", "reset", "weights"]), st.integers(1, 3)),
+        st.tuples(st.sampled_from(["pause", "resume"]), st.sampled_from(PAUSES)),
     ),
     # Few make a history in which nothing happens.
     min_size=10,
@@ -142,11 +146,29 @@ def play(run: Run, operations: list[Operation]) -> dict[int, dict[str, Any]]:
             run.reset_prefix_cache()
         elif kind == "weights":
             run.set_weight_version(value)
+        elif kind == "pause":
+            pause(run, *value, values)
+        elif kind == "resume":
+            run.resume()
         elif kind == "step":
             for _ in range(value):
                 run.step(values)
+    run.resume()
     run.finish(values, limit=3000)
     return asked
+
+
+def pause(run: Run, mode: str, clear_cache: bool, values: Any) -> None:
+    """In mode "wait" what has begun ends first, and nothing else begins that was queued behind it."""
+    run.pause(mode, clear_cache and mode == "keep")
+    queued = [number for number, group in run.scheduler.queues.groups.items() if not has_begun(group)]
+    run.finish(values, limit=3000)
+    groups = run.scheduler.queues.groups
+    if mode == "wait":
+        assert not any(map(has_begun, groups.values()))
+        assert list(groups) == [number for number in queued if number in groups]
+        run.pause(mode, clear_cache)
+    assert run.scheduler.num_computing() == 0
 
 
 def random_history(

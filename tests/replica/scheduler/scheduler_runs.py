@@ -34,7 +34,9 @@ from spmd_worker.replica.sequence.events import (
     Admit,
     FinishTransfers,
     FoundBlocks,
+    PauseGeneration,
     ResetPrefixCache,
+    ResumeGeneration,
     SetWeightVersion,
 )
 from spmd_worker.replica.sequence.lora_request import LoRARequest
@@ -180,7 +182,21 @@ class Run:
         self.states.forget()
         self.scheduler.check_integrity()
 
+    def pause(self, mode: str, clear_cache: bool = False) -> None:
+        """Pause once all steps in flight have ended, as the engine does."""
+        self._settle(is_last=True)
+        self.scheduler.handle(PauseGeneration(mode, clear_cache))
+        if clear_cache:
+            self.contents.forget()
+            self.states.forget()
+        self.scheduler.check_integrity()
+
+    def resume(self) -> None:
+        self.scheduler.handle(ResumeGeneration())
+        self.scheduler.check_integrity()
+
     def set_weight_version(self, version: int) -> None:
+        self.scheduler.begin_weights(version)
         self.scheduler.handle(SetWeightVersion(version))
         self.contents.forget()
         self.states.forget()
@@ -229,10 +245,10 @@ class Run:
             self.scheduler.check_integrity()
         return sorted(rows)
 
-    def _settle(self) -> None:
+    def _settle(self, *, is_last: bool = False) -> None:
         """What the engine does: the oldest step in flight ends, and all where nobody waits for them."""
         depth, scheduler = self.limits.num_in_flight, self.scheduler
-        while must_end_oldest(len(self._in_flight), len(self._in_flight) == depth, (), scheduler, is_closed=False):
+        while must_end_oldest(len(self._in_flight), len(self._in_flight) == depth, (), scheduler, is_last):
             result = self._in_flight.popleft()
             for group in self.scheduler.apply(result) if result is not None else []:
                 self.ended[group.request.request_id] = group

@@ -1,0 +1,39 @@
+"""Pause of generation: the requests that steps compute for meanwhile."""
+
+from spmd_worker.replica.scheduler.queues import Queues
+from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.sequence import SequenceGroup
+from spmd_worker.replica.sequence.sleep_tags import WAIT
+
+
+class Pause:
+    """State of one scheduler's pause. `is_frozen`: no step computes anything until it ends."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+        self.is_paused = self.is_frozen = False
+
+    def begin(self, mode: str) -> None:
+        """Begin, or change, a pause. In mode "wait" requests that have begun end first, with those that were queued
+        before one of them, for one that waits behind these could not end.
+        """
+        self.is_paused, self.is_frozen = True, mode != WAIT
+        begun = [number for number, group in self._queues.groups.items() if has_begun(group)]
+        self._queues.last_to_join = max(begun, default=RequestId(-1))
+
+    def end(self) -> None:
+        self.is_paused = self.is_frozen = False
+        self._queues.last_to_join = None
+
+    @property
+    def num_computing(self) -> int:
+        """Requests for which steps compute."""
+        groups, last = self._queues.groups, self._queues.last_to_join
+        if not self.is_paused or last is None:
+            return len(groups)
+        return 0 if self.is_frozen else sum(number <= last for number in groups)
+
+
+def has_begun(group: SequenceGroup) -> bool:
+    """Whether something of a request was ever scheduled."""
+    return group.num_cached_tokens is not None
