@@ -17,6 +17,7 @@ from spmd_worker.replica.sequence.outputs import (
     TokenLogprobs,
 )
 from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sampling_mask import SamplingMask
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
 from spmd_worker.tokenizer.token_texts import TokenTexts
@@ -159,6 +160,7 @@ def completion_output(
         logprobs=logprobs,
         finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
         stop_reason=sequence.stop_reason,
+        sampling_mask=SamplingMask.from_packed(sequence.kept_ids) if sampling.return_sampling_mask else None,
     )
 
 

@@ -99,6 +99,7 @@ class PartialOutputs:
             text=completion.text[characters:],
             token_ids=completion.token_ids[tokens:],
             logprobs=None if completion.logprobs is None else completion.logprobs[tokens:],
+            sampling_mask=None if completion.sampling_mask is None else completion.sampling_mask.after(tokens),
         )
 
     def _logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:

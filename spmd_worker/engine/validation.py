@@ -117,7 +117,7 @@ class RequestLimits:
         """
         check_sampling(sampling)
         self.check_runner(pooling)
-        if rows is not None and sampling.prompt_logprobs is not None and rows.num_rows == len(prompt_token_ids):
+        if rows is not None and sampling.scores_prompt and rows.num_rows == len(prompt_token_ids):
             message = "prompt_logprobs are those of token ids, and prompt_embeds have none: leave prompt_logprobs out"
             raise RequestError("conflicting_keys", message)
         self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual, media_items)
@@ -201,7 +201,7 @@ class RequestLimits:
                 "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
             )
         # A prompt that is only scored or pooled needs no slot for an output token: it is not computed.
-        is_all = pooling is not None or (sampling.prompt_logprobs is not None and sampling.max_tokens == 1)
+        is_all = pooling is not None or (sampling.scores_prompt and sampling.max_tokens == 1)
         if num_virtual + len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
             count = str(len(prompt_token_ids))
             raise self._too_long(f"{num_virtual} virtual and {count}" if num_virtual else count)

@@ -181,7 +181,16 @@ def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: 
         "logprobs": logprobs,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        **trainer_fields(completion),
     }
+
+
+def trainer_fields(completion: CompletionOutput) -> JsonObject:
+    """What a row asked for with `return_sampling_mask`."""
+    mask = completion.sampling_mask
+    if mask is None:
+        return {}
+    return {"sampling_mask": {"token_ids": mask.token_ids.tolist(), "offsets": mask.offsets.tolist()}}
 
 
 def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> JsonObject | None:

@@ -10,6 +10,7 @@ from spmd_worker.frontends.openai.openai_body import (
     completion_body,
     logprob_records,
     prompt_logprob_records,
+    trainer_fields,
     usage,
 )
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError, row_error
@@ -59,6 +60,7 @@ def plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
         outputs.append({name: getattr(completion, name) for name in names})
         if completion.logprobs is not None:
             outputs[-1]["logprobs"] = [logprob_records(position) for position in completion.logprobs]
+        outputs[-1] |= trainer_fields(completion)
     result: JsonObject = {
         "custom_id": row.custom_id,
         "index": row.index,

@@ -48,7 +48,7 @@ class MirroredSequence:
     def set_request(self, request: Request) -> None:
         """Replace the request by the one sent last."""
         sampling = request.sampling
-        is_plain = sampling.needs_argmax_only and not sampling.min_tokens and sampling.prompt_logprobs is None
+        is_plain = sampling.needs_argmax_only and not sampling.min_tokens and not sampling.scores_prompt
         self.request, self.is_plain, self._prompt = request, is_plain, None
         self.num_prompt_tokens = len(request.prompt_token_ids)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.sampling_mask import SamplingMask
 
 NON_FINITE_LOGITS: Final = "non_finite_logits"
 """`RequestOutput.error_code` if the model's logits were NaN or infinite."""
@@ -54,6 +55,7 @@ class CompletionOutput:
 
     `cumulative_logprob` is None unless the row asked for log-probabilities or `best_of` ranked its samples.
     `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token.
+    `sampling_mask` has the ids that could have been sampled at each token, if the row asked.
     """
 
     index: int
@@ -64,6 +66,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     lora_request: LoRARequest | None = None
+    sampling_mask: SamplingMask | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

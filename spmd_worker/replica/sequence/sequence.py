@@ -94,6 +94,7 @@ class Sequence:
     text: str | None = None
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    kept_ids: list[bytes] = field(default_factory=list)
     num_samples: int = 1
     state_slot: SlotId | None = None
     host_state_slot: SlotId | None = None

@@ -69,7 +69,8 @@ class StepResult:
     (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first position, one
     entry a position) for requests that asked and prompt positions of this step. `vectors` has (request, little-endian
     float32) of pooling rows; their digests are in `token_ids` (`vector_digest`). `mask_checksums` has one number, of
-    the masks of all rows with a grammar, if the step has such rows. `finished_transfers` is this rank's own report
+    the masks of all rows with a grammar, if the step has such rows. `kept_ids` is parallel to `token_ids`, or empty: the ids
+    that could have been sampled, packed (`sampling_mask.py`), for rows that asked. `finished_transfers` is this rank's own report
     (`TransferEngine.finished`): only here may ranks differ.
     """
 
@@ -81,6 +82,7 @@ class StepResult:
     num_token_ids: tuple[int, ...] = ()
     vectors: tuple[tuple[RequestId, bytes], ...] = ()
     mask_checksums: tuple[int, ...] = ()
+    kept_ids: tuple[bytes | None, ...] = ()
 
     def __post_init__(self) -> None:
         check_num_ids("StepResult.num_token_ids", self.num_token_ids, self.token_ids)

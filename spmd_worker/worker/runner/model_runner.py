@@ -82,11 +82,12 @@ class LaunchedStep:
             return StepResult(step, digests, prompt_logprobs=prompt_logprobs)
         sampled, masks = self.sample.collect(), self.masks
         self.chosen.note_read(step)
-        ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
+        ids, logprobs, kept_ids = SampledIds(sampled.token_ids), sampled.logprobs, sampled.kept_ids
         if masks is not None and masks.forced:
             ids = SampledIds.from_rows(masks.appended(sampled.token_ids))
-            # Rows that want logprobs take one token per step.
+            # Rows that want logprobs, or the ids of their masks, take one token per step.
             logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
+            kept_ids = tuple([kept for kept, row in zip(kept_ids, ids.rows()) for _ in row])
         return StepResult(
             step,
             ids.token_ids,
@@ -94,6 +95,7 @@ class LaunchedStep:
             prompt_logprobs,
             num_token_ids=ids.num_ids,
             mask_checksums=() if masks is None else (masks.checksum,),
+            kept_ids=kept_ids,
         )
 
 
