@@ -11,6 +11,8 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final, cast
 
+import numpy as np
+
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
 from spmd_worker.base.names import hint, with_keyword_hints
 from spmd_worker.replica.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
@@ -521,10 +523,10 @@ def _as_bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _as_candidates(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Lists of ids, one for all rows or one for each; an array of integers too, in which -1 fills up a list."""
+    """Lists of ids, one for all rows or one for each; numpy's arrays too. -1 fills up a list."""
     if value is None:
         return None
-    rows = value.tolist() if hasattr(value, "tolist") else value
+    rows = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(rows, list | tuple) or not rows:
         raise ValueError(f"{name}={shown(value)} must be a list of token ids, or one list for each row")
     if not any(isinstance(each, list | tuple) for each in rows):
