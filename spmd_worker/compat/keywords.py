@@ -238,7 +238,8 @@ _REJECTED: Final = {
     "adapters change the language model alone: leave it out": ("default_mm_loras enable_tower_connector_lora=false"),
     "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",
-    "config.json defines it: edit it and leave this out": "hf_overrides rope_scaling rope_theta hf_config_path",
+    "head_dtype alone is read, which is a keyword here; config.json defines the rest: edit it": "hf_overrides",
+    "config.json defines it: edit it and leave this out": "rope_scaling rope_theta hf_config_path",
     "config.json defines the attention windows: edit it and leave this out": "disable_sliding_window=false",
     "model classes are those of this package: leave it out": "model_impl=auto|vllm model_class_overrides",
     "config and weights are read from one folder, `model`: leave it out": "model_weights=",
@@ -314,7 +315,7 @@ def resolve_keywords(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
     one keyword with different values.
     """
     own: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in _without_overrides(given).items():
         row = KEYWORDS.get(name)
         if row is None:
             nearest = difflib.get_close_matches(name, KEYWORDS, n=1)
@@ -341,6 +342,16 @@ def resolve_keywords(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
                 raise ConfigError(f"{names} are one setting here: give {row.ours} alone")
             own[row.ours] = value
     return own
+
+
+def _without_overrides(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keywords with vLLM's way to say `head_dtype`, `hf_overrides={"head_dtype": "float32"}`, as ours."""
+    overrides = given.get("hf_overrides")
+    if not isinstance(overrides, Mapping) or list(overrides) != ["head_dtype"] or given.get("head_dtype") is not None:
+        return given
+    value = _plain(overrides["head_dtype"])
+    others = {name: each for name, each in given.items() if name != "hf_overrides"}
+    return others | {"head_dtype": None if value == "model" else value}
 
 
 def is_given(row: Keyword, value: Any) -> bool:
