@@ -16,6 +16,7 @@ from spmd_worker.replica.sequence.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from spmd_worker.replica.sequence.prompt_scores import first_nan_row, joined_scores
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sampling_mask import SamplingMask
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
@@ -55,7 +56,9 @@ def request_output(
             return output
         sequences = enumerate(_returned(group))
         output.outputs = [completion_output(index, sequence, tokenizer) for index, sequence in sequences]
-        if request.sampling.prompt_logprobs is not None:
+        if request.sampling.has_score_arrays:
+            output.prompt_scores = joined_scores(request, group.prompt_scores)
+        elif request.sampling.prompt_logprobs is not None:
             output.prompt_logprobs = _prompt_logprobs(group, tokenizer)
     elif group.sequences[0].finish_reason is FinishReason.ERROR:
         output.error_code = NON_FINITE_VECTOR
@@ -108,6 +111,9 @@ def _non_finite_position(group: SequenceGroup) -> str | None:
     for position, entries in enumerate(group.prompt_logprobs):
         if entries is not None and any(math.isnan(entry.logprob) for entry in entries.values()):
             return f"token {position - group.request.num_virtual_tokens} of the prompt"
+    row = first_nan_row(group.request, group.prompt_scores)
+    if row is not None:
+        return f"token {row + 1} of the prompt"
     return _position(group, FinishReason.ERROR)
 
 

@@ -133,6 +133,10 @@ class RequestLimits:
                 "conflicting_keys", f"{key} and an encoder's input exclude each other: leave out the first"
             )
         sampling.check()
+        try:
+            sampling.check_scored_rows(len(prompt_token_ids))
+        except ValueError as error:
+            raise RequestError("invalid_value", str(error)) from None
         self._check_sampling(sampling)
 
     def check_text(

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput
+from spmd_worker.replica.sequence.prompt_scores import PromptScores
 from spmd_worker.replica.sequence.sampling_mask import SamplingMask
 
 _ARRAY: Final = "array"
-_RECORDS: Final[Mapping[str, type]] = {"sampling_mask": SamplingMask}
+_RECORDS: Final[Mapping[str, type]] = {"sampling_mask": SamplingMask, "prompt_scores": PromptScores}
 """Records of arrays, by the fields that have them."""
 _OWN: Final = ("metrics",)
 """Fields that differ from rank to rank."""

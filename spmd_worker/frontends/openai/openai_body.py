@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from spmd_worker.chat.answer_reader import ChatAnswer
 from spmd_worker.chat.chat_format import NONE
 from spmd_worker.chat.message import CallIds, chat_message
 from spmd_worker.frontends.openai.row import Echo, EncodedRow
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from spmd_worker.replica.sequence.prompt_scores import PromptScores
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
 
 _LOWEST_LOGPROB: Final = -9999.0
@@ -162,10 +165,22 @@ def _body(
     }
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprob_records(output)
+    if output.prompt_scores is not None:
+        body["prompt_scores"] = score_record(output.prompt_scores)
     if row.returns_token_ids:
         for choice, completion in zip(choices, output.outputs, strict=True):
             choice["token_ids"] = list(completion.token_ids)
     return body
+
+
+def score_record(scores: PromptScores) -> JsonObject:
+    """Arrays of a prompt's rows as lists, without those that the row did not ask for."""
+    record: JsonObject = {"start": scores.start}
+    for name in ("token_logprobs", "candidate_logprobs", "top_logprobs"):
+        values = getattr(scores, name)
+        if values is not None:
+            record[name] = np.maximum(values, np.float32(_LOWEST_LOGPROB)).tolist()
+    return record if scores.top_token_ids is None else record | {"top_token_ids": scores.top_token_ids.tolist()}
 
 
 def prompt_logprob_records(output: RequestOutput) -> list[list[JsonObject] | None]:

@@ -10,6 +10,7 @@ from spmd_worker.frontends.openai.openai_body import (
     completion_body,
     logprob_records,
     prompt_logprob_records,
+    score_record,
     trainer_fields,
     usage,
 )
@@ -72,6 +73,8 @@ def plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
     }
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = prompt_logprob_records(output)
+    if output.prompt_scores is not None:
+        result["prompt_scores"] = score_record(output.prompt_scores)
     return result
 
 

@@ -37,6 +37,7 @@ from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.ops.sampling.rule_choice import apply_rules
 from spmd_worker.ops.sampling.shard_argmax import best_of_shards
 from spmd_worker.ops.sampling.shard_logprobs import log_normalisers, shard_logprobs
+from spmd_worker.ops.sampling.shard_scores import Scores, shard_scores
 from spmd_worker.ops.sampling.step_rows import Arrays, SomeRows, StepRows
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle
@@ -191,6 +192,24 @@ class Sampler:
             own = logits if count == len(logits) else logits.index_select(0, _index_tensor(rows, logits.device))
             pieces.append(self._of_shards(own, named, [num_top] * count, factors, divisors, self._group, read_back))
         return pieces
+
+    def launch_scores(
+        self, logits: Tensor, token_ids: NDArray[np.int64], num_top: int, read_back: ReadBack
+    ) -> Awaited[Scores]:
+        """[K, Vs] and int64 [K, C], negative for none -> `shard_scores` of these tokens and the `num_top` most probable:
+        the bits of `report`. Every rank of the group calls this with the same tokens.
+        """
+        (ids,) = send((token_ids,), logits.device)
+        maxima, normalisers, num_owned = self._normalisers(logits)
+        return shard_scores(logits, ids, num_top, maxima, normalisers, self._group, num_owned, read_back)
+
+    def _normalisers(self, logits: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Maxima and normalisers of rows without temperature, float64 [K], and the ids of this shard."""
+        (factors, _) = send(_scales([1.0] * len(logits)), logits.device)
+        values, columns = self._kernels.argmax(logits)
+        maxima = best_of_shards(values, columns, self._group, self._first_id(self._group))[0]
+        normalisers = log_normalisers(self._kernels, logits, maxima, factors, self._group)
+        return maxima, normalisers, max(0, min(logits.shape[1], self._vocab_size - self._first_id(self._group)))
 
     def _forbid(self, logits: Tensor, masks: TokenMasks) -> None:
         """Apply the masks in place: [K, Vs]. A row with a logit that is not finite keeps one."""

@@ -231,6 +231,9 @@ class Scheduler:
                 known = groups[request_id].prompt_logprobs
                 known += [None] * (first - len(known))
                 known[first : first + len(entries)] = entries
+        for scored in result.prompt_scores:
+            if scored.request_id in groups:
+                groups[scored.request_id].prompt_scores.append(scored)
         for request_id, vector in result.vectors:
             if request_id in groups:
                 groups[request_id].vector = vector

@@ -3,7 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_scores import PromptScores
 from spmd_worker.replica.sequence.sampling_mask import SamplingMask
 
 NON_FINITE_LOGITS: Final = "non_finite_logits"
@@ -80,6 +84,7 @@ class RequestOutput:
     `metrics` differ from run to run, so outputs are compared without them; None where another rank's replica answered.
     `lora_request` is the adapter of the call. `prompt` and `prompt_token_ids` of an encoder-decoder model are those of
     its decoder; the text that its encoder reads is `encoder_prompt`, None for audio. `num_cached_tokens` are of both.
+    `prompt_scores` are log-probabilities of the prompt as arrays (`prompt_logprob_token_ids`, `prompt_logprob_start`).
     `kv_transfer_params` is vLLM's name for a feature that does not exist here.
     """
 
@@ -98,6 +103,12 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
     vector: list[float] | None = None
+    prompt_scores: PromptScores | None = None
+
+    @property
+    def prompt_token_id_logprobs(self) -> NDArray[np.float32] | None:
+        """vLLM's name for the log-probabilities of `prompt_logprob_token_ids`, [rows, ids]."""
+        return None if self.prompt_scores is None else self.prompt_scores.candidate_logprobs
 
     @property
     def num_prompt_tokens(self) -> int:

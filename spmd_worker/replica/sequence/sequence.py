@@ -15,6 +15,7 @@ from kv_cache.block import BlockHash
 from kv_cache.block_table import BlockTable
 from kv_cache.state_ops import SlotId
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.request import Request, RequestId
 
 
@@ -142,6 +143,7 @@ class SequenceGroup:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the cache when the request was first scheduled; None before that."""
+    prompt_scores: list[ScoredRows] = field(default_factory=list)
     vector: bytes | None = None
     """Vector of a pooling row, little-endian float32. A replay of a log knows only its digest."""
 

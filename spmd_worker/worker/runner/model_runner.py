@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
@@ -20,6 +22,7 @@ from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack
 from spmd_worker.ops.sampling.sampler import LaunchedSample, Sampler
+from spmd_worker.ops.sampling.shard_scores import Scores
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle, Transfer
 from spmd_worker.replica.grammar.step_masks import GrammarMasks, StepMasks
@@ -33,7 +36,12 @@ from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.runner.media_store import MediaStore
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.worker.runner.prefix_store import PrefixStore
-from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
+from spmd_worker.worker.runner.prompt_logprobs import (
+    LaunchedPromptLogprobs,
+    LaunchedPromptScores,
+    prompt_logprobs,
+    prompt_scores,
+)
 from spmd_worker.worker.runner.row_repeat import RowRepeater, StepInputs, StepOutputs
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
@@ -52,6 +60,7 @@ class _Forwarded:
     logits: Tensor | None = None
     argmax: tuple[Tensor, Tensor] | None = None
     prompt_logprobs: tuple[LaunchedPromptLogprobs, ...] = ()
+    prompt_scores: tuple[LaunchedPromptScores, ...] = ()
     pooled: tuple[tuple[int, ...], Vectors] = ((), ())
     read_back: ReadBack = field(default_factory=ReadBack)
     is_sent: bool = False
@@ -78,8 +87,9 @@ class LaunchedStep:
         if vectors:
             return StepResult(step, digests, vectors=vectors)
         prompt_logprobs = tuple(each.collect() for each in forwarded.prompt_logprobs)
+        prompt_scores = tuple(each.collect() for each in forwarded.prompt_scores)
         if self.sample is None:
-            return StepResult(step, digests, prompt_logprobs=prompt_logprobs)
+            return StepResult(step, digests, prompt_logprobs=prompt_logprobs, prompt_scores=prompt_scores)
         sampled, masks = self.sample.collect(), self.masks
         self.chosen.note_read(step)
         ids, logprobs, kept_ids = SampledIds(sampled.token_ids), sampled.logprobs, sampled.kept_ids
@@ -96,6 +106,7 @@ class LaunchedStep:
             num_token_ids=ids.num_ids,
             mask_checksums=() if masks is None else (masks.checksum,),
             kept_ids=kept_ids,
+            prompt_scores=prompt_scores,
         )
 
 
@@ -264,7 +275,8 @@ class ModelRunner:
             read_back = ReadBack()
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
-        self._pending = _Forwarded(step, scheduled, batch, logits, argmax, reported, read_back=read_back)
+            scored = prompt_scores(scheduled, batch.attention.query_starts, hidden, partial(self._score, read_back))
+        self._pending = _Forwarded(step, scheduled, batch, logits, argmax, reported, scored, read_back=read_back)
 
     def sample(self) -> StepResult:
         return self.launch().collect()
@@ -366,3 +378,9 @@ class ModelRunner:
         assert self.sampler is not None, "only the last stage computes logprobs"
         logits = self.model.compute_logits(hidden)
         return self.sampler.launch_report(logits, token_ids, num_logprobs, read_back)
+
+    def _score(
+        self, read_back: ReadBack, hidden: Tensor, token_ids: NDArray[np.int64], num_top: int
+    ) -> Awaited[Scores]:
+        assert self.sampler is not None, "only the last stage computes logprobs"
+        return self.sampler.launch_scores(self.model.compute_logits(hidden), token_ids, num_top, read_back)
