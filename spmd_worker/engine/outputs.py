@@ -3,7 +3,9 @@
 import math
 import struct
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
+
+from numpy.typing import NDArray
 
 from spmd_worker.replica.sequence.encoder_input import is_text
 from spmd_worker.replica.sequence.outputs import (
@@ -56,6 +58,10 @@ def request_output(
             return output
         sequences = enumerate(_returned(group))
         output.outputs = [completion_output(index, sequence, tokenizer) for index, sequence in sequences]
+        if request.sampling.return_routed_experts:
+            output.prompt_routed_experts = group.prompt_routed_experts.array(
+                request.num_virtual_tokens, len(request.prompt_token_ids)
+            )
         if request.sampling.has_score_arrays:
             output.prompt_scores = joined_scores(request, group.prompt_scores)
         elif request.sampling.prompt_logprobs is not None:
@@ -166,8 +172,16 @@ def completion_output(
         logprobs=logprobs,
         finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
         stop_reason=sequence.stop_reason,
+        routed_experts=_routed_experts(sequence),
         sampling_mask=SamplingMask.from_packed(sequence.kept_ids) if sampling.return_sampling_mask else None,
     )
+
+
+def _routed_experts(sequence: Sequence) -> NDArray[Any] | None:
+    """Experts of the output's tokens but the last, once it has ended."""
+    if not sequence.request.sampling.return_routed_experts or sequence.finish_reason is None:
+        return None
+    return sequence.routed_experts.array(0, max(len(sequence.output_token_ids) - 1, 0))
 
 
 def token_texts(sequence: Sequence, tokenizer: Tokenizer | None) -> TokenTexts | None:

@@ -71,6 +71,7 @@ class Requests:
             media=media_row_limits(resolved),
             encoder=encoder_limits(resolved),
             encoder_prompts=open_encoder_prompts(resolved),
+            nums_chosen=tuple({layer.experts.num_chosen for layer in model_config.layers if layer.experts is not None}),
         )
         self._hold_rows, self._hold_media = hold_rows, hold_media
         self.num_requests = 0

@@ -61,7 +61,7 @@ class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
     which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
     `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has,
-    which `encoder_prompts` reads.
+    which `encoder_prompts` reads. `nums_chosen` are the numbers of experts that sparse layers choose for a token.
     """
 
     vocab_size: int
@@ -74,6 +74,7 @@ class RequestLimits:
     media: MediaRowLimits = NO_MEDIA
     encoder: EncoderLimits | None = None
     encoder_prompts: EncoderPrompts | None = None
+    nums_chosen: tuple[int, ...] = ()
 
     def close(self) -> None:
         """End the processes that prepare images or audio. Idempotent."""
@@ -241,6 +242,10 @@ class RequestLimits:
         if sampling.bad_words and not self.has_tokenizer:
             message = "bad_words need a tokenizer.json in the model folder: use bad_words_ids"
             raise RequestError("tokenizer_missing", message)
+        if sampling.return_routed_experts and len(self.nums_chosen) != 1:
+            reason = "has no experts" if not self.nums_chosen else "has layers that choose different numbers of experts"
+            message = f"return_routed_experts=True, but the model {reason}: leave it out"
+            raise RequestError("experts_unsupported", message)
         if sampling.structured_outputs is not None:
             self._check_grammar(sampling.structured_outputs)
         try:

@@ -38,6 +38,7 @@ from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.outputs import Logprob
 from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.record_checks import sent_fields
+from spmd_worker.replica.sequence.routed_experts import RoutedTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
@@ -84,6 +85,7 @@ _RECORDS: Final[dict[str, type]] = {
         ResolvedRun,
         ScoredRows,
         RopeParameters,
+        RoutedTokens,
         SamplingParams,
         StateLayer,
         StepResult,

@@ -4,11 +4,13 @@ Every value depends only on the row: `created` is 0 and ids carry the row's inde
 writes the same bytes. Values that depend on other rows (tokens found in the prefix cache) are left out.
 """
 
+import base64
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spmd_worker.chat.answer_reader import ChatAnswer
 from spmd_worker.chat.chat_format import NONE
@@ -165,6 +167,8 @@ def _body(
     }
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprob_records(output)
+    if output.prompt_routed_experts is not None:
+        body["prompt_routed_experts"] = array_record(output.prompt_routed_experts)
     if output.prompt_scores is not None:
         body["prompt_scores"] = score_record(output.prompt_scores)
     if row.returns_token_ids:
@@ -201,11 +205,19 @@ def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: 
 
 
 def trainer_fields(completion: CompletionOutput) -> JsonObject:
-    """What a row asked for with `return_sampling_mask`."""
-    mask = completion.sampling_mask
-    if mask is None:
-        return {}
-    return {"sampling_mask": {"token_ids": mask.token_ids.tolist(), "offsets": mask.offsets.tolist()}}
+    """What a row asked for with `return_sampling_mask` and `return_routed_experts`."""
+    mask, experts, found = completion.sampling_mask, completion.routed_experts, JsonObject()
+    if mask is not None:
+        found["sampling_mask"] = {"token_ids": mask.token_ids.tolist(), "offsets": mask.offsets.tolist()}
+    if experts is not None:
+        found["routed_experts"] = array_record(experts)
+    return found
+
+
+def array_record(array: NDArray[Any]) -> JsonObject:
+    """Numpy's name of the type, shape, and little-endian bytes in base64."""
+    data = base64.b64encode(array.tobytes()).decode("ascii")
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> JsonObject | None:

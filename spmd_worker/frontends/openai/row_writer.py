@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from spmd_worker.frontends.openai.openai_body import (
     JsonObject,
+    array_record,
     chat_body,
     completion_body,
     logprob_records,
@@ -73,6 +74,8 @@ def plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
     }
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = prompt_logprob_records(output)
+    if output.prompt_routed_experts is not None:
+        result["prompt_routed_experts"] = array_record(output.prompt_routed_experts)
     if output.prompt_scores is not None:
         result["prompt_scores"] = score_record(output.prompt_scores)
     return result

@@ -234,6 +234,9 @@ class Scheduler:
         for scored in result.prompt_scores:
             if scored.request_id in groups:
                 groups[scored.request_id].prompt_scores.append(scored)
+        for tokens in result.routed_experts:
+            if tokens.request_id in groups:
+                groups[tokens.request_id].take_routed(tokens)
         for request_id, vector in result.vectors:
             if request_id in groups:
                 groups[request_id].vector = vector

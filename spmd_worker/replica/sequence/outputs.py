@@ -1,7 +1,7 @@
 """Outputs of the API: requests and their completions, in vLLM's names."""
 
 from dataclasses import dataclass, field
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,9 @@ class CompletionOutput:
 
     `cumulative_logprob` is None unless the row asked for log-probabilities or `best_of` ranked its samples.
     `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token.
-    `sampling_mask` has the ids that could have been sampled at each token, if the row asked.
+    `sampling_mask` has the ids that could have been sampled at each token, if the row asked. `routed_experts`, if it
+    asked, are the experts of all tokens but the last, which no layer has computed: uint8, or uint16 of more than 256,
+    [tokens - 1, sparse layers, experts of a token]; None before the end. Outputs are compared without them.
     """
 
     index: int
@@ -71,6 +73,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     lora_request: LoRARequest | None = None
     sampling_mask: SamplingMask | None = None
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -85,6 +88,7 @@ class RequestOutput:
     `lora_request` is the adapter of the call. `prompt` and `prompt_token_ids` of an encoder-decoder model are those of
     its decoder; the text that its encoder reads is `encoder_prompt`, None for audio. `num_cached_tokens` are of both.
     `prompt_scores` are log-probabilities of the prompt as arrays (`prompt_logprob_token_ids`, `prompt_logprob_start`).
+    `prompt_routed_experts` are the experts of its tokens, as `CompletionOutput.routed_experts`.
     `kv_transfer_params` is vLLM's name for a feature that does not exist here.
     """
 
@@ -104,6 +108,7 @@ class RequestOutput:
     kv_transfer_params: None = None
     vector: list[float] | None = None
     prompt_scores: PromptScores | None = None
+    prompt_routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
     @property
     def prompt_token_id_logprobs(self) -> NDArray[np.float32] | None:

@@ -17,6 +17,7 @@ from kv_cache.state_ops import SlotId
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.routed_experts import RoutedExperts, RoutedTokens
 
 
 class SequenceStatus(Enum):
@@ -96,6 +97,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     kept_ids: list[bytes] = field(default_factory=list)
+    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
     num_samples: int = 1
     state_slot: SlotId | None = None
     host_state_slot: SlotId | None = None
@@ -144,6 +146,7 @@ class SequenceGroup:
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the cache when the request was first scheduled; None before that."""
     prompt_scores: list[ScoredRows] = field(default_factory=list)
+    prompt_routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
     vector: bytes | None = None
     """Vector of a pooling row, little-endian float32. A replay of a log knows only its digest."""
 
@@ -155,6 +158,16 @@ class SequenceGroup:
     @property
     def is_finished(self) -> bool:
         return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+
+    def take_routed(self, tokens: RoutedTokens) -> None:
+        """Keep experts of tokens: of the prompt, which sample 0 computes, and of the sample's output."""
+        num_prompt, count = len(self.request.prompt_token_ids), tokens.num_tokens
+        num_before = min(max(num_prompt - tokens.first, 0), count)
+        if tokens.sample_index == 0:
+            self.prompt_routed_experts.put(tokens.first, tokens, 0, num_before)
+        for sequence in self.sequences:
+            if sequence.sample_index == tokens.sample_index:
+                sequence.routed_experts.put(max(tokens.first - num_prompt, 0), tokens, num_before, count)
 
     def add(self, sequence: Sequence) -> None:
         insort(self.sequences, sequence, key=attrgetter("sample_index"))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from spmd_worker.worker.runner.prompt_logprobs import (
     prompt_logprobs,
     prompt_scores,
 )
+from spmd_worker.worker.runner.routed_experts import LaunchedRoutes, launch_routes, wants_routes
 from spmd_worker.worker.runner.row_repeat import RowRepeater, StepInputs, StepOutputs
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
@@ -61,6 +63,7 @@ class _Forwarded:
     argmax: tuple[Tensor, Tensor] | None = None
     prompt_logprobs: tuple[LaunchedPromptLogprobs, ...] = ()
     prompt_scores: tuple[LaunchedPromptScores, ...] = ()
+    routes: LaunchedRoutes | None = None
     pooled: tuple[tuple[int, ...], Vectors] = ((), ())
     read_back: ReadBack = field(default_factory=ReadBack)
     is_sent: bool = False
@@ -88,8 +91,10 @@ class LaunchedStep:
             return StepResult(step, digests, vectors=vectors)
         prompt_logprobs = tuple(each.collect() for each in forwarded.prompt_logprobs)
         prompt_scores = tuple(each.collect() for each in forwarded.prompt_scores)
+        routed = () if forwarded.routes is None else forwarded.routes.collect()
         if self.sample is None:
-            return StepResult(step, digests, prompt_logprobs=prompt_logprobs, prompt_scores=prompt_scores)
+            reported = {"prompt_logprobs": prompt_logprobs, "prompt_scores": prompt_scores, "routed_experts": routed}
+            return StepResult(step, digests, **reported)
         sampled, masks = self.sample.collect(), self.masks
         self.chosen.note_read(step)
         ids, logprobs, kept_ids = SampledIds(sampled.token_ids), sampled.logprobs, sampled.kept_ids
@@ -107,6 +112,7 @@ class LaunchedStep:
             mask_checksums=() if masks is None else (masks.checksum,),
             kept_ids=kept_ids,
             prompt_scores=prompt_scores,
+            routed_experts=routed,
         )
 
 
@@ -223,7 +229,8 @@ class ModelRunner:
         ]
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)
-        is_plain = is_fused and given is None and media is None
+        routes: list[Tensor] | None = [] if wants_routes(scheduled) else None
+        is_plain = is_fused and given is None and media is None and routes is None
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
@@ -231,7 +238,9 @@ class ModelRunner:
             adapters = self._adapters_of(batch)
             tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
             types, wanted = batch.token_types, None
-            images = {} if media is None else {"media": media}
+            more: dict[str, Any] = {} if media is None else {"media": media}
+            if routes is not None:
+                more["routes"] = routes
             if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
@@ -246,12 +255,16 @@ class ModelRunner:
                 given=given,
                 states=() if self._cache_engine.states is None else self._cache_engine.states.layers,
                 rope_positions=batch.rope_positions,
-                **images,
+                **more,
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, pooled=pooled)
             return
+        read_back, launched = ReadBack(), None
+        if routes is not None:
+            starts, config = batch.attention.query_starts, self.model.model_config
+            launched = launch_routes(scheduled, starts, routes, config, read_back)
         verify = partial(self._verify, step, scheduled, batch, repeated_rows, before, is_fused=is_fused)
         if self.sampler is None:
             if before:
@@ -259,7 +272,7 @@ class ModelRunner:
             # A graph's output buffer belongs to the next step too, which may start before the tensor is sent.
             self._send(hidden if graphs is None else hidden.clone())
             self._clock.end()
-            self._pending = _Forwarded(step, scheduled, batch, is_sent=True)
+            self._pending = _Forwarded(step, scheduled, batch, routes=launched, read_back=read_back, is_sent=True)
             return
         logits = argmax = None
         if batch.rows:
@@ -272,11 +285,11 @@ class ModelRunner:
             outputs = verify(StepOutputs(hidden, logits, argmax))
             hidden, logits, argmax = outputs.hidden, outputs.logits, outputs.argmax
         with multi_threaded_torch():
-            read_back = ReadBack()
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
             scored = prompt_scores(scheduled, batch.attention.query_starts, hidden, partial(self._score, read_back))
-        self._pending = _Forwarded(step, scheduled, batch, logits, argmax, reported, scored, read_back=read_back)
+        kept = (logits, argmax, reported, scored, launched)
+        self._pending = _Forwarded(step, scheduled, batch, *kept, read_back=read_back)
 
     def sample(self) -> StepResult:
         return self.launch().collect()

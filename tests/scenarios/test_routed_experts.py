@@ -1,0 +1,86 @@
+"""Experts of each token: those of transformers' routers, whatever the layout and the order of steps."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from expert_checkpoints import expert_folder, expert_reference
+from reference_models import checkpoint_folder
+
+from spmd_worker import LLM, RequestOutput, SamplingParams
+
+PROMPTS = [[5, 6, 7], [*range(40, 61)], [9, 8]]
+PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, return_routed_experts=True)
+# Prompts are cut into chunks, rows are preempted.
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "block_size": 8,
+    "num_blocks": 6,
+    "max_model_len": 40,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
+}
+LARGE = {**SMALL, "num_blocks": 40, "max_num_batched_tokens": 64}
+
+
+def routes(output: RequestOutput) -> list[np.ndarray]:
+    """Of prompt and answer, for each sample."""
+    return [np.concatenate((output.prompt_routed_experts, each.routed_experts)) for each in output.outputs]
+
+
+def their_routes(name: str, tokens: list[int]) -> np.ndarray:
+    """Experts that transformers' routers choose, [tokens, layers, k], as each router returns them."""
+    model, found = expert_reference(name), []
+
+    def note(module: torch.nn.Module, inputs: Any, result: Any) -> None:
+        indices = next(each for each in reversed(result) if isinstance(each, torch.Tensor) and not each.is_floating_point())
+        found.append(indices.reshape(len(tokens), -1))
+
+    routers = [each for each in model.modules() if type(each).__name__.endswith("Router")]
+    hooks = [each.register_forward_hook(note) for each in routers]
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for each in hooks:
+        each.remove()
+    return torch.stack(found, dim=1).numpy()
+
+
+@pytest.mark.guarantee("routed experts are those of transformers' routers")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_experts_are_those_of_transformers_routers(name: str):
+    with LLM(expert_folder(name), **LARGE) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        (found,) = routes(output)
+        expected = their_routes(name, [*prompt, *output.outputs[0].token_ids[:-1]])
+        assert (found.dtype, found.shape) == (np.uint8, expected.shape)
+        assert output.prompt_routed_experts.shape[0] == len(prompt)
+        if name == "deepseek_v3":
+            # Their order is not defined: torch.topk with sorted=False.
+            found, expected = np.sort(found), np.sort(expected)
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("options", [SMALL, {**SMALL, "swap_space_gib": 0.1, "preemption_mode": "swap"}], ids=["recompute", "swap"])
+def test_experts_do_not_depend_on_steps(options: dict[str, Any]):
+    """Whole or in chunks, preempted or not, behind a prompt that is cached, with samples."""
+    params = PARAMS.clone()
+    params.temperature, params.n, params.seed, params.max_tokens = 1.0, 2, 3, 12
+    found = []
+    for settings in (LARGE, options):
+        with LLM(expert_folder("qwen3_moe"), **settings) as llm:
+            llm.generate(PROMPTS[1:2], SamplingParams(max_tokens=1), use_tqdm=False)
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            assert [each.num_cached_tokens for each in outputs] == [0, 0, 0]
+            found.append([routes(each) for each in outputs])
+            num_preemptions = llm.llm_engine.scheduler.counters.num_preemptions
+    assert num_preemptions > 0
+    for mine, others in zip(*found, strict=True):
+        assert all(np.array_equal(one, other) for one, other in zip(mine, others, strict=True))
+
+
+def test_dense_model_rejects_request():
+    with LLM(checkpoint_folder("llama3"), **LARGE) as llm:
+        with pytest.raises(ValueError, match=r"return_routed_experts=True, but the model has no experts"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
