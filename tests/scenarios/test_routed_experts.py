@@ -90,6 +90,6 @@ def test_experts_do_not_depend_on_steps(options: dict[str, Any]):
 
 
 def test_dense_model_rejects_request():
-    with LLM(checkpoint_folder("llama3"), **LARGE) as llm:
-        with pytest.raises(ValueError, match=r"return_routed_experts=True, but the model has no experts"):
-            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    error = pytest.raises(ValueError, match=r"return_routed_experts=True, but the model has no experts")
+    with LLM(checkpoint_folder("llama3"), **LARGE) as llm, error:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)

@@ -76,7 +76,9 @@ def test_scores_do_not_depend_on_other_rows(model: Path):
         assert outputs[0].num_cached_tokens == len(PROMPTS[2]) // 8 * 8 - 8
         (entries,) = llm.generate(both[:1], SamplingParams(max_tokens=1, prompt_logprobs=5), use_tqdm=False)
         for row, position in enumerate(entries.prompt_logprobs[len(PROMPTS[2]) :]):
-            pairs = zip(expected[2].top_token_ids[row, :5].tolist(), expected[2].top_logprobs[row].tolist(), strict=False)
+            pairs = zip(
+                expected[2].top_token_ids[row, :5].tolist(), expected[2].top_logprobs[row].tolist(), strict=False
+            )
             following = (COMPLETIONS[2][row], float(expected[2].token_logprobs[row]))
             assert {token: entry.logprob for token, entry in position.items()} == dict([*pairs, following])
 

@@ -215,10 +215,12 @@ class PromptCalls:
             if sampling_params is not None:
                 given = self._encoder.params(sampling_params, len(listed))
             if has_arrays and candidate_ids is not None and len(candidate_ids) != len(listed):
-                raise ValueError(f"{len(candidate_ids)} candidate_ids for {len(listed)} prompts: give one for each prompt")
+                raise ValueError(
+                    f"{len(candidate_ids)} candidate_ids for {len(listed)} prompts: give one for each prompt"
+                )
             starts = _starts(start, len(listed))
             adapters = one_each(prompt_adapter_request, len(listed), check_prompt_adapter, "prompt adapter")
-            joined = []
+            joined: list[Encoded] = []
             all_encoded = self._encoder.encode(listed)
             for encoded, completion, sampling, adapter in zip(all_encoded, completions, given, adapters, strict=True):
                 tokens = as_token_ids(completion)

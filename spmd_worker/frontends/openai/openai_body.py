@@ -205,7 +205,7 @@ def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: 
 
 
 def trainer_fields(completion: CompletionOutput) -> JsonObject:
-    """What a row asked for with `return_sampling_mask` and `return_routed_experts`."""
+    """Data for trainers that the row asked for: `return_sampling_mask`, `return_routed_experts`."""
     mask, experts, found = completion.sampling_mask, completion.routed_experts, JsonObject()
     if mask is not None:
         found["sampling_mask"] = {"token_ids": mask.token_ids.tolist(), "offsets": mask.offsets.tolist()}

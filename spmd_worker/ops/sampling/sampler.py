@@ -100,6 +100,7 @@ class LaunchedSample:
             if launched.kept is not None:
                 kept_ids |= {indices[row]: ids for row, ids in zip(launched.kept[0], launched.kept[1].value)}
             kept_ids |= {indices[row]: pack_ids((max(token_ids[indices[row]], 0),)) for row in launched.greedy}
+        kept_ids = {index: ids for index, ids in kept_ids.items() if token_ids[index] != NON_FINITE}
         has_logprobs = any(entry is not None for entry in logprobs)
         kept = tuple([kept_ids.get(index) for index in range(len(token_ids))]) if kept_ids else ()
         return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else (), kept)

@@ -50,7 +50,7 @@ def shard_scores(
 
 
 def _arrays(count: int, logprobs: Tensor, pairs: Tensor) -> Scores:
-    """From host tensors [K, C + N * n] and [K, N * n, 2]."""
+    """`Scores`, from host tensors [K, C + N * n] and [K, N * n, 2]."""
     found, top = logprobs.numpy().astype(np.float32), pairs.numpy()
     num_given = found.shape[1] - top.shape[1]
     ids = top[:, :, 1]

@@ -348,7 +348,9 @@ class SamplingParams(_Freezable):
             if outside is not None:
                 raise ValueError(f"{name}: token id {outside} is outside the vocabulary of {vocab_size} tokens")
         if self.has_score_arrays and (self.prompt_logprobs or 0) > vocab_size:
-            raise ValueError(f"prompt_logprobs={self.prompt_logprobs} is more than the vocabulary's {vocab_size} tokens")
+            raise ValueError(
+                f"prompt_logprobs={self.prompt_logprobs} is more than the vocabulary's {vocab_size} tokens"
+            )
 
     def check(self) -> None:
         """Check every rule; ValueError names key, value and rule. A frozen record has been checked."""

@@ -93,8 +93,7 @@ class LaunchedStep:
         prompt_scores = tuple(each.collect() for each in forwarded.prompt_scores)
         routed = () if forwarded.routes is None else forwarded.routes.collect()
         if self.sample is None:
-            reported = {"prompt_logprobs": prompt_logprobs, "prompt_scores": prompt_scores, "routed_experts": routed}
-            return StepResult(step, digests, **reported)
+            return StepResult(step, digests, (), prompt_logprobs, prompt_scores=prompt_scores, routed_experts=routed)
         sampled, masks = self.sample.collect(), self.masks
         self.chosen.note_read(step)
         ids, logprobs, kept_ids = SampledIds(sampled.token_ids), sampled.logprobs, sampled.kept_ids

@@ -61,7 +61,7 @@ def test_mask_has_the_ids_left_by_filters():
     best = sorted(logits[0].topk(5).indices.tolist())
     found = [unpacked_ids(each).tolist() for each in result.kept_ids[:3]]
     assert found == [best, [int(logits[1].argmax())], [3, 70, 200]]
-    assert result.token_ids[3] == NON_FINITE
+    assert (result.token_ids[3], result.kept_ids[3]) == (NON_FINITE, None)
     # Rows that did not ask have none.
     assert whole(logits[:3], [rows[0], row(), row(top_k=3)]).kept_ids[1:] == (None, None)
     assert whole(logits[:1], [row(top_k=3)]).kept_ids == ()
