@@ -401,8 +401,8 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         return self._aggregate([result], 0)
 
     def _aggregate(self, results: Sequence[StepResult], output_rank: int) -> StepResult:
-        """The step's result: the output rank's ids, all stages' experts, and the transfers that every worker has finished. Raises
-        ReplicaDivergedError if the workers that sample, from the output rank on, used different masks.
+        """The step's result: the output rank's ids, all stages' experts, and the transfers that every worker has
+        finished. Raises ReplicaDivergedError if the workers that sample, from the output rank on, used different masks.
         """
         expected = results[output_rank].mask_checksums
         for rank, result in enumerate(results[output_rank:], start=output_rank):

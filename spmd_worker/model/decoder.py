@@ -356,7 +356,7 @@ class DecoderForCausalLM(nn.Module):
         return not self.model_config.is_encoder and self.model.supports_wanted
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> this rank's logits [R, Vs], of the same dtype, or float32 (`LayerContext.has_float32_head`)."""
+        """[R, hidden] -> this rank's logits [R, Vs], of its dtype, or float32 (`LayerContext.has_float32_head`)."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 

@@ -58,7 +58,7 @@ def test_scores_are_transformers_log_softmax(model: Path):
 
 
 def test_scores_do_not_depend_on_other_rows(model: Path):
-    """Alone, in another order, after hits, beside rows that sample: equal arrays. The entries of `prompt_logprobs` too."""
+    """Alone, in another order, after hits, beside rows that sample: equal arrays, and equal to `prompt_logprobs`."""
     with LLM(model, **SMALL) as llm:
         expected = scored(llm)
         (hit,) = llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)

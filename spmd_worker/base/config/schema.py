@@ -106,8 +106,8 @@ class ModelOptions:
     )
     head_dtype: str | None = option(
         None,
-        "`float32`: logits are float32 sums over the model's own weights and hidden states, as a trainer with a float32 "
-        "head computes them; null: they are rounded to the model's dtype. Greedy rows get slower",
+        "`float32`: logits are float32 sums over the model's own weights and hidden states, as trainers with a float32 "
+        "head compute them; null: rounded to the model's dtype. Greedy rows get slower",
         choices=("float32",),
     )
     dequantize_experts: bool = option(

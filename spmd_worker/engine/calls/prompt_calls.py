@@ -190,11 +190,11 @@ class PromptCalls:
         `sampling_params` are those with which the completions were sampled. Only a model with LongRoPE needs them, if
         their `max_tokens` decides on the scaling of positions; they have no other effect.
 
-        A list of floats for each completion; with `top_k`, `candidate_ids` or `start`, `PromptScores`, whose arrays also
-        have the `top_k` most probable tokens of each row (at most 1024), and those of `candidate_ids[i]`: token ids for
-        all rows, or a list for each row. Row r predicts token r + 1 of prompt and completion: the first scored row is
-        `start`, or one for each prompt, by default that of the completion's first token. What is before it comes from
-        the prefix cache where it is there; the arrays take memory for scored rows alone.
+        A list of floats for each completion; with `top_k`, `candidate_ids` or `start`, `PromptScores`, whose arrays
+        also have the `top_k` most probable tokens of each row (at most 1024), and those of `candidate_ids[i]`: token
+        ids for all rows, or a list for each row. Row r predicts token r + 1 of prompt and completion: the first scored
+        row is `start`, or one for each prompt, by default that of the completion's first token. What is before it comes
+        from the prefix cache where it is there; the arrays take memory for scored rows alone.
 
         Raises ValueError, before anything is computed, for a completion or a prompt without tokens, and as `generate`
         for one that is too long; and for a row with non-finite logits.

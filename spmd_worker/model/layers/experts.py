@@ -319,9 +319,9 @@ class SparseFeedForward(nn.Module):
         router_input: Tensor | None = None,
         routes: list[Tensor] | None = None,
     ) -> Tensor:
-        """`routes`: see `Router`. `slots`: see `AttentionMetadata.slots`. The router reads `router_input`, or the same as experts. Adapters add
-        to the shared expert alone. If not `is_fused`, experts are called one by one, without padding; clamped gates
-        then have torch's exponential instead of that of `Kernels.expert_kernels`.
+        """`routes`: see `Router`. `slots`: see `AttentionMetadata.slots`. The router reads `router_input`, or the same
+        as experts. Adapters add to the shared expert alone. If not `is_fused`, experts are called one by one, without
+        padding; clamped gates then have torch's exponential instead of that of `Kernels.expert_kernels`.
         """
         ids, weights, shared_gate = self.gate(x if router_input is None else router_input, routes)
         inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)

@@ -197,8 +197,8 @@ class Sampler:
     def launch_scores(
         self, logits: Tensor, token_ids: NDArray[np.int64], num_top: int, read_back: ReadBack
     ) -> Awaited[Scores]:
-        """[K, Vs] and int64 [K, C], negative for none -> `shard_scores` of these tokens and the `num_top` most probable:
-        the bits of `report`. Every rank of the group calls this with the same tokens.
+        """[K, Vs] and int64 [K, C], negative for none -> `shard_scores` of these tokens and of the `num_top` most
+        probable: the bits of `report`. Every rank of the group calls this with the same tokens.
         """
         (ids,) = send((token_ids,), logits.device)
         maxima, normalisers, num_owned = self._normalisers(logits)

@@ -135,9 +135,9 @@ class SamplingParams(_Freezable):
     rows of the same salt are found. `structured_outputs` is the grammar of the complete answer; no other parameter
     allows a token that the grammar forbids.
 
-    `prompt_logprob_token_ids` are candidates whose log-probabilities are returned as an array: one list for all rows, or
-    one for each; row i of the prompt predicts its token i + 1. `prompt_logprob_start` is the first row that is scored.
-    `return_sampling_mask`: the ids that could have been sampled at each output token are returned.
+    `prompt_logprob_token_ids` are candidates whose log-probabilities are returned as an array: one list for all rows,
+    or one for each; row i of the prompt predicts its token i + 1. `prompt_logprob_start` is the first row that is
+    scored. `return_sampling_mask`: the ids that could have been sampled at each output token are returned.
     `return_routed_experts`: the experts of each token of prompt and answer are returned; the prompt uses nothing from
     the cache then.
 

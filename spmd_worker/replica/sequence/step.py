@@ -71,10 +71,10 @@ class StepResult:
     (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first position, one
     entry a position) for requests that asked and prompt positions of this step. `vectors` has (request, little-endian
     float32) of pooling rows; their digests are in `token_ids` (`vector_digest`). `mask_checksums` has one number, of
-    the masks of all rows with a grammar, if the step has such rows. `kept_ids` is parallel to `token_ids`, or empty: the ids
-    that could have been sampled, packed (`sampling_mask.py`), for rows that asked. `prompt_scores` are rows of prompts scored in this step, and
-    `routed_experts` the experts of its tokens, of rows that asked. `finished_transfers` is this rank's own report
-    (`TransferEngine.finished`): only here may ranks differ.
+    the masks of all rows with a grammar, if the step has such rows. `kept_ids` is parallel to `token_ids`, or empty:
+    the ids that could have been sampled, packed (`sampling_mask.py`), for rows that asked. `prompt_scores` are rows of
+    prompts scored in this step, and `routed_experts` the experts of its tokens, of rows that asked.
+    `finished_transfers` is this rank's own report (`TransferEngine.finished`): only here may ranks differ.
     """
 
     step: int
