@@ -262,10 +262,11 @@ _REJECTED: Final = {
         "data_parallel_external_lb=false data_parallel_multi_port_external_lb=false"
     ),
     "a rank has the device of its LOCAL_RANK: set CUDA_VISIBLE_DEVICES instead": "device_ids",
-    "routed experts are not returned: leave it out": "enable_return_routed_experts=false aux_output_config",
+    "rows ask for them: give SamplingParams(return_routed_experts=True)": "enable_return_routed_experts=false",
+    "rows ask for what they need: leave it out": "aux_output_config",
     "answers are not watermarked: leave it out": "watermark_config",
     "sleep level 2 drops all weights: leave it out, or sleep at level 1": "sleep_preserve_parameter_names",
-    "masks are not returned: leave it out; top_k 0, top_p 1 and min_p 0 keep all tokens": "return_sampling_mask=false",
+    "rows ask for masks: give SamplingParams(return_sampling_mask=True)": "return_sampling_mask=false",
     "rows of images are not accepted: give the images, or prompt_embeds": "enable_mm_embeds=false",
     "images are encoded in the ranks of the model: leave it out": "mm_encoder_only=false",
     "images of other computers are not read: download them first": "allowed_media_domains",

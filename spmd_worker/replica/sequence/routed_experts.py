@@ -39,15 +39,19 @@ def joined_stages(last: Sequence[RoutedTokens], stages: Sequence[bytes]) -> tupl
     tokens, one sample's after another's.
     """
     num_tokens = sum(each.num_tokens for each in last)
-    layers = [np.frombuffer(each, np.uint8).reshape(num_tokens, -1) for each in stages if num_tokens]
+    layers = [_rows(each, num_tokens) for each in stages]
     joined, start = [], 0
     for each in last:
         stop = start + each.num_tokens
-        own = np.frombuffer(each.data, np.uint8).reshape(each.num_tokens, -1)
-        parts = [*(layer[start:stop] for layer in layers), own]
+        parts = [*(layer[start:stop] for layer in layers), _rows(each.data, each.num_tokens)]
         joined.append(each._replace(data=np.concatenate(parts, axis=1).tobytes()))
         start = stop
     return tuple(joined)
+
+
+def _rows(data: bytes, num_tokens: int) -> NDArray[np.uint8]:
+    """Bytes of each token."""
+    return np.frombuffer(data, np.uint8).reshape(num_tokens, len(data) // max(num_tokens, 1))
 
 
 @dataclass(slots=True)
@@ -73,5 +77,6 @@ class RoutedExperts:
         """Those of tokens `start` to `stop`, [tokens, L, k]."""
         size = self.token_bytes
         part = bytes(self.data[start * size : None if stop is None else stop * size])
-        num_layers = size // (self.num_chosen * self.num_bytes) if size else 0
-        return np.frombuffer(part, f"<u{self.num_bytes}").reshape(-1, num_layers, max(self.num_chosen, 1))
+        num_chosen = max(self.num_chosen, 1)
+        shape = (len(part) // max(size, 1), size // (num_chosen * self.num_bytes), num_chosen)
+        return np.frombuffer(part, f"<u{self.num_bytes}").reshape(shape)
