@@ -10,6 +10,7 @@ from latent_checkpoints import latent_folder, latent_reference
 from reference_models import checkpoint_folder
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.replica.sequence.routed_experts import RoutedExperts
 
 PROMPTS = [[5, 6, 7], [*range(40, 61)], [9, 8]]
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, return_routed_experts=True)
@@ -63,6 +64,17 @@ def test_experts_are_those_of_transformers_routers(name: str):
             # Their order is not defined: torch.topk with sorted=False.
             found, expected = np.sort(found), np.sort(expected)
         assert np.array_equal(found, expected)
+
+
+@pytest.mark.control("routed experts are those of transformers' routers")
+def test_shifted_experts_are_found(monkeypatch: pytest.MonkeyPatch):
+    put = RoutedExperts.put
+    shifted = lambda self, first, tokens, start, stop: put(self, first + (first > 0), tokens, start, stop)  # noqa: E731
+    monkeypatch.setattr(RoutedExperts, "put", shifted)
+    with LLM(expert_folder("qwen3_moe"), **LARGE) as llm:
+        (output,) = llm.generate(PROMPTS[:1], PARAMS, use_tqdm=False)
+    expected = their_routes(expert_reference("qwen3_moe"), [*PROMPTS[0], *output.outputs[0].token_ids[:-1]])
+    assert not np.array_equal(routes(output)[0], expected)
 
 
 @pytest.mark.parametrize(

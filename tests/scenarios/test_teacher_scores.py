@@ -11,6 +11,7 @@ from reference_models import checkpoint_folder, open_reference, reference_logits
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.replica.sequence.prompt_scores import PromptScores
+from spmd_worker.worker.runner import prompt_logprobs
 
 PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44, 45, 46], list(range(60, 100))]
 COMPLETIONS = [[9, 3, 8], [4] * 6, list(range(20, 40))]
@@ -55,6 +56,14 @@ def test_scores_are_transformers_log_softmax(model: Path):
             assert np.abs(scores.top_logprobs[row] - logprobs[scores.top_token_ids[row]]).max() < 1e-5
         assert scores.candidate_logprobs.dtype == scores.top_logprobs.dtype == np.float32
         assert scores.top_token_ids.shape == (len(completion), TOP_K)
+
+
+@pytest.mark.control("score_tokens gives transformers' log-softmax of candidates and top tokens")
+def test_shifted_rows_are_found(shared_llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    expected = scored(shared_llm)
+    next_tokens = prompt_logprobs._next_tokens
+    monkeypatch.setattr(prompt_logprobs, "_next_tokens", lambda request, rows: np.roll(next_tokens(request, rows), 1))
+    assert scored(shared_llm)[0] != expected[0]
 
 
 def test_scores_do_not_depend_on_other_rows(model: Path):
