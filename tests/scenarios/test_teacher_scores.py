@@ -2,6 +2,7 @@
 whatever else runs.
 """
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,23 @@ def test_shorter_lists_are_filled_up(model: Path):
         (all_rows,) = llm.score_tokens([[5, 6]], [[7, 8]], start=0)
         assert (all_rows.start, len(all_rows.token_logprobs), all_rows.candidate_logprobs) == (0, 3, None)
         assert all_rows.token_logprobs[1:].tolist() == scores.token_logprobs.tolist()
+
+
+def test_float32_head_scores_are_the_reported_bits(model: Path):
+    params = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, seed=4, ignore_eos=True)
+    found = {}
+    for name, head in (("plain", {}), ("float32", {"hf_overrides": {"head_dtype": "float32"}})):
+        with LLM(model, dtype="bfloat16", **head, **SMALL) as llm:
+            completions = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+            ids = [each.token_ids for each in completions]
+            reported = [[next(iter(each.values())).logprob for each in one.logprobs] for one in completions]
+            assert llm.score_tokens(PROMPTS, ids) == reported
+            found[name] = llm.score_tokens(PROMPTS, COMPLETIONS)
+            constants = llm.numerical_policy().regions["head"].constants
+            assert constants.get("logits") == ("float32" if head else None)
+    pairs = zip(chain(*found["plain"]), chain(*found["float32"]), strict=True)
+    differences = [abs(one - other) for one, other in pairs]
+    assert 0 < max(differences) < 0.05
 
 
 @pytest.mark.parametrize(
