@@ -366,6 +366,10 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
         and config.executor.device_backend in ("auto", "cpu")
     ):
         raise ConfigError(f"{key} computes on GPUs, which multiply FP8: use model.quantization=int8, or leave it out")
+    if config.model.quantization == "int8" and config.model.head_dtype is not None:
+        raise ConfigError(
+            f"model.head_dtype={config.model.head_dtype} with {key}, which is of the head too: leave one out"
+        )
     if any(layer.experts is not None for layer in model_config.layers):
         raise ConfigError(f"{key} is not supported for {model_config.architecture}, which has experts: leave it out")
     if model_config.pooling is not None:

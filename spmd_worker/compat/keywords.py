@@ -238,7 +238,8 @@ _REJECTED: Final = {
     "adapters change the language model alone: leave it out": ("default_mm_loras enable_tower_connector_lora=false"),
     "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",
-    "config.json defines it: edit it and leave this out": "hf_overrides rope_scaling rope_theta hf_config_path",
+    "head_dtype alone is read, which is a keyword here; config.json defines the rest: edit it": "hf_overrides",
+    "config.json defines it: edit it and leave this out": "rope_scaling rope_theta hf_config_path",
     "config.json defines the attention windows: edit it and leave this out": "disable_sliding_window=false",
     "model classes are those of this package: leave it out": "model_impl=auto|vllm model_class_overrides",
     "config and weights are read from one folder, `model`: leave it out": "model_weights=",
@@ -261,10 +262,11 @@ _REJECTED: Final = {
         "data_parallel_external_lb=false data_parallel_multi_port_external_lb=false"
     ),
     "a rank has the device of its LOCAL_RANK: set CUDA_VISIBLE_DEVICES instead": "device_ids",
-    "routed experts are not returned: leave it out": "enable_return_routed_experts=false aux_output_config",
+    "rows ask for them: give SamplingParams(return_routed_experts=True)": "enable_return_routed_experts=false",
+    "rows ask for what they need: leave it out": "aux_output_config",
     "answers are not watermarked: leave it out": "watermark_config",
     "sleep level 2 drops all weights: leave it out, or sleep at level 1": "sleep_preserve_parameter_names",
-    "masks are not returned: leave it out; top_k 0, top_p 1 and min_p 0 keep all tokens": "return_sampling_mask=false",
+    "rows ask for masks: give SamplingParams(return_sampling_mask=True)": "return_sampling_mask=false",
     "rows of images are not accepted: give the images, or prompt_embeds": "enable_mm_embeds=false",
     "images are encoded in the ranks of the model: leave it out": "mm_encoder_only=false",
     "images of other computers are not read: download them first": "allowed_media_domains",
@@ -314,7 +316,7 @@ def resolve_keywords(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
     one keyword with different values.
     """
     own: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in _without_overrides(given).items():
         row = KEYWORDS.get(name)
         if row is None:
             nearest = difflib.get_close_matches(name, KEYWORDS, n=1)
@@ -341,6 +343,16 @@ def resolve_keywords(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
                 raise ConfigError(f"{names} are one setting here: give {row.ours} alone")
             own[row.ours] = value
     return own
+
+
+def _without_overrides(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keywords with vLLM's way to say `head_dtype`, `hf_overrides={"head_dtype": "float32"}`, as ours."""
+    overrides = given.get("hf_overrides")
+    if not isinstance(overrides, Mapping) or list(overrides) != ["head_dtype"] or given.get("head_dtype") is not None:
+        return given
+    value = _plain(overrides["head_dtype"])
+    others = {name: each for name, each in given.items() if name != "hf_overrides"}
+    return others | {"head_dtype": None if value == "model" else value}
 
 
 def is_given(row: Keyword, value: Any) -> bool:

@@ -99,6 +99,7 @@ class LLMKeywords(_Others, total=False):
     load_format: str | None
     quantization: str | None
     logprobs_mode: str | None
+    head_dtype: str | None
     dequantize_experts: bool | None
     allow_nonfinite: bool | None
     runner: str | None

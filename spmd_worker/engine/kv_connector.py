@@ -22,7 +22,8 @@ from spmd_worker.worker.worker_wrapper import connector_errors, new_connector
 logger = logging.getLogger(__name__)
 
 _IRRELEVANT: Final = (
-    *("path", "dtype", "max_model_len", "load_format", "logprobs_mode", "allow_nonfinite", "runner", "pooling_type"),
+    *("path", "dtype", "max_model_len", "load_format", "logprobs_mode", "head_dtype", "allow_nonfinite", "runner"),
+    "pooling_type",
     *("classifier_from_token", "default_prompt_name", "allow_any_dimensions", "tool_call_format", "reasoning_format"),
     *("adapters", "max_cpu_loras", "prompt_adapters", "max_prompt_adapters", "lora_merge"),
 )

@@ -3,7 +3,9 @@
 import math
 import struct
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
+
+from numpy.typing import NDArray
 
 from spmd_worker.replica.sequence.encoder_input import is_text
 from spmd_worker.replica.sequence.outputs import (
@@ -16,7 +18,9 @@ from spmd_worker.replica.sequence.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from spmd_worker.replica.sequence.prompt_scores import first_nan_row, joined_scores
 from spmd_worker.replica.sequence.request import Request
+from spmd_worker.replica.sequence.sampling_mask import SamplingMask
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.replica.sequence.weight_spans import spans_of
 from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
@@ -55,7 +59,13 @@ def request_output(
             return output
         sequences = enumerate(_returned(group))
         output.outputs = [completion_output(index, sequence, tokenizer) for index, sequence in sequences]
-        if request.sampling.prompt_logprobs is not None:
+        if request.sampling.return_routed_experts:
+            output.prompt_routed_experts = group.prompt_routed_experts.array(
+                request.num_virtual_tokens, len(request.prompt_token_ids)
+            )
+        if request.sampling.has_score_arrays:
+            output.prompt_scores = joined_scores(request, group.prompt_scores)
+        elif request.sampling.prompt_logprobs is not None:
             output.prompt_logprobs = _prompt_logprobs(group, tokenizer)
             num_virtual = request.num_virtual_tokens
             num_tokens = num_virtual + len(output.prompt_token_ids)
@@ -112,6 +122,9 @@ def _non_finite_position(group: SequenceGroup) -> str | None:
     for position, entries in enumerate(group.prompt_logprobs):
         if entries is not None and any(math.isnan(entry.logprob) for entry in entries.values()):
             return f"token {position - group.request.num_virtual_tokens} of the prompt"
+    row = first_nan_row(group.request, group.prompt_scores)
+    if row is not None:
+        return f"token {row + 1} of the prompt"
     return _position(group, FinishReason.ERROR)
 
 
@@ -165,7 +178,16 @@ def completion_output(
         finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
         stop_reason=sequence.stop_reason,
         weight_versions=spans_of(sequence.weight_spans, len(sequence.output_token_ids)),
+        routed_experts=_routed_experts(sequence),
+        sampling_mask=SamplingMask.from_packed(sequence.kept_ids) if sampling.return_sampling_mask else None,
     )
+
+
+def _routed_experts(sequence: Sequence) -> NDArray[Any] | None:
+    """Experts of the output's tokens but the last, once it has ended."""
+    if not sequence.request.sampling.return_routed_experts or sequence.finish_reason is None:
+        return None
+    return sequence.routed_experts.array(0, max(len(sequence.output_token_ids) - 1, 0))
 
 
 def token_texts(sequence: Sequence, tokenizer: Tokenizer | None) -> TokenTexts | None:

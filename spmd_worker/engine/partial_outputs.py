@@ -101,6 +101,7 @@ class PartialOutputs:
             token_ids=completion.token_ids[tokens:],
             logprobs=None if completion.logprobs is None else completion.logprobs[tokens:],
             weight_versions=spans_of(tuple(completion.weight_versions), len(completion.token_ids), tokens),
+            sampling_mask=None if completion.sampling_mask is None else completion.sampling_mask.after(tokens),
         )
 
     def _logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:

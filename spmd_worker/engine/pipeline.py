@@ -12,6 +12,7 @@ from spmd_worker.executor.executor import Executor
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.lockstep import AgreedStep
 from spmd_worker.replica.lockstep.wire.result_coding import decode_result, encode_result
+from spmd_worker.replica.sequence.routed_experts import RoutedTokens, joined_stages
 from spmd_worker.replica.sequence.step import StepResult
 
 
@@ -30,6 +31,7 @@ class StepPipeline:
     def __init__(self, executor: Executor, channel: ControlChannel, num_shards: int, num_stages: int) -> None:
         self._executor, self._channel = executor, channel
         self._max_steps = executor.max_concurrent_batches
+        self._num_shards = num_shards
         self._steps: deque[_StepInFlight] = deque()
         # An executor of all stages executes every step at once.
         has_own_stage = num_stages > 1 and channel.size > 1
@@ -74,8 +76,17 @@ class StepPipeline:
         shared = decode_result(payload)
         # A rank of the last stage has made its own masks.
         own_masks = result.mask_checksums or shared.mask_checksums
+        if shared.routed_experts:
+            shared = replace(shared, routed_experts=self._joined_routes(shared, result))
         shared = replace(shared, finished_transfers=result.finished_transfers, mask_checksums=own_masks)
         return step.agreed, shared
+
+    def _joined_routes(self, shared: StepResult, own: StepResult) -> tuple[RoutedTokens, ...]:
+        """Experts of all layers, with those that the first rank of each stage before the last sends."""
+        sends = self._channel.rank % self._num_shards == 0 and self._channel.rank < self._sampling_rank
+        data = b"".join([tokens.data for tokens in own.routed_experts]) if sends else b""
+        stages = self._channel.collect(data)[: self._sampling_rank : self._num_shards]
+        return joined_stages(shared.routed_experts, stages)
 
     def _execute(self, step: _StepInFlight) -> None:
         step.result = self._executor.execute_model(step.agreed.plan, non_block=self._max_steps > 1)

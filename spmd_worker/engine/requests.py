@@ -73,6 +73,7 @@ class Requests:
             media=media_row_limits(resolved),
             encoder=encoder_limits(resolved),
             encoder_prompts=open_encoder_prompts(resolved),
+            nums_chosen=tuple({layer.experts.num_chosen for layer in model_config.layers if layer.experts is not None}),
         )
         self._hold_rows, self._hold_media, self._pause = hold_rows, hold_media, pause
         self.num_requests = 0

@@ -61,7 +61,7 @@ class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
     which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
     `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has,
-    which `encoder_prompts` reads.
+    which `encoder_prompts` reads. `nums_chosen` are the numbers of experts that sparse layers choose for a token.
     """
 
     vocab_size: int
@@ -74,6 +74,7 @@ class RequestLimits:
     media: MediaRowLimits = NO_MEDIA
     encoder: EncoderLimits | None = None
     encoder_prompts: EncoderPrompts | None = None
+    nums_chosen: tuple[int, ...] = ()
 
     def close(self) -> None:
         """End the processes that prepare images or audio. Idempotent."""
@@ -117,7 +118,7 @@ class RequestLimits:
         """
         check_sampling(sampling)
         self.check_runner(pooling)
-        if rows is not None and sampling.prompt_logprobs is not None and rows.num_rows == len(prompt_token_ids):
+        if rows is not None and sampling.scores_prompt and rows.num_rows == len(prompt_token_ids):
             message = "prompt_logprobs are those of token ids, and prompt_embeds have none: leave prompt_logprobs out"
             raise RequestError("conflicting_keys", message)
         self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual, media_items)
@@ -133,6 +134,10 @@ class RequestLimits:
                 "conflicting_keys", f"{key} and an encoder's input exclude each other: leave out the first"
             )
         sampling.check()
+        try:
+            sampling.check_scored_rows(len(prompt_token_ids))
+        except ValueError as error:
+            raise RequestError("invalid_value", str(error)) from None
         self._check_sampling(sampling)
 
     def check_text(
@@ -201,7 +206,7 @@ class RequestLimits:
                 "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
             )
         # A prompt that is only scored or pooled needs no slot for an output token: it is not computed.
-        is_all = pooling is not None or (sampling.prompt_logprobs is not None and sampling.max_tokens == 1)
+        is_all = pooling is not None or (sampling.scores_prompt and sampling.max_tokens == 1)
         if num_virtual + len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
             count = str(len(prompt_token_ids))
             raise self._too_long(f"{num_virtual} virtual and {count}" if num_virtual else count)
@@ -237,6 +242,10 @@ class RequestLimits:
         if sampling.bad_words and not self.has_tokenizer:
             message = "bad_words need a tokenizer.json in the model folder: use bad_words_ids"
             raise RequestError("tokenizer_missing", message)
+        if sampling.return_routed_experts and len(self.nums_chosen) != 1:
+            reason = "has no experts" if not self.nums_chosen else "has layers that choose different numbers of experts"
+            message = f"return_routed_experts=True, but the model {reason}: leave it out"
+            raise RequestError("experts_unsupported", message)
         if sampling.structured_outputs is not None:
             self._check_grammar(sampling.structured_outputs)
         try:

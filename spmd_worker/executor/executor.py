@@ -24,6 +24,7 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
+from spmd_worker.replica.sequence.routed_experts import joined_stages
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_level, checked_tags, tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
@@ -400,8 +401,8 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         return self._aggregate([result], 0)
 
     def _aggregate(self, results: Sequence[StepResult], output_rank: int) -> StepResult:
-        """The step's result: the output rank's ids, and the transfers that every worker has finished. Raises
-        ReplicaDivergedError if the workers that sample, from the output rank on, used different masks.
+        """The step's result: the output rank's ids, all stages' experts, and the transfers that every worker has
+        finished. Raises ReplicaDivergedError if the workers that sample, from the output rank on, used different masks.
         """
         expected = results[output_rank].mask_checksums
         for rank, result in enumerate(results[output_rank:], start=output_rank):
@@ -413,7 +414,12 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
                 )
         for rank, result in enumerate(results):
             self._transfers.add(rank, result.finished_transfers)
-        return replace(results[output_rank], finished_transfers=self._transfers.take_complete())
+        step = replace(results[output_rank], finished_transfers=self._transfers.take_complete())
+        if not (output_rank and step.routed_experts):
+            return step
+        stages = results[: output_rank : self.layout.tensor_parallel_size]
+        data = [b"".join([tokens.data for tokens in each.routed_experts]) for each in stages]
+        return replace(step, routed_experts=joined_stages(step.routed_experts, data))
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:

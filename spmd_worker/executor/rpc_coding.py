@@ -36,7 +36,9 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.record_checks import sent_fields
+from spmd_worker.replica.sequence.routed_experts import RoutedTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
@@ -81,7 +83,9 @@ _RECORDS: Final[dict[str, type]] = {
         RankLayout,
         RelativeBias,
         ResolvedRun,
+        ScoredRows,
         RopeParameters,
+        RoutedTokens,
         SamplingParams,
         StateLayer,
         StepResult,

@@ -95,12 +95,13 @@ class WorkerTasks:
         if method == "init_worker":
             resolved = args[0][self._wrapper.rpc_rank]["resolved"]
             self._output_rank = output_rank(resolved.layout)
+            self._num_shards = resolved.layout.tensor_parallel_size
             self._decoder = Decoder(resolved.num_in_flight)
         getattr(self._wrapper, method)(*args)
 
     def _step(self, payload: bytes) -> StepResult:
         """Forward pass and sampling of one message. Only the output rank returns ids; all return the checksums of their
-        masks, which are compared.
+        masks, which are compared, and the first of each stage the experts of its layers.
         """
         plan = self._decoder.decode(payload).plan
         result = self._wrapper.execute_method("execute_model", plan)
@@ -110,7 +111,10 @@ class WorkerTasks:
         if self._wrapper.rpc_rank == self._output_rank:
             return result
         return StepResult(
-            result.step, finished_transfers=result.finished_transfers, mask_checksums=result.mask_checksums
+            result.step,
+            finished_transfers=result.finished_transfers,
+            mask_checksums=result.mask_checksums,
+            routed_experts=result.routed_experts if self._wrapper.rpc_rank % self._num_shards == 0 else (),
         )
 
 

@@ -133,6 +133,7 @@ class DecoderStack(nn.Module):
         states: Sequence[LayerStates | None] = (),
         rope_positions: Tensor | None = None,
         media: StepMedia | None = None,
+        routes: list[Tensor] | None = None,
     ) -> Tensor:
         """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` of each layer
         [blocks, ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
@@ -147,6 +148,8 @@ class DecoderStack(nn.Module):
         `rope_positions` int64 [3, T] turn queries and keys in place of `positions`, which address the cache. `media`
         are rows of images, on the first stage: tokens' own ids there, perhaps beyond the vocabulary, do not count, and
         `media.added` is added to the stream behind the first layers. The same bits in any chunks.
+
+        Each sparse layer appends the experts of all tokens to `routes`, int64 [T, k], largest weight first.
 
         `adapters` of the step's rows add to outputs of linear layers, which are stored therefore; other rows keep their
         bits. If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits. Else all layers may
@@ -181,6 +184,8 @@ class DecoderStack(nn.Module):
             options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **self._biases}
             if states:
                 options["states"] = states[index]
+            if routes is not None:
+                options["routes"] = routes
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]
@@ -351,7 +356,7 @@ class DecoderForCausalLM(nn.Module):
         return not self.model_config.is_encoder and self.model.supports_wanted
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> this rank's logits [R, Vs], of the same dtype."""
+        """[R, hidden] -> this rank's logits [R, Vs], of its dtype, or float32 (`LayerContext.has_float32_head`)."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 

@@ -65,11 +65,13 @@ class DecoderLayer(nn.Module):
         is_fused: bool = True,
         distance_bias: Tensor | None = None,
         seen: AttentionMetadata | None = None,
+        routes: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
         results are [W, hidden], and only keys and values of the other tokens are computed. `distance_bias` is that of
-        attention, if it has one; `seen` is `CrossStep.seen`, if the layer attends to an encoder's rows.
+        attention, if it has one; `seen` is `CrossStep.seen`, if the layer attends to an encoder's rows. A layer with
+        experts appends those of each token to `routes`.
         """
         parallel_input = None
         if self._mixers:
@@ -95,6 +97,8 @@ class DecoderLayer(nn.Module):
         options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
         if adapters is not None:
             options["adapters"] = adapters
+        if routes is not None and self.config.experts is not None:
+            options["routes"] = routes
         return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
 
     def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:

@@ -69,7 +69,7 @@ class Layer(DecoderLayer):
         if self.dense is None:
             return super()._fed_forward(x, residual, **options)
         assert isinstance(self.mlp, SparseFeedForward)
-        of_dense = {key: value for key, value in options.items() if key != "slots"}
+        of_dense = {key: value for key, value in options.items() if key not in ("slots", "routes")}
         # Normed at once: parts have one buffer in symmetric memory.
         dense = self._normed(self.dense_output_norm, self.dense(x, **of_dense))
         routed = self.mlp(self.experts_input_norm(residual), router_input=residual, **options)

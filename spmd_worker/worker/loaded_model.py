@@ -159,6 +159,7 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
         quantised=operations.quantised,
         stored_experts=stored.formats,
         num_leaves=resolved.layout.num_leaves,
+        has_float32_head=options.head_dtype == "float32",
     )
     stage = stage_of(resolved.layout, resolved.model_config, environment.rank)
     allows_nonfinite, is_dummy = options.allow_nonfinite, options.load_format == "dummy"

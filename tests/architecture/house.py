@@ -162,6 +162,9 @@ MAY_READ_BACK = {
     "spmd_worker.worker.runner.row_repeat": {"nonzero": (1, _ERROR), "item": (2, _ERROR)},
     "spmd_worker.worker.runner.cross_step": {"tolist": (3, _OF_HOST)},
     "spmd_worker.ops.sampling.sampler": {"tolist": (2, _READ)},
+    "spmd_worker.ops.sampling.kept_ids": {"numpy": (1, _READ)},
+    "spmd_worker.ops.sampling.shard_scores": {"numpy": (2, _READ)},
+    "spmd_worker.worker.runner.routed_experts": {"numpy": (1, _READ)},
     "spmd_worker.ops.sampling.shard_logprobs": {"tolist": (4, _READ)},
 }
 """How often a module does so today, and why; one more is found, and one less has to be said here."""

@@ -22,8 +22,10 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.record_checks import sent_fields
 from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.routed_experts import RoutedTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.resolved import ResolvedRun, resolve_run
@@ -50,6 +52,9 @@ RECORDS = [
         ({3: Logprob(-0.25, 1, "a"), 4: Logprob(-math.inf, 2)}, None),
         ((RequestId(9), 0, (None, {1: Logprob(-1.5, 1)})),),
         (7,),
+        kept_ids=(None, b"\0\1"),
+        prompt_scores=(ScoredRows(RequestId(9), 3, b"scores", b"ids"),),
+        routed_experts=(RoutedTokens(RequestId(9), 0, 3, 1, 2, 1, b"\1\2"),),
     ),
     config.RunConfig(sampling=config.SamplingConfig(stop=["x"]), job=config.JobConfig(input="rows.jsonl")),
     SamplingParams(stop=("x",), logit_bias=((3, 0.5),), seed=7, max_tokens=None),

@@ -104,6 +104,12 @@ class ModelOptions:
         "`tempered_logprobs` of the logits divided by the temperature alone, as trainers compute them",
         choices=LOGPROBS_MODES,
     )
+    head_dtype: str | None = option(
+        None,
+        "`float32`: logits are float32 sums over the model's own weights and hidden states, as trainers with a float32 "
+        "head compute them; null: rounded to the model's dtype. Greedy rows get slower",
+        choices=("float32",),
+    )
     dequantize_experts: bool = option(
         False,
         "dequantise experts when they are loaded, as weight updates need; false: MXFP4 and FP8 experts stay in memory "

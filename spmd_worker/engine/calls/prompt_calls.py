@@ -176,7 +176,10 @@ class PromptCalls:
         use_tqdm: UseTqdm = False,
         lora_request: LoRARequests = None,
         prompt_adapter_request: PromptAdapterRequests = None,
-    ) -> list[list[float]]:
+        top_k: int = 0,
+        candidate_ids: Sequence[Any] | None = None,
+        start: int | Sequence[int] | None = None,
+    ) -> list[Any]:
         """Log-probability of each token of `completions[i]`, token ids, given `prompts[i]` and the preceding tokens.
 
         They are computed by the kernels that sample, with the current weights. For completions of `generate` they are
@@ -187,10 +190,18 @@ class PromptCalls:
         `sampling_params` are those with which the completions were sampled. Only a model with LongRoPE needs them, if
         their `max_tokens` decides on the scaling of positions; they have no other effect.
 
+        A list of floats for each completion; with `top_k`, `candidate_ids` or `start`, `PromptScores`, whose arrays
+        also have the `top_k` most probable tokens of each row (at most 1024), and those of `candidate_ids[i]`: token
+        ids for all rows, or a list for each row. Row r predicts token r + 1 of prompt and completion: the first scored
+        row is `start`, or one for each prompt, by default that of the completion's first token. What is before it comes
+        from the prefix cache where it is there; the arrays take memory for scored rows alone.
+
         Raises ValueError, before anything is computed, for a completion or a prompt without tokens, and as `generate`
         for one that is too long; and for a row with non-finite logits.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params: Any = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        has_arrays = bool(top_k) or candidate_ids is not None or start is not None
+        params = [] if has_arrays else params
         lengths: list[int] = []
 
         def encode() -> list[Encoded]:
@@ -203,8 +214,13 @@ class PromptCalls:
             given: Sequence[SamplingParams | None] = [None] * len(listed)
             if sampling_params is not None:
                 given = self._encoder.params(sampling_params, len(listed))
+            if has_arrays and candidate_ids is not None and len(candidate_ids) != len(listed):
+                raise ValueError(
+                    f"{len(candidate_ids)} candidate_ids for {len(listed)} prompts: give one for each prompt"
+                )
+            starts = _starts(start, len(listed))
             adapters = one_each(prompt_adapter_request, len(listed), check_prompt_adapter, "prompt adapter")
-            joined = []
+            joined: list[Encoded] = []
             all_encoded = self._encoder.encode(listed)
             for encoded, completion, sampling, adapter in zip(all_encoded, completions, given, adapters, strict=True):
                 tokens = as_token_ids(completion)
@@ -219,11 +235,18 @@ class PromptCalls:
                 both.prompt_adapter = adapter
                 num_before = both.num_virtual_tokens + len(encoded.token_ids)
                 both.rope_regime = self._scored_regime(num_before, len(tokens), sampling)
+                if has_arrays:
+                    index = len(joined)
+                    own = None if candidate_ids is None else candidate_ids[index]
+                    default = max(len(encoded.token_ids) - 1, 0)
+                    params.append(_scoring(top_k, own, default if starts[index] is None else starts[index]))
                 joined.append(both)
             set_lora_requests(joined, lora_request)
             return joined
 
         outputs = self._runner.run("score_tokens", encode, params, gather=gather, use_tqdm=use_tqdm)
+        if has_arrays:
+            return [without_error(output).prompt_scores for output in outputs]
         return [_last_logprobs(without_error(output), length) for output, length in zip(outputs, lengths, strict=True)]
 
     def _scored_regime(self, num_prompt_tokens: int, num_tokens: int, sampling: SamplingParams | None) -> int:
@@ -240,6 +263,31 @@ class PromptCalls:
                 "its sampling_params"
             )
         return least
+
+
+def _starts(start: int | Sequence[int] | None, count: int) -> list[Any]:
+    """The first scored row of each prompt, None for the default."""
+    if not isinstance(start, list | tuple):
+        return [start] * count
+    if len(start) != count:
+        raise ValueError(f"{len(start)} numbers of start for {count} prompts: give one for each prompt")
+    return list(start)
+
+
+def _scoring(top_k: int, candidates: Any, start: int) -> SamplingParams:
+    """Parameters of one scored row."""
+    try:
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=top_k,
+            prompt_logprob_token_ids=candidates,
+            prompt_logprob_start=start,
+            detokenize=False,
+        )
+    except ValueError as error:
+        text = str(error).replace("prompt_logprob_token_ids", "candidate_ids").replace("prompt_logprob_start", "start")
+        raise ValueError(text.replace("prompt_logprobs", "top_k")) from None
 
 
 def _last_logprobs(output: RequestOutput, count: int) -> list[float]:

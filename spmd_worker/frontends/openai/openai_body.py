@@ -4,15 +4,20 @@ Every value depends only on the row: `created` is 0 and ids carry the row's inde
 writes the same bytes. Values that depend on other rows (tokens found in the prefix cache) are left out.
 """
 
+import base64
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spmd_worker.chat.answer_reader import ChatAnswer
 from spmd_worker.chat.chat_format import NONE
 from spmd_worker.chat.message import CallIds, chat_message
 from spmd_worker.frontends.openai.row import Echo, EncodedRow
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from spmd_worker.replica.sequence.prompt_scores import PromptScores
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
 
 _LOWEST_LOGPROB: Final = -9999.0
@@ -162,10 +167,24 @@ def _body(
     }
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprob_records(output)
+    if output.prompt_routed_experts is not None:
+        body["prompt_routed_experts"] = array_record(output.prompt_routed_experts)
+    if output.prompt_scores is not None:
+        body["prompt_scores"] = score_record(output.prompt_scores)
     if row.returns_token_ids:
         for choice, completion in zip(choices, output.outputs, strict=True):
             choice["token_ids"] = list(completion.token_ids)
     return body
+
+
+def score_record(scores: PromptScores) -> JsonObject:
+    """Arrays of a prompt's rows as lists, without those that the row did not ask for."""
+    record: JsonObject = {"start": scores.start}
+    for name in ("token_logprobs", "candidate_logprobs", "top_logprobs"):
+        values = getattr(scores, name)
+        if values is not None:
+            record[name] = np.maximum(values, np.float32(_LOWEST_LOGPROB)).tolist()
+    return record if scores.top_token_ids is None else record | {"top_token_ids": scores.top_token_ids.tolist()}
 
 
 def prompt_logprob_records(output: RequestOutput) -> list[list[JsonObject] | None]:
@@ -181,7 +200,24 @@ def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: 
         "logprobs": logprobs,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        **trainer_fields(completion),
     }
+
+
+def trainer_fields(completion: CompletionOutput) -> JsonObject:
+    """Data for trainers that the row asked for: `return_sampling_mask`, `return_routed_experts`."""
+    mask, experts, found = completion.sampling_mask, completion.routed_experts, JsonObject()
+    if mask is not None:
+        found["sampling_mask"] = {"token_ids": mask.token_ids.tolist(), "offsets": mask.offsets.tolist()}
+    if experts is not None:
+        found["routed_experts"] = array_record(experts)
+    return found
+
+
+def array_record(array: NDArray[Any]) -> JsonObject:
+    """Numpy's name of the type, shape, and little-endian bytes in base64."""
+    data = base64.b64encode(array.tobytes()).decode("ascii")
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> JsonObject | None:

@@ -98,8 +98,9 @@ def response_body(
     for index, choice in enumerate(choices):
         choice["index"] = index
     body = {**bodies[0], "choices": choices, "usage": _sum_usage([body["usage"] for body in bodies])}
-    if "prompt_logprobs" in body:
-        body["prompt_logprobs"] = [each["prompt_logprobs"] for each in bodies]
+    for key in ("prompt_logprobs", "prompt_scores", "prompt_routed_experts"):
+        if key in body:
+            body[key] = [each[key] for each in bodies]
     return body
 
 

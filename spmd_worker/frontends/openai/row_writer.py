@@ -6,10 +6,13 @@ from typing import Any, Final
 
 from spmd_worker.frontends.openai.openai_body import (
     JsonObject,
+    array_record,
     chat_body,
     completion_body,
     logprob_records,
     prompt_logprob_records,
+    score_record,
+    trainer_fields,
     usage,
 )
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError, row_error
@@ -59,6 +62,7 @@ def plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
         outputs.append({name: getattr(completion, name) for name in names})
         if completion.logprobs is not None:
             outputs[-1]["logprobs"] = [logprob_records(position) for position in completion.logprobs]
+        outputs[-1] |= trainer_fields(completion)
     result: JsonObject = {
         "custom_id": row.custom_id,
         "index": row.index,
@@ -70,6 +74,10 @@ def plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
     }
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = prompt_logprob_records(output)
+    if output.prompt_routed_experts is not None:
+        result["prompt_routed_experts"] = array_record(output.prompt_routed_experts)
+    if output.prompt_scores is not None:
+        result["prompt_scores"] = score_record(output.prompt_scores)
     return result
 
 

@@ -119,9 +119,12 @@ class RequestReader:
             return encode_audio(*given).named(content_name(url, fields) if custom_id is None else custom_id)
         # With echo and logprobs those of the prompt are in the choices.
         is_echoed = row.echo is not None and fields.get("prompt_logprobs") is None
-        if is_streamed and row.sampling.prompt_logprobs is not None and not is_echoed:
-            message = "prompt_logprobs cannot be streamed: leave out stream or prompt_logprobs"
-            raise InvalidRequestError(message, "unsupported_value")
+        for name in ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "return_routed_experts"):
+            value = getattr(row.sampling, name)
+            is_asked = value is not None and value is not False
+            if is_streamed and is_asked and not (is_echoed and name == "prompt_logprobs"):
+                message = f"{name} cannot be streamed: leave out stream or {name}"
+                raise InvalidRequestError(message, "unsupported_value")
         encoded = encode_row(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format, self.models)
         return replace(encoded, custom_id=content_name(url, fields) if custom_id is None else custom_id)
 

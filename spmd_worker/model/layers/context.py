@@ -19,7 +19,7 @@ class LayerContext:
     """`layer` is the index, in the full model, of the layer being built. `expert_layout` None: tensor parallelism
     within each expert. `quantised` is `kernels`, if they are quantised. `stored_experts` are formats of layers, by
     index, whose experts are held as the checkpoint stores them, by kernels that compute all at once. `num_leaves` is
-    that of row-parallel layers (`ranks/leaves.py`).
+    that of row-parallel layers (`ranks/leaves.py`). `has_float32_head`: logits are float32 sums, not rounded.
     """
 
     tensor_group: GroupHandle
@@ -32,6 +32,7 @@ class LayerContext:
     quantised: QuantisedKernels | None = None
     stored_experts: Mapping[int, StoredFormat] = field(default_factory=dict)
     num_leaves: int = 1
+    has_float32_head: bool = False
 
     def columns(self, num_columns: int) -> tuple[int, int]:
         """Columns (start, stop) of a feed-forward that this rank has."""

@@ -97,8 +97,9 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         part = _with_rows(rows.masked_fill_(~is_mine.unsqueeze(1), 0.0), given)
         return self._group.all_reduce(part, is_exact=True)
 
-    def pack_for_head(self) -> None:
-        packed = self._kernels.pack(self.weight)
+    def pack_for_head(self, *, is_wide: bool = False) -> None:
+        """`is_wide`: for `Kernels.linear_of_leaves`."""
+        packed = self._kernels.pack_leaves(self.weight) if is_wide else self._kernels.pack(self.weight)
         self.packed = None if packed is self.weight else packed
 
     def gemm_weight(self) -> Tensor:
@@ -202,6 +203,9 @@ class TokenTypeEmbedding(CheckpointLayer):
 class VocabularyParallelHead(PackedLayer):
     """[R, hidden_size] -> logits [R, Vs] of this rank's token ids, divided by `divisor` and, if `cap` is above 0,
     bounded by it: cap * tanh(logit / cap). Its weight is that of the embedding `tied_to`, if there is one.
+
+    Logits are of the model's dtype, to which float32 sums are rounded, or with `LayerContext.has_float32_head` these
+    sums themselves: products of weights and hidden states of 16 bits are exact in float32, so no copy is converted.
     """
 
     def __init__(
@@ -224,13 +228,15 @@ class VocabularyParallelHead(PackedLayer):
         # In a tuple, so that the embedding does not become a submodule.
         self._tied_to = (tied_to,)
         # Rounded, different logits may become equal.
-        self._is_plain = divisor == 1.0 and not cap and not has_bias
+        self._is_wide = context.has_float32_head and context.dtype != torch.float32
+        assert not (self._is_wide and context.quantised), "a quantised head has no float32 sums"
+        self._is_plain = divisor == 1.0 and not cap and not has_bias and not self._is_wide
         self.argmax_module: nn.Module | None = None
         self._num_changes = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of padding rows are minus infinity."""
-        logits = self._kernels.linear(hidden, self._gemm_weight, self.bias)
+        logits = self._products(hidden)
         if self._divisor != 1.0:
             logits = logits.div_(self._divisor)
         if self._cap:
@@ -238,6 +244,12 @@ class VocabularyParallelHead(PackedLayer):
         if self.shard.num_owned < self.shard.size:
             logits[:, self.shard.num_owned :] = -torch.inf
         return logits
+
+    def _products(self, hidden: Tensor) -> Tensor:
+        if not self._is_wide:
+            return self._kernels.linear(hidden, self._gemm_weight, self.bias)
+        one_leaf = (self.hidden_size,)
+        return self._kernels.linear_of_leaves(hidden, self._gemm_weight, self.bias, one_leaf, torch.float32)
 
     def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[R, hidden_size] -> each row's maximum logit, float32 [R], and the first column with it, int64 [R]."""
@@ -268,13 +280,16 @@ class VocabularyParallelHead(PackedLayer):
         if tied_to is None:
             super().pack_weights()
         else:
-            tied_to.pack_for_head()
+            tied_to.pack_for_head(is_wide=self._is_wide)
         if self._is_plain:
             self.argmax_module = self._kernels.argmax_module(self._gemm_weight)
 
     def _empty_packed(self) -> Tensor | None:
         """A tied head has a packed copy beside the embedding instead."""
-        return None if self.is_tied else super()._empty_packed()
+        return None if self.is_tied or self._is_wide else super()._empty_packed()
+
+    def _packed(self) -> Tensor:
+        return self._kernels.pack_leaves(self.weight) if self._is_wide else super()._packed()
 
     def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """`CheckpointLayer.write_region`; the argmax module is rebuilt at its next use."""

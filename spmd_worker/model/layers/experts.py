@@ -64,12 +64,18 @@ class Router(PackedLayer):
         if experts.are_beside_dense:
             self.scale, self.per_expert_scale = context.parameter(hidden_size), context.parameter(experts.num_experts)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """[T, hidden] -> experts int64 [T, k] ascending, weights float32 [T, k], shared weight [T, 1] or None."""
-        if self.scale is None or self.per_expert_scale is None:
-            return self._chosen(x)
-        x = self._kernels.full_norm(x.float(), self.scale, None, self._eps, offset=0.0, is_centred=False)
-        ids, weights, shared_gate = self._chosen(x * self._hidden_size**-0.5)
+    def forward(self, x: Tensor, routes: list[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[T, hidden] -> experts int64 [T, k] ascending, weights float32 [T, k], shared weight [T, 1] or None. The
+        experts are appended to `routes`, int64 [T, k], the one of the largest weight first, ties by ascending id.
+        """
+        if self.scale is not None:
+            x = self._kernels.full_norm(x.float(), self.scale, None, self._eps, offset=0.0, is_centred=False)
+            x = x * self._hidden_size**-0.5
+        ids, weights, shared_gate = self._chosen(x)
+        if routes is not None:
+            routes.append(ids.long().gather(1, weights.sort(dim=-1, descending=True, stable=True).indices))
+        if self.per_expert_scale is None:
+            return ids, weights, shared_gate
         return ids, weights * self.per_expert_scale[ids], shared_gate
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -311,12 +317,13 @@ class SparseFeedForward(nn.Module):
         is_fused: bool = True,
         slots: Tensor | None = None,
         router_input: Tensor | None = None,
+        routes: list[Tensor] | None = None,
     ) -> Tensor:
-        """`slots`: see `AttentionMetadata.slots`. The router reads `router_input`, or the same as experts. Adapters add
-        to the shared expert alone. If not `is_fused`, experts are called one by one, without padding; clamped gates
-        then have torch's exponential instead of that of `Kernels.expert_kernels`.
+        """`routes`: see `Router`. `slots`: see `AttentionMetadata.slots`. The router reads `router_input`, or the same
+        as experts. Adapters add to the shared expert alone. If not `is_fused`, experts are called one by one, without
+        padding; clamped gates then have torch's exponential instead of that of `Kernels.expert_kernels`.
         """
-        ids, weights, shared_gate = self.gate(x if router_input is None else router_input)
+        ids, weights, shared_gate = self.gate(x if router_input is None else router_input, routes)
         inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)
         chosen, padding = ids, slots
         if self._config.weighs_inputs:

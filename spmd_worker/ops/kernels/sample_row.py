@@ -52,11 +52,11 @@ class SampleRow(NamedTuple):
 
     @property
     def needs_all_logits(self) -> bool:
-        """Whether the token depends on more than maxima and sums over vocabulary shards. Log-probabilities and grammar
-        masks do not.
+        """Whether the token, or the ids that are returned with it, depend on more than maxima and sums over vocabulary
+        shards. Log-probabilities and grammar masks do not.
         """
         sampling = self.sampling
-        return self.has_processors or (sampling.has_filters and not sampling.is_greedy)
+        return self.has_processors or sampling.return_sampling_mask or (sampling.has_filters and not sampling.is_greedy)
 
     @property
     def has_processors(self) -> bool:

@@ -31,25 +31,29 @@ from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.beam_logprobs import beam_logprobs
 from spmd_worker.ops.sampling.filters import bounded_temperature, exponent_factors, filter_logits, filter_numbers
+from spmd_worker.ops.sampling.kept_ids import launch_kept_ids
 from spmd_worker.ops.sampling.processors import process_logits
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.ops.sampling.rule_choice import apply_rules
 from spmd_worker.ops.sampling.shard_argmax import best_of_shards
 from spmd_worker.ops.sampling.shard_logprobs import log_normalisers, shard_logprobs
+from spmd_worker.ops.sampling.shard_scores import Scores, shard_scores
 from spmd_worker.ops.sampling.step_rows import Arrays, SomeRows, StepRows
 from spmd_worker.ops.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE
+from spmd_worker.replica.sequence.sampling_mask import pack_ids
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Parallel to the rows given; `logprobs` is empty when no row asked."""
+    """Parallel to the rows given; `logprobs`, and `kept_ids` of `return_sampling_mask`, are empty when no row asked."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
+    kept_ids: tuple[bytes | None, ...] = ()
 
 
 class _Choice(NamedTuple):
@@ -61,13 +65,16 @@ class _Choice(NamedTuple):
 
 class _Launched(NamedTuple):
     """Some rows of a step, by their `indices` in it: tokens on the device, int64 [K], and after the read-back; and for
-    some of them the log-probabilities.
+    some of them the log-probabilities, and the ids that the filters have kept.
     """
 
     indices: list[int]
     chosen: Tensor
     token_ids: Awaited[list[int]]
     reports: list[tuple[list[int], Awaited[list[TokenLogprobs]]]]
+    kept: tuple[list[int], Awaited[list[bytes]]] | None = None
+    greedy: tuple[int, ...] = ()
+    """Rows that want ids and could get only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,7 @@ class LaunchedSample:
         """The result, after the read-back. Rows that are in no part have no token to sample."""
         token_ids = [GRAMMAR_FAILED] * len(self.chosen)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        kept_ids: dict[int, bytes] = {}
         for launched in self.parts:
             indices = launched.indices
             for index, token_id in zip(indices, launched.token_ids.value, strict=True):
@@ -89,8 +97,13 @@ class LaunchedSample:
                 for row, entry in zip(named, entries.value, strict=True):
                     if token_ids[indices[row]] != NON_FINITE:
                         logprobs[indices[row]] = entry
+            if launched.kept is not None:
+                kept_ids |= {indices[row]: ids for row, ids in zip(launched.kept[0], launched.kept[1].value)}
+            kept_ids |= {indices[row]: pack_ids((max(token_ids[indices[row]], 0),)) for row in launched.greedy}
+        kept_ids = {index: ids for index, ids in kept_ids.items() if token_ids[index] != NON_FINITE}
         has_logprobs = any(entry is not None for entry in logprobs)
-        return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
+        kept = tuple([kept_ids.get(index) for index in range(len(token_ids))]) if kept_ids else ()
+        return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else (), kept)
 
 
 class Sampler:
@@ -181,6 +194,24 @@ class Sampler:
             pieces.append(self._of_shards(own, named, [num_top] * count, factors, divisors, self._group, read_back))
         return pieces
 
+    def launch_scores(
+        self, logits: Tensor, token_ids: NDArray[np.int64], num_top: int, read_back: ReadBack
+    ) -> Awaited[Scores]:
+        """[K, Vs] and int64 [K, C], negative for none -> `shard_scores` of these tokens and of the `num_top` most
+        probable: the bits of `report`. Every rank of the group calls this with the same tokens.
+        """
+        (ids,) = send((token_ids,), logits.device)
+        maxima, normalisers, num_owned = self._normalisers(logits)
+        return shard_scores(logits, ids, num_top, maxima, normalisers, self._group, num_owned, read_back)
+
+    def _normalisers(self, logits: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Maxima and normalisers of rows without temperature, float64 [K], and the ids of this shard."""
+        (factors, _) = send(_scales([1.0] * len(logits)), logits.device)
+        values, columns = self._kernels.argmax(logits)
+        maxima = best_of_shards(values, columns, self._group, self._first_id(self._group))[0]
+        normalisers = log_normalisers(self._kernels, logits, maxima, factors, self._group)
+        return maxima, normalisers, max(0, min(logits.shape[1], self._vocab_size - self._first_id(self._group)))
+
     def _forbid(self, logits: Tensor, masks: TokenMasks) -> None:
         """Apply the masks in place: [K, Vs]. A row with a logit that is not finite keeps one."""
         if not masks.mask_rows:
@@ -208,6 +239,10 @@ class Sampler:
         self._process(gathered, part)
         apply_rules(self._kernels, gathered, part, alone, 0)
         self._filter(gathered, part)
+        kept = None
+        if part.masked:
+            own = part.rows_of(gathered, "masked", part.masked)
+            kept = (part.masked, launch_kept_ids(own, read_back))
         ids = self._choose(gathered, part, alone, forbidden_id=0).token_ids
         choice = _Choice(ids.masked_fill(~is_finite, NON_FINITE))
         if part.histories is not None:
@@ -224,7 +259,8 @@ class Sampler:
             group = self._group
             entries = beam_logprobs(self._kernels, own, allowed, ids, counts, group, self._shard_start, read_back)
             reports.append((part.beams, entries))
-        return _Launched(part.indices, choice.token_ids, _listed(choice.token_ids, read_back), reports)
+        listed = _listed(choice.token_ids, read_back)
+        return _Launched(part.indices, choice.token_ids, listed, reports, kept, tuple(part.masked_greedy))
 
     def _process(self, logits: Tensor, part: SomeRows) -> None:
         """Masks, bias and penalties in place: [K, V]."""

@@ -33,6 +33,9 @@ class SomeRows:
         ruled = [index for index, row in enumerate(self.rows) if row.sampling.token_rules is not None]
         self.timestamps = _first_timestamps(self.rows, ruled)
         self.drawn_first = [index for index in ruled if _draws_first_token(self.rows[index])]
+        masked = [index for index, row in enumerate(self.rows) if row.sampling.return_sampling_mask]
+        self.masked = [index for index in masked if not self.rows[index].sampling.is_greedy]
+        self.masked_greedy = [index for index in masked if self.rows[index].sampling.is_greedy]
         self.has_processors = any(row.has_processors for row in self.rows)
         self.step = 0
         """Tokens since the rows were first sampled."""

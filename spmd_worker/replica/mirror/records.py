@@ -22,8 +22,9 @@ class MirroredSequence:
 
     It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks only grows; if
     blocks are removed, the record gets a new list. While a sequence is ahead of its id, its last output token is
-    `NOT_READ` until the id is read. `is_plain`: it needs only the argmax of its logits, at every token. `state_slot`
-    holds its recurrent states: -1 in a model without any, and once another sequence was given its slot.
+    `NOT_READ` until the id is read. `is_plain`: it needs only the argmax of its logits, at every token, and reports
+    nothing else. `state_slot` holds its recurrent states: -1 in a model without any, and once another sequence was
+    given its slot.
     """
 
     request: Request
@@ -48,7 +49,8 @@ class MirroredSequence:
     def set_request(self, request: Request) -> None:
         """Replace the request by the one sent last."""
         sampling = request.sampling
-        is_plain = sampling.needs_argmax_only and not sampling.min_tokens and sampling.prompt_logprobs is None
+        reports = sampling.scores_prompt or sampling.return_routed_experts
+        is_plain = sampling.needs_argmax_only and not sampling.min_tokens and not reports
         self.request, self.is_plain, self._prompt = request, is_plain, None
         self.num_prompt_tokens = len(request.prompt_token_ids)
 

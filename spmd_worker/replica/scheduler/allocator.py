@@ -16,6 +16,7 @@ from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.hit_verifier import HitVerifier
 from spmd_worker.replica.scheduler.sequence_states import SequenceStates
 from spmd_worker.replica.sequence.hit_comparison import HitComparison
+from spmd_worker.replica.sequence.prompt_scores import scored_rows
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
@@ -333,9 +334,14 @@ class Allocator:
 
     def _prefix_hashes(self, sequence: Sequence, weight_version: int | None = None) -> list[BlockHash]:
         """Hashes of the full blocks that may be found in the prefix cache: they leave a token to compute."""
-        if not sequence.request.sampling.reads_prefix_cache:
+        request = sequence.request
+        if not request.sampling.reads_prefix_cache:
             return []
-        return self._hashes(sequence, (sequence.num_tokens - 1) // self._cache.block_size, weight_version)
+        num_tokens = sequence.num_tokens - 1
+        if request.sampling.has_score_arrays:
+            # Rows that are scored are computed.
+            num_tokens = min(num_tokens, scored_rows(request).start)
+        return self._hashes(sequence, num_tokens // self._cache.block_size, weight_version)
 
     def _computed_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the full blocks that are computed."""

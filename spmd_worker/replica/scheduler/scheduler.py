@@ -258,6 +258,12 @@ class Scheduler:
                 known[first : first + len(entries)] = entries
                 spans = (groups[request_id].prompt_spans, first, first + len(entries))
                 groups[request_id].prompt_spans = replace_span(*spans, self._sampling_version, len(known))
+        for scored in result.prompt_scores:
+            if scored.request_id in groups:
+                groups[scored.request_id].prompt_scores.append(scored)
+        for tokens in result.routed_experts:
+            if tokens.request_id in groups:
+                groups[tokens.request_id].take_routed(tokens)
         for request_id, vector in result.vectors:
             if request_id in groups:
                 groups[request_id].vector = vector
@@ -265,21 +271,23 @@ class Scheduler:
         decisions = self._in_flight.popleft()
         # The order of `sampled.sampling_keys`, but over the sequences themselves.
         sampling = chain(decisions.ahead, decisions.continuing, self._sampling(decisions.others))
-        reported = logprobs or (None,) * len(token_ids)
+        nothing = (None,) * len(token_ids)
+        reported, kept = logprobs or nothing, result.kept_ids or nothing
         if result.num_token_ids:
             ids = SampledIds(token_ids, result.num_token_ids)
-            for sequence, row_ids, row_logprobs in zip(sampling, ids.rows(), ids.divide(reported), strict=True):
-                self._append_row(sequence, row_ids, row_logprobs, ended)
+            rows = zip(sampling, ids.rows(), ids.divide(reported), ids.divide(kept), strict=True)
+            for sequence, row_ids, row_logprobs, row_kept in rows:
+                self._append_row(sequence, row_ids, row_logprobs, row_kept, ended)
         else:
-            are_ids = min(token_ids, default=0) >= 0
-            for sequence, token_id, token_logprobs in zip(sampling, token_ids, reported, strict=True):
+            are_ids = min(token_ids, default=0) >= 0 and not result.kept_ids
+            for sequence, token_id, token_logprobs, kept_ids in zip(sampling, token_ids, reported, kept, strict=True):
                 # Hot path: nearly every token continues its answer. One that ended has a `num_outputs_plain` of 0.
                 outputs = sequence.output_token_ids
                 may_end = len(outputs) + 1 >= sequence.num_outputs_plain or token_id in sequence.end_ids
                 if not may_end and are_ids and token_logprobs is None:
                     outputs.append(token_id)
                 elif sequence.status is SequenceStatus.RUNNING:
-                    self._append(sequence, token_id, token_logprobs, ended)
+                    self._append(sequence, token_id, token_logprobs, kept_ids, ended)
                 else:
                     self.counters.num_output_tokens -= 1
         self.counters.num_output_tokens += len(token_ids)
@@ -312,14 +320,15 @@ class Scheduler:
         sequence: Sequence,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs | None, ...],
+        kept: tuple[bytes | None, ...],
         ended: list[SequenceGroup],
     ) -> None:
         """Append zero, one or several ids of one sequence, up to the one that ends it."""
-        for token_id, entry in zip(token_ids, logprobs, strict=True):
+        for token_id, entry, kept_ids in zip(token_ids, logprobs, kept, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
                 self.counters.num_output_tokens -= 1
                 continue
-            self._append(sequence, token_id, entry, ended)
+            self._append(sequence, token_id, entry, kept_ids, ended)
         if not token_ids and sequence.status is SequenceStatus.RUNNING:
             if self.state_slots is not None:
                 self._recompute(sequence)
@@ -330,7 +339,12 @@ class Scheduler:
             sequence.repeats_last = True
 
     def _append(
-        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, ended: list[SequenceGroup]
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        kept_ids: bytes | None,
+        ended: list[SequenceGroup],
     ) -> None:
         has_ended = True
         if token_id in (NON_FINITE, GRAMMAR_FAILED):
@@ -343,6 +357,8 @@ class Scheduler:
             sequence.finish_reason = FinishReason.STOP
         else:
             sequence.output_token_ids.append(token_id)
+            if kept_ids is not None:
+                sequence.kept_ids.append(kept_ids)
             if logprobs is not None:
                 sequence.cumulative_logprob += logprobs[token_id].logprob
                 if sequence.request.sampling.logprobs is not None:

@@ -1,9 +1,14 @@
 """Outputs of the API: requests and their completions, in vLLM's names."""
 
 from dataclasses import dataclass, field
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_scores import PromptScores
+from spmd_worker.replica.sequence.sampling_mask import SamplingMask
 
 NON_FINITE_LOGITS: Final = "non_finite_logits"
 """`RequestOutput.error_code` if the model's logits were NaN or infinite."""
@@ -54,8 +59,11 @@ class CompletionOutput:
 
     `cumulative_logprob` is None unless the row asked for log-probabilities or `best_of` ranked its samples.
     `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token.
-    `weight_versions` are spans (first of `token_ids`, version of the weights that sampled it and those after it); they
-    are no part of the answer, so outputs are compared without them.
+    `weight_versions` are spans (first of `token_ids`, version of the weights that sampled it and those after it).
+    `sampling_mask` has the ids that could have been sampled at each token, if the row asked. `routed_experts`, if it
+    asked, are the experts of all tokens but the last, which no layer has computed: uint8, or uint16 of more than 256,
+    [tokens - 1, sparse layers, experts of a token]; None before the end. Outputs are compared without versions and
+    experts.
     """
 
     index: int
@@ -67,6 +75,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     lora_request: LoRARequest | None = None
     weight_versions: list[tuple[int, int]] = field(default_factory=list, compare=False)
+    sampling_mask: SamplingMask | None = None
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -82,6 +92,8 @@ class RequestOutput:
     its decoder; the text that its encoder reads is `encoder_prompt`, None for audio. `num_cached_tokens` are of both.
     `kv_transfer_params` is vLLM's name for a feature that does not exist here. `prompt_weight_versions` are spans
     (first prompt token, version) of the weights that computed `prompt_logprobs`, or the vector; None without either.
+    `prompt_scores` are log-probabilities of the prompt as arrays (`prompt_logprob_token_ids`, `prompt_logprob_start`).
+    `prompt_routed_experts` are the experts of its tokens, as `CompletionOutput.routed_experts`.
     """
 
     request_id: str
@@ -100,6 +112,13 @@ class RequestOutput:
     kv_transfer_params: None = None
     vector: list[float] | None = None
     prompt_weight_versions: list[tuple[int, int]] | None = field(default=None, compare=False)
+    prompt_scores: PromptScores | None = None
+    prompt_routed_experts: NDArray[Any] | None = field(default=None, compare=False)
+
+    @property
+    def prompt_token_id_logprobs(self) -> NDArray[np.float32] | None:
+        """vLLM's name for the log-probabilities of `prompt_logprob_token_ids`, [rows, ids]."""
+        return None if self.prompt_scores is None else self.prompt_scores.candidate_logprobs
 
     @property
     def num_prompt_tokens(self) -> int:

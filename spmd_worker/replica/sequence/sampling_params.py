@@ -11,6 +11,8 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final, cast
 
+import numpy as np
+
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
 from spmd_worker.base.names import hint, with_keyword_hints
 from spmd_worker.replica.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
@@ -25,6 +27,9 @@ MAX_LOGPROBS: Final = 64
 
 ALL_LOGPROBS: Final = -1
 """Value for a number of alternatives: the complete vocabulary."""
+
+MAX_SCORES: Final = 1024
+"""Most candidates of a prompt position (`prompt_logprob_token_ids`), and most top tokens where they become arrays."""
 
 _MAX_SAMPLES: Final = 1024
 _MAX_SALT: Final = 1024
@@ -43,6 +48,13 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "best_of": "only here, as in older vLLM: `best_of` samples run, and the `n` most probable are returned",
     "seed": "-1 is a seed like any other",
     "logprobs": f"at most {MAX_LOGPROBS}, or -1; the same of `prompt_logprobs`",
+    "prompt_logprob_token_ids": "one list for all rows too; -1 fills up shorter lists of a row; "
+    f"at most {MAX_SCORES} a row",
+    "prompt_logprob_start": "with `prompt_logprobs` k too, which then gives arrays of the top k of each row "
+    f"(at most {MAX_SCORES}); earlier rows are found in the prefix cache",
+    "return_sampling_mask": "a field of each row; needs top_k, top_p, min_p or allowed tokens, and no setting of the "
+    "engine",
+    "return_routed_experts": "a field of each row; needs no setting of the engine",
     "temperature": "has no upper end, and below 1e-5 is greedy",
     "stop": "kept as a tuple, as all lists are; as in vLLM it ends reasoning too, and `content` is null then",
     "bad_words": "forbidden also where they begin in the prompt, as in transformers",
@@ -78,10 +90,8 @@ REJECTED: Final[Mapping[str, str]] = {
     "thinking_token_budget": "the end of thinking is not detected: use max_tokens or stop",
     "repetition_detection": "no row ends because it repeats itself: use repetition_penalty or frequency_penalty",
     "logprob_token_ids": "log-probabilities are those of the top-k tokens: logprobs=-1 gives all",
-    "prompt_logprob_token_ids": "log-probabilities are those of the top-k tokens: prompt_logprobs=-1 gives all",
-    "prompt_logprob_start": "prompt_logprobs reports the complete prompt: slice the result",
     "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
-    "routed_experts_prompt_start": "the experts of a token are not returned: leave it out",
+    "routed_experts_prompt_start": "return_routed_experts returns those of all prompt tokens: slice the result",
     "watermarking": "answers are not watermarked: leave it out",
 }
 """Unsupported fields, which must not be set, and the reason and the alternative."""
@@ -125,6 +135,12 @@ class SamplingParams(_Freezable):
     rows of the same salt are found. `structured_outputs` is the grammar of the complete answer; no other parameter
     allows a token that the grammar forbids.
 
+    `prompt_logprob_token_ids` are candidates whose log-probabilities are returned as an array: one list for all rows,
+    or one for each; row i of the prompt predicts its token i + 1. `prompt_logprob_start` is the first row that is
+    scored. `return_sampling_mask`: the ids that could have been sampled at each output token are returned.
+    `return_routed_experts`: the experts of each token of prompt and answer are returned; the prompt uses nothing from
+    the cache then.
+
     Fields may be assigned: a request makes a frozen copy, in which every rule is checked again. Fields in
     `WITHOUT_EFFECT` and `REJECTED` exist so that scripts for vLLM run, or get an error with the reason.
     """
@@ -146,8 +162,8 @@ class SamplingParams(_Freezable):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    prompt_logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
-    prompt_logprob_start: Any = field(default=None, metadata=NOT_SENT)
+    prompt_logprob_token_ids: tuple[tuple[int, ...], ...] | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
     flat_logprobs: bool = field(default=False, metadata=NOT_SENT)
     detokenize: bool = True
@@ -173,6 +189,8 @@ class SamplingParams(_Freezable):
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
     token_rules: TokenRules | None = None
+    return_sampling_mask: bool = False
+    return_routed_experts: bool = False
     logits_processors: Any = field(default=None, metadata=NOT_SENT)
     guided_decoding: Any = field(default=None, metadata=NOT_SENT)
     use_beam_search: Any = field(default=False, metadata=NOT_SENT)
@@ -220,7 +238,8 @@ class SamplingParams(_Freezable):
         """Whether the argmax of the logits suffices, once there are `min_tokens`."""
         has_rules = self.structured_outputs is not None or self.token_rules is not None
         is_free = not has_rules and not self.has_masks and not self.has_penalties
-        return self.is_greedy and is_free and not self.logit_bias and not self.needs_logprobs
+        reports = self.needs_logprobs or self.return_sampling_mask
+        return self.is_greedy and is_free and not self.logit_bias and not reports
 
     @property
     def num_sequences(self) -> int:
@@ -267,13 +286,52 @@ class SamplingParams(_Freezable):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether cached blocks of the prompt may be used. Log-probabilities of a prompt need it computed."""
-        return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
+        """Whether cached blocks of the prompt may be used. Log-probabilities of a prompt need it computed, from the
+        first row on that is scored; experts of its tokens are known where they are computed.
+        """
+        is_scored = self.prompt_logprobs is not None and not self.has_score_arrays
+        return not (is_scored or self.skip_reading_prefix_cache or self.return_routed_experts)
+
+    @property
+    def has_score_arrays(self) -> bool:
+        """Whether log-probabilities of the prompt are returned as arrays, of rows from `first_scored_row` on."""
+        return self.prompt_logprob_token_ids is not None or self.prompt_logprob_start is not None
+
+    @property
+    def first_scored_row(self) -> int:
+        return self.prompt_logprob_start or 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are computed."""
+        return self.prompt_logprobs is not None or self.has_score_arrays
 
     @property
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p cut the distribution."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def forbids_most(self) -> bool:
+        """Whether a row names the tokens that it may get."""
+        return self.allowed_token_ids is not None or self.structured_outputs is not None
+
+    def check_scored_rows(self, num_tokens: int) -> None:
+        """Raise ValueError unless a prompt of so many tokens has the rows to be scored, as many as lists of ids."""
+        if not self.has_score_arrays:
+            return
+        first, num_rows = self.first_scored_row, num_tokens - 1 - self.first_scored_row
+        if num_rows < 1:
+            raise ValueError(
+                f"prompt_logprob_start={first} of a prompt of {num_tokens} tokens: row i predicts token i + 1, so it "
+                f"must be at most {num_tokens - 2}"
+            )
+        lists = self.prompt_logprob_token_ids
+        if lists is not None and len(lists) not in (1, num_rows):
+            raise ValueError(
+                f"prompt_logprob_token_ids has {len(lists)} lists for {num_rows} rows ({num_tokens} tokens, from row "
+                f"{first} on): give one list, or one for each row"
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError for a token id outside `[0, vocab_size)`."""
@@ -283,11 +341,16 @@ class SamplingParams(_Freezable):
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words_ids", [token_id for sequence in self.bad_words_ids for token_id in sequence]),
             ("token_rules", () if self.token_rules is None else self.token_rules.token_ids),
+            ("prompt_logprob_token_ids", [each for row in self.prompt_logprob_token_ids or () for each in row]),
         )
         for name, ids in named:
             outside = next((token_id for token_id in ids if token_id >= vocab_size), None)
             if outside is not None:
                 raise ValueError(f"{name}: token id {outside} is outside the vocabulary of {vocab_size} tokens")
+        if self.has_score_arrays and (self.prompt_logprobs or 0) > vocab_size:
+            raise ValueError(
+                f"prompt_logprobs={self.prompt_logprobs} is more than the vocabulary's {vocab_size} tokens"
+            )
 
     def check(self) -> None:
         """Check every rule; ValueError names key, value and rule. A frozen record has been checked."""
@@ -308,6 +371,16 @@ class SamplingParams(_Freezable):
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
+        if self.return_sampling_mask and not (self.is_greedy or self.has_filters or self.forbids_most):
+            raise ValueError(
+                "return_sampling_mask=True without a filter keeps every id at each token: set top_k, top_p or min_p, "
+                "or leave it out"
+            )
+        if self.has_score_arrays:
+            if self.prompt_logprobs == ALL_LOGPROBS:
+                raise ValueError(f"prompt_logprobs=-1 with prompt_logprob_start: give at most {MAX_SCORES}")
+        elif self.prompt_logprobs is not None and self.prompt_logprobs > MAX_LOGPROBS:
+            raise ValueError(f"prompt_logprobs={self.prompt_logprobs} {_LOGPROBS_RULE}")
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={list(self.stop)!r} needs detokenize=true: stop strings are found in the text")
         if self.ignore_eos and self.structured_outputs is not None:
@@ -346,7 +419,8 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ("max_tokens", lambda num_tokens: num_tokens >= 1, "must be 1 or more"),
     ("min_tokens", lambda num_tokens: num_tokens >= 0, "must be 0 or more"),
     ("logprobs", _is_num_logprobs, _LOGPROBS_RULE),
-    ("prompt_logprobs", _is_num_logprobs, _LOGPROBS_RULE),
+    ("prompt_logprobs", lambda count: -1 <= count <= MAX_SCORES, _LOGPROBS_RULE),
+    ("prompt_logprob_start", lambda row: row >= 0, "must be 0 or more"),
     ("truncate_prompt_tokens", lambda length: length == -1 or length >= 1, _LENGTH_RULE),
     ("stream_interval", lambda num_steps: num_steps >= 1, "must be 1 or more"),
     ("presence_penalty", _is_openai_penalty, "must be from -2 to 2"),
@@ -358,11 +432,12 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
 _INTEGERS: Final = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS: Final = (
     *("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"),
-    *("truncate_prompt_tokens", "stream_interval"),
+    *("prompt_logprob_start", "truncate_prompt_tokens", "stream_interval"),
 )
 _FLAGS: Final = (
     *("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"),
     *("flat_logprobs", "spaces_between_special_tokens", "skip_clone"),
+    *("return_sampling_mask", "return_routed_experts"),
 )
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -451,6 +526,24 @@ def _as_bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys([_as_token_ids(name, item) for item in sequences]))
 
 
+def _as_candidates(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Lists of ids, one for all rows or one for each; numpy's arrays too. -1 fills up a list."""
+    if value is None:
+        return None
+    rows = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(rows, list | tuple) or not rows:
+        raise ValueError(f"{name}={shown(value)} must be a list of token ids, or one list for each row")
+    if not any(isinstance(each, list | tuple) for each in rows):
+        rows = [rows]
+    if not all(isinstance(each, list | tuple) for each in rows):
+        raise ValueError(f"{name}={shown(value)} must be a list of token ids, or one list for each row")
+    lists = tuple([_as_token_ids(name, [each for each in row if each != -1]) for row in rows])
+    longest = max(map(len, lists))
+    if not 1 <= longest <= MAX_SCORES:
+        raise ValueError(f"{name}: the longest list has {longest} ids: give from 1 to {MAX_SCORES}")
+    return lists
+
+
 def _as_allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     """Sorted, without duplicates."""
     if value is None:
@@ -517,6 +610,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "bad_words_ids": _as_bad_words_ids,
     "allowed_token_ids": _as_allowed_token_ids,
     "cache_salt": _as_salt,
+    "prompt_logprob_token_ids": _as_candidates,
     "output_kind": _as_output_kind,
     "structured_outputs": _as_constraint,
     "guided_decoding": _as_constraint,

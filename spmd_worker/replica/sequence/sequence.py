@@ -15,7 +15,9 @@ from kv_cache.block import BlockHash
 from kv_cache.block_table import BlockTable
 from kv_cache.state_ops import SlotId
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.routed_experts import RoutedExperts, RoutedTokens
 from spmd_worker.replica.sequence.weight_spans import WeightSpans
 
 
@@ -95,6 +97,8 @@ class Sequence:
     text: str | None = None
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    kept_ids: list[bytes] = field(default_factory=list)
+    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
     num_samples: int = 1
     weight_spans: WeightSpans = ()
     state_slot: SlotId | None = None
@@ -145,6 +149,8 @@ class SequenceGroup:
     """Prompt tokens that were found in the cache when the request was first scheduled; None before that."""
     prompt_spans: WeightSpans = ()
     """Weights that computed `prompt_logprobs`, or the vector."""
+    prompt_scores: list[ScoredRows] = field(default_factory=list)
+    prompt_routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
     vector: bytes | None = None
     """Vector of a pooling row, little-endian float32. A replay of a log knows only its digest."""
 
@@ -156,6 +162,16 @@ class SequenceGroup:
     @property
     def is_finished(self) -> bool:
         return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+
+    def take_routed(self, tokens: RoutedTokens) -> None:
+        """Keep experts of tokens: of the prompt, which sample 0 computes, and of the sample's output."""
+        num_prompt, count = len(self.request.prompt_token_ids), tokens.num_tokens
+        num_before = min(max(num_prompt - tokens.first, 0), count)
+        if tokens.sample_index == 0:
+            self.prompt_routed_experts.put(tokens.first, tokens, 0, num_before)
+        for sequence in self.sequences:
+            if sequence.sample_index == tokens.sample_index:
+                sequence.routed_experts.put(max(tokens.first - num_prompt, 0), tokens, num_before, count)
 
     def add(self, sequence: Sequence) -> None:
         insort(self.sequences, sequence, key=attrgetter("sample_index"))

@@ -10,8 +10,10 @@ from spmd_worker.replica.sequence.hit_comparison import HitComparison
 from spmd_worker.replica.sequence.media_items import EncodeMedia
 from spmd_worker.replica.sequence.metadata import GroupUpdate
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
+from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.record_checks import CheckedRecord, check_num_ids
 from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.routed_experts import RoutedTokens
 from spmd_worker.replica.sequence.sequence import SequenceKey
 
 NO_BLOCK_OPS: Final = BlockOps()
@@ -69,8 +71,10 @@ class StepResult:
     (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first position, one
     entry a position) for requests that asked and prompt positions of this step. `vectors` has (request, little-endian
     float32) of pooling rows; their digests are in `token_ids` (`vector_digest`). `mask_checksums` has one number, of
-    the masks of all rows with a grammar, if the step has such rows. `finished_transfers` is this rank's own report
-    (`TransferEngine.finished`): only here may ranks differ.
+    the masks of all rows with a grammar, if the step has such rows. `kept_ids` is parallel to `token_ids`, or empty:
+    the ids that could have been sampled, packed (`sampling_mask.py`), for rows that asked. `prompt_scores` are rows of
+    prompts scored in this step, and `routed_experts` the experts of its tokens, of rows that asked.
+    `finished_transfers` is this rank's own report (`TransferEngine.finished`): only here may ranks differ.
     """
 
     step: int
@@ -81,6 +85,9 @@ class StepResult:
     num_token_ids: tuple[int, ...] = ()
     vectors: tuple[tuple[RequestId, bytes], ...] = ()
     mask_checksums: tuple[int, ...] = ()
+    kept_ids: tuple[bytes | None, ...] = ()
+    prompt_scores: tuple[ScoredRows, ...] = ()
+    routed_experts: tuple[RoutedTokens, ...] = ()
 
     def __post_init__(self) -> None:
         check_num_ids("StepResult.num_token_ids", self.num_token_ids, self.token_ids)

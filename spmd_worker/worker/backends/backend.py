@@ -18,6 +18,7 @@ from spmd_worker.base.numerical_policy import (
     CHOICE,
     DEVICE,
     EXPERTS,
+    HEAD,
     LAYERS,
     RANK_SUM,
     ROW_PARALLEL,
@@ -132,6 +133,8 @@ class DeviceBackend(ABC):
         has_plain_sums = has_experts or model_config.has_states or any(layer.latent is not None for layer in layers)
         is_exact = quantised is not None and quantised.integer is not None and not has_plain_sums
         num_leaves = resolved.layout.num_leaves
+        if resolved.config.model.head_dtype is not None:
+            regions[HEAD] = regions[HEAD].with_constants(logits=resolved.config.model.head_dtype)
         regions[ROW_PARALLEL] = regions[ROW_PARALLEL].with_constants(leaves=num_leaves)
         if SAMPLING in regions:
             regions[CHOICE] = choice_region()

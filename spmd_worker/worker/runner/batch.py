@@ -166,7 +166,7 @@ def wanted_tokens(scheduled: Sequence[ScheduledSequence], batch: Batch) -> tuple
     sampling = [index for index, each in enumerate(scheduled) if each.num_samples]
     if attention.query_starts[-1] - len(sampling) < _MIN_LEFT_OUT:
         return None
-    if any(each.sequence.request.sampling.prompt_logprobs is not None for each in scheduled):
+    if any(each.sequence.request.sampling.scores_prompt for each in scheduled):
         return None
     device = batch.token_ids.device
     rows = _to(np.array([attention.query_starts[index + 1] - 1 for index in sampling], dtype=np.int64), device)
@@ -204,7 +204,8 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
         request, sampling = sequence.request, sequence.request.sampling
         constraint, rules = sampling.structured_outputs, sampling.token_rules
         if constraint is not None or rules is not None:
-            allows_forced = (not sampling.forbids_tokens, not sampling.needs_logprobs)
+            reports = sampling.needs_logprobs or sampling.return_sampling_mask
+            allows_forced = (not sampling.forbids_tokens, not reports)
             prompt = request.known_token_ids if rules is not None and rules.needs_prompt_ids else ()
             for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)

@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
@@ -20,6 +23,7 @@ from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack
 from spmd_worker.ops.sampling.sampler import LaunchedSample, Sampler
+from spmd_worker.ops.sampling.shard_scores import Scores
 from spmd_worker.ops.sampling.token_masks import TokenMasks
 from spmd_worker.ranks.communicator import GroupHandle, Transfer
 from spmd_worker.replica.grammar.step_masks import GrammarMasks, StepMasks
@@ -33,7 +37,13 @@ from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
 from spmd_worker.worker.runner.media_store import MediaStore
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.worker.runner.prefix_store import PrefixStore
-from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, prompt_logprobs
+from spmd_worker.worker.runner.prompt_logprobs import (
+    LaunchedPromptLogprobs,
+    LaunchedPromptScores,
+    prompt_logprobs,
+    prompt_scores,
+)
+from spmd_worker.worker.runner.routed_experts import LaunchedRoutes, launch_routes, wants_routes
 from spmd_worker.worker.runner.row_repeat import RowRepeater, StepInputs, StepOutputs
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
@@ -52,6 +62,8 @@ class _Forwarded:
     logits: Tensor | None = None
     argmax: tuple[Tensor, Tensor] | None = None
     prompt_logprobs: tuple[LaunchedPromptLogprobs, ...] = ()
+    prompt_scores: tuple[LaunchedPromptScores, ...] = ()
+    routes: LaunchedRoutes | None = None
     pooled: tuple[tuple[int, ...], Vectors] = ((), ())
     read_back: ReadBack = field(default_factory=ReadBack)
     is_sent: bool = False
@@ -78,15 +90,18 @@ class LaunchedStep:
         if vectors:
             return StepResult(step, digests, vectors=vectors)
         prompt_logprobs = tuple(each.collect() for each in forwarded.prompt_logprobs)
+        prompt_scores = tuple(each.collect() for each in forwarded.prompt_scores)
+        routed = () if forwarded.routes is None else forwarded.routes.collect()
         if self.sample is None:
-            return StepResult(step, digests, prompt_logprobs=prompt_logprobs)
+            return StepResult(step, digests, (), prompt_logprobs, prompt_scores=prompt_scores, routed_experts=routed)
         sampled, masks = self.sample.collect(), self.masks
         self.chosen.note_read(step)
-        ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
+        ids, logprobs, kept_ids = SampledIds(sampled.token_ids), sampled.logprobs, sampled.kept_ids
         if masks is not None and masks.forced:
             ids = SampledIds.from_rows(masks.appended(sampled.token_ids))
-            # Rows that want logprobs take one token per step.
+            # Rows that want logprobs, or the ids of their masks, take one token per step.
             logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
+            kept_ids = tuple([kept for kept, row in zip(kept_ids, ids.rows()) for _ in row])
         return StepResult(
             step,
             ids.token_ids,
@@ -94,6 +109,9 @@ class LaunchedStep:
             prompt_logprobs,
             num_token_ids=ids.num_ids,
             mask_checksums=() if masks is None else (masks.checksum,),
+            kept_ids=kept_ids,
+            prompt_scores=prompt_scores,
+            routed_experts=routed,
         )
 
 
@@ -210,7 +228,8 @@ class ModelRunner:
         ]
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)
-        is_plain = is_fused and given is None and media is None
+        routes: list[Tensor] | None = [] if wants_routes(scheduled) else None
+        is_plain = is_fused and given is None and media is None and routes is None
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
@@ -218,7 +237,9 @@ class ModelRunner:
             adapters = self._adapters_of(batch)
             tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
             types, wanted = batch.token_types, None
-            images = {} if media is None else {"media": media}
+            more: dict[str, Any] = {} if media is None else {"media": media}
+            if routes is not None:
+                more["routes"] = routes
             if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
@@ -233,12 +254,16 @@ class ModelRunner:
                 given=given,
                 states=() if self._cache_engine.states is None else self._cache_engine.states.layers,
                 rope_positions=batch.rope_positions,
-                **images,
+                **more,
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, pooled=pooled)
             return
+        read_back, launched = ReadBack(), None
+        if routes is not None:
+            starts, config = batch.attention.query_starts, self.model.model_config
+            launched = launch_routes(scheduled, starts, routes, config, read_back)
         verify = partial(self._verify, step, scheduled, batch, repeated_rows, before, is_fused=is_fused)
         if self.sampler is None:
             if before:
@@ -246,7 +271,7 @@ class ModelRunner:
             # A graph's output buffer belongs to the next step too, which may start before the tensor is sent.
             self._send(hidden if graphs is None else hidden.clone())
             self._clock.end()
-            self._pending = _Forwarded(step, scheduled, batch, is_sent=True)
+            self._pending = _Forwarded(step, scheduled, batch, routes=launched, read_back=read_back, is_sent=True)
             return
         logits = argmax = None
         if batch.rows:
@@ -259,10 +284,11 @@ class ModelRunner:
             outputs = verify(StepOutputs(hidden, logits, argmax))
             hidden, logits, argmax = outputs.hidden, outputs.logits, outputs.argmax
         with multi_threaded_torch():
-            read_back = ReadBack()
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
-        self._pending = _Forwarded(step, scheduled, batch, logits, argmax, reported, read_back=read_back)
+            scored = prompt_scores(scheduled, batch.attention.query_starts, hidden, partial(self._score, read_back))
+        kept = (logits, argmax, reported, scored, launched)
+        self._pending = _Forwarded(step, scheduled, batch, *kept, read_back=read_back)
 
     def sample(self) -> StepResult:
         return self.launch().collect()
@@ -364,3 +390,9 @@ class ModelRunner:
         assert self.sampler is not None, "only the last stage computes logprobs"
         logits = self.model.compute_logits(hidden)
         return self.sampler.launch_report(logits, token_ids, num_logprobs, read_back)
+
+    def _score(
+        self, read_back: ReadBack, hidden: Tensor, token_ids: NDArray[np.int64], num_top: int
+    ) -> Awaited[Scores]:
+        assert self.sampler is not None, "only the last stage computes logprobs"
+        return self.sampler.launch_scores(self.model.compute_logits(hidden), token_ids, num_top, read_back)

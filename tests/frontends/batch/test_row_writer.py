@@ -1,11 +1,14 @@
 import json
 import math
 
+import numpy
 import pytest
 
 from spmd_worker.frontends.openai.row import EncodedRow, RowError
 from spmd_worker.frontends.openai.row_writer import format_error, format_result
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput
+from spmd_worker.replica.sequence.prompt_scores import PromptScores
+from spmd_worker.replica.sequence.sampling_mask import SamplingMask, pack_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 LOGPROBS = [
@@ -65,6 +68,24 @@ def test_prompt_logprobs_begin_with_null():
     expected = [None, [{"token_id": 2, "token": "b", "logprob": -1.0, "rank": 1}]]
     assert json.loads(format_result(encoded(), output))["prompt_logprobs"] == expected
     assert json.loads(format_result(encoded("chat"), output))["response"]["body"]["prompt_logprobs"] == expected
+
+
+def test_rows_have_data_for_trainers():
+    scores = PromptScores(
+        1, numpy.float32([-0.5, -numpy.inf]), None, numpy.uint32([[7], [8]]), numpy.float32([[-1], [-2]])
+    )
+    experts = numpy.uint8([[[3, 1]], [[0, 2]], [[5, 4]]])
+    output = request_output(prompt_scores=scores, prompt_routed_experts=experts)
+    output.outputs[0].sampling_mask = SamplingMask.from_packed([pack_ids((5, 6)), pack_ids((9,))])
+    output.outputs[0].routed_experts = experts[:1]
+    plain = json.loads(format_result(encoded(), output))
+    body = json.loads(format_result(encoded("completion"), output))["response"]["body"]
+    for record, completion in ((plain, plain["outputs"][0]), (body, body["choices"][0])):
+        assert completion["sampling_mask"] == {"token_ids": [5, 6, 9], "offsets": [0, 2, 3]}
+        assert completion["routed_experts"] == {"dtype": "uint8", "shape": [1, 1, 2], "data": "AwE="}
+        assert record["prompt_routed_experts"]["shape"] == [3, 1, 2]
+        expected = {"start": 1, "token_logprobs": [-0.5, -9999.0], "top_logprobs": [[-1.0], [-2.0]]}
+        assert record["prompt_scores"] == {**expected, "top_token_ids": [[7], [8]]}
 
 
 def test_completion_row_has_the_openai_shape():

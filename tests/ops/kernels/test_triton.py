@@ -41,7 +41,7 @@ ENGINES = {
     "triton_engine.py": 9,
     "triton_graphs.py": 16,
     "triton_leaves_engine.py": 7,
-    "triton_experts_engine.py": 18,
+    "triton_experts_engine.py": 22,
     "triton_stored_engine.py": 19,
     "triton_adapters_engine.py": 17,
     "triton_states_engine.py": 8,

@@ -17,7 +17,7 @@ from recorded_graphs import RecordedGraph
 from small_steps import use_small_steps
 from triton_graphs import GRAPHS, SETTINGS, answers, counted, move_weights, scale_weights
 
-from spmd_worker import LLM
+from spmd_worker import LLM, SamplingParams
 from spmd_worker.worker.worker import Worker
 
 SIZES = {
@@ -70,6 +70,13 @@ def loads_of(llm: LLM, compute: Callable[[], list]) -> tuple[list, dict[int, lis
     return found, {layer: [b - a for a, b in zip(before[layer], after[layer], strict=True)] for layer in after}
 
 
+def routes(llm: LLM) -> list:
+    """Experts of each token of a row."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, return_routed_experts=True)
+    (output,) = llm.generate([[5, 9, 30]], params, use_tqdm=False)
+    return [output.prompt_routed_experts.tolist(), output.outputs[0].routed_experts.tolist()]
+
+
 def check_graphs(folder: Path, found: dict[str, bool]) -> None:
     with open_llm(folder, "triton") as llm:
         eager = answers(llm)
@@ -111,9 +118,10 @@ def main() -> None:
             config = {"architectures": [family], **SIZES, **keys}
             (folder / "config.json").write_text(json.dumps(config))
             with open_llm(folder) as llm:
-                expected = answers(llm)
+                expected, experts = answers(llm), routes(llm)
             with open_llm(folder, "triton") as llm:
                 ours = answers(llm)
+                found[f"{family}: routed experts are the CPU's"] = routes(llm) == experts
             found[f"{family}: ids are the CPU's"] = ids_of(ours) == ids_of(expected)
             found[f"{family}: control: other kernels have other bits"] = ours != expected
             if family == "Qwen3MoeForCausalLM":

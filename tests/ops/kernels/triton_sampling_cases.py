@@ -358,12 +358,12 @@ def asking() -> list[dict[str, object]]:
         {"temperature": 1.0},
         {"temperature": 0.7, "logprobs": 3},
         {"temperature": 0.9, "top_p": 0.8},
-        {"temperature": 1.2, "top_k": 7, "min_p": 0.01, "logprobs": 0},
+        {"temperature": 1.2, "top_k": 7, "min_p": 0.01, "logprobs": 0, "return_sampling_mask": True},
         {"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 1},
         {"temperature": 1e30, "frequency_penalty": 0.5, "logit_bias": {9: 3.0}},
         {"temperature": 1.0, "min_tokens": 3},
         {"temperature": 0.0, "bad_words_ids": [[7, each] for each in range(60, V)], "logprobs": -1},
-        {"temperature": 1.0, "allowed_token_ids": list(range(90, 130)), "top_k": 3},
+        {"temperature": 1.0, "allowed_token_ids": list(range(90, 130)), "top_k": 3, "return_sampling_mask": True},
         {"temperature": 1e-4, "presence_penalty": 0.5},
         {"temperature": 0.0, "token_rules": {"timestamps": {"first_token_id": 80, "end_token_id": 50}}},
         {"temperature": 1.0, "token_rules": {"timestamps": {"first_token_id": 99, "end_token_id": 50}}, "logprobs": 2},
@@ -402,6 +402,8 @@ def samplers_agree(mode: str, num_steps: int) -> None:
     expected = sampled(ReferenceKernels(), "cpu", mode, num_steps)
     found = sampled(TritonKernels(), DEVICE, mode, num_steps)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert [each.kept_ids for each in found] == [each.kept_ids for each in expected]
+    assert all(any(each.kept_ids) for each in expected)
     assert any(NON_FINITE in each.token_ids for each in expected)
     for one, other in zip(found, expected, strict=True):
         for entries, others in zip(one.logprobs, other.logprobs, strict=True):

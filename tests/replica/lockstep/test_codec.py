@@ -107,6 +107,7 @@ FULL_SAMPLING = SamplingParams(
     bad_words_ids=((5, 6), (9,)),
     skip_reading_prefix_cache=True,
     cache_salt="a tenant",
+    prompt_logprob_token_ids=((7, 8), (9,)),
 )
 FULL_ROWS = (InputRows(bytes(16), 0, 1, KEYS_VALUES), InputRows(bytes(range(32)), 1, 2))
 FULL_MEDIA = (MediaItem(b"a picture's name", ((0, 1),), 4), MediaItem(bytes(range(16)), ((1, 1), (2, 1)), 8, (2, 1)))

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from spmd_worker.replica.lockstep.wire.message import MessageError
 from spmd_worker.replica.lockstep.wire.result_coding import decode_result, encode_result
 from spmd_worker.replica.sequence.outputs import Logprob
+from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.routed_experts import RoutedTokens
 from spmd_worker.replica.sequence.step import StepResult
 
 ids = st.integers(0, 200_000)
@@ -23,6 +25,9 @@ results = st.builds(
     st.lists(entries, max_size=5).map(tuple),
     st.lists(st.tuples(st.integers(0, 1000).map(RequestId), ids, st.lists(entries, max_size=3).map(tuple))).map(tuple),
     mask_checksums=st.lists(st.integers(0, 2**32 - 1), max_size=1).map(tuple),
+    kept_ids=st.lists(st.none() | st.binary(max_size=9), max_size=4).map(tuple),
+    prompt_scores=st.lists(st.builds(ScoredRows, ids, ids, st.binary(), st.binary()), max_size=2).map(tuple),
+    routed_experts=st.lists(st.builds(RoutedTokens, *[ids] * 6, st.binary()), max_size=2).map(tuple),
 )
 
 

@@ -39,7 +39,7 @@ NOT_READ: Final = "not read yet"
 
 _ANSWER_KEYS: Final = (
     *("model.dtype", "model.max_model_len", "model.load_format", "model.quantization"),
-    *("model.logprobs_mode", "seed"),
+    *("model.logprobs_mode", "model.head_dtype", "seed"),
     *("model.tool_call_format", "model.reasoning_format"),
     *("model.runner", "model.pooling_type", "model.classifier_from_token", "model.allow_any_dimensions"),
     "model.default_prompt_name",
