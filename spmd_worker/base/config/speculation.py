@@ -14,8 +14,10 @@ _DEFAULT_DRAFTS: Final = 5
 _SUFFIX_DRAFTS: Final = 16
 _LOOKUP_TOKENS: Final = 5
 MOST_DRAFTS: Final = 256
-LEAST_STEP_TOKENS: Final = 24
-"""The crossover of CPUs without AMX, the least of all devices."""
+CPU_STEP_TOKENS: Final = 24
+AMX_STEP_TOKENS: Final = 128
+GPU_STEP_TOKENS: Final = 192
+"""Tokens that a step computes while it reads the weights, on CPUs without and with AMX, and on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ class SpeculativeConfig:
         most=MOST_DRAFTS,
     )
     prompt_lookup_max: int | None = option(
-        None, f"most tokens that `ngram` looks up; null: `prompt_lookup_min`, or {_LOOKUP_TOKENS}", keyword=None, least=1
+        None,
+        f"most tokens that `ngram` looks up; null: `prompt_lookup_min`, or {_LOOKUP_TOKENS}",
+        keyword=None,
+        least=1,
     )
     prompt_lookup_min: int | None = option(
         None,
@@ -100,4 +105,4 @@ class SpeculativeConfig:
     @property
     def step_tokens(self) -> int:
         """`max_step_tokens`; resolved when an engine starts."""
-        return self.max_step_tokens or LEAST_STEP_TOKENS
+        return self.max_step_tokens or CPU_STEP_TOKENS

@@ -18,11 +18,11 @@ MAX_INDEXED_AT_ONCE: Final = 1 << 10
 
 
 class AnsweredTexts:
-    """At least half of the last `max_requests` outputs, if they have at most half of `max_tokens`."""
+    """Keeps at least half of the last `max_requests` outputs, if they have at most half of `max_tokens`."""
 
     def __init__(self, max_requests: int, max_tokens: int = MAX_TOKENS) -> None:
         self._max_requests, self._max_tokens = max_requests, max_tokens
-        self._waiting: "deque[array[int]]" = deque()
+        self._waiting: deque[array[int]] = deque()
         self._num_waiting_tokens = 0
         # The older half, then the newer.
         self._halves = [self._new_half(), self._new_half()]
@@ -57,7 +57,7 @@ class AnsweredTexts:
 
     def _taken(self) -> "list[array[int]]":
         """The latest of the waiting outputs, in their order."""
-        taken: "list[array[int]]" = []
+        taken: list[array[int]] = []
         num_tokens = 0
         while self._waiting and (not taken or num_tokens + len(self._waiting[-1]) <= MAX_INDEXED_AT_ONCE):
             taken.append(self._waiting.pop())

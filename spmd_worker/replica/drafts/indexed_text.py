@@ -1,7 +1,7 @@
-"""Text whose repeats are found: for runs of 1, 3 and 8 tokens, chains of the places where they ended.
+"""Text whose repeats are found: for runs of 1, 3 and 8 tokens, chains of the positions where they ended.
 
 A suffix tree in Python takes as many steps a token as it is deep; a chain takes one a length. Chains are hash buckets
-in arrays: a place takes 20 bytes, whatever the text.
+in arrays: a position takes 20 bytes, whatever the text.
 """
 
 from array import array
@@ -38,29 +38,29 @@ class _Chain:
         return other
 
     def add(self, token_ids: "array[int]", start: int) -> None:
-        """Index the places from `start` on; those before are."""
+        """Index the positions from `start` on; those before are."""
         heads, links, value, length, leaving = self._heads, self._links, self._hash, self.length, self._leaving
         mask = len(heads) - 1
-        for place in range(start, len(token_ids)):
-            value = value * _BASE + token_ids[place] + 1
-            if place >= length:
-                value -= (token_ids[place - length] + 1) * leaving
+        for position in range(start, len(token_ids)):
+            value = value * _BASE + token_ids[position] + 1
+            if position >= length:
+                value -= (token_ids[position - length] + 1) * leaving
             value &= _HASH_MASK
             bucket = (value ^ value >> 15) & mask
             links.append(heads[bucket])
-            heads[bucket] = place
+            heads[bucket] = position
         self._hash = value
 
     def ends(self, token_ids: "array[int]", run: "array[int]", stop: int) -> list[int]:
-        """The latest places before `stop` where the run ends, the latest first."""
+        """The latest positions before `stop` where the run ends, the latest first."""
         length, links, found = self.length, self._links, list[int]()
-        place = self._heads[_bucket(run, len(self._heads) - 1)]
+        position = self._heads[_bucket(run, len(self._heads) - 1)]
         for _ in range(_MAX_LINKS):
-            if place < length - 1 or len(found) == MAX_OCCURRENCES:
+            if position < length - 1 or len(found) == MAX_OCCURRENCES:
                 break
-            if place < stop and token_ids[place + 1 - length : place + 1] == run:
-                found.append(place)
-            place = links[place]
+            if position < stop and token_ids[position + 1 - length : position + 1] == run:
+                found.append(position)
+            position = links[position]
         return found
 
 
@@ -102,15 +102,15 @@ class IndexedText:
         for chain in reversed(self._chains):
             length = chain.length
             if length <= len(last):
-                for place in chain.ends(self.token_ids, last[-length:], stop):
-                    if place not in found:
-                        found[place] = self._match_length(last, place, length)
+                for position in chain.ends(self.token_ids, last[-length:], stop):
+                    if position not in found:
+                        found[position] = self._match_length(last, position, length)
                 yield length, found
 
-    def _match_length(self, last: "array[int]", place: int, length: int) -> int:
+    def _match_length(self, last: "array[int]", position: int, length: int) -> int:
         token_ids, num_last = self.token_ids, len(last)
-        most = min(num_last, place + 1)
-        while length < most and token_ids[place - length] == last[num_last - 1 - length]:
+        most = min(num_last, position + 1)
+        while length < most and token_ids[position - length] == last[num_last - 1 - length]:
             length += 1
         return length
 

@@ -13,7 +13,7 @@ from spmd_worker.replica.sequence.sequence import Sequence
 
 
 class NgramText:
-    """A text with the place after the first occurrence of each of its n-grams, by their lengths.
+    """A text with the position after the first occurrence of each of its n-grams, by their lengths.
 
     An n-gram is in the table when a token follows it, so the last ones never find themselves. A key is the n-gram as
     a number to the base of `vocab_size`.
@@ -43,7 +43,7 @@ class NgramText:
             self._token_ids.append(token_id)
 
     def following(self, most: int) -> "array[int]":
-        """At most so many tokens after the earliest occurrence of the longest of the last n-grams."""
+        """The tokens, at most so many, after the earliest occurrence of the longest of the last n-grams."""
         for table, key in reversed(list(zip(self._first_after, self._last_keys()))):
             after = table.get(key)
             if after is not None:

@@ -1,53 +1,19 @@
-"""Proposers that the replicas run: drafts from the tokens of rows, the same on every rank."""
+"""Seam of proposers: who drafts a sequence's next tokens from the tokens that every replica has.
+
+A draft cannot change an answer: each position is sampled as without it, and drafts are kept as far as they are equal to
+what was sampled. But replicas must draft alike: drafts are in the plan.
+"""
 
 from typing import Protocol
 
-from spmd_worker.base.config.speculation import SpeculativeConfig
-from spmd_worker.replica.drafts.ngram import NgramProposer
-from spmd_worker.replica.drafts.suffix import SuffixProposer
 from spmd_worker.replica.sequence.sequence import Sequence
 
 
 class Proposer(Protocol):
-    """Drafts for rows that decode: a function of the tokens of this row and of those that it was told to forget, in
-    their order. A draft can be any: it is verified by sampling.
-    """
+    """A pure function of the tokens of the sequences that it was given, in the order of the calls."""
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """At most `most` ids after the row's last token; () for none."""
+        """At most `most` ids after the sequence's last token; none if nothing is likely."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The row ended, in any way; its tokens may be kept for later rows."""
-
-
-def make_proposer(config: SpeculativeConfig, vocab_size: int) -> Proposer | None:
-    """The method's proposer; None where drafts come from the workers."""
-    if config.method == "ngram":
-        proposer: Proposer = NgramProposer(*config.lookup_tokens, vocab_size)
-    elif config.method == "suffix":
-        proposer = SuffixProposer(
-            max_tree_depth=config.suffix_decoding_max_tree_depth,
-            max_cached_requests=config.suffix_decoding_max_cached_requests,
-            max_spec_factor=config.suffix_decoding_max_spec_factor,
-            min_token_prob=config.suffix_decoding_min_token_prob,
-        )
-    else:
-        return None
-    return _WithinVocabulary(proposer, vocab_size)
-
-
-class _WithinVocabulary:
-    """Cuts drafts before an id that the model cannot sample: prompts may hold placeholders beyond the vocabulary."""
-
-    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
-        self._proposer, self._vocab_size = proposer, vocab_size
-
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        drafts = self._proposer.propose(sequence, most)
-        for number, token_id in enumerate(drafts):
-            if not 0 <= token_id < self._vocab_size:
-                return drafts[:number]
-        return drafts
-
-    def forget(self, sequence: Sequence) -> None:
-        self._proposer.forget(sequence)
+        """Drop a sequence that ended, in any way; its tokens may be kept for later ones."""

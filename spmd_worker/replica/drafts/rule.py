@@ -1,4 +1,4 @@
-"""How many tokens a row may draft in a step: a rule by counts, which every replica computes alike."""
+"""Number of tokens that a row may draft in a step: a rule by counts, which every replica computes alike."""
 
 from typing import Final
 

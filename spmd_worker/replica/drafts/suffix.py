@@ -21,6 +21,8 @@ _NEARLY: Final = 1e-6
 
 
 class Draft(NamedTuple):
+    """Drafted tokens, and the sum of their estimated probabilities."""
+
     score: float
     token_ids: tuple[int, ...]
 
@@ -44,7 +46,7 @@ class SuffixProposer:
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         text = self.rows.text_of(sequence)
-        # The whole of the text, or of a branch of the tree, cannot have occurred before.
+        # All of the text, or of a branch of the tree, cannot have occurred before.
         last = text.token_ids[-self._max_depth :][1:]
         best = self._draft(text, last, len(text) - 1, most, _NO_DRAFT)
         for answers in self.answered.texts():
@@ -61,13 +63,13 @@ class SuffixProposer:
         num_ends = len(text) - stop
         longest = len(last)
         for shortest, lengths in text.matches(last, stop):
-            places = sorted(lengths, reverse=True)
+            positions = sorted(lengths, reverse=True)
             levels = sorted({min(length, longest): None for length in lengths.values()}, reverse=True)
             for level, below in zip(levels, [*levels[1:], shortest - 1]):
-                # All matches of these lengths are of the same places.
+                # All matches of these lengths are of the same positions.
                 limit = min(most, max(self._most_after[below + 1 : level + 1], default=0))
                 if limit > best.score:
-                    same = [place for place in places if lengths[place] >= level]
+                    same = [position for position in positions if lengths[position] >= level]
                     found = _most_frequent(text.token_ids, same, num_ends, limit, self._min_prob)
                     best = max(best, found, key=lambda draft: draft.score)
             longest = shortest - 1
@@ -76,26 +78,26 @@ class SuffixProposer:
         return best
 
 
-def _most_frequent(token_ids: "array[int]", places: list[int], num_ends: int, most: int, min_prob: float) -> Draft:
-    """Follow the most frequent tokens after `places`, the latest first, of which `num_ends` more have nothing after."""
+def _most_frequent(token_ids: "array[int]", positions: list[int], num_ends: int, most: int, min_prob: float) -> Draft:
+    """The path of the most frequent tokens after `positions`, the latest first; nothing follows `num_ends` more."""
     drafted, score, share, end = list[int](), 0.0, 1.0, len(token_ids)
-    num_places = len(places) + num_ends
+    num_positions = len(positions) + num_ends
     while len(drafted) < most:
         counts: dict[int, int] = {}
-        places = [place + 1 for place in places if place + 1 < end]
-        for place in places:
-            token_id = token_ids[place]
+        positions = [position + 1 for position in positions if position + 1 < end]
+        for position in positions:
+            token_id = token_ids[position]
             if token_id != SEPARATOR:
                 counts[token_id] = counts.get(token_id, 0) + 1
         if not counts:
             break
         token_id = max(counts, key=counts.__getitem__)
-        share *= counts[token_id] / num_places
+        share *= counts[token_id] / num_positions
         if share < min_prob:
             break
         drafted.append(token_id)
         score += share
-        num_places = counts[token_id]
-        if num_places < len(places):
-            places = [place for place in places if token_ids[place] == token_id]
+        num_positions = counts[token_id]
+        if num_positions < len(positions):
+            positions = [position for position in positions if token_ids[position] == token_id]
     return Draft(score, tuple(drafted))

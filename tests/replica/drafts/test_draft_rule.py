@@ -47,4 +47,5 @@ def test_limit_falls_with_the_share_accepted():
         for _ in range(20):
             record_drafts(sequence, 8, num_accepted)
         limits.append(num_drafts(CONFIG, 1, 1, sequence))
-    assert limits == sorted(limits, reverse=True) and limits[0] > limits[-1] > 0
+    assert limits == sorted(limits, reverse=True)
+    assert limits[0] > limits[-1] > 0

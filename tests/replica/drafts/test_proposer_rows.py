@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_worker.base.config.speculation import SpeculativeConfig
-from spmd_worker.replica.drafts.proposer import make_proposer
+from spmd_worker.replica.drafts.making import make_proposer
 from spmd_worker.replica.sequence.sequence import SequenceStatus
 from tests.support.draft_rows import row
 
@@ -12,7 +12,8 @@ METHODS = pytest.mark.parametrize("method", ["ngram", "suffix"])
 
 
 def make(method: str, vocab_size: int = 100):
-    proposer = make_proposer(SpeculativeConfig(method=method, num_speculative_tokens=4, prompt_lookup_min=2), vocab_size)
+    config = SpeculativeConfig(method=method, num_speculative_tokens=4, prompt_lookup_min=2)
+    proposer = make_proposer(config, vocab_size)
     assert proposer is not None
     return proposer
 

@@ -97,12 +97,10 @@ def test_matches_are_the_latest_of_each_run(tokens: list[int], num_less: int):
     for run in (length for length in RUN_LENGTHS if length <= len(last)):
         ends = [end for end in range(run - 1, stop) if tokens[end + 1 - run : end + 1] == last[-run:]]
         for end in ends[-MAX_OCCURRENCES:]:
-            lengths = (m for m in range(len(last), 0, -1) if end + 1 >= m and tokens[end + 1 - m : end + 1] == last[-m:])
-            expected[end] = next(lengths)
-    found: dict[int, int] = {}
-    for _, found in text.matches(text.token_ids[-DEPTH:][1:], stop):
-        pass
-    assert found == expected
+            lengths = range(min(len(last), end + 1), 0, -1)
+            expected[end] = next(m for m in lengths if tokens[end + 1 - m : end + 1] == last[-m:])
+    found = [lengths for _, lengths in text.matches(text.token_ids[-DEPTH:][1:], stop)]
+    assert (found[-1] if found else {}) == expected
 
 
 def test_growing_text_finds_what_a_new_one_does():
@@ -112,7 +110,7 @@ def test_growing_text_finds_what_a_new_one_does():
         grown.extend([token])
     new.extend(tokens)
     last = grown.token_ids[-DEPTH:]
-    assert [each for each in grown.matches(last, 2990)] == [each for each in new.matches(last, 2990)]
+    assert list(grown.matches(last, 2990)) == list(new.matches(last, 2990))
 
 
 def test_answered_rows_help_the_next():
