@@ -67,7 +67,7 @@ class Sequence:
 
     `drafts` are those of the step in flight: it computes them behind the given tokens, and `num_computed_tokens` counts
     those of them that its ids turn out to be once these are known. `worker_drafts` came with its last ids. Of
-    `num_drafted` drafts in all `num_accepted` were right.
+    about `num_drafted` latest drafts `num_accepted` were right (`record_drafts`).
 
     In a model with recurrent states `state_slot` holds the state after its computed tokens while it runs, and
     `host_state_slot` while it is swapped out. `snapshot_stops` are the positions, with names, at which its state is
