@@ -63,7 +63,7 @@ def keys_of(record: Any, prefix: str = "") -> Iterator[str]:
         yield name
         if isinstance(value, dict) and name not in FREE_KEYS:
             yield from keys_of(value, f"{name}.")
-        if isinstance(value, list) and isinstance(value[0], dict):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
             yield from keys_of(value[0], f"{name}[].")
 
 
