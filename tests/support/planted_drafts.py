@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.sequence import Sequence as ScheduledSequence
+from spmd_worker.replica.sequence.sequence import SequenceKey
 
 Right = Callable[[SequenceKey, int, int], Sequence[int]]
 """The right tokens of a sequence: after so many outputs, at most so many."""
@@ -29,9 +29,9 @@ class PlantedProposer:
             return tuple((token_id + 1) % self._vocab_size for token_id in right)
         chance = chance_of(*sequence.key, num_outputs)
         count = chance % (most + 1) if self._kind == "chance" else 0
-        return tuple((token_id + (chance >> index) % 4 // 3) % self._vocab_size for index, token_id in enumerate(right))[
-            :count
-        ]
+        return tuple(
+            (token_id + (chance >> index) % 4 // 3) % self._vocab_size for index, token_id in enumerate(right)
+        )[:count]
 
     def forget(self, sequence: ScheduledSequence) -> None:
         self.num_forgotten += 1
