@@ -29,9 +29,8 @@ class PlantedProposer:
             return tuple((token_id + 1) % self._vocab_size for token_id in right)
         chance = chance_of(*sequence.key, num_outputs)
         count = chance % (most + 1) if self._kind == "chance" else 0
-        return tuple(
-            (token_id + (chance >> index) % 4 // 3) % self._vocab_size for index, token_id in enumerate(right)
-        )[:count]
+        shifts = [(chance >> index) % 4 // 3 for index in range(count)]
+        return tuple((token_id + shift) % self._vocab_size for token_id, shift in zip(right, shifts))
 
     def forget(self, sequence: ScheduledSequence) -> None:
         self.num_forgotten += 1

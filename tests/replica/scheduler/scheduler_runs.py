@@ -105,7 +105,8 @@ class Run:
         lookahead: int = 0,
         proposer: Proposer | None = None,
     ) -> None:
-        """`drafts`: most of a row, by `proposer`, or by `worker_drafts`, in steps of at most `step_tokens`. `snapshot_slots`: the model has recurrent states, and so many slots more than sequences run. `groups` have
+        """`drafts`: most of a row, by `proposer`, or by `worker_drafts`, in steps of at most `step_tokens`.
+        `snapshot_slots`: the model has recurrent states, and so many slots more than sequences run. `groups` have
         windows, or none.
         """
         self.cache = CacheManager(

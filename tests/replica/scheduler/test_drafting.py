@@ -5,6 +5,7 @@ Every step is done to a cache with contents, where drafts are written behind a r
 """
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,7 +225,8 @@ def test_block_of_unverified_drafts_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scheduler_runs, "_verified", lambda values, key, position, drafts: [7] * (len(drafts) + 1))
     run = drafted_run("wrong", values=lambda key, position: 7, make=cached_run, block_size=2)
     run.admit(4, (1, 2, 3, 4), max_tokens=5)
-    run.steps(2)
+    for _ in range(2):
+        run.step(7)
     run.admit(9, (1, 2, 3, 4, 7, 7, 7, 7, 5), max_tokens=2)
     with pytest.raises(AssertionError, match="follows"):
         run.finish(7)
@@ -264,10 +266,8 @@ def keeps_answers(given_limits: tuple[dict[str, Any], str, dict[str, Any]], done
     plain_limits, kind, drafting = given_limits
     values = by_position(random.Random(3).randint(1, 9))
     runs = []
-    for options in ({}, drafting):
-        run = new_run(
-            {**plain_limits, **options}, lambda **each: drafted_run(kind, values, **each) if options else Run(**each)
-        )
+    for options, make in (({}, Run), (drafting, partial(drafted_run, kind, values))):
+        run = new_run({**plain_limits, **options}, make)
         asked = play(run, done, values)
         run.settle()
         assert run.cache.num_used_blocks == run.cache.num_used_host_blocks == 0
