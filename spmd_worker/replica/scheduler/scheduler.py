@@ -224,6 +224,14 @@ class Scheduler:
         self._ended_requests.clear()
         return plan
 
+    def take_logged_drafts(self, plan: StepPlan) -> None:
+        """Give sequences the drafts of their next step in a log, which the workers made: for a replay."""
+        for group in plan.groups:
+            known = self.queues.groups.get(group.request_id)
+            drafts = {data.sample_index: data.draft_token_ids for data in group.sequences if data.draft_token_ids}
+            for sequence in known.sequences if known is not None and drafts else ():
+                sequence.worker_drafts = drafts.get(sequence.sample_index, ())
+
     def _keys_of(self, continuing: list[Sequence]) -> tuple[SequenceKey, ...]:
         """The same tuple if the same sequences continue: digest and mirror then see at once that it is equal."""
         if continuing != self._continuing:

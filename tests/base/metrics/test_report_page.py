@@ -191,7 +191,7 @@ def test_report_page_shows_drafts_by_position():
     page = page_of(drafting_steps(), METRICS | {"speculation": record})
     assert "4.50 tokens" in page
     assert "accepted 42 of 60 drafts" in page
-    rows = [row for row in Page(page).rows if row[:1] == ["2"] and len(row) == 5]
+    rows = [row for row in Page(page).rows if row[0] == "2" and row[-1] == ""]
     assert rows == [["2", "20", "14", "70 %", ""]]
     (tokens,) = (chart for chart in charts_of(drafting_steps())[1] if chart.title == "Tokens of each step")
     assert {each.label: each.values[0] for each in tokens.series if "draft" in each.label} == {"rejected drafts": 3.0}
