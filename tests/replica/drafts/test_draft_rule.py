@@ -17,6 +17,12 @@ def test_drafts_fill_the_step(num_decoding: int, num_prompt_tokens: int, expecte
     assert num_drafts(CONFIG, num_decoding, num_decoding + num_prompt_tokens, row([1])) == expected
 
 
+@pytest.mark.parametrize(("num_decoding", "expected"), [(16, 7), (17, 6), (32, 3), (33, 0), (60, 0), (128, 0)])
+def test_many_rows_need_room_for_several(num_decoding: int, expected: int):
+    config = SpeculativeConfig(method="suffix", max_step_tokens=128)
+    assert num_drafts(config, num_decoding, num_decoding, row([1])) == expected
+
+
 def test_failing_row_drafts_only_with_probes():
     sequence = row([1], [7] * (PROBE_EVERY + 1))
     for _ in range(10):
