@@ -220,8 +220,8 @@ def test_ranks_agree_on_drafts(expected: list[Any], layout: str, kind: str, tmp_
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"method": "ngram", "num_tokens": 3}, "unsupported key 'num_tokens'"),
-        ("ngram", "must be a dict"),
+        ({"method": "ngram", "num_tokens": 3}, "unknown key 'num_tokens'"),
+        ("ngram", "is not JSON"),
         ({"method": "draft_model"}, "needs a model"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min=4 is above"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size=2 must be"),
