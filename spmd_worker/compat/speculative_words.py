@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -135,6 +136,9 @@ def _is_ours(key: str, value: Any) -> bool:
 def _with_method(own: dict[str, Any]) -> dict[str, Any]:
     """The values with one of our methods: without a method, a model is a draft model."""
     method, model = own.get("method"), own.get("model")
+    if isinstance(model, str | os.PathLike):
+        model = os.path.expanduser(os.fspath(model))
+        own = {**own, "model": model}
     if method is None:
         method = "ngram" if model in ("ngram", "[ngram]") else "draft_model" if model is not None else None
     method = METHOD_ALIASES.get(method, method) if isinstance(method, str) else method

@@ -1,6 +1,7 @@
 """vLLM's `speculative_config` and its older keywords, as our keys."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def speculation(**arguments: Any) -> SpeculativeConfig:
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
         ),
         ({"speculative_config": {"model": "/d"}}, {"method": "draft_model", "model": "/d"}),
+        ({"speculative_config": {"model": Path("/d")}}, {"method": "draft_model", "model": "/d"}),
         ({"speculative_config": {"method": "deepseek_mtp"}}, {"method": "mtp"}),
         ({"speculative_config": {"method": "suffix", "model": "suffix", "quantization": None}}, {"method": "suffix"}),
         ({"speculative_config": {"method": "suffix", "enforce_eager": True}}, {"method": "suffix"}),

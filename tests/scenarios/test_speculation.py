@@ -197,7 +197,8 @@ def test_step_log_with_drafts_replays(expected: list[Any], by_workers: bool, mon
         replay = Replay(header, tokenizer)
         steps = list(replay.steps(messages))
     assert len(steps) == replay.num_equal_digests > 5
-    assert replay.scheduler.counters.num_accepted_tokens == counters.num_accepted_tokens
+    # The ids of the last step are in no message.
+    assert counters.num_accepted_tokens - replay.scheduler.counters.num_accepted_tokens in range(5)
 
 
 @pytest.mark.stress
