@@ -16,6 +16,7 @@ from pathlib import Path
 from spmd_worker import ABSENT, OFFERED
 from spmd_worker.base.config.options import Key, command_text, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.config.speculation import METHODS
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
 from spmd_worker.compat.methods import (
     ENGINE_ABSENT,
@@ -24,6 +25,12 @@ from spmd_worker.compat.methods import (
     LLM_ABSENT,
     LLM_METHODS,
     WORKER_NAMES,
+)
+from spmd_worker.compat.speculative_words import (
+    KEYS_WITHOUT_EFFECT,
+    METHOD_ALIASES,
+    REJECTED_KEYS,
+    REJECTED_METHODS,
 )
 from spmd_worker.model_config.families.listing import describe_families
 from spmd_worker.model_config.quantization import READ_METHODS
@@ -216,7 +223,7 @@ def annotation_text(row: Keyword) -> str:
 def vllm_page() -> str:
     """Every name of vLLM's."""
     sections = [section(effect, KEYWORDS.values()) for effect in TITLES]
-    return "\n".join([VLLM_HEAD, *sections, sampling_section(), methods(), offered()])
+    return "\n".join([VLLM_HEAD, *sections, speculation(), sampling_section(), methods(), offered()])
 
 
 def section(effect: Effect, rows: Iterable[Keyword]) -> str:
@@ -231,6 +238,20 @@ def table(title: str, words: Mapping[str, str]) -> list[str]:
     for name, meaning in words.items():
         names.setdefault(meaning, []).append(code(name))
     return [f"| {title} | here |", "| --- | --- |", *(f"| {' '.join(each)} | {key} |" for key, each in names.items())]
+
+
+def speculation() -> str:
+    """The methods and keys of `speculative_config` that are not those of our group."""
+    others = {name: f"the same as `{method}`" for name, method in METHOD_ALIASES.items()}
+    words = others | {name: f"rejected: {reason}" for name, reason in REJECTED_METHODS.items()}
+    keys = {name: f"without effect: {reason}" for name, reason in KEYS_WITHOUT_EFFECT.items()}
+    keys |= {name: f"rejected: {reason}" for name, reason in REJECTED_KEYS.items()}
+    head = wrapped(
+        "Methods: " + ", ".join(map(code, METHODS)) + ". Keys: those of [Configuration](configuration.md), and these."
+    )
+    return "\n".join(
+        ["## `speculative_config`", "", head, "", *table("method", words), "", *table("other key", keys), ""]
+    )
 
 
 def sampling_section() -> str:

@@ -20,7 +20,7 @@ from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.compat.llm_keywords import LLMKeywords
 from spmd_worker.compat.methods import CALL_KEYWORDS, LLM_ABSENT
-from spmd_worker.compat.metrics import Metric
+from spmd_worker.compat.metrics import Metric, Vector
 from spmd_worker.engine.calls.beam_calls import BeamCalls
 from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.calls.check_calls import CheckCalls
@@ -187,7 +187,7 @@ class LLM:
         """Tasks of this run: "generate", or those of "embed", "classify", "score" and "reward" that the model has."""
         return self.llm_engine.get_supported_tasks()
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list[Metric | Vector]:
         """Counters and gauges of this rank's replica, under vLLM's names."""
         return self.llm_engine.get_metrics()
 

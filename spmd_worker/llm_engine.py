@@ -15,7 +15,7 @@ from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
-from spmd_worker.compat.metrics import Metric, engine_metrics
+from spmd_worker.compat.metrics import Metric, Vector, engine_metrics
 from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling
 from spmd_worker.compat.script_tokenizer import script_tokenizer
@@ -303,7 +303,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
     def _script_tokenizer(self) -> Any:
         return script_tokenizer(self.need_tokenizer(), self.resolved.model_folder)
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list[Metric | Vector]:
         """Same as `LLM.get_metrics`."""
         return engine_metrics(self.scheduler)
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
 from spmd_worker.base.config.options import checked_value, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig, SamplingConfig, SchedulerConfig
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.names import hint
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, resolve_keywords
 from spmd_worker.compat.llm_keywords import LLMKeywords
 from spmd_worker.compat.media_keywords import media_values
+from spmd_worker.compat.speculative_words import speculative_values
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
@@ -42,6 +44,9 @@ def run_config(arguments: Mapping[str, Any]) -> RunConfig:
         if key.keyword is not None and own.get(key.keyword) is not None:
             values.setdefault(key.group, {})[key.field] = own[key.keyword]
     groups = {name: kind(**values[name]) for name, kind in groups_of(RunConfig).items() if name in values}
+    speculative = speculative_values(own)
+    if speculative:
+        groups["speculative_config"] = SpeculativeConfig(**speculative)
     sampling = _default_sampling(own.get("generation_config"), own.get("override_generation_config"))
     return RunConfig(**groups, sampling=sampling, **values.get("", {}))
 

@@ -19,6 +19,7 @@ from spmd_worker.base.config.options import Key, keys_of
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.compat.speculative_words import OLD_KEYWORDS
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,17 @@ _OF_LLM: Final = (
         annotation=Mapping[str, Any] | None,
     ),
     Keyword("language_model_only", Effect.SAME, "true: `max_images=0`", False, annotation=bool),
+    Keyword(
+        "speculative_config",
+        Effect.SAME,
+        'drafts, such as `{"method": "suffix"}`, with vLLM\'s keys, a dict or JSON: the group of that name in '
+        "[Configuration](configuration.md), and the table below",
+        annotation=Mapping[str, Any] | str | None,
+    ),
+    *(
+        Keyword(name, Effect.SAME, f"`{key}` of `speculative_config`", annotation=str | int | None)
+        for name, key in OLD_KEYWORDS.items()
+    ),
 )
 """Keywords without a configuration key."""
 
@@ -222,9 +234,6 @@ _WITHOUT_EFFECT: Final = {
 _REJECTED: Final = {
     "config.json defines it, and weights run dequantised: leave it out": "quantization_config",
     "the cache has the model's dtype: leave it out": "kv_cache_dtype=auto",
-    "speculative decoding is not supported: leave it out, answers are the same": (
-        "speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens"
-    ),
     "give enable_lora and a LoRARequest, or adapters={name: folder}: leave it out": "qlora_adapter_name_or_path",
     "adapters are computed in the model's dtype: leave it out": "lora_dtype=auto",
     "an adapter changes the modules of which its files have tensors: leave it out": "lora_target_modules",

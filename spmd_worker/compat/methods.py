@@ -22,7 +22,7 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "reward": "the score of a model with one label, without activation",
     "get_tokenizer": "transformers' tokenizer if transformers is installed, else one with the same methods",
     "get_default_sampling_params": "a mutable copy",
-    "get_metrics": "counters and gauges of this rank's replica",
+    "get_metrics": "counters, gauges and drafts by position of this rank's replica",
     "get_world_size": "",
     "collective_rpc": "under torchrun each rank has one worker, so one result; callables do not cross processes",
     "apply_model": "the function gets this rank's shard under the checkpoint's names, without a forward pass",

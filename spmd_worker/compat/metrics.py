@@ -24,7 +24,21 @@ class Gauge(Metric):
     """A value that rises and falls."""
 
 
-def engine_metrics(scheduler: Scheduler) -> list[Metric]:
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Several integers that only grow: of the first draft of a row's step, the second, and so on."""
+
+    name: str
+    values: list[int]
+    labels: dict[str, str] = field(default_factory=dict)
+
+    def by_position(self) -> list[Counter]:
+        """A counter for each, with its `position` as a label."""
+        positions = enumerate(self.values)
+        return [Counter(self.name, value, {**self.labels, "position": str(number)}) for number, value in positions]
+
+
+def engine_metrics(scheduler: Scheduler) -> list[Metric | Vector]:
     """Counters since the start of the engine, and current gauges."""
     counters, cache = scheduler.counters, scheduler.cache
     return [
@@ -36,4 +50,22 @@ def engine_metrics(scheduler: Scheduler) -> list[Metric]:
         Counter("vllm:prompt_tokens", counters.num_prompt_tokens),
         Counter("vllm:generation_tokens", counters.num_output_tokens),
         Counter("vllm:request_success", counters.num_finished),
+        *_draft_metrics(scheduler),
+    ]
+
+
+def _draft_metrics(scheduler: Scheduler) -> list[Metric | Vector]:
+    """Metrics of speculation, as in vLLM only of an engine that has it."""
+    counters, speculation = scheduler.counters, scheduler.limits.speculation
+    if speculation is None:
+        return []
+    accepted = counters.num_accepted_by_position
+    return [
+        Counter("vllm:spec_decode_num_drafts", counters.num_drafts),
+        Counter("vllm:spec_decode_num_draft_tokens", counters.num_drafted_tokens),
+        Counter("vllm:spec_decode_num_accepted_tokens", counters.num_accepted_tokens),
+        Vector(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            [*accepted, *[0] * (speculation.most_drafts - len(accepted))],
+        ),
     ]

@@ -1,6 +1,6 @@
 """Statistics of each step for `steps.csv`: differences of running totals, read once a step on rank 0."""
 
-from dataclasses import astuple
+from typing import Any
 
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.base.metrics.step_times import StepTimes
@@ -16,19 +16,22 @@ class StepRecorder:
         self._scheduler, self._times = scheduler, times
         self._first_began_s: float | None = None
         self._last_times = times.phases()
-        self._last_totals = astuple(scheduler.counters)
+        self._last_totals = scheduler.counters.totals()
 
     def record(self, plan: StepPlan) -> StepStats:
         scheduler, cache = self._scheduler, self._scheduler.cache
         if self._first_began_s is None:
             self._first_began_s = self._times.began_s
-        phases, totals = self._times.phases(), astuple(scheduler.counters)
+        phases, totals = self._times.phases(), scheduler.counters.totals()
         schedule_us, lockstep_us, execute_us, apply_us = (
             round((now - before) * 1e6) for now, before in zip(phases, self._last_times, strict=True)
         )
-        counts = SchedulerCounters(*(now - before for now, before in zip(totals, self._last_totals, strict=True)))
+        differences: dict[str, Any] = {name: now - self._last_totals[name] for name, now in totals.items()}
+        counts = SchedulerCounters(**differences)
         self._last_times, self._last_totals = phases, totals
         num_decoding = len(plan.continuing)
+        others = [sequence for group in plan.groups for sequence in group.sequences]
+        num_drafting = sum(each.num_scheduled_tokens for each in others if each.draft_token_ids)
         num_free, num_cached = cache.num_free_blocks, cache.num_cached_blocks
         return StepStats(
             step=plan.step,
@@ -37,11 +40,11 @@ class StepRecorder:
             lockstep_us=lockstep_us,
             execute_us=execute_us,
             apply_us=apply_us,
-            num_rows=num_decoding + sum(len(group.sequences) for group in plan.groups),
+            num_rows=num_decoding + len(others),
             num_waiting=scheduler.queues.num_waiting,
             num_swapped=scheduler.num_swapped,
             num_tokens=plan.num_tokens,
-            num_decode_tokens=num_decoding + sum(max(each - 1, 0) for each in plan.continuing_num_ids),
+            num_decode_tokens=num_decoding + sum(max(each - 1, 0) for each in plan.continuing_num_ids) + num_drafting,
             # Without the ids sampled after the end of an answer.
             num_sampled_tokens=counts.num_output_tokens,
             num_blocks_used=cache.num_blocks - num_free,
@@ -54,4 +57,6 @@ class StepRecorder:
             num_cached_tokens=counts.num_cached_prompt_tokens,
             num_finished=counts.num_finished,
             num_verified_hits=counts.num_verified_hits,
+            num_drafted_tokens=counts.num_drafted_tokens,
+            num_accepted_tokens=counts.num_accepted_tokens,
         )

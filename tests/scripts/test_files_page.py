@@ -63,7 +63,7 @@ def keys_of(record: Any, prefix: str = "") -> Iterator[str]:
         yield name
         if isinstance(value, dict) and name not in FREE_KEYS:
             yield from keys_of(value, f"{name}.")
-        if isinstance(value, list):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
             yield from keys_of(value[0], f"{name}[].")
 
 
@@ -79,7 +79,7 @@ def all_metrics() -> dict[str, Any]:
         "encode_s": 0.5,
         "replica": {"rows": 1, "output_tokens": 1, "busy_s": 1.0},
         "media_wait_s": 0.5,
-        "counters": asdict(SchedulerCounters(num_images=1)),
+        "counters": asdict(SchedulerCounters(num_images=1, num_drafts=1, num_drafts_by_position=[1])),
         "times": dict.fromkeys(("schedule_s", "lockstep_s", "execute_s", "apply_s"), 1.0),
     }
     metrics = job_metrics(JobCounts(), [json.dumps(common).encode()] * 2)

@@ -53,6 +53,10 @@ class StepStats(NamedTuple):
     """Requests that ended in this step."""
     num_verified_hits: int = 0
     """Prefix-cache hits whose last block was computed again and compared in this step (`cache.verify_hits`)."""
+    num_drafted_tokens: int = 0
+    """Drafted tokens that were computed, of the decode tokens (`speculative_config`)."""
+    num_accepted_tokens: int = 0
+    """The drafts of this step that were what was sampled."""
 
     @property
     def duration_us(self) -> int:
@@ -63,6 +67,16 @@ class StepStats(NamedTuple):
     def num_prompt_tokens(self) -> int:
         """Prompt tokens, and tokens computed again."""
         return self.num_tokens - self.num_decode_tokens
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        """Drafts that were computed in vain."""
+        return max(0, self.num_drafted_tokens - self.num_accepted_tokens)
+
+    @property
+    def num_kept_decode_tokens(self) -> int:
+        """Decode tokens without rejected drafts."""
+        return self.num_decode_tokens - self.num_rejected_tokens
 
     @property
     def num_blocks(self) -> int:

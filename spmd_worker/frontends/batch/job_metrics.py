@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from spmd_worker.base.metrics.stage_times import busy_shares
@@ -39,7 +40,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     values = [json.loads(report) for report in reports]
     leaders = [value for value in values if "replica" in value]
     counters, times = (
-        {name: sum(leader[part][name] for leader in leaders) for name in leaders[0][part]}
+        {name: _summed([leader[part][name] for leader in leaders]) for name in leaders[0][part]}
         for part in ("counters", "times")
     )
     metrics = {
@@ -68,6 +69,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     if len(leaders) > 1:
         metrics["replicas"] = [leader["replica"] for leader in leaders]
     metrics |= _expert_metrics(values) | _thread_metrics(values) | _media_metrics(counters, values)
+    metrics |= _draft_metrics(counters)
     shares = busy_shares(stages_of(reports))
     if shares:
         metrics["stages"] = [
@@ -75,6 +77,29 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
         ]
         metrics["bubble_share"] = round(1 - sum(each.share for each in shares) / len(shares), 4)
     return metrics
+
+
+def _summed(values: list[Any]) -> Any:
+    """Sum of numbers, or of lists of them, position by position."""
+    if isinstance(values[0], list):
+        return [sum(each) for each in zip_longest(*values, fillvalue=0)]
+    return sum(values)
+
+
+def _draft_metrics(counters: dict[str, Any]) -> dict[str, Any]:
+    """Drafts, and the mean number of tokens that a step gave a row that had some; nothing of a job without drafts."""
+    if not counters["num_drafts"]:
+        return {}
+    return {
+        "speculation": {
+            "row_steps": counters["num_drafts"],
+            "drafted_tokens": counters["num_drafted_tokens"],
+            "accepted_tokens": counters["num_accepted_tokens"],
+            "mean_length": round(1 + counters["num_accepted_tokens"] / counters["num_drafts"], 4),
+            "drafted_by_position": counters["num_drafts_by_position"],
+            "accepted_by_position": counters["num_accepted_by_position"],
+        }
+    }
 
 
 def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]]) -> dict[str, Any]:

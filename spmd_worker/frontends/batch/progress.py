@@ -141,6 +141,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("preemptions", _preemptions(metrics)),
         ("host tier", _tier(metrics)),
         ("prefix hits verified", _verified(metrics)),
+        ("drafts", _drafts(metrics)),
     ]
 
 
@@ -213,6 +214,15 @@ def _tier(metrics: Mapping[str, Any]) -> str | None:
 def _verified(metrics: Mapping[str, Any]) -> str | None:
     verified, unverified = metrics.get("prefix_hits_verified"), metrics.get("prefix_hits_unverified")
     return f"{verified or 0:,}, all equal; {unverified or 0:,} not completed" if verified or unverified else None
+
+
+def _drafts(metrics: Mapping[str, Any]) -> str | None:
+    """Drafts that were accepted, and the tokens that a step gave a row that had drafts."""
+    record = metrics.get("speculation")
+    if not record or not record["drafted_tokens"]:
+        return None
+    accepted, drafted = record["accepted_tokens"], record["drafted_tokens"]
+    return f"{accepted:,} of {drafted:,} accepted ({accepted / drafted:.0%}), {record['mean_length']:.2f} tokens a step"
 
 
 def _count(metrics: Mapping[str, Any], key: str) -> str | None:

@@ -17,6 +17,7 @@ FREE: Final = "#e9e7df"
 PEAK: Final = "#00273d"
 SWAPPED: Final = "#d55e00"
 RECOMPUTED: Final = "#aa3377"
+REJECTED: Final = "#cc79a7"
 RETURNED: Final = "#56b4e9"
 PROMPT: Final = "#e69f00"
 WAITING: Final = "#c9c8c1"
@@ -194,8 +195,11 @@ def _sequences_chart(frame: Frame) -> Chart:
 
 
 def _tokens_chart(frame: Frame) -> Chart:
+    has_drafts = frame.totals.sums.num_drafted_tokens > 0
+    computed = "Blue, pink and orange" if has_drafts else "Blue and orange"
     looks = (
-        ("num_decode_tokens", WORKING, "generating (decode)"),
+        ("num_kept_decode_tokens", WORKING, "generating (decode)"),
+        *([("num_rejected_tokens", REJECTED, "rejected drafts")] if has_drafts else []),
         ("num_prompt_tokens", PROMPT, "prompt, or recomputed"),
         ("num_cached_tokens", CACHE, "found in the prefix cache"),
     )
@@ -207,7 +211,7 @@ def _tokens_chart(frame: Frame) -> Chart:
     return Chart(
         "stack",
         "Tokens of each step",
-        "Blue and orange were computed. Green was not: the prefix cache had it." + _if_condensed(frame),
+        f"{computed} were computed. Green was not: the prefix cache had it." + _if_condensed(frame),
         "tokens",
         series,
         # Cache hits of many prompts in one step would flatten the computed tokens.

@@ -11,8 +11,15 @@ from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.frontends.report.charts import Chart, Frame, make_charts
 from spmd_worker.frontends.report.data import Column, make_totals, slowest_steps
 from spmd_worker.frontends.report.drawing import NARROW_INCHES, WIDE_INCHES, draw_chart
-from spmd_worker.frontends.report.summary import NO_METRICS, diagnosis, slowest_phase, step_events, summary_figures
-from spmd_worker.frontends.report.text import count, duration
+from spmd_worker.frontends.report.summary import (
+    NO_METRICS,
+    diagnosis,
+    draft_positions,
+    slowest_phase,
+    step_events,
+    summary_figures,
+)
+from spmd_worker.frontends.report.text import count, duration, share
 
 NO_CHARTS: Final = (
     "matplotlib is not installed: the page has tables and no charts. For charts run "
@@ -47,6 +54,9 @@ details table { width: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; margin-top: 6px; }
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid #e3e3e3; vertical-align: top; }
 th { color: #555555; font-weight: 600; }
+.positions { max-width: 640px; }
+.bar { width: 45%; vertical-align: middle; }
+.bar i { display: block; height: 12px; background: #0072b2; }
 .number { text-align: right; white-space: nowrap; }
 @media (max-width: 700px) {
   main { padding: 16px 10px 32px; }
@@ -105,6 +115,9 @@ def _steps_body(steps: list[StepStats], metrics: Mapping[str, Any], has_charts: 
         else:
             yield f"{_explanation(table)}\n{_chart_table(table, frames['table'])}"
         yield "</section>"
+    positions = draft_positions(metrics)
+    if positions:
+        yield _positions_section(positions)
     rows = [
         (
             str(number),
@@ -122,6 +135,23 @@ def _steps_body(steps: list[StepStats], metrics: Mapping[str, Any], has_charts: 
     yield (
         "<footer>Time begins with the first step in all charts. For the same run step by step open timeline.json in "
         "ui.perfetto.dev.</footer>"
+    )
+
+
+def _positions_section(positions: list[tuple[int, int]]) -> str:
+    """Table of the drafts by their position in a row's step, with a bar for each share."""
+    lines = [
+        f"<tr><td{_RIGHT}>{number}</td><td{_RIGHT}>{made:,}</td><td{_RIGHT}>{kept:,}</td>"
+        f'<td{_RIGHT}>{share(kept, made)}</td><td class="bar">'
+        f'<i style="width: {100 * kept / made if made else 0:.1f}%"></i></td></tr>'
+        for number, (made, kept) in enumerate(positions, 1)
+    ]
+    heads = "".join(f"<th{_RIGHT}>{head}</th>" for head in ("position", "drafted", "accepted", "share"))
+    return (
+        "<section>\n<h2>Drafts by position</h2>\n"
+        '<p class="explanation">A draft is accepted where it is the token that is sampled without it, and all drafts '
+        "before it were: the share falls with the position.</p>\n"
+        f'<table class="positions">\n<tr>{heads}<th></th></tr>\n' + "\n".join(lines) + "\n</table>\n</section>"
     )
 
 

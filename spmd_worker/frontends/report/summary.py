@@ -48,6 +48,7 @@ def summary_figures(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
         Figure(*count_and_noun(totals.num_preemptions, "preemption"), preemptions_note),
         _recomputed(totals, metrics),
         *_media(metrics),
+        *_drafts(totals, metrics),
     ]
 
 
@@ -101,6 +102,8 @@ def step_events(stats: StepStats) -> str:
         (stats.num_swapped_in, "back from the host"),
         (stats.num_cached_tokens, "tokens from the cache"),
         (stats.num_verified_hits, "hits verified"),
+        (stats.num_accepted_tokens, "drafts accepted"),
+        (stats.num_rejected_tokens, "drafts rejected"),
         (stats.num_finished, "finished"),
     )
     return ", ".join(f"{number:,} {label}" for number, label in parts if number)
@@ -149,6 +152,33 @@ def _media(metrics: Mapping[str, Any]) -> list[Figure]:
     note = f"{duration((encode_s or 0) * 1e6)} in towers"
     note, what = (f"{count(images, 'image')}, {note}", "images") if images else (note, "audio")
     return [Figure(duration((wait_s or 0) * 1e6), f"waiting for {what}", note)]
+
+
+def _drafts(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
+    drafted, accepted = totals.sums.num_drafted_tokens, totals.sums.num_accepted_tokens
+    if not drafted:
+        return []
+    length = _number(drafts_of(metrics), "mean_length")
+    note = f"{count(accepted)} of {count(drafted, 'draft')}"
+    if length is None:
+        return [Figure(share(accepted, drafted), "of drafts accepted", note)]
+    return [Figure(f"{length:.2f} tokens", "a step of a row with drafts", f"accepted {note}")]
+
+
+def drafts_of(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of speculation in `metrics.json`; empty without one."""
+    record = metrics.get("speculation")
+    return record if isinstance(record, Mapping) else {}
+
+
+def draft_positions(metrics: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Drafts made and accepted as first, second, ... draft of a row's step."""
+    record = drafts_of(metrics)
+    made, kept = (record.get(f"{name}_by_position") for name in ("drafted", "accepted"))
+    if not isinstance(made, list) or not isinstance(kept, list):
+        return []
+    pairs = list(zip(made, kept))
+    return pairs if all(isinstance(each, int) and each >= 0 for pair in pairs for each in pair) else []
 
 
 def _recomputed(totals: Totals, metrics: Mapping[str, Any]) -> Figure:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from spmd_worker.compat.metrics import Metric
+from spmd_worker.compat.metrics import Metric, Vector
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, RowOutputs
 from spmd_worker.replica.sequence.outputs import RequestOutput
@@ -53,7 +53,7 @@ class RequestExchange:
     def __init__(self, max_sequences: int, max_media_bytes: float = math.inf) -> None:
         self.max_sequences, self.max_media_bytes = max_sequences, max_media_bytes
         self.num_sequences = self.num_media_bytes = 0
-        self.metrics: list[Metric] = []
+        self.metrics: list[Metric | Vector] = []
         """The engine's, after its last step."""
         self.ending = ""
         """Reason why no more requests are accepted; empty while they are."""

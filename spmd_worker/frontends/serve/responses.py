@@ -1,9 +1,9 @@
 """Responses as ASGI applications, and metrics in Prometheus' text format."""
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from spmd_worker.compat.metrics import Counter, Metric
+from spmd_worker.compat.metrics import Counter, Metric, Vector
 from spmd_worker.frontends.openai.row_writer import json_line
 
 Message = MutableMapping[str, Any]
@@ -36,10 +36,11 @@ class JsonResponse(PlainResponse):
         super().__init__(json_line(record), b"application/json", status, headers)
 
 
-def prometheus_text(metrics: list[Metric]) -> bytes:
+def prometheus_text(metrics: Sequence[Metric | Vector]) -> bytes:
     """Metrics in Prometheus' text format, version 0.0.4."""
     lines: list[str] = []
-    for each in metrics:
+    singles = (one for given in metrics for one in (given.by_position() if isinstance(given, Vector) else [given]))
+    for each in singles:
         is_counter = isinstance(each, Counter)
         name = f"{each.name}_total" if is_counter else each.name
         heading = f"# TYPE {name} {'counter' if is_counter else 'gauge'}"

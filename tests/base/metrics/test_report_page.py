@@ -178,6 +178,35 @@ def test_absent_events_have_no_lane_and_no_chart():
     assert "Never in this run: preempted by swap, preempted by recompute, back from the host." in told
 
 
+def drafting_steps() -> list[StepStats]:
+    steps = quiet_steps(6, every_us=10_000)
+    return [
+        each._replace(num_tokens=14, num_decode_tokens=12, num_drafted_tokens=10, num_accepted_tokens=7)
+        for each in steps
+    ]
+
+
+def test_report_page_shows_drafts_by_position():
+    record = {"mean_length": 4.5, "drafted_by_position": [20, 20, 20], "accepted_by_position": [18, 14, 10]}
+    page = page_of(drafting_steps(), METRICS | {"speculation": record})
+    assert "4.50 tokens" in page
+    assert "accepted 42 of 60 drafts" in page
+    rows = [row for row in Page(page).rows if row[0] == "2" and row[-1] == ""]
+    assert rows == [["2", "20", "14", "70 %", ""]]
+    (tokens,) = (chart for chart in charts_of(drafting_steps())[1] if chart.title == "Tokens of each step")
+    assert {each.label: each.values[0] for each in tokens.series if "draft" in each.label} == {"rejected drafts": 3.0}
+    assert sum(each.values[0] for each in tokens.series) == 14
+
+
+def test_report_page_without_drafts_has_nothing_of_them():
+    assert "draft" not in page_of(quiet_steps(6), METRICS)
+
+
+@pytest.mark.parametrize("record", [None, 3, {}, {"drafted_by_position": 3}, {"mean_length": "x"}])
+def test_report_page_survives_odd_draft_metrics(record: Any):
+    Page(page_of(drafting_steps(), METRICS | {"speculation": record}))
+
+
 def test_report_page_says_when_metrics_are_missing():
     """A run that was killed or still runs has none."""
     said = "There is no metrics.json: the run was killed, or is still running."

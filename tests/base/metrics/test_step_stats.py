@@ -12,9 +12,10 @@ from spmd_worker.base.metrics.step_stats import StepStats, StepStatsWriter, read
 HEADER = (
     "step,start_us,schedule_us,lockstep_us,execute_us,apply_us,num_rows,num_waiting,num_swapped,num_tokens,"
     "num_decode_tokens,num_sampled_tokens,num_blocks_used,num_blocks_cached,num_blocks_free,num_host_blocks_used,"
-    "num_swapped_out,num_recomputed,num_swapped_in,num_cached_tokens,num_finished,num_verified_hits"
+    "num_swapped_out,num_recomputed,num_swapped_in,num_cached_tokens,num_finished,num_verified_hits,"
+    "num_drafted_tokens,num_accepted_tokens"
 )
-LINE = "1,0,100,200,600,50,2,1,0,12,2,2,4,3,3,0,0,0,0,0,0,0"
+LINE = "1,0,100,200,600,50,2,1,0,12,2,2,4,3,3,0,0,0,0,0,0,0,0,0"
 
 
 @pytest.fixture
@@ -93,9 +94,9 @@ def test_step_stats_reject_a_damaged_line_in_between(path: Path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("1,2,3", "line 2 has 3 values, not 22: the file is damaged"),
-        (LINE + ",7", "line 2 has 23 values, not 22: the file is damaged"),
-        ("", "line 2 has 1 values, not 22: the file is damaged"),
+        ("1,2,3", "line 2 has 3 values, not 24: the file is damaged"),
+        (LINE + ",7", "line 2 has 25 values, not 24: the file is damaged"),
+        ("", "line 2 has 1 values, not 24: the file is damaged"),
         (LINE.replace("600", "-600"), "line 2 has execute_us='-600', which is not a count: the file is damaged"),
     ],
 )
