@@ -230,9 +230,10 @@ def test_job_resumes_with_and_without_drafts(tmp_path: Path, monkeypatch: pytest
         return RunConfig(ModelOptions(path=str(MODEL)), job=job, sampling=sampling, device="cpu", **changed)
 
     run_job(config_of("plain.jsonl"), RankEnvironment())
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Ended):
+    with pytest.MonkeyPatch.context() as patch:
         end_after(patch, 4)
-        run_job(config_of("drafted.jsonl"), RankEnvironment())
+        with pytest.raises(Ended):
+            run_job(config_of("drafted.jsonl"), RankEnvironment())
     # Rows that follow the prompt's tokens: wrong mostly.
     proposer = PlantedProposer(lambda key, num_outputs, most: (220,) * most, "chance", 300)
     monkeypatch.setattr(factory, "make_proposer", lambda config, vocab_size: proposer)
