@@ -15,14 +15,22 @@ from typing import Any
 
 import pytest
 import ranks
+from cut_jobs import Ended, end_after
+from forked_workers import forked
 from planted_drafts import PlantedProposer
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.run_dir.run_records import step_log_header
 from spmd_worker.frontends.replay.replay import Replay
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.scheduler import factory
 from spmd_worker.replica.sequence.sampling_params import StructuredOutputsParams
+from spmd_worker.resolved import resolve_run
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 from spmd_worker.worker.runner import batch
 from spmd_worker.worker.runner.model_runner import ModelRunner
 
@@ -190,6 +198,8 @@ def test_step_log_with_drafts_replays(expected: list[Any], by_workers: bool, mon
         with open_llm(speculative_config=DRAFTS | method) as llm:
             llm.llm_engine.lockstep.on_message = messages.append
             assert answers(llm) == expected
+            # A message has the ids of the step before.
+            llm.llm_engine.run_step()
             counters, header = llm.llm_engine.counters, step_log_header(llm.llm_engine)
             tokenizer = llm.llm_engine.tokenizer
         assert 20 < counters.num_accepted_tokens < counters.num_drafted_tokens
@@ -212,6 +222,47 @@ def test_ranks_agree_on_drafts(expected: list[Any], layout: str, kind: str, tmp_
     assert [each["answers"] for each in found] == [expected] * 2
     assert all((each["num_accepted"] == 0) == (kind == "wrong") for each in found)
     assert min(each["num_drafted"] for each in found) > 20
+
+
+def test_job_resumes_with_and_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Begun without drafts, ended with them: the bytes of an unbroken job."""
+    rows = "".join(f'{{"prompt": "add {index} 7 =", "custom_id": "row {index}"}}\n' for index in range(12))
+    (tmp_path / "rows.jsonl").write_text(rows)
+
+    def config_of(name: str, **changed: Any) -> RunConfig:
+        job = JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / name), commit_rows=1)
+        sampling = SamplingConfig(max_tokens=12, temperature=0.9)
+        return RunConfig(ModelOptions(path=str(MODEL)), job=job, sampling=sampling, device="cpu", **changed)
+
+    run_job(config_of("plain.jsonl"), RankEnvironment())
+    with pytest.MonkeyPatch.context() as patch:
+        end_after(patch, 4)
+        with pytest.raises(Ended):
+            run_job(config_of("drafted.jsonl"), RankEnvironment())
+    # Rows that follow the prompt's tokens: wrong mostly.
+    proposer = PlantedProposer(lambda key, num_outputs, most: (220,) * most, "chance", 300)
+    monkeypatch.setattr(factory, "make_proposer", lambda config, vocab_size: proposer)
+    run_job(config_of("drafted.jsonl", speculative_config=SpeculativeConfig("ngram", 4)), RankEnvironment())
+    metrics = json.loads((tmp_path / "drafted.jsonl.run" / "metrics.json").read_text())
+    assert metrics["resumed_rows"] == 4
+    assert proposer.num_forgotten == 8
+    assert (tmp_path / "drafted.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+
+
+def test_plan_has_a_line_about_drafts():
+    config = RunConfig(ModelOptions(path=str(MODEL)), speculative_config=SpeculativeConfig("suffix"), device="cpu")
+    lines = describe_plan(make_plan(resolve_run(replace(config, plan=True), "cpu"))).splitlines()
+    (line,) = [each for each in lines if each.startswith("drafts")]
+    assert line.startswith("drafts     suffix, at most 16 of a row in a step")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("layout", ["two shards", "two stages"])
+def test_worker_processes_verify_drafts(expected: list[Any], layout: str):
+    options = {"distributed_executor_backend": "multiproc", **LAYOUTS[layout], **SMALL}
+    with forked(), planted(expected, "chance"), open_llm(speculative_config=DRAFTS, **options) as llm:
+        assert answers(llm) == expected
+        assert llm.llm_engine.counters.num_accepted_tokens > 20
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def sampled_tokens(scheduled: Sequence[ScheduledSequence], ends: Integers) -> In
     nums_drafts = [len(drafts) for drafts in map(_DRAFTS, scheduled)]
     spans = [
         np.arange(end - 1 - num_drafts, end) if num_drafts else np.full(num_samples, end - 1)
-        for end, num_samples, num_drafts in zip(ends.tolist(), nums_samples, nums_drafts)
+        for end, num_samples, num_drafts in zip(map(int, ends), nums_samples, nums_drafts)
     ]
     return np.concatenate(spans)
 

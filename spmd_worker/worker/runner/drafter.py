@@ -26,10 +26,10 @@ class Drafter(Protocol):
     def begin(
         self, scheduled: Sequence[ScheduledSequence], batch: Batch, hidden: Tensor, aux: tuple[Tensor, ...]
     ) -> None:
-        """After each forward pass of the target: hidden states [T, H] of all tokens of the step."""
+        """Take the hidden states [T, H] of all tokens of a step, behind each forward pass of the target."""
 
     def propose(self, scheduled: Sequence[ScheduledSequence], sampled: SampledIds) -> tuple[tuple[int, ...], ...]:
-        """After sampling: drafts after the last id of each sampled sequence, the same on all ranks of the group."""
+        """Drafts behind the last id of each sampled sequence, the same on all ranks of the group."""
 
     def forget(self, keys: Sequence[SequenceKey], request_ids: Sequence[RequestId]) -> None:
         """Drop sequences that ended, and requests with all of theirs."""
