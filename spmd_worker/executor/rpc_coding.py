@@ -42,6 +42,7 @@ from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.resolved_draft import DraftRun
 from spmd_worker.worker.worker_base import WorkerReport
 
 _PLAIN: Final = (type(None), bool, int, float, str)
@@ -62,6 +63,7 @@ _RECORDS: Final[dict[str, type]] = {
         ConvConfig,
         DeltaConfig,
         DenseConfig,
+        DraftRun,
         EncoderPart,
         HeadConfig,
         ExpertLayout,

@@ -199,7 +199,7 @@ class ModelRunner:
         cache = self._cache_engine.layer_caches
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
-            (tensor,) = self._cache_engine.tensors
+            (tensor,) = self._cache_engine.model_tensors
             cache = tensor.expand(self.model.stage.num_layers, *tensor.shape[1:])
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache, self.num_groups, self._cache_engine.spec.group_of)
