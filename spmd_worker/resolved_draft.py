@@ -53,7 +53,7 @@ class DraftRun:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a draft must fit: the model, its files and the run's longest row. `new_layout` gives a model's layout with
+    """The model that a draft must fit, its files and the run's longest row. `new_layout` gives a model's layout with
     the run's tensor-parallel size on one pipeline stage; raises ConfigError for a model that does not divide.
     """
 

@@ -24,14 +24,14 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]
 
     def begin(self, scheduled: Sequence[ScheduledSequence], hidden: Tensor, aux: tuple[Tensor, ...]) -> None:
-        """After the target's forward pass: its normed output [T, hidden] of all tokens of the step, and its stream
-        [T, hidden] before each of `aux_layers`.
+        """Take the target's normed output [T, hidden] of all tokens of the step, after its forward pass, and its
+        stream [T, hidden] before each of `aux_layers`.
         """
 
     def propose(
         self, scheduled: Sequence[ScheduledSequence], sampled: SampledIds, *, wants_drafts: bool = True
     ) -> tuple[tuple[int, ...], ...]:
-        """After sampling: drafts of each sequence that the step samples for, () for none; all are () unless it
+        """Drafts, after sampling, of each sequence that the step samples for, () for none; all are () unless it
         `wants_drafts`.
         """
 
