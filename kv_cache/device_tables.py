@@ -121,6 +121,17 @@ class DeviceTables(ABC):
             )
             table.num_dropped = end
 
+    def truncate(self, table: BlockTable, num_tokens: int) -> bool:
+        """Free the blocks behind those of the first `num_tokens`: they hold nothing. Whether there were any."""
+        num_kept = num_blocks_for(num_tokens, self.block_size) * self.num_groups
+        unused = table.block_ids[num_kept:]
+        if not unused:
+            return False
+        assert not any(block_id in self._fresh for block_id in unused), unused
+        self._pool.release(reversed(unused))
+        del table.block_ids[num_kept:]
+        return True
+
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks. Allocates no block: the first of the two to write to a block copies it.
 

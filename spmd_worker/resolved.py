@@ -230,6 +230,7 @@ def resolve(
         config = replace(config, limits=config.limits.for_media())
     _check_quantization(config, model_config, device_type)
     _check_states(config, model_config)
+    _check_speculation(config, model_config)
     if config.model.prompt_adapters and model_config.pooling is not None:
         raise ConfigError("model.prompt_adapters are for models that generate, but this run pools: leave it out")
     _uses_async_scheduling(config, model_config, device_type)
@@ -473,6 +474,29 @@ def _check_states(config: RunConfig, model_config: ModelConfig) -> None:
             "behind them (cache.num_state_snapshots)",
             key,
             extra=SAME_ON_EVERY_RANK,
+        )
+
+
+def _check_speculation(config: RunConfig, model_config: ModelConfig) -> None:
+    """Raise ConfigError for speculative decoding of a model that does not support it."""
+    speculation = config.speculative_config
+    if not speculation.is_on:
+        return
+    key = f"speculative_config.method={speculation.method}"
+    if model_config.pooling is not None:
+        raise ConfigError(f"{key} drafts tokens, and this run pools: leave it out")
+    if model_config.has_states:
+        raise ConfigError(
+            f"{key} is not supported for {model_config.architecture}, whose recurrent states have a wrong draft for "
+            f"good: leave it out"
+        )
+    if model_config.encoder_part is not None:
+        raise ConfigError(f"{key} is not supported for encoder-decoder models: leave it out")
+    size = speculation.draft_tensor_parallel_size
+    if size not in (None, config.parallel.tensor_parallel_size):
+        raise ConfigError(
+            f"speculative_config.draft_tensor_parallel_size={size} must be parallel.tensor_parallel_size="
+            f"{config.parallel.tensor_parallel_size}: drafts are computed on the same ranks; leave it out"
         )
 
 

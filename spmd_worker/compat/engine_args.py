@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
 from spmd_worker.base.config.options import checked_value, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig, SamplingConfig, SchedulerConfig
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.names import hint
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword, resolve_keywords
@@ -43,7 +44,19 @@ def run_config(arguments: Mapping[str, Any]) -> RunConfig:
             values.setdefault(key.group, {})[key.field] = own[key.keyword]
     groups = {name: kind(**values[name]) for name, kind in groups_of(RunConfig).items() if name in values}
     sampling = _default_sampling(own.get("generation_config"), own.get("override_generation_config"))
+    if own.get("speculative_config") is not None:
+        groups["speculative_config"] = _speculation(own["speculative_config"])
     return RunConfig(**groups, sampling=sampling, **values.get("", {}))
+
+
+def _speculation(given: Any) -> SpeculativeConfig:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config={given!r} must be a dict, such as {{'method': 'ngram'}}")
+    known = [spec.name for spec in fields(SpeculativeConfig)]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ConfigError(f"speculative_config has the unsupported key {unknown[0]!r}: give {', '.join(known)}")
+    return SpeculativeConfig(**given)
 
 
 def _default_sampling(source: Any, overrides: Any) -> SamplingConfig:

@@ -82,6 +82,14 @@ _OF_LLM: Final = (
         annotation=Mapping[str, Any] | None,
     ),
     Keyword(
+        "speculative_config",
+        Effect.SAME,
+        "speculative decoding, with the keys of the group `speculative_config`; answers have the same bits",
+        None,
+        "speculative_config",
+        annotation=Mapping[str, Any] | None,
+    ),
+    Keyword(
         "chat_template",
         Effect.SAME,
         "a chat template's text, a file of it, or the name of one of the folder's; `chat` takes another one",
@@ -222,8 +230,8 @@ _WITHOUT_EFFECT: Final = {
 _REJECTED: Final = {
     "config.json defines it, and weights run dequantised: leave it out": "quantization_config",
     "the cache has the model's dtype: leave it out": "kv_cache_dtype=auto",
-    "speculative decoding is not supported: leave it out, answers are the same": (
-        "speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens"
+    "give speculative_config: leave it out, answers are the same": (
+        "speculative_model num_speculative_tokens spec_method spec_model spec_tokens"
     ),
     "give enable_lora and a LoRARequest, or adapters={name: folder}: leave it out": "qlora_adapter_name_or_path",
     "adapters are computed in the model's dtype: leave it out": "lora_dtype=auto",

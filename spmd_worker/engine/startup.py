@@ -8,7 +8,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from kv_cache.outside_transfers import OutsideTransfers
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError, RankFailedError
 from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.base.liveness.watchdog import Watchdog
@@ -168,7 +169,8 @@ def _start(
             adapters = load_at_start(resolved, executor, engine_channel, earlier, together)
             transfers = None if outside is None else outside.new_transfers()
             given = (max_num_seqs, sizes, adapters, transfers)
-            scheduler = _new_replica(resolved, *given, keeps_histories=bool(least[0]))
+            speculation = _agreed_speculation(resolved, executor, channel, engine_channel)
+            scheduler = _new_replica(resolved, *given, *speculation, keeps_histories=bool(least[0]))
             if config.executor.digest_every:
                 # Known once the kernels are built and the memory is measured. Replicas may differ in their number of
                 # blocks, but must compute the same bits.
@@ -287,6 +289,8 @@ def _new_replica(
     sizes: CacheSizes,
     adapters: tuple[AdapterRegistry, AdapterRegistry],
     outside: OutsideTransfers | None,
+    speculation: SpeculativeConfig | None,
+    num_lookahead_tokens: int,
     *,
     keeps_histories: bool,
 ) -> Scheduler:
@@ -309,9 +313,25 @@ def _new_replica(
         media_row_limits(resolved),
         config.cache.verify_hits,
         config.executor.verify_steps,
+        speculation,
+        num_lookahead_tokens,
+        model_config.vocab_size,
     )
     given = (config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer)
     return new_scheduler(limits, sizes, *given, *adapters, outside)
+
+
+def _agreed_speculation(
+    resolved: ResolvedRun, executor: Executor, channel: ControlChannel, engine_channel: ControlChannel
+) -> tuple[SpeculativeConfig | None, int]:
+    """`SchedulerLimits.speculation` and `num_lookahead_tokens`; the tokens of a step are those of rank 0's device."""
+    config = resolved.config.speculative_config
+    if not config.is_on:
+        return None, 0
+    reports = executor.reports()
+    step_tokens = int(engine_channel.gather(str(reports[0].step_tokens).encode())[0])
+    (least,) = channel.minimum((-max(each.num_lookahead_tokens for each in reports),))
+    return replace(config, max_step_tokens=config.max_step_tokens or step_tokens), -least
 
 
 def package_versions() -> dict[str, str]:

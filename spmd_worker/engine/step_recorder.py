@@ -1,6 +1,6 @@
 """Statistics of each step for `steps.csv`: differences of running totals, read once a step on rank 0."""
 
-from dataclasses import astuple
+from typing import Any
 
 from spmd_worker.base.metrics.step_stats import StepStats
 from spmd_worker.base.metrics.step_times import StepTimes
@@ -16,17 +16,18 @@ class StepRecorder:
         self._scheduler, self._times = scheduler, times
         self._first_began_s: float | None = None
         self._last_times = times.phases()
-        self._last_totals = astuple(scheduler.counters)
+        self._last_totals = scheduler.counters.totals()
 
     def record(self, plan: StepPlan) -> StepStats:
         scheduler, cache = self._scheduler, self._scheduler.cache
         if self._first_began_s is None:
             self._first_began_s = self._times.began_s
-        phases, totals = self._times.phases(), astuple(scheduler.counters)
+        phases, totals = self._times.phases(), scheduler.counters.totals()
         schedule_us, lockstep_us, execute_us, apply_us = (
             round((now - before) * 1e6) for now, before in zip(phases, self._last_times, strict=True)
         )
-        counts = SchedulerCounters(*(now - before for now, before in zip(totals, self._last_totals, strict=True)))
+        differences: dict[str, Any] = {name: now - self._last_totals[name] for name, now in totals.items()}
+        counts = SchedulerCounters(**differences)
         self._last_times, self._last_totals = phases, totals
         num_decoding = len(plan.continuing)
         num_free, num_cached = cache.num_free_blocks, cache.num_cached_blocks

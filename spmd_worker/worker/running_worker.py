@@ -63,7 +63,9 @@ class RunningWorker:
             self.caches.save(plan.block_ops)
             return StepResult(plan.step, finished_transfers=self.caches.take_finished_transfers())
         with self._threads():
-            self.runner.forward(plan.step, scheduled, plan.num_ahead, repeated_rows=plan.repeated_rows)
+            wants_drafts = plan.wants_drafts
+            repeated = plan.repeated_rows
+            self.runner.forward(plan.step, scheduled, plan.num_ahead, repeated_rows=repeated, wants_drafts=wants_drafts)
         if plan.hit_comparisons:
             self.comparer.compare(plan)
         self.caches.save(plan.block_ops)

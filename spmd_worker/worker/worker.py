@@ -256,12 +256,13 @@ class Worker(WorkerBase):
             keeps_histories = self._loaded.operations.kernels.samples_on_device
             policy = self.opened.backend.numerical_policy(self._loaded.operations, self.opened.groups.tensor).as_dict()
             report = replace(report, arithmetic=arithmetic, expert_loads=loads, keeps_histories=keeps_histories)
-            report = replace(report, numerical_policy=policy)
+            report = replace(report, numerical_policy=policy, step_tokens=self.opened.backend.step_tokens)
         if self._running is not None:
             media = self._running.runner.media
             times = self._running.clock.report() if self.layout.pipeline_parallel_size > 1 else {}
             report = replace(report, stage_times=times, thread_waits=self._running.thread_waits())
             report = replace(report, encode_s=0.0 if media is None else media.encode_s)
+            report = replace(report, num_lookahead_tokens=self._running.runner.num_lookahead_tokens)
         return report
 
     def check_health(self) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.base.config.speculation import CPU_STEP_TOKENS
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
@@ -52,7 +53,8 @@ class WorkerReport:
     `expert_loads`, tokens per expert by layer index, reported by the first of the ranks that share the layers.
     `peak_memory_bytes`: peak host memory of the process. `keeps_histories`: see `SchedulerLimits`.
     `encode_s`: time in which rows of images were made. `numerical_policy`: `NumericalPolicy.as_dict`, once the model is
-    loaded; equal on every rank too.
+    loaded; equal on every rank too. `step_tokens`: tokens that a step computes while it reads the weights.
+    `num_lookahead_tokens`: those of the rank's drafter.
     """
 
     device_type: str = "cpu"
@@ -65,6 +67,8 @@ class WorkerReport:
     keeps_histories: bool = False
     encode_s: float = 0.0
     numerical_policy: dict[str, Any] = field(default_factory=dict)
+    step_tokens: int = CPU_STEP_TOKENS
+    num_lookahead_tokens: int = 0
 
 
 class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):

@@ -17,6 +17,7 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.config.options import check_options, command_option, option, vllm_option
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.plain_values import plain_folder, sendable_text
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
 
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
@@ -718,6 +719,7 @@ class RunConfig:
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     limits: RowLimits = field(default_factory=RowLimits)
     job: JobConfig = field(default_factory=JobConfig)

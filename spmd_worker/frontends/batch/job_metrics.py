@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from spmd_worker.base.metrics.stage_times import busy_shares
@@ -39,7 +40,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     values = [json.loads(report) for report in reports]
     leaders = [value for value in values if "replica" in value]
     counters, times = (
-        {name: sum(leader[part][name] for leader in leaders) for name in leaders[0][part]}
+        {name: _summed([leader[part][name] for leader in leaders]) for name in leaders[0][part]}
         for part in ("counters", "times")
     )
     metrics = {
@@ -75,6 +76,13 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
         ]
         metrics["bubble_share"] = round(1 - sum(each.share for each in shares) / len(shares), 4)
     return metrics
+
+
+def _summed(values: list[Any]) -> Any:
+    """Sum of numbers, or of lists of them, position by position."""
+    if isinstance(values[0], list):
+        return [sum(each) for each in zip_longest(*values, fillvalue=0)]
+    return sum(values)
 
 
 def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]]) -> dict[str, Any]:

@@ -145,7 +145,8 @@ class Replay:
             SampledPosition(
                 row.sequence.request.request_id,
                 sample_index,
-                row.sequence.num_computed_tokens + row.num_scheduled_tokens,
+                # Drafts are behind the position.
+                row.sequence.num_computed_tokens + row.sequence.num_scheduled_tokens,
             )
             for row in rows
             for sample_index in sample_indices(row.sequence.sample_index, row.num_samples)

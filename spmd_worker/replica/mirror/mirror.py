@@ -235,6 +235,9 @@ class Mirror:
         for index, block_id in plan.continuing_blocks:
             continuing[index].block_ids.append(block_id)
         num_single = plan.num_ahead if plan.continuing_num_ids else len(continuing)
+        for sequence in continuing:
+            if sequence.draft_token_ids:
+                sequence.draft_token_ids = ()
         for sequence, token_id in zip(continuing[:num_single], self._appended_ids(plan, continuing)):
             sequence.output_token_ids.append(token_id)
             sequence.num_computed_tokens += sequence.num_scheduled_tokens
@@ -304,8 +307,9 @@ class Mirror:
                 output_token_ids=list(data.output_token_ids),
                 block_ids=list(data.block_ids),
                 num_computed_tokens=data.num_computed_tokens,
-                num_scheduled_tokens=data.num_scheduled_tokens,
+                num_scheduled_tokens=data.num_scheduled_tokens - len(data.draft_token_ids),
                 state_slot=data.state_slot,
+                draft_token_ids=data.draft_token_ids,
             )
             if data.state_slot >= 0:
                 self._give_slot(data.state_slot, sequence)
@@ -327,5 +331,6 @@ class Mirror:
                 sequence.block_ids = sequence.block_ids[: data.num_kept_blocks]
             sequence.block_ids += data.appended_block_ids
             sequence.num_computed_tokens = data.num_computed_tokens
-            sequence.num_scheduled_tokens = data.num_scheduled_tokens
+            sequence.num_scheduled_tokens = data.num_scheduled_tokens - len(data.draft_token_ids)
+            sequence.draft_token_ids = data.draft_token_ids
             sequences.append(sequence)

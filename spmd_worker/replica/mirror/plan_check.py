@@ -13,6 +13,7 @@ from spmd_worker.replica.sequence.metadata import (
     SequenceGroupMetadataDelta,
 )
 from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.sequence.sampled import num_equal
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 
@@ -238,6 +239,8 @@ class PlanCheck:
     def _check_continuation(self, sequence: MirroredSequence, data: SequenceDataDelta) -> None:
         key = sequence.request.request_id, data.sample_index
         expected = sequence.num_computed_tokens + sequence.num_scheduled_tokens
+        # Drafts of the last step that are among its ids are computed already; one more id follows them.
+        expected += num_equal(sequence.draft_token_ids, data.appended_token_ids[:-1])
         # A sequence that sampled without getting an id recomputes its last token.
         may_repeat = not data.appended_token_ids and expected == sequence.num_tokens
         if data.num_computed_tokens != expected and not (may_repeat and data.num_computed_tokens == expected - 1):
@@ -271,13 +274,15 @@ class PlanCheck:
     ) -> None:
         """Check that the chunk lies inside the tokens and the blocks, and samples only at the end of the tokens."""
         first, num_scheduled = data.num_computed_tokens, data.num_scheduled_tokens
-        end = first + num_scheduled
+        end, num_tokens = first + num_scheduled, num_tokens + len(data.draft_token_ids)
         is_all = (first, end) == (0, num_tokens)
         has_blocks = end <= self._num_covered(num_blocks) if self._num_blocks else is_all
         if num_blocks % self._num_groups:
             rule = f"a multiple of {self._num_groups}, the groups of layers"
             self._reject("block_ids", f"{num_blocks} blocks", rule, request.request_id, data.sample_index)
         max_samples = request.sampling.num_sequences - data.sample_index if end == num_tokens else 0
+        if data.draft_token_ids:
+            self._check_drafts(request, data, end, num_tokens)
         if 0 <= first < end <= num_tokens and has_blocks and 0 <= data.num_samples <= max_samples:
             return
         every = f"all of the {num_tokens} tokens at once, where there is no cache"
@@ -298,6 +303,17 @@ class PlanCheck:
         )
         _, name, value, rule = next(each for each in rules if not each[0])
         self._reject(name, value, rule, request.request_id, data.sample_index)
+
+    def _check_drafts(
+        self, request: Request, data: SequenceData | SequenceDataDelta, end: int, num_tokens: int
+    ) -> None:
+        """Check that the drafts follow the last known token, which is computed too, in a sequence that samples once."""
+        where, num_drafts = (request.request_id, data.sample_index), len(data.draft_token_ids)
+        if end != num_tokens or data.num_samples != 1 or data.num_scheduled_tokens <= num_drafts:
+            rule = "none but behind the last known token, which is computed too, of a sequence that samples once"
+            self._reject("draft_token_ids", f"{num_drafts} drafts", rule, *where)
+        if min(data.draft_token_ids) < 0:
+            self._reject("draft_token_ids", min(data.draft_token_ids), "token ids", *where)
 
     def _num_covered(self, num_entries: int) -> int:
         """Number of tokens whose keys and values a table of so many entries has room for."""

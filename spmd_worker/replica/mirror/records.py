@@ -23,7 +23,8 @@ class MirroredSequence:
     It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks only grows; if
     blocks are removed, the record gets a new list. While a sequence is ahead of its id, its last output token is
     `NOT_READ` until the id is read. `is_plain`: it needs only the argmax of its logits, at every token. `state_slot`
-    holds its recurrent states: -1 in a model without any, and once another sequence was given its slot.
+    holds its recurrent states: -1 in a model without any, and once another sequence was given its slot. The last plan
+    computed `draft_token_ids` behind its tokens.
     """
 
     request: Request
@@ -33,6 +34,7 @@ class MirroredSequence:
     num_computed_tokens: int
     num_scheduled_tokens: int
     state_slot: int = -1
+    draft_token_ids: tuple[int, ...] = ()
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
     decode_row: "ScheduledSequence" = field(init=False)
@@ -57,8 +59,12 @@ class MirroredSequence:
         return self.num_prompt_tokens + len(self.output_token_ids)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Tokens at positions [start, stop) of prompt and output together."""
-        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
+        """Tokens at positions [start, stop) of prompt, output and drafts together."""
+        num_tokens = self.num_tokens
+        if self.draft_token_ids and stop > num_tokens:
+            drafts = self.draft_token_ids[max(start - num_tokens, 0) : stop - num_tokens]
+            return [*self.token_ids(min(start, num_tokens), num_tokens), *drafts]
+        assert 0 <= start <= stop <= num_tokens, (start, stop, num_tokens)
         prompt = self.request.prompt_token_ids
         if start >= len(prompt):
             return self.output_token_ids[start - len(prompt) : stop - len(prompt)]
@@ -77,7 +83,9 @@ class MirroredSequence:
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's scheduled tokens, and the number of tokens to sample from the logits of the last position."""
+    """One sequence's scheduled tokens, its drafts included, and the number of tokens to sample from the logits of the
+    last position; one at each draft too, and at the token before them, if the sequence has drafts.
+    """
 
     sequence: MirroredSequence
     num_scheduled_tokens: int

@@ -141,14 +141,16 @@ class Allocator:
                 self.extend(sequence, num_given - num_found)
         sequence.status, sequence.has_loaded = SequenceStatus.RUNNING, False
 
-    def extend(self, sequence: Sequence, num_tokens: int) -> TableChange:
-        """Allocate blocks for the next `num_tokens` to be computed; blocks that they fill can be found from now on."""
+    def extend(self, sequence: Sequence, num_tokens: int, num_more: int = 0) -> TableChange:
+        """Allocate blocks for the next `num_tokens` to be computed; blocks that they fill can be found from now on. The
+        table has blocks for `num_more` tokens behind them, which are not known.
+        """
         first = sequence.num_computed_tokens
         if not self._cache.num_blocks:
             assert (first, num_tokens) == (0, sequence.num_tokens), (sequence.key, first, num_tokens)
             sequence.num_computed_tokens = num_tokens
             return TableChange(0, ())
-        change = self._cache.extend(sequence.table, first, first + num_tokens)
+        change = self._cache.extend(sequence.table, first, first + num_tokens + num_more)
         sequence.shares_tail = False
         sequence.num_computed_tokens += num_tokens
         self._set_full_block_hashes(sequence, num_written_tokens=first)
@@ -275,6 +277,8 @@ class Allocator:
         if self.states is not None and not self.states.can_swap_out(sequence):
             return False
         self._set_full_block_hashes(sequence, num_written_tokens=sequence.num_computed_tokens)
+        # Blocks for drafts hold nothing of the sequence.
+        self._cache.truncate(sequence.table, sequence.num_tokens)
         host_table = self._cache.swap_out(sequence.table, self._computed_hashes(sequence))
         if host_table is None:
             return False

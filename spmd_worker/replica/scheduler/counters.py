@@ -1,6 +1,6 @@
 """Sums over a scheduler's steps for summaries and reports; no decision depends on them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
@@ -16,7 +16,9 @@ class SchedulerCounters:
     `num_rows_encoded` image tokens were made, those of `num_rows_reused` were there when a sequence began the image.
     With `cache.verify_hits`, `num_verified_hits` were computed again and compared completely; `num_unverified_hits`
     were chosen, but the sequence was preempted or ended, or what it had found was evicted or forgotten.
-    With `executor.verify_steps`, of `num_verified_steps` a row was computed again.
+    With `executor.verify_steps`, of `num_verified_steps` a row was computed again. Of `num_drafted_tokens`, in
+    `num_drafts` steps of a row, `num_accepted_tokens` were what was sampled; so many first, second, ... drafts of a row
+    were made and accepted.
     """
 
     num_steps: int = 0
@@ -41,3 +43,25 @@ class SchedulerCounters:
     num_verified_hits: int = 0
     num_unverified_hits: int = 0
     num_verified_steps: int = 0
+    num_drafts: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_drafts_by_position: list[int] = field(default_factory=list)
+    num_accepted_by_position: list[int] = field(default_factory=list)
+
+    def totals(self) -> dict[str, int]:
+        """The single numbers, by name."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.type is int}
+
+    def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of a row in a step."""
+        self.num_drafts += 1
+        self.num_drafted_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        for counts, number in (
+            (self.num_drafts_by_position, num_drafted),
+            (self.num_accepted_by_position, num_accepted),
+        ):
+            counts += [0] * (num_drafted - len(counts))
+            for position in range(number):
+                counts[position] += 1

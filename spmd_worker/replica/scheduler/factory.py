@@ -7,6 +7,7 @@ from kv_cache.host_tier import HostTier
 from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 from kv_cache.outside_transfers import OutsideTransfers
 from kv_cache.state_slots import StateSlots
+from spmd_worker.replica.drafts.making import make_proposer
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
@@ -60,4 +61,6 @@ def new_scheduler(
 
     checker = StopChecker(eos_token_ids, max_model_len, None if tokenizer is None else new_decoder)
     slots = StateSlots(sizes.num_state_slots, sizes.num_host_state_slots) if sizes.num_state_slots else None
-    return Scheduler(limits, cache, checker, adapters, prompt_adapters, slots)
+    speculation = limits.speculation
+    proposer = None if speculation is None else make_proposer(speculation, limits.vocab_size)
+    return Scheduler(limits, cache, checker, adapters, prompt_adapters, slots, proposer)

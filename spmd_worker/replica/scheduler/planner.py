@@ -13,9 +13,11 @@ from typing import Final
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.replica.scheduler.adapter_turns import AdapterTurns
 from spmd_worker.replica.scheduler.allocator import Allocator, PreemptionPolicy
 from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES, StepBudget, compile_bytes
+from spmd_worker.replica.scheduler.drafting import Drafting, can_draft
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits, MediaRows
 from spmd_worker.replica.scheduler.policy import choose_victim, service_order
 from spmd_worker.replica.scheduler.queues import Queues
@@ -42,7 +44,8 @@ class SchedulerLimits:
     with penalties and bad words, so they go ahead too. Running sequences have at most `max_loras` different adapters.
     In a model with recurrent states a prompt's state is kept every `snapshot_interval` tokens; 0: only at its end.
     `media` are the limits of images in prompts. One of `verify_hits` prefix-cache hits is verified, and one
-    of `verify_steps` decode steps; 0: none is.
+    of `verify_steps` decode steps; 0: none is. With `speculation` decoding sequences have drafts, of token ids below
+    `vocab_size`; where workers draft, tables have blocks for `num_lookahead_tokens` more.
     """
 
     max_num_seqs: int
@@ -59,6 +62,9 @@ class SchedulerLimits:
     media: MediaRowLimits = NO_MEDIA
     verify_hits: int = 0
     verify_steps: int = 0
+    speculation: SpeculativeConfig | None = None
+    num_lookahead_tokens: int = 0
+    vocab_size: int = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -78,7 +84,7 @@ class Planner:
     One step ahead, a sequence whose next token is being sampled continues nevertheless, because its id is on the
     device; unless it is certain to end with that token, or its next sample depends on the token's value. If it ends
     with it, its next sample is dropped. If the free blocks do not suffice, no sequence goes ahead: once the ids are
-    applied every sequence can be preempted.
+    applied every sequence can be preempted. Nor does any while sequences may have drafts, which follow known ids.
     """
 
     def __init__(
@@ -89,13 +95,21 @@ class Planner:
         allocator: Allocator,
         split: Callable[[Sequence, int], None],
         media: MediaRows,
+        drafting: Drafting | None = None,
     ) -> None:
         """`split` leaves a joining sequence a given number of its samples; the others wait."""
+        self._drafting = drafting
         self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
         self._split, self._media = split, media
         self._turns = AdapterTurns(limits.max_loras, queues)
         self._min_watermark_blocks = cache.watermark_blocks
         self._allows_ahead = limits.num_steps_ahead > 0
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the next step may have drafts, which follow the ids of those in flight."""
+        self._begin_drafts(self._limits.max_num_batched_tokens)
+        return self._follows_ids()
 
     def has_ready(self) -> bool:
         """Whether a step could compute something before the results of those in flight are applied."""
@@ -110,6 +124,7 @@ class Planner:
         if self._cache.groups.num_windows:
             self._allocator.drop_unseen(self._queues.running)
         decisions, num_tokens = Decisions(), self._token_budget()
+        self._begin_drafts(num_tokens)
         is_short = self._preempt_for_blocks(num_tokens)
         budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))
         self._decide_running(budget, decisions)
@@ -119,6 +134,17 @@ class Planner:
         # A plan lists each group once: sequences of one group are sent, and sampled, next to each other.
         decisions.others.sort(key=_SERVICE_ORDER)
         return decisions
+
+    def _follows_ids(self) -> bool:
+        """Whether sequences have drafts, in flight or in the step being planned."""
+        drafting = self._drafting
+        return drafting is not None and (drafting.is_on or any(each.drafts for each in self._queues.running))
+
+    def _begin_drafts(self, num_tokens: int) -> None:
+        if self._drafting is not None:
+            num_seats = max(self._limits.max_num_seqs - len(self._queues.running), 0)
+            joining = islice(self._queues.waiting, num_seats)
+            self._drafting.begin(self._served(), sum([each.num_uncomputed_tokens for each in joining]), num_tokens)
 
     def _token_budget(self) -> int:
         """Most tokens that this step may compute. With several steps in flight, prompts are spread over them: a stage
@@ -139,24 +165,34 @@ class Planner:
     def _preempt_for_blocks(self, num_tokens: int) -> bool:
         """Preempt until the blocks suffice for all that still run; returns whether there were too few."""
         num_running = len(self._queues.running)
-        self._allows_ahead = self._limits.num_steps_ahead > 0
+        self._allows_ahead = may_go_ahead = self._limits.num_steps_ahead > 0 and not self._follows_ids()
         # Each needs at most its tokens' blocks, and one more if they begin or end inside one.
         most_blocks = num_tokens // self._cache.block_size + 2 * num_running
         if self._cache.num_free_blocks >= most_blocks * self._cache.num_groups:
+            self._limit_drafts(most_blocks * self._cache.num_groups)
             return False
+        if self._drafting is not None and self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
+            self._drafting.give_back(self._queues.running)
         if self._allows_ahead and self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
             self._allows_ahead = False
         while self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
             ready = [sequence for sequence in self._queues.running if sequence.num_uncomputed_tokens]
             if len(ready) == 1:
                 # No other is ready, or the others' tokens are being sampled: it waits, and no sequence joins meanwhile.
+                self._limit_drafts(self._cache.num_free_blocks)
                 return True
             victim = choose_victim(ready)
             self._queues.running.remove(victim)
             self._allocator.preempt(victim, self._queues.group_of(victim))
             self._queues.waiting.reinsert(victim)
-        is_short = self._limits.num_steps_ahead > 0 and not self._allows_ahead
+        self._limit_drafts(self._num_wanted_blocks(num_tokens))
+        is_short = may_go_ahead and not self._allows_ahead
         return is_short or len(self._queues.running) < num_running
+
+    def _limit_drafts(self, num_wanted_blocks: int) -> None:
+        """Leave the blocks that given tokens need."""
+        if self._drafting is not None:
+            self._drafting.limit_blocks(self._cache.num_free_blocks - num_wanted_blocks)
 
     def _num_ready(self, sequence: Sequence) -> int:
         """Tokens of a running sequence that a step could compute now."""
@@ -200,6 +236,8 @@ class Planner:
         served = self._served()
         if allows_ahead:
             served = self._decide_ahead(served, budget, decisions)
+        if self._drafting is not None and self._drafting.is_on:
+            served = self._decide_drafts(self._drafting, served, budget, decisions)
         for sequence in served:
             if not budget.num_tokens:
                 break
@@ -224,7 +262,8 @@ class Planner:
             elif num_tokens:
                 self._continue(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
             elif allows_ahead and num_outputs < sequence.num_outputs_ahead:
-                if num_computed % block_size:
+                # Blocks of drafts are in the table already.
+                if num_computed % block_size or num_computed * num_groups < len(sequence.table.block_ids) * block_size:
                     sequence.num_computed_tokens += 1
                 elif self._has_blocks(sequence, 1, budget):
                     self._begin_block(sequence, len(decisions.ahead), decisions.ahead_blocks)
@@ -232,6 +271,26 @@ class Planner:
                     continue
                 budget.num_tokens -= 1
                 decisions.ahead.append(sequence)
+
+    def _decide_drafts(
+        self, drafting: Drafting, served: list[Sequence], budget: StepBudget, decisions: Decisions
+    ) -> list[Sequence]:
+        """Decide for the sequences that have drafts, or need blocks for those to come, and return the others."""
+        others: list[Sequence] = []
+        for sequence in served:
+            if not can_draft(sequence):
+                others.append(sequence)
+                continue
+            num_tokens, drafts = sequence.num_uncomputed_tokens, drafting.choose(sequence)
+            num_more = drafting.num_more_tokens(sequence, num_tokens, len(drafts))
+            if not drafts and (not num_more or drafting.has_room(sequence, num_tokens, num_more)):
+                others.append(sequence)
+                continue
+            sequence.drafts = drafts
+            decision = self._compute(sequence, num_tokens, budget, num_more)
+            budget.num_tokens -= len(drafts)
+            decisions.others.append(decision._replace(num_drafts=len(drafts)))
+        return others
 
     def _begin_block(self, sequence: Sequence, index: int, blocks: list[tuple[int, BlockId]]) -> None:
         blocks.extend([(index, block_id) for block_id in self._allocator.begin_blocks((sequence,))])
@@ -249,7 +308,10 @@ class Planner:
             num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
             num_uncomputed = sequence.num_prompt_tokens + num_outputs - num_computed
             if not num_uncomputed and num_outputs < sequence.num_outputs_ahead:
-                if not num_computed % block_size:
+                # Blocks of drafts are in the table already.
+                if not num_computed % block_size and (
+                    num_computed * self._cache.num_groups == len(sequence.table.block_ids) * block_size
+                ):
                     beginning.append(len(ahead))
                 ahead.append(sequence)
             else:
@@ -409,12 +471,15 @@ class Planner:
         budget.has_skipped = budget.has_skipped or num_now < num_tokens
         return num_now
 
-    def _compute(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
+    def _compute(self, sequence: Sequence, num_tokens: int, budget: StepBudget, num_more: int = 0) -> Decision:
+        """Compute the next tokens. The table gets blocks for `num_more` behind them."""
         assert 0 < num_tokens <= budget.num_tokens, (num_tokens, budget.num_tokens)
         first = sequence.num_computed_tokens
         is_sampling = num_tokens == sequence.num_uncomputed_tokens
         sequence.repeats_last = False
-        change = self._allocator.extend(sequence, num_tokens)
+        if self._drafting is not None and is_sampling and not num_more and sequence.num_samples == 1:
+            num_more = self._drafting.num_more_tokens(sequence, num_tokens, 0)
+        change = self._allocator.extend(sequence, num_tokens, num_more)
         budget.num_tokens -= num_tokens
         if is_sampling:
             budget.spend_grammar(sequence)

@@ -14,9 +14,11 @@ from kv_cache.block import BlockHash
 from kv_cache.cache_manager import CacheManager
 from kv_cache.state_ops import NO_STATE_OPS
 from kv_cache.state_slots import StateSlots
+from spmd_worker.replica.drafts.proposer import Proposer
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator_factory import new_allocator
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.drafting import Drafting
 from spmd_worker.replica.scheduler.integrity import check_adapters, check_integrity, check_states
 from spmd_worker.replica.scheduler.media_rows import MediaRows
 from spmd_worker.replica.scheduler.planner import Planner, SchedulerLimits
@@ -46,7 +48,7 @@ from spmd_worker.replica.sequence.events import (
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.prompt_adapter_request import digest_in
 from spmd_worker.replica.sequence.request import Request, RequestId
-from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE, SampledIds, sample_indices
+from spmd_worker.replica.sequence.sampled import GRAMMAR_FAILED, NON_FINITE, SampledIds, num_equal, sample_indices
 from spmd_worker.replica.sequence.sequence import (
     FinishReason,
     Sequence,
@@ -73,8 +75,11 @@ class Scheduler:
         adapters: AdapterRegistry | None = None,
         prompt_adapters: AdapterRegistry | None = None,
         state_slots: StateSlots | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
-        """`state_slots`: of a model with recurrent states, one at least for each sequence that may run."""
+        """`state_slots`: of a model with recurrent states, one at least for each sequence that may run. `proposer`:
+        with `limits.speculation`, unless the workers draft.
+        """
         assert state_slots is None or state_slots.num_slots >= limits.max_num_seqs, (state_slots, limits)
         self.counters, self.queues = SchedulerCounters(), Queues()
         self.adapters = AdapterRegistry() if adapters is None else adapters
@@ -84,12 +89,20 @@ class Scheduler:
         self._allocator = new_allocator(limits, cache, state_slots, self.counters)
         assert not (limits.media.sees_whole_image and state_slots), "chunks end at snapshots, perhaps inside an image"
         self.media_rows = MediaRows(limits.media, self.counters)
-        self._planner = Planner(limits, self.queues, cache, self._allocator, self._split, self.media_rows)
+        self._drafting = None
+        if limits.speculation is not None:
+            assert state_slots is None, "a state cannot go back to the token before a wrong draft"
+            sizes = (limits.vocab_size, limits.num_lookahead_tokens)
+            most = stop_checker.max_output_tokens
+            self._drafting = Drafting(limits.speculation, cache, most, proposer, *sizes)
+        parts = (self._split, self.media_rows, self._drafting)
+        self._planner = Planner(limits, self.queues, cache, self._allocator, *parts)
         self._step_verifier = StepVerifier(limits.verify_steps)
         self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
         self._step = 0
+        self._has_worker_drafts = False
         # Of the last step with rows.
         self._continuing: list[Sequence] = []
         self._continuing_keys: tuple[SequenceKey, ...] = ()
@@ -100,8 +113,10 @@ class Scheduler:
 
     @property
     def waits_for_ids(self) -> bool:
-        """Whether steps are decided ahead of their ids, and no step could compute anything before some arrive."""
-        return self.limits.num_steps_ahead > 0 and not self._planner.has_ready()
+        """Whether steps are decided ahead of their ids, and no step could compute anything before some arrive, or one
+        could have drafts, which follow them.
+        """
+        return self.limits.num_steps_ahead > 0 and (self._planner.has_drafts or not self._planner.has_ready())
 
     @property
     def running(self) -> list[Sequence]:
@@ -202,6 +217,7 @@ class Scheduler:
             drop_rows=drop_rows,
             hit_comparisons=self._allocator.take_comparisons(),
             repeated_rows=repeated_rows,
+            wants_drafts=num_tokens > 0 and self._drafting is not None and self._drafting.wants_drafts,
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()
@@ -219,7 +235,8 @@ class Scheduler:
         A sequence with logits that are not finite, or a grammar that allows no token, ends; others of its request
         continue, so that the error does not depend on the order of steps. Ids after the one that ends a sequence are
         dropped, also those of a step that went ahead of it. A sequence without an id recomputes its last token, and
-        all others where its recurrent state has that token already.
+        all others where its recurrent state has that token already. A sequence with drafts has computed those that it
+        gets as ids.
         """
         ended: list[SequenceGroup] = []
         num_ended = len(self._ended_sequences)
@@ -236,9 +253,14 @@ class Scheduler:
                 groups[request_id].vector = vector
         decisions = self._in_flight.popleft()
         # The order of `sampled.sampling_keys`, but over the sequences themselves.
-        sampling = chain(decisions.ahead, decisions.continuing, self._sampling(decisions.others))
+        sampling: Iterable[Sequence] = chain(decisions.ahead, decisions.continuing, self._sampling(decisions.others))
         reported = logprobs or (None,) * len(token_ids)
-        if result.num_token_ids:
+        has_drafts = self._drafting is not None and decisions.has_drafts
+        if self._has_worker_drafts:
+            self._drop_worker_drafts()
+        if result.drafts:
+            sampling, self._has_worker_drafts = _with_drafts(sampling, result.drafts), True
+        if result.num_token_ids or has_drafts:
             ids = SampledIds(token_ids, result.num_token_ids)
             for sequence, row_ids, row_logprobs in zip(sampling, ids.rows(), ids.divide(reported), strict=True):
                 self._append_row(sequence, row_ids, row_logprobs, ended)
@@ -259,6 +281,12 @@ class Scheduler:
             self.queues.drop_ended()
         return ended
 
+    def _drop_worker_drafts(self) -> None:
+        """Drop those of an earlier result."""
+        for sequence in self.running:
+            sequence.worker_drafts = ()
+        self._has_worker_drafts = False
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
         check_integrity(self.queues, self.cache, self.limits.max_num_seqs, self.num_swapped)
@@ -270,7 +298,7 @@ class Scheduler:
 
     def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
         """Sequence per sampled id: each row's own, then its forks, made now; for those of an ended one, itself."""
-        for sequence, _, _, num_samples, _ in decisions:
+        for sequence, _, _, num_samples, _, _ in decisions:
             if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
                 yield from [sequence] * num_samples
                 continue
@@ -287,10 +315,19 @@ class Scheduler:
         ended: list[SequenceGroup],
     ) -> None:
         """Append zero, one or several ids of one sequence, up to the one that ends it."""
-        for token_id, entry in zip(token_ids, logprobs, strict=True):
+        drafts, sequence.drafts = sequence.drafts, ()
+        num_accepted = num_equal(drafts, token_ids)
+        if drafts and sequence.status is SequenceStatus.RUNNING:
+            assert len(token_ids) <= num_accepted + 1, (sequence.key, drafts, token_ids)
+            sequence.num_drafted += len(drafts)
+            sequence.num_accepted += num_accepted
+            self.counters.count_drafts(len(drafts), num_accepted)
+        for index, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True)):
             if sequence.status is not SequenceStatus.RUNNING:
                 self.counters.num_output_tokens -= 1
                 continue
+            # Its keys and values were computed as a draft's.
+            sequence.num_computed_tokens += index < num_accepted
             self._append(sequence, token_id, entry, ended)
         if not token_ids and sequence.status is SequenceStatus.RUNNING:
             if self.state_slots is not None:
@@ -349,6 +386,8 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             self.queues.stop_waiting(sequence)
         self._allocator.release(sequence)
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
         sequence.status, sequence.num_outputs_plain = SequenceStatus.FINISHED, 0
         self._ended_sequences.append(sequence.key)
 
@@ -408,3 +447,10 @@ class Scheduler:
             self._finish(sequence)
         self.queues.drop_ended()
         return self._end(group)
+
+
+def _with_drafts(sampling: Iterable[Sequence], drafts: tuple[tuple[int, ...], ...]) -> Iterator[Sequence]:
+    """The sequences, each with the drafts that the workers made after its ids."""
+    for sequence, own in zip(sampling, drafts, strict=True):
+        sequence.worker_drafts = own
+        yield sequence

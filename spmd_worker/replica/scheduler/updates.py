@@ -1,6 +1,6 @@
 """Updates that a step sends to the workers' mirrors: snapshots of unknown groups, deltas of known ones.
 
-Only here does a plan read token values from sequences.
+Only here, and where drafts are proposed (`replica/drafts`), does a plan read token values from sequences.
 """
 
 from collections.abc import Sequence as Sized
@@ -22,13 +22,16 @@ from spmd_worker.replica.sequence.sequence import Sequence
 
 
 class Decision(NamedTuple):
-    """One sequence of a step: tokens [first_token, first_token + num_tokens) are computed, `change` is its table's."""
+    """One sequence of a step: tokens [first_token, first_token + num_tokens) are computed, then its `drafts`, of which
+    there are `num_drafts`. `change` is its table's.
+    """
 
     sequence: Sequence
     first_token: int
     num_tokens: int
     num_samples: int
     change: TableChange
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,12 @@ class Decisions:
     @property
     def num_tokens(self) -> int:
         num_more = sum([max(num_ids - 1, 0) for num_ids in self.uneven.values()])
-        num_others = sum(decision.num_tokens for decision in self.others)
+        num_others = sum(decision.num_tokens + decision.num_drafts for decision in self.others)
         return len(self.ahead) + len(self.continuing) + num_more + num_others
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(decision.num_drafts for decision in self.others)
 
     def all_continuing(self) -> tuple[list[Sequence], list[tuple[int, BlockId]]]:
         """`StepPlan.continuing` with those that go ahead first, and their blocks."""
@@ -102,20 +109,21 @@ def _update_of(decisions: list[Decision]) -> GroupUpdate:
 
 
 def _snapshot_of(decision: Decision) -> SequenceData:
-    sequence, first_token, num_tokens, num_samples, _ = decision
+    sequence, first_token, num_tokens, num_samples, _, num_drafts = decision
     return SequenceData(
         sample_index=sequence.sample_index,
         output_token_ids=tuple(sequence.output_token_ids),
         block_ids=tuple(sequence.table.block_ids),
         num_computed_tokens=first_token,
-        num_scheduled_tokens=num_tokens,
+        num_scheduled_tokens=num_tokens + num_drafts,
         num_samples=num_samples,
         state_slot=-1 if sequence.state_slot is None else sequence.state_slot,
+        draft_token_ids=sequence.drafts if num_drafts else (),
     )
 
 
 def _delta_of(decision: Decision) -> SequenceDataDelta:
-    sequence, first_token, num_tokens, num_samples, change = decision
+    sequence, first_token, num_tokens, num_samples, change, num_drafts = decision
     state_slot = -1
     if not sequence.is_known:
         change = TableChange(0, tuple(sequence.table.block_ids))
@@ -126,7 +134,8 @@ def _delta_of(decision: Decision) -> SequenceDataDelta:
         num_kept_blocks=change.first_index,
         appended_block_ids=change.block_ids,
         num_computed_tokens=first_token,
-        num_scheduled_tokens=num_tokens,
+        num_scheduled_tokens=num_tokens + num_drafts,
         num_samples=num_samples,
         state_slot=state_slot,
+        draft_token_ids=sequence.drafts if num_drafts else (),
     )

@@ -23,7 +23,8 @@ class SequenceData:
 
     `num_samples` tokens are sampled from the logits of the last one: 0 inside a prompt, 1 at its end and in decoding, n
     where n sequences are about to fork from this one. `state_slot` holds its recurrent states, -1 where the model has
-    none.
+    none. The last of the scheduled tokens are `draft_token_ids`, which may follow the known ones: one token is sampled
+    at the last known one and at each of these, and the sequence gets those up to the first that its draft is not.
     """
 
     sample_index: int
@@ -33,6 +34,7 @@ class SequenceData:
     num_scheduled_tokens: int
     num_samples: int
     state_slot: int = -1
+    draft_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_num_samples(self.num_samples)
@@ -56,6 +58,7 @@ class SequenceDataDelta:
     num_scheduled_tokens: int
     num_samples: int
     state_slot: int = -1
+    draft_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_num_samples(self.num_samples)

@@ -30,6 +30,16 @@ def sample_indices(sample_index: int, num_samples: int) -> range:
     return range(sample_index, sample_index + num_samples)
 
 
+def num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Number of leading drafts that are the ids sampled at their positions."""
+    count = 0
+    for draft, token_id in zip(drafts, token_ids):
+        if draft != token_id:
+            break
+        count += 1
+    return count
+
+
 def num_sampling(plan: StepPlan) -> int:
     """Number of sequences that the step samples for. Costs nothing, whatever numbers a plan claims."""
     return len(plan.continuing) + sum([data.num_samples for group in plan.groups for data in group.sequences])

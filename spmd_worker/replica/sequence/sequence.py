@@ -65,6 +65,10 @@ class Sequence:
     `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it represents `num_samples` samples of its
     request, from its own on.
 
+    `drafts` are those of the step in flight: it computes them behind the given tokens, and `num_computed_tokens` counts
+    those of them that its ids turn out to be once these are known. `worker_drafts` came with its last ids. Of
+    `num_drafted` drafts in all `num_accepted` were right.
+
     In a model with recurrent states `state_slot` holds the state after its computed tokens while it runs, and
     `host_state_slot` while it is swapped out. `snapshot_stops` are the positions, with names, at which its state is
     still to be kept; `prompt_snapshots` and `answer_snapshot` name those that were.
@@ -101,6 +105,10 @@ class Sequence:
     prompt_snapshots: tuple[BlockHash, ...] = ()
     answer_snapshot: BlockHash | None = None
     last_snapshot_position: int = 0
+    drafts: tuple[int, ...] = ()
+    worker_drafts: tuple[int, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
     must_compile: bool = field(init=False)

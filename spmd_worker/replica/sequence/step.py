@@ -32,7 +32,8 @@ class StepPlan(CheckedRecord):
     `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors
     drop them before they apply the rest. `num_tokens` counts the tokens computed. `state_ops` move recurrent states
     when `block_ops` move blocks, also for sequences that the step does not compute. `hit_comparisons` are made after
-    the forward pass. `repeated_rows`, indexes in `continuing`, are then computed once more, each alone.
+    the forward pass. `repeated_rows`, indexes in `continuing`, are then computed once more, each alone. With
+    `wants_drafts` the workers' drafter, if they have one, drafts what may follow this step's ids.
 
     Before the forward pass, and in this order, the rows of the images named by `drop_rows` are dropped, and those of
     `encode` are made.
@@ -54,6 +55,7 @@ class StepPlan(CheckedRecord):
     drop_rows: tuple[bytes, ...] = ()
     hit_comparisons: tuple[HitComparison, ...] = ()
     repeated_rows: tuple[int, ...] = ()
+    wants_drafts: bool = False
 
     @property
     def has_rows(self) -> bool:
@@ -65,7 +67,9 @@ class StepPlan(CheckedRecord):
 class StepResult:
     """Sampled ids of each sequence that the step samples for, in the order of `sampled.sampling_keys`.
 
-    `num_token_ids` is the number of ids of each; it is empty where each got one. `logprobs` is parallel to `token_ids`
+    `num_token_ids` is the number of ids of each; it is empty where each got one; a sequence with drafts gets those that
+    are right, and one more. `drafts` of the workers' own drafter, for the next step, are parallel to the sequences, or
+    empty. `logprobs` is parallel to `token_ids`
     (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first position, one
     entry a position) for requests that asked and prompt positions of this step. `vectors` has (request, little-endian
     float32) of pooling rows; their digests are in `token_ids` (`vector_digest`). `mask_checksums` has one number, of
@@ -81,6 +85,7 @@ class StepResult:
     num_token_ids: tuple[int, ...] = ()
     vectors: tuple[tuple[RequestId, bytes], ...] = ()
     mask_checksums: tuple[int, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_num_ids("StepResult.num_token_ids", self.num_token_ids, self.token_ids)

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from spmd_worker.base.config.speculation import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from spmd_worker.base.numerical_policy import (
     ADAPTERS,
     ATTENTION,
@@ -105,6 +106,11 @@ class DeviceBackend(ABC):
         depends on the device and the versions of libraries. Kernel sources are compared with the rest of the code.
         """
         return self._device_words()
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that a step computes while it reads the weights: more cost time."""
+        return GPU_STEP_TOKENS if self.device.type == "cuda" else CPU_STEP_TOKENS
 
     def _device_words(self) -> str:
         if self.device.type != "cuda":

@@ -5,8 +5,10 @@ from functools import cache
 
 import torch
 
+from spmd_worker.base.config.speculation import AMX_STEP_TOKENS, CPU_STEP_TOKENS
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.numerical_policy import RANK_SUM, NumericalPolicy
+from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -50,6 +52,12 @@ class CpuDevice(DeviceBackend):
             return attention.arithmetic
         size = self.resolved.layout.tensor_parallel_size
         return super().arithmetic(attention) + (f", shares of {size} ranks" if size > 1 else "")
+
+    @property
+    def step_tokens(self) -> int:
+        library = native_library()
+        has_amx = not isinstance(library, str) and library.has_amx
+        return AMX_STEP_TOKENS if has_amx else CPU_STEP_TOKENS
 
     def numerical_policy(self, operations: Operations, tensor: GroupHandle) -> NumericalPolicy:
         policy = super().numerical_policy(operations, tensor)

@@ -35,6 +35,9 @@ from spmd_worker.worker.runner.image_layout import last_visible_of, media_of_ste
 
 Integers = NDArray[np.int64]
 
+Drafts = tuple[tuple[int, ...], ...]
+
+_DRAFTS = attrgetter("sequence.draft_token_ids")
 _IS_PLAIN = attrgetter("sequence.is_plain")
 _ADAPTER = attrgetter("request.adapter")
 _MIN_LEFT_OUT = 32
@@ -46,7 +49,8 @@ class Batch:
     """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]. `rows` has one entry per sample;
     it is empty if all samples need only the argmax. `token_types` is None if all are of the first type. `adapter_slots`
     int32 [T]: slots of the tokens' adapters, -1 without one; None if no row has one. `rope_positions` int64 [3, T]:
-    time, line and column of the tokens; None if no row has images, or the model has one position a token.
+    time, line and column of the tokens; None if no row has images, or the model has one position a token. `drafts`, in
+    a step that has some: those of each sequence that samples. A sequence with k drafts has k + 1 samples.
     """
 
     token_ids: Tensor
@@ -58,6 +62,7 @@ class Batch:
     token_types: Tensor | None = None
     adapter_slots: Tensor | None = None
     rope_positions: Tensor | None = None
+    drafts: Drafts = ()
 
 
 SlotOf = Callable[[int], int]
@@ -124,12 +129,33 @@ def build_batch(
         positions=_to(positions, device),
         rope_regimes=_to(rope_regimes.astype(np.int64), device),
         attention=attention,
-        sample_rows=_to(np.repeat(np.array(starts[1:]) - 1, [each.num_samples for each in scheduled]), device),
+        sample_rows=_to(sampled_tokens(scheduled, np.array(starts[1:])), device),
         rows=rows_to_sample(scheduled) if rows is None else rows,
         token_types=None if types is None else _to(types, device),
         adapter_slots=None if adapters is None else _to(adapters.astype(np.int32).repeat(counts), device),
         rope_positions=None if three is None else _to(three, device),
+        drafts=drafts_of(scheduled),
     )
+
+
+def drafts_of(scheduled: Sequence[ScheduledSequence]) -> Drafts:
+    """`Batch.drafts`."""
+    if not any(map(_DRAFTS, scheduled)):
+        return ()
+    return tuple([each.sequence.draft_token_ids for each in scheduled for _ in range(each.num_samples)])
+
+
+def sampled_tokens(scheduled: Sequence[ScheduledSequence], ends: Integers) -> Integers:
+    """Indices of the tokens that are sampled from, int64 [R]; `ends` int64 [S] are those after each sequence's last."""
+    nums_samples = [each.num_samples for each in scheduled]
+    if not any(map(_DRAFTS, scheduled)):
+        return (ends - 1).repeat(nums_samples)
+    nums_drafts = [len(drafts) for drafts in map(_DRAFTS, scheduled)]
+    spans = [
+        np.arange(end - 1 - num_drafts, end) if num_drafts else np.full(num_samples, end - 1)
+        for end, num_samples, num_drafts in zip(ends.tolist(), nums_samples, nums_drafts)
+    ]
+    return np.concatenate(spans)
 
 
 def state_slots(sequences: Iterable[MirroredSequence]) -> Integers:
@@ -166,7 +192,7 @@ def wanted_tokens(scheduled: Sequence[ScheduledSequence], batch: Batch) -> tuple
     sampling = [index for index, each in enumerate(scheduled) if each.num_samples]
     if attention.query_starts[-1] - len(sampling) < _MIN_LEFT_OUT:
         return None
-    if any(each.sequence.request.sampling.prompt_logprobs is not None for each in scheduled):
+    if batch.drafts or any(each.sequence.request.sampling.prompt_logprobs is not None for each in scheduled):
         return None
     device = batch.token_ids.device
     rows = _to(np.array([attention.query_starts[index + 1] - 1 for index in sampling], dtype=np.int64), device)
@@ -206,12 +232,23 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
         if constraint is not None or rules is not None:
             allows_forced = (not sampling.forbids_tokens, not sampling.needs_logprobs)
             prompt = request.known_token_ids if rules is not None and rules.needs_prompt_ids else ()
-            for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
+            for number, (sample_index, outputs) in enumerate(_samples(sequence, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)
-                own = (index + number, key, constraint, sequence.output_token_ids)
+                own = (index + number, key, constraint, outputs)
                 found.append(ConstrainedRow(*own, *allows_forced, rules, prompt, sampling.max_tokens))
-        index += num_samples
+        index += num_samples + len(sequence.draft_token_ids)
     return found
+
+
+def _samples(sequence: MirroredSequence, num_samples: int) -> Iterator[tuple[int, list[int]]]:
+    """Sample index and output tokens before the token, for each token that a row samples: several of a row that is
+    about to fork, or has drafts, which count as outputs at the positions behind them.
+    """
+    outputs = sequence.output_token_ids
+    for sample_index in sample_indices(sequence.sample_index, num_samples):
+        yield sample_index, outputs
+    for number in range(1, len(sequence.draft_token_ids) + 1):
+        yield sequence.sample_index, [*outputs, *sequence.draft_token_ids[:number]]
 
 
 class RowsToSample:
@@ -247,10 +284,10 @@ def rows_to_sample(scheduled: Sequence[ScheduledSequence]) -> tuple[SampleRow, .
 
 
 def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
-    """One row per sample; several for a sequence that is about to fork."""
+    """One row per sample; several for a sequence that is about to fork, or has drafts."""
     for sequence, _, num_samples in scheduled:
         request = sequence.request
-        for sample_index in sample_indices(sequence.sample_index, num_samples):
+        for sample_index, outputs in _samples(sequence, num_samples):
             yield SampleRow(
                 request.sampling,
                 request.stream,
@@ -258,7 +295,7 @@ def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
                 # Random numbers do not depend on the size of blocks.
                 len(request.prompt_token_ids) - request.num_encoder_positions,
                 request.known_token_ids,
-                sequence.output_token_ids,
+                outputs,
             )
 
 

@@ -31,7 +31,18 @@ from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.worker.runner.batch import Batch, Integers, RowsToSample, SlotOf, adapter_slots, state_slots, token_ids
+from spmd_worker.worker.runner.batch import (
+    Batch,
+    Drafts,
+    Integers,
+    RowsToSample,
+    SlotOf,
+    adapter_slots,
+    drafts_of,
+    sampled_tokens,
+    state_slots,
+    token_ids,
+)
 from spmd_worker.worker.runner.image_layout import last_visible_of, media_of_step, position_delta, rope_positions_of
 
 _SLOTS_A_SEQUENCE: Final = 4
@@ -64,6 +75,7 @@ class _Layout:
     `query_starts`, and `width`, the blocks of the longest table. On the device, int64: `slots` [S], `rope_regimes` [T],
     `sample_rows` [R]; int32: `starts` [S + 1], `adapter_slots` [T] if a row has an adapter, `state_slots` [S] if the
     model has states. `deltas` int64 [S], on the host: `position_delta` of each row, if rows have three positions.
+    `drafts` are the batch's.
     """
 
     scheduled: Sequence[ScheduledSequence]
@@ -81,6 +93,7 @@ class _Layout:
     adapter_slots: Tensor | None
     state_slots: Tensor | None
     deltas: Integers | None
+    drafts: Drafts
 
 
 class _Sent(NamedTuple):
@@ -174,6 +187,7 @@ class BatchState:
             rows=self._rows.of(scheduled),
             adapter_slots=layout.adapter_slots,
             rope_positions=None if layout.deltas is None else sent.rope_positions.view(3, -1),
+            drafts=layout.drafts,
         )
 
     def _in_groups(self, first: AttentionMetadata, layout: _Layout, sent: _Sent) -> AttentionMetadata:
@@ -235,7 +249,7 @@ class BatchState:
         self._grow_tables(len(sequences), width)
         own_slots = self._take_slots(sequences)
         places, blocks = self._new_blocks(_grown(sequences, own_slots))
-        counts, num_samples = _column(_NUM_SCHEDULED, scheduled), _column(_NUM_SAMPLES, scheduled)
+        counts = _column(_NUM_SCHEDULED, scheduled)
         slot_indices, regimes = _column(_INDEX, own_slots), _column(_REGIME, sequences)
         starts, ends = np.append(0, counts.cumsum()), firsts + counts
         positions = np.arange(starts[-1]) + (firsts - starts[:-1]).repeat(counts)
@@ -245,7 +259,7 @@ class BatchState:
         three, last_visible = rope_positions_of(*of_images), last_visible_of(*of_images)
         of_tokens = (token_blocks, offsets, _NONE if three is None else three.ravel())
         of_step = (token_ids(scheduled), positions, *of_tokens, places)
-        of_layout = (slot_indices * self._num_groups, regimes.repeat(counts), (starts[1:] - 1).repeat(num_samples))
+        of_layout = (slot_indices * self._num_groups, regimes.repeat(counts), sampled_tokens(scheduled, starts[1:]))
         adapters = adapter_slots(sequences, self._slot_of)
         of_adapters = _NONE if adapters is None else adapters.repeat(counts)
         first, held = (firsts, state_slots(sequences)) if self._has_states else (_NONE, _NONE)
@@ -270,6 +284,7 @@ class BatchState:
             adapter_slots=None if adapters is None else adapters_there,
             state_slots=states_there if self._has_states else None,
             deltas=None if three is None or media is None else np.array([position_delta(each) for each in media]),
+            drafts=drafts_of(scheduled),
         )
         return layout, _Sent(*longs, *ints)
 

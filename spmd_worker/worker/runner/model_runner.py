@@ -30,6 +30,7 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.runner.batch import Batch, RowsToSample, build_batch, constrained_rows, wanted_tokens
 from spmd_worker.worker.runner.batch_state import BatchState
 from spmd_worker.worker.runner.chosen_tokens import ChosenTokens
+from spmd_worker.worker.runner.drafter import Drafter
 from spmd_worker.worker.runner.media_store import MediaStore
 from spmd_worker.worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.worker.runner.prefix_store import PrefixStore
@@ -37,13 +38,14 @@ from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, pr
 from spmd_worker.worker.runner.row_repeat import RowRepeater, StepInputs, StepOutputs
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
+from spmd_worker.worker.runner.verified import verified
 
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
     """A forward pass before sampling, which uses `logits`, or `argmax` if there are none. `pooled` has digests and
     vectors of pooled rows, which are not sampled. `read_back` collects what is read alongside the tokens. `is_sent` if
-    this stage sends its hidden states to the next.
+    this stage sends its hidden states to the next, `wants_drafts` if drafts for the next step are to be made.
     """
 
     step: int
@@ -55,17 +57,21 @@ class _Forwarded:
     pooled: tuple[tuple[int, ...], Vectors] = ((), ())
     read_back: ReadBack = field(default_factory=ReadBack)
     is_sent: bool = False
+    wants_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose result the host can read; `masks` are the grammar masks of its rows."""
+    """A step whose result the host can read; `masks` are the grammar masks of its rows. `drafter` then drafts for the
+    next step.
+    """
 
     forwarded: _Forwarded
     sample: LaunchedSample | None
     masks: StepMasks | None
     clock: StageClock
     chosen: ChosenTokens
+    drafter: Drafter | None = None
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
@@ -80,13 +86,15 @@ class LaunchedStep:
         prompt_logprobs = tuple(each.collect() for each in forwarded.prompt_logprobs)
         if self.sample is None:
             return StepResult(step, digests, prompt_logprobs=prompt_logprobs)
-        sampled, masks = self.sample.collect(), self.masks
+        sampled, masks, drafts = self.sample.collect(), self.masks, forwarded.batch.drafts
         self.chosen.note_read(step)
         ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
         if masks is not None and masks.forced:
             ids = SampledIds.from_rows(masks.appended(sampled.token_ids))
             # Rows that want logprobs take one token per step.
             logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
+        if drafts:
+            ids, logprobs = verified(drafts, ids, logprobs)
         return StepResult(
             step,
             ids.token_ids,
@@ -94,6 +102,7 @@ class LaunchedStep:
             prompt_logprobs,
             num_token_ids=ids.num_ids,
             mask_checksums=() if masks is None else (masks.checksum,),
+            drafts=self.drafter.propose(forwarded.scheduled, ids) if self.drafter is not None else (),
         )
 
 
@@ -106,7 +115,7 @@ class ModelRunner:
     the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
     steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
     the given embeddings, on the first stage; `prefixes` the given keys and values; `media` the rows of images, on the
-    first stage of a model that takes images. `rank` is for error messages.
+    first stage of a model that takes images. `rank` is for error messages. `drafter` drafts on the last stage.
     """
 
     def __init__(
@@ -126,8 +135,9 @@ class ModelRunner:
         prefixes: PrefixStore | None = None,
         media: MediaStore | None = None,
         rank: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
-        self._grammars = grammars
+        self._grammars, self._drafter = grammars, drafter
         self.rows, self.prefixes, self.media = rows, prefixes, media
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
@@ -150,7 +160,7 @@ class ModelRunner:
                 num_groups=self.num_groups,
                 group_of=cache_engine.spec.group_of,
             )
-        self._leaves_out = self._state is None and self._pooling is None and model.supports_wanted
+        self._leaves_out = self._state is None and self._pooling is None and drafter is None and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
         self._chosen = ChosenTokens(self._device)
@@ -162,6 +172,11 @@ class ModelRunner:
     def num_groups(self) -> int:
         """Groups of layers with block tables of their own."""
         return self._cache_engine.spec.groups.num_groups
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Those of the drafter; 0 without one."""
+        return 0 if self._drafter is None else self._drafter.num_lookahead_tokens
 
     def expect(self, num_tokens: int) -> None:
         """Start to receive the previous stage's hidden states of the next unexpected step, of `num_tokens`."""
@@ -176,12 +191,13 @@ class ModelRunner:
         *,
         is_fused: bool = True,
         repeated_rows: Sequence[int] = (),
+        wants_drafts: bool = False,
     ) -> None:
         """Compute the step's tokens into the cache, then send the hidden states on or keep the logits of sampled rows.
         Each of `repeated_rows` is then computed again by itself; raises StepMismatchError if its bits are others.
 
         The first `num_ahead` rows compute the ids that the last step sampled for them. `is_fused` is an option of
-        `DecoderStack.forward`, the same on every rank.
+        `DecoderStack.forward`, the same on every rank. `wants_drafts` as in `StepPlan`.
         """
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         self._clock.begin(step)
@@ -210,7 +226,7 @@ class ModelRunner:
         ]
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)
-        is_plain = is_fused and given is None and media is None
+        is_plain = is_fused and given is None and media is None and not batch.drafts
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
@@ -248,6 +264,8 @@ class ModelRunner:
             self._clock.end()
             self._pending = _Forwarded(step, scheduled, batch, is_sent=True)
             return
+        if self._drafter is not None:
+            self._drafter.begin(scheduled, batch, hidden, ())
         logits = argmax = None
         if batch.rows:
             logits = self.model.compute_logits(hidden[batch.sample_rows])
@@ -262,7 +280,9 @@ class ModelRunner:
             read_back = ReadBack()
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
-        self._pending = _Forwarded(step, scheduled, batch, logits, argmax, reported, read_back=read_back)
+        self._pending = _Forwarded(
+            *(step, scheduled, batch, logits, argmax, reported), read_back=read_back, wants_drafts=wants_drafts
+        )
 
     def sample(self) -> StepResult:
         return self.launch().collect()
@@ -285,7 +305,8 @@ class ModelRunner:
                 sample = self.sampler.launch(pending.logits, pending.batch.rows, token_masks, pending.read_back)
             self._chosen.keep(pending.step, pending.scheduled, sample.chosen)
         pending.read_back.launch()
-        return LaunchedStep(pending, sample, masks, self._clock, self._chosen)
+        drafter = self._drafter if pending.wants_drafts else None
+        return LaunchedStep(pending, sample, masks, self._clock, self._chosen, drafter)
 
     def forget(self, plan: StepPlan) -> None:
         """Drop the sequences and requests that the plan lists as finished."""
@@ -299,6 +320,8 @@ class ModelRunner:
             self.rows.forget(plan.finished_request_ids)
         if self.media is not None:
             self.media.forget(plan.finished_request_ids)
+        if self._drafter is not None:
+            self._drafter.forget(plan.finished_sequences, plan.finished_request_ids)
 
     def _build(self, scheduled: Sequence[ScheduledSequence], rows: tuple[SampleRow, ...] | None = None) -> Batch:
         return build_batch(

@@ -1,0 +1,12 @@
+"""Number of drafts of a sequence in a step, from counts alone."""
+
+from spmd_worker.base.config.speculation import SpeculativeConfig
+from spmd_worker.replica.sequence.sequence import Sequence
+
+
+def num_drafts(config: SpeculativeConfig, num_decoding: int, num_scheduled_tokens: int, sequence: Sequence) -> int:
+    """Most drafts of one of `num_decoding` sequences in a step of `num_scheduled_tokens` without drafts: they share
+    what is left of `max_step_tokens`, up to which more tokens cost a step next to nothing.
+    """
+    num_left = config.step_tokens - num_scheduled_tokens
+    return min(max(num_left, 0) // max(num_decoding, 1), config.most_drafts)
