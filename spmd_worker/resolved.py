@@ -37,7 +37,7 @@ from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, sha
 from spmd_worker.replica.sequence.defaults import default_sampling
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.resolved_draft import DraftRun, Target, read_draft
+from spmd_worker.resolved_draft import HEAD_METHODS, MODEL_METHODS, DraftRun, Target, read_draft
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,9 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
         vision = normalised_by(files.model_config.vision, processor)
         files = replace(files, model_config=replace(files.model_config, vision=vision))
     resolved = replace(resolve(config, files, device_type, location), image_processor=processor)
+    speculation = config.speculative_config
+    if speculation.method in MODEL_METHODS:
+        resolved = with_draft(resolved, speculation.method, speculation.model, speculation.most_drafts)
     if config.plan:
         return resolved
     tokenizer = Tokenizer.open_if_present(location.folder)
@@ -544,8 +547,15 @@ def _uses_async_scheduling(config: RunConfig, model_config: ModelConfig, device_
             f"parallel.pipeline_parallel_size={num_stages}; a pipeline has one step per stage in flight in any case: "
             f"leave scheduler.async_scheduling out"
         )
+    has_head = config.speculative_config.method in HEAD_METHODS
+    if wanted and has_head:
+        raise ConfigError(
+            f"scheduler.async_scheduling=true needs steps that are launched before ids are read, and the head of "
+            f"speculative_config.method={config.speculative_config.method} computes every step from its ids: leave "
+            f"scheduler.async_scheduling out"
+        )
     is_wanted = device_type == "cuda" if wanted is None else wanted
-    return is_wanted and num_stages == 1 and model_config.pooling is None
+    return is_wanted and num_stages == 1 and model_config.pooling is None and not has_head
 
 
 def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> RankLayout:

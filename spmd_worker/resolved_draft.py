@@ -18,8 +18,9 @@ from spmd_worker.model_config.tensor_names import tensor_names
 from spmd_worker.ranks.topology import RankLayout
 
 DRAFT_MODEL, MTP, EAGLE3 = "draft_model", "mtp", "eagle3"
-MODEL_METHODS: Final = (DRAFT_MODEL, MTP, EAGLE3)
-"""Values of `speculative_config.method` whose drafts workers make."""
+HEAD_METHODS: Final = (MTP, EAGLE3)
+MODEL_METHODS: Final = (DRAFT_MODEL, *HEAD_METHODS)
+"""Values of `speculative_config.method` whose drafts workers make; of the first by a head of the target."""
 
 _NUM_AUX_LAYERS: Final = 3
 _MAX_TOKENIZER_BYTES: Final = 2**28
@@ -48,7 +49,7 @@ class DraftRun:
     @property
     def is_head(self) -> bool:
         """Whether it computes from the target's hidden states."""
-        return self.method != DRAFT_MODEL
+        return self.method in HEAD_METHODS
 
 
 @dataclass(frozen=True, slots=True)

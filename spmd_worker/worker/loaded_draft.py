@@ -18,11 +18,11 @@ from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.resolved_draft import EAGLE3, DraftRun
-from spmd_worker.worker.drafts.drafter import Drafter
 from spmd_worker.worker.drafts.drafting_rows import DraftLimits
 from spmd_worker.worker.drafts.head_drafter import HeadDrafter
 from spmd_worker.worker.drafts.model_drafter import ModelDrafter
 from spmd_worker.worker.opened_device import OpenedDevice
+from spmd_worker.worker.runner.drafter import Drafter
 
 logger = logging.getLogger(__name__)
 

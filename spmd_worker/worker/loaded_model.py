@@ -106,9 +106,17 @@ class LoadedModel:
             media = MediaStore(tower, groups.tensor, *sizes, dtype, device)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
         prefixes, adapters = PrefixStore(self.operations.attention, block_size, device), self.adapters
-        rank = self.opened.environment.rank
+        # Steps that measure memory have no keys of a draft.
+        drafter = self.draft.new_drafter(engine) if self.draft is not None and engine.spec.draft_layers else None
         return ModelRunner(
-            *parts, keeps_state=keeps_state, adapters=adapters, rows=rows, prefixes=prefixes, media=media, rank=rank
+            *parts,
+            keeps_state=keeps_state,
+            adapters=adapters,
+            rows=rows,
+            prefixes=prefixes,
+            media=media,
+            rank=self.opened.environment.rank,
+            drafter=drafter,
         )
 
     def expert_loads(self) -> dict[int, list[int]]:

@@ -82,6 +82,12 @@ class RunningWorker:
         with self._threads():
             return self.runner.launch()
 
+    def read(self, launched: LaunchedStep) -> StepResult:
+        """Wait for a launched step, and draft for the next one."""
+        with self._threads():
+            result = launched.collect()
+        return self.note(result)
+
     def note(self, result: StepResult) -> StepResult:
         """Give the mirror the sampled ids of a step, which plans made ahead lack, and complete the result."""
         self.mirror.take_sampled(result.step, SampledIds(result.token_ids, result.num_token_ids))

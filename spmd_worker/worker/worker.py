@@ -226,7 +226,7 @@ class Worker(WorkerBase):
     def read_step(self) -> StepResult:
         launched, *rest = self._launched
         self._launched = tuple(rest)
-        return launched if isinstance(launched, StepResult) else self.running.note(launched.collect())
+        return launched if isinstance(launched, StepResult) else self.running.read(launched)
 
     def execute_dummy_batch(self) -> None:
         self.running.execute_dummy_batch()

@@ -7,6 +7,7 @@ that were wrong it computes nothing. Its keys and values move with the target's 
 T: tokens; R: rows that draft.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -23,6 +24,7 @@ from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.worker.drafts.draft_tokens import DraftTokens, RowTokens, lay_out, to_ids
 from spmd_worker.worker.drafts.drafting_rows import DraftLimits, StepRow, step_rows
+from spmd_worker.worker.runner.batch import Batch
 
 
 class HeadDrafter:
@@ -34,14 +36,19 @@ class HeadDrafter:
         self._head, self._engine, self._group, self._limits = head, engine, group, limits
         self._device, self.aux_layers = engine.device, head.aux_layers
         self.num_lookahead_tokens = limits.num_drafts
-        self._states: Tensor | None = None
+        self._states: deque[Tensor] = deque()
 
     @torch.inference_mode()
-    def begin(self, scheduled: Sequence[ScheduledSequence], hidden: Tensor, aux: tuple[Tensor, ...]) -> None:
-        """Keep the step's states until its tokens are sampled; a step that samples none ends here."""
-        self._states = self._head.project(hidden, aux)
+    def begin(
+        self, scheduled: Sequence[ScheduledSequence], batch: Batch, hidden: Tensor, aux: tuple[Tensor, ...]
+    ) -> None:
+        """Keep the step's states until its tokens are read, perhaps after the next step is launched; a step that
+        samples none ends here.
+        """
+        del batch
+        self._states.append(self._head.project(hidden, aux))
         if not any(each.num_samples for each in scheduled):
-            self.propose(scheduled, SampledIds(), wants_drafts=False)
+            self._computed(step_rows(scheduled, SampledIds()), self._states.pop())
 
     def forget(self, keys: Iterable[SequenceKey], request_ids: Iterable[RequestId]) -> None:
         """Nothing is known of rows but their keys."""
@@ -52,10 +59,8 @@ class HeadDrafter:
         self, scheduled: Sequence[ScheduledSequence], sampled: SampledIds, *, wants_drafts: bool = True
     ) -> tuple[tuple[int, ...], ...]:
         """Compute the last step's tokens; drafts of each sequence that it sampled for."""
-        given, self._states = self._states, None
-        assert given is not None, "begin comes first"
         rows = step_rows(scheduled, sampled)
-        states, laid_out = self._computed(rows, given)
+        states, laid_out = self._computed(rows, self._states.popleft())
         found: list[tuple[int, ...]] = [()] * sampled.num_sequences
         counts = [self._num_wanted(row) if wants_drafts else 0 for row in rows]
         drafting = [index for index, count in enumerate(counts) if count]

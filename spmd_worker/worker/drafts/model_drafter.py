@@ -23,6 +23,7 @@ from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.worker.drafts.draft_tokens import DraftTokens, RowTokens, lay_out, to_ids
 from spmd_worker.worker.drafts.drafting_rows import DraftLimits, StepRow, step_rows
+from spmd_worker.worker.runner.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,11 @@ class ModelDrafter:
         self._computed: dict[SequenceKey, _Computed] = {}
         self._tensors: tuple[Tensor, ...] = ()
 
-    def begin(self, scheduled: Sequence[ScheduledSequence], hidden: Tensor, aux: tuple[Tensor, ...]) -> None:
+    def begin(
+        self, scheduled: Sequence[ScheduledSequence], batch: Batch, hidden: Tensor, aux: tuple[Tensor, ...]
+    ) -> None:
         """The draft computes from tokens alone."""
-        del scheduled, hidden, aux
+        del scheduled, batch, hidden, aux
 
     def forget(self, keys: Iterable[SequenceKey], request_ids: Iterable[RequestId]) -> None:
         """Drop what is known of sequences that ended, and of requests."""

@@ -102,8 +102,16 @@ class LaunchedStep:
             prompt_logprobs,
             num_token_ids=ids.num_ids,
             mask_checksums=() if masks is None else (masks.checksum,),
-            drafts=self.drafter.propose(forwarded.scheduled, ids) if self.drafter is not None else (),
+            drafts=self._proposed(ids),
         )
+
+    def _proposed(self, ids: SampledIds) -> tuple[tuple[int, ...], ...]:
+        """Drafts for the next step; none if none are wanted."""
+        if self.drafter is None:
+            return ()
+        wants_drafts = self.forwarded.wants_drafts
+        found = self.drafter.propose(self.forwarded.scheduled, ids, wants_drafts=wants_drafts)
+        return found if wants_drafts else ()
 
 
 class ModelRunner:
@@ -160,11 +168,13 @@ class ModelRunner:
                 num_groups=self.num_groups,
                 group_of=cache_engine.spec.group_of,
             )
-        self._leaves_out = self._state is None and self._pooling is None and drafter is None and model.supports_wanted
+        needs_all = drafter is not None and drafter.needs_hidden
+        self._leaves_out = self._state is None and self._pooling is None and not needs_all and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
         self._chosen = ChosenTokens(self._device)
         self._pending: _Forwarded | None = None
+        self._none = torch.empty(0, device=self._device)
         self._sending: Transfer | None = None
         self._expected: deque[Transfer] = deque()
 
@@ -226,7 +236,10 @@ class ModelRunner:
         ]
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)
-        is_plain = is_fused and given is None and media is None and not batch.drafts
+        streams: dict[int, Tensor] = (
+            {} if self._drafter is None else dict.fromkeys(self._drafter.aux_layers, self._none)
+        )
+        is_plain = is_fused and given is None and media is None and not batch.drafts and not streams
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
@@ -250,6 +263,7 @@ class ModelRunner:
                 states=() if self._cache_engine.states is None else self._cache_engine.states.layers,
                 rope_positions=batch.rope_positions,
                 **images,
+                **({"streams": streams} if streams else {}),
             )
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
@@ -265,7 +279,10 @@ class ModelRunner:
             self._pending = _Forwarded(step, scheduled, batch, is_sent=True)
             return
         if self._drafter is not None:
-            self._drafter.begin(scheduled, batch, hidden, ())
+            aux = tuple(streams[layer] for layer in self._drafter.aux_layers)
+            # A graph's output buffer belongs to the next step too, which may be launched before this one is read.
+            kept = hidden.clone() if graphs is not None and self._drafter.needs_hidden else hidden
+            self._drafter.begin(scheduled, batch, kept, aux)
         logits = argmax = None
         if batch.rows:
             logits = self.model.compute_logits(hidden[batch.sample_rows])
@@ -305,8 +322,7 @@ class ModelRunner:
                 sample = self.sampler.launch(pending.logits, pending.batch.rows, token_masks, pending.read_back)
             self._chosen.keep(pending.step, pending.scheduled, sample.chosen)
         pending.read_back.launch()
-        drafter = self._drafter if pending.wants_drafts else None
-        return LaunchedStep(pending, sample, masks, self._clock, self._chosen, drafter)
+        return LaunchedStep(pending, sample, masks, self._clock, self._chosen, self._drafter)
 
     def forget(self, plan: StepPlan) -> None:
         """Drop the sequences and requests that the plan lists as finished."""
