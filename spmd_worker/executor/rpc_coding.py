@@ -35,6 +35,7 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
+from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
 from spmd_worker.replica.sequence.outputs import Logprob
 from spmd_worker.replica.sequence.record_checks import sent_fields
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ _RECORDS: Final[dict[str, type]] = {
         DeltaConfig,
         DenseConfig,
         DraftRun,
+        DraftTokenIds,
         EncoderPart,
         HeadConfig,
         ExpertLayout,

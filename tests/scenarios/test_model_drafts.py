@@ -78,5 +78,80 @@ def test_draft_equal_to_its_target_is_always_accepted():
         for _ in range(2):
             # The second time the prompts are found in the cache, but not the keys of the draft.
             llm.generate(prompts, GREEDY, use_tqdm=False)
-        counters = llm.llm_engine.counters
+        counters, executor = llm.llm_engine.counters, llm.llm_engine.executor
+        taken = executor.take_draft_token_ids()
+        assert taken is not None
+        assert set(taken.req_ids) <= {"3", "4", "5"}
+        assert all(len(each) <= NUM_DRAFTS for each in taken.draft_token_ids)
+        assert executor.take_draft_token_ids() is None, "they are given once"
     assert counters.num_drafted_tokens == counters.num_accepted_tokens > 60, counters
+
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from plain_outputs import without_times
+from spmd_worker import LLM, SamplingParams
+{before}
+job = json.loads(Path(sys.argv[1]).read_text())
+found = {{}}
+for method, (folder, config) in job["methods"].items():
+    settings = {{"dtype": "float32", "max_model_len": 128, "num_blocks": 200, **job["layout"]}}
+    with LLM(folder, speculative_config=config, **settings) as llm:
+        params = [SamplingParams(**each) for each in job["params"]]
+        prompts = [{{"prompt_token_ids": each}} for each in job["prompts"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found[method] = [[without_times(each) for each in outputs], llm.llm_engine.counters.num_drafted_tokens]
+    if job["has_plain"]:
+        with LLM(folder, **settings) as llm:
+            found[method].append([without_times(each) for each in llm.generate(prompts, params, use_tqdm=False)])
+Path(sys.argv[2], os.environ["RANK"]).write_text(json.dumps(found))
+"""
+
+OTHER_DRAFTS = """
+from spmd_worker.worker.drafts.model_drafter import ModelDrafter
+propose = ModelDrafter.propose
+def others(self, *given, **options):
+    drafts = propose(self, *given, **options)
+    return tuple(own and (own[0] % 200 + 5, *own[1:]) for own in drafts) if os.environ["RANK"] == "1" else drafts
+ModelDrafter.propose = others
+"""
+
+
+def run_on_ranks(tmp_path: Path, layout: dict[str, int], methods: list[str], before: str = "") -> Any:
+    job = {
+        "layout": layout,
+        "params": [sampling_values(each) for each in PARAMS],
+        "prompts": PROMPTS,
+        # The bits of one rank are those of two if the model's columns divide.
+        "has_plain": "tensor_parallel_size" in layout and not before,
+        "methods": {method: (str(target_of(method)), speculation(method)) for method in methods},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    return ranks.run_ranks(SCRIPT.format(before=before), 2, 240, [tmp_path / "job.json", tmp_path])
+
+
+def sampling_values(params: SamplingParams) -> dict[str, Any]:
+    names = ("temperature", "max_tokens", "ignore_eos", "seed", "logprobs", "top_p", "repetition_penalty", "n")
+    return {name: getattr(params, name) for name in (*names, "min_tokens")}
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "pipeline"]
+)
+def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], tmp_path: Path):
+    methods = ["draft_model", "mtp"] + ["eagle3"] * ("tensor_parallel_size" in layout)
+    completed = run_on_ranks(tmp_path, layout, methods)
+    assert completed.returncode == 0, completed
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    for method in methods:
+        for answered, num_drafted, *plain in (own[method] for own in found):
+            expected = plain[0] if plain else json.loads(json.dumps(plain_answers(target_of(method))))
+            assert answered == expected, method
+            assert num_drafted > 20
+
+
+def test_other_drafts_of_a_rank_are_found(tmp_path: Path):
+    completed = run_on_ranks(tmp_path, {"tensor_parallel_size": 2}, ["draft_model"], OTHER_DRAFTS)
+    assert completed.returncode != 0
+    assert "draft" in completed.stderr, completed
