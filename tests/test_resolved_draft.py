@@ -98,7 +98,9 @@ def test_eagle_head_of_another_base_is_refused(changes: dict[str, Any], words: s
 
 def test_eagle_head_needs_one_stage():
     two = ParallelConfig(pipeline_parallel_size=2)
-    assert "set parallel.pipeline_parallel_size=1" in refusal(TARGET(EAGLE_TARGET), "eagle3", eagle_folder(), parallel=two)
+    assert "set parallel.pipeline_parallel_size=1" in refusal(
+        TARGET(EAGLE_TARGET), "eagle3", eagle_folder(), parallel=two
+    )
 
 
 def test_distances_beyond_the_vocabulary_are_refused(tmp_path: Path):
@@ -125,7 +127,9 @@ def test_blocks_cost_target_and_draft(method: str):
     # Of one layer: keys and values of 1 or 2 heads of 16, or a latent of 48.
     assert spec.draft_block_bytes == 16 * 4 * {"draft_model": 32, "mtp": 48, "eagle3": 64}[method]
     assert spec.block_bytes == spec.model_block_bytes + spec.draft_block_bytes
-    plain = cache_spec_of(resolve_run(RunConfig(model=run.config.model, cache=run.config.cache, device="cpu"), "cpu"), 0)
+    plain = cache_spec_of(
+        resolve_run(RunConfig(model=run.config.model, cache=run.config.cache, device="cpu"), "cpu"), 0
+    )
     assert plain.block_bytes == spec.model_block_bytes
     text = describe_plan(make_plan(run))
     assert f"(speculative_config.method={method}), up to 3 tokens a row" in text

@@ -11,6 +11,7 @@ import ranks
 from draft_checkpoints import EAGLE_TARGET, eagle_folder, mtp_folder, small_draft_folder
 from plain_outputs import without_times
 from reference_models import checkpoint_folder, mixed_prompts
+from safetensors.torch import load_file
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
@@ -155,3 +156,33 @@ def test_other_drafts_of_a_rank_are_found(tmp_path: Path):
     completed = run_on_ranks(tmp_path, {"tensor_parallel_size": 2}, ["draft_model"], OTHER_DRAFTS)
     assert completed.returncode != 0
     assert "draft" in completed.stderr, completed
+
+
+def test_draft_sleeps_and_stays_as_it_is():
+    """Weights of the target change, and the draft's do not: its drafts are wrong then, and answers are right."""
+    folder = checkpoint_folder(EAGLE_TARGET)
+    config = {**speculation("draft_model"), "model": str(folder)}
+    prompts, settings = [{"prompt_token_ids": each} for each in PROMPTS[:3]], {"dtype": "float32", "max_model_len": 128}
+    found, shares = [], []
+    for given in ({}, {"speculative_config": config}):
+        with LLM(str(folder), **settings, **given) as llm:
+
+            def step(llm: LLM = llm) -> None:
+                before = replace(llm.llm_engine.counters)
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                found.append([each.outputs[0].token_ids for each in outputs])
+                after = llm.llm_engine.counters
+                num_drafted = after.num_drafted_tokens - before.num_drafted_tokens
+                shares.append((after.num_accepted_tokens - before.num_accepted_tokens) / max(num_drafted, 1))
+
+            llm.sleep(level=2)
+            llm.wake_up()
+            llm.collective_rpc("reload_weights")
+            step()
+            other = load_file(folder / "model.safetensors")
+            llm.update_weights((name, -each if "layers.1.mlp.up" in name else each) for name, each in other.items())
+            step()
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+    assert shares[2] == 1.0
+    assert shares[3] < 1.0
