@@ -41,6 +41,7 @@ from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
+from spmd_worker.worker.runner.stream_keeper import StreamKeeper
 from spmd_worker.worker.stored_experts import stored_experts_of
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class LoadedModel:
             media=media,
             rank=self.opened.environment.rank,
             drafter=drafter,
+            keeper=StreamKeeper(model.stage, model_config.hidden_size, dtype, is_holder=groups.tensor.rank == 0),
         )
 
     def expert_loads(self) -> dict[int, list[int]]:

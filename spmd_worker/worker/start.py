@@ -44,6 +44,7 @@ from spmd_worker.worker.memory.plan import (
 )
 from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
+from spmd_worker.worker.runner.stream_keeper import StreamKeeper
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.sleep import WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_COMPILED_BLOCKS: Final = 16
 
-EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler, WorkerAdapters, WorkerPromptAdapters)
+EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler, WorkerAdapters, WorkerPromptAdapters, StreamKeeper)
 """Classes of the objects that handle worker events next to the worker; `allocate` makes one of each."""
 
 
@@ -199,7 +200,8 @@ def allocate(
     prompt_adapters = WorkerPromptAdapters(
         *stores, resolved.model_config, dtype, model.stage, (tensor.rank, tensor.size), spec.groups.windows
     )
-    event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters, prompt_adapters)
+    profiler = TraceProfiler(opened.environment.rank)
+    event_handlers = (sleep, profiler, adapters, prompt_adapters, runner.keeper)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     sizes = (num_device_blocks, block_size, resolved.num_steps_ahead)
     mirror = Mirror(*sizes, rules, num_slots[0], spec.groups.num_groups)

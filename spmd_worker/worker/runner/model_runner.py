@@ -38,6 +38,7 @@ from spmd_worker.worker.runner.prompt_logprobs import LaunchedPromptLogprobs, pr
 from spmd_worker.worker.runner.row_repeat import RowRepeater, StepInputs, StepOutputs
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
+from spmd_worker.worker.runner.stream_keeper import StreamKeeper
 from spmd_worker.worker.runner.verified import verified
 
 
@@ -124,6 +125,7 @@ class ModelRunner:
     steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
     the given embeddings, on the first stage; `prefixes` the given keys and values; `media` the rows of images, on the
     first stage of a model that takes images. `rank` is for error messages. `drafter` drafts on the last stage.
+    `keeper` keeps the streams of prompts that were asked for.
     """
 
     def __init__(
@@ -144,7 +146,9 @@ class ModelRunner:
         media: MediaStore | None = None,
         rank: int = 0,
         drafter: Drafter | None = None,
+        keeper: StreamKeeper | None = None,
     ) -> None:
+        self.keeper = keeper
         self._grammars, self._drafter = grammars, drafter
         self.rows, self.prefixes, self.media = rows, prefixes, media
         self._clock = clock or StageClock(pipeline.rank)
@@ -187,6 +191,12 @@ class ModelRunner:
     def num_lookahead_tokens(self) -> int:
         """Those of the drafter; 0 without one."""
         return 0 if self._drafter is None else self._drafter.num_lookahead_tokens
+
+    @property
+    def _read_layers(self) -> tuple[int, ...]:
+        """Layers before which the stream is read, by the drafter or to be kept."""
+        drafting = () if self._drafter is None else self._drafter.aux_layers
+        return drafting if self.keeper is None else (*drafting, *self.keeper.layers)
 
     def expect(self, num_tokens: int) -> None:
         """Start to receive the previous stage's hidden states of the next unexpected step, of `num_tokens`."""
@@ -236,9 +246,7 @@ class ModelRunner:
         ]
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)
-        streams: dict[int, Tensor] = (
-            {} if self._drafter is None else dict.fromkeys(self._drafter.aux_layers, self._none)
-        )
+        streams = dict.fromkeys(self._read_layers, self._none)
         is_plain = is_fused and given is None and media is None and not batch.drafts and not streams
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
@@ -248,7 +256,7 @@ class ModelRunner:
             tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
             types, wanted = batch.token_types, None
             images = {} if media is None else {"media": media}
-            if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
+            if self._leaves_out and is_fused and not streams and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
                 if adapters is not None and self.adapters is not None:
@@ -265,6 +273,8 @@ class ModelRunner:
                 **images,
                 **({"streams": streams} if streams else {}),
             )
+        if self.keeper is not None and self.keeper.layers:
+            self.keeper.keep(scheduled, streams)
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, pooled=pooled)
