@@ -218,6 +218,8 @@ def _scheduled_text(data: SequenceData | SequenceDataDelta, token_ids: tuple[int
     elif data.appended_block_ids:
         kept = f"keeps {data.num_kept_blocks} blocks and gets" if data.num_kept_blocks else "in blocks"
         text += f", {kept} {shorten(data.appended_block_ids)}"
+    if data.draft_token_ids:
+        text += f", drafts {shorten(data.draft_token_ids)}"
     return text + _samples_text(token_ids)
 
 

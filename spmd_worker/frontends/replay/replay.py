@@ -115,6 +115,7 @@ class Replay:
         return len(self._in_flight) == self._header.num_in_flight
 
     def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
+        self.scheduler.take_logged_drafts(message.plan)
         plan, sampled = self.scheduler.schedule(), message.sampled
         if self.num_steps == 0 and message.step != plan.step:
             raise ReplayError(
@@ -299,6 +300,9 @@ def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedule
         header.media,
         header.verify_hits,
         header.verify_steps,
+        header.speculative_config,
+        header.num_lookahead_tokens,
+        header.vocab_size,
     )
     sizes = CacheSizes(
         header.num_blocks,

@@ -25,14 +25,15 @@ from typing import Any, BinaryIO, Final, get_args, get_origin, get_type_hints
 from zlib import crc32
 
 from kv_cache.layer_groups import LayerGroups
-from spmd_worker.base.errors import StepLogError
+from spmd_worker.base.config.speculation import SpeculativeConfig
+from spmd_worker.base.errors import ConfigError, StepLogError
 from spmd_worker.base.files import JsonError, create_job_file, open_regular_file, parse_json_object
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""
-FORMAT_VERSION: Final = 10
+FORMAT_VERSION: Final = 11
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -56,7 +57,8 @@ class StepLogHeader:
     swapping a state, `snapshot_interval`, `verify_hits` and `verify_steps` are as in `SchedulerLimits`. A model that
     takes images keeps `num_media_rows` rows, and has the limits of `MediaRowLimits`; so does an encoder-decoder model,
     whose inputs have at most `max_encoder_len`. `num_full_groups`, `num_window_groups` and `windows` are those of
-    `LayerGroups`. Row-parallel sums have `num_leaves`; `row_sums` are how the run added them, in words.
+    `LayerGroups`. Row-parallel sums have `num_leaves`; `row_sums` are how the run added them, in words. `speculation` is
+    the resolved `SpeculativeConfig` as JSON, None without drafts; `num_lookahead_tokens` is as in `SchedulerLimits`.
     """
 
     code: str
@@ -117,6 +119,8 @@ class StepLogHeader:
     windows: tuple[int, ...] = ()
     num_leaves: int = 1
     row_sums: str = ""
+    speculation: str | None = None
+    num_lookahead_tokens: int = 0
     format_version: int = FORMAT_VERSION
 
     @property
@@ -131,6 +135,16 @@ class StepLogHeader:
         given = zip(self.prompt_adapter_names, self.prompt_adapter_paths, self.prompt_adapter_digests)
         both = zip(count(1), given, self.prompt_adapter_num_tokens)
         return [AddPromptAdapter(int_id, *each, (), num_tokens) for int_id, each, num_tokens in both]
+
+    @property
+    def speculative_config(self) -> SpeculativeConfig | None:
+        """Options of speculative decoding. Raises StepLogError for those of another version."""
+        if self.speculation is None:
+            return None
+        try:
+            return SpeculativeConfig(**json.loads(self.speculation))
+        except (TypeError, ValueError, ConfigError) as error:
+            raise StepLogError(f"the header's speculation is not one of this version: {error}") from None
 
     @property
     def media(self) -> MediaRowLimits:

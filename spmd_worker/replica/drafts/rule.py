@@ -10,3 +10,9 @@ def num_drafts(config: SpeculativeConfig, num_decoding: int, num_scheduled_token
     """
     num_left = config.step_tokens - num_scheduled_tokens
     return min(max(num_left, 0) // max(num_decoding, 1), config.most_drafts)
+
+
+def record_drafts(sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    """Count a step's drafts of a row."""
+    sequence.num_drafted += num_drafted
+    sequence.num_accepted += num_accepted

@@ -278,10 +278,11 @@ class Planner:
         """Decide for the sequences that have drafts, or need blocks for those to come, and return the others."""
         others: list[Sequence] = []
         for sequence in served:
-            if not can_draft(sequence):
+            first, num_tokens = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+            if not can_draft(sequence) or not self._cache.can_extend(sequence.table, first, first + num_tokens):
                 others.append(sequence)
                 continue
-            num_tokens, drafts = sequence.num_uncomputed_tokens, drafting.choose(sequence)
+            drafts = drafting.choose(sequence)
             num_more = drafting.num_more_tokens(sequence, num_tokens, len(drafts))
             if not drafts and (not num_more or drafting.has_room(sequence, num_tokens, num_more)):
                 others.append(sequence)

@@ -15,6 +15,7 @@ from kv_cache.cache_manager import CacheManager
 from kv_cache.state_ops import NO_STATE_OPS
 from kv_cache.state_slots import StateSlots
 from spmd_worker.replica.drafts.proposer import Proposer
+from spmd_worker.replica.drafts.rule import record_drafts
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator_factory import new_allocator
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
@@ -223,6 +224,14 @@ class Scheduler:
         self._ended_requests.clear()
         return plan
 
+    def take_logged_drafts(self, plan: StepPlan) -> None:
+        """Give sequences the drafts of their next step in a log, which the workers made: for a replay."""
+        for group in plan.groups:
+            known = self.queues.groups.get(group.request_id)
+            drafts = {data.sample_index: data.draft_token_ids for data in group.sequences if data.draft_token_ids}
+            for sequence in known.sequences if known is not None and drafts else ():
+                sequence.worker_drafts = drafts.get(sequence.sample_index, ())
+
     def _keys_of(self, continuing: list[Sequence]) -> tuple[SequenceKey, ...]:
         """The same tuple if the same sequences continue: digest and mirror then see at once that it is equal."""
         if continuing != self._continuing:
@@ -319,8 +328,7 @@ class Scheduler:
         num_accepted = num_equal(drafts, token_ids)
         if drafts and sequence.status is SequenceStatus.RUNNING:
             assert len(token_ids) <= num_accepted + 1, (sequence.key, drafts, token_ids)
-            sequence.num_drafted += len(drafts)
-            sequence.num_accepted += num_accepted
+            record_drafts(sequence, len(drafts), num_accepted)
             self.counters.count_drafts(len(drafts), num_accepted)
         for index, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True)):
             if sequence.status is not SequenceStatus.RUNNING:

@@ -186,6 +186,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"ranks      {ranks}",
         f"sums       {describe_row_sums(plan.resolved.config.parallel, model_config, layout, plan.resolved.row_sums)}",
         *_replicas(plan),
+        *_drafts(plan),
     ]
     lines += ["", *_table(plan), ""]
     lines += _describe_cache(plan) if plan.sizings else _describe_unsized(plan)
@@ -479,6 +480,18 @@ def _swap_space(plan: MemoryPlan) -> str:
     if states.num_host_slots:
         besides = f" and {states.num_host_slots:,} states, {format_bytes(states.host_bytes)}"
     return f"{num_blocks:,} blocks, {num_bytes} of host memory{besides}, on every rank (cache.swap_space_gib)"
+
+
+def _drafts(plan: MemoryPlan) -> list[str]:
+    speculation = plan.resolved.config.speculative_config
+    if not speculation.is_on:
+        return []
+    most = speculation.max_step_tokens
+    step = f"{most:,} tokens" if most else "as many tokens as the device computes while it reads the weights"
+    return [
+        f"drafts     {speculation.method}, at most {speculation.most_drafts} of a row in a step, in steps of at most "
+        f"{step}; answers are the same"
+    ]
 
 
 def _grammars(plan: MemoryPlan) -> list[str]:

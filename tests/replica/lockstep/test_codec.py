@@ -60,10 +60,10 @@ OTHER_SAMPLING = SamplingParams(
 FULL_PLAN = StepPlan(
     step=9,
     groups=(
-        SequenceGroupMetadataDelta(3, (SequenceDataDelta(0, (11,), 2, (), 32, 1, 1),)),
+        SequenceGroupMetadataDelta(3, (SequenceDataDelta(0, (11,), 2, (), 32, 1, 1, -1, (12, 14)),)),
         SequenceGroupMetadata(
             Request(4, (5, 6, 7), OTHER_SAMPLING, 2**64 - 1),
-            (SequenceData(0, (12, 13), (8, 9), 0, 5, 1), SequenceData(1, (12,), (8, 10), 0, 4, 0, 7)),
+            (SequenceData(0, (12, 13), (8, 9), 0, 5, 1), SequenceData(1, (12,), (8, 10), 0, 4, 0, 7, (9,))),
         ),
         SequenceGroupMetadataDelta(
             6, (SequenceDataDelta(0, (21,), 2, (5,), 32, 1, 1), SequenceDataDelta(1, (22,), 0, (6, 7), 32, 1, 1, 9))
@@ -94,6 +94,7 @@ FULL_PLAN = StepPlan(
         HitComparison(SequenceKey(4, 1), (), (CachedCopy(2, 5, b"eight", 3),)),
     ),
     repeated_rows=(2, 0),
+    wants_drafts=True,
 )
 PLAN_OF_NOBODY = StepPlan(9)
 FULL_SAMPLING = SamplingParams(

@@ -4,6 +4,7 @@ Prompts come from a few families that share beginnings, and what is sampled repe
 """
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ state_limits = st.fixed_dictionaries(
 """Of a model with recurrent states. With few slots snapshots are evicted, with 0 they have none but idle rows'."""
 
 
-def new_run(limits: dict[str, Any], kind: type[Run] = Run) -> Run:
+def new_run(limits: dict[str, Any], kind: Callable[..., Run] = Run) -> Run:
     """A cache that holds the longest sequence, as the engine demands, and a few blocks more."""
     given = dict(limits)
     if not given["chunked"]:
@@ -124,10 +125,10 @@ def load(run: Run, int_id: int) -> None:
         run.load(int_id, 1 + run.scheduler.counters.num_steps * 8 + int_id)
 
 
-def play(run: Run, operations: list[Operation]) -> dict[int, dict[str, Any]]:
+def play(run: Run, operations: list[Operation], values: Any = None) -> dict[int, dict[str, Any]]:
     """All of them, then on until nothing is left; what was asked, by request."""
     asked: dict[int, dict[str, Any]] = {}
-    values = tokens_of(random.Random(0))
+    values = values or tokens_of(random.Random(0))
     for kind, value in operations:
         if kind == "admit":
             asked[admit(run, value)] = value

@@ -6,7 +6,7 @@ slots with contents (`visible_states.py`). Needs no torch.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from kv_cache.host_tier import HostTier
 from kv_cache.layer_groups import ONE_GROUP, LayerGroups
 from kv_cache.outside_transfers import OutsideTransfers
 from kv_cache.state_slots import StateSlots
+from spmd_worker.base.config.speculation import SpeculativeConfig
+from spmd_worker.replica.drafts.proposer import Proposer
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.mirror.plan_check import AdapterRules
 from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition
@@ -47,6 +49,7 @@ from spmd_worker.replica.sequence.step import StepPlan, StepResult
 
 EOS = 0
 PLAIN_TOKEN = 9
+VOCAB_SIZE = 1000
 
 Values = Callable[[SequenceKey, int], int]
 """The token sampled for a sequence at a position."""
@@ -97,8 +100,13 @@ class Run:
         media: MediaRowLimits = NO_MEDIA,
         verify_hits: int = 0,
         groups: LayerGroups = ONE_GROUP,
+        drafts: int = 0,
+        step_tokens: int = 100,
+        lookahead: int = 0,
+        proposer: Proposer | None = None,
     ) -> None:
-        """`snapshot_slots`: the model has recurrent states, and so many slots more than sequences run. `groups` have
+        """`drafts`: most of a row, by `proposer`, or by `worker_drafts`, in steps of at most `step_tokens`.
+        `snapshot_slots`: the model has recurrent states, and so many slots more than sequences run. `groups` have
         windows, or none.
         """
         self.cache = CacheManager(
@@ -111,13 +119,18 @@ class Run:
             groups=groups,
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens, slot_copy_tokens)
-        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras, interval, media, verify_hits)
+        counts = (watermark_per_sequence, virtual_engines, ahead, histories, max_loras, interval, media, verify_hits, 0)
+        speculation = SpeculativeConfig("ngram", drafts, max_step_tokens=step_tokens) if drafts else None
+        counts = (*counts, speculation, lookahead, VOCAB_SIZE)
         num_slots = 0 if snapshot_slots is None else max_num_seqs + snapshot_slots
         self.slots = StateSlots(num_slots, host_slots, grid=grid) if num_slots else None
         self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy, *counts)
         self.adapters = AdapterRegistry(max_adapters if max_loras else 0)
         checker = StopChecker((EOS,), max_model_len, new_decoder)
-        self.scheduler = Scheduler(self.limits, self.cache, checker, self.adapters, state_slots=self.slots)
+        parts = (self.adapters, None, self.slots, proposer)
+        self.scheduler = Scheduler(self.limits, self.cache, checker, *parts)
+        self.worker_drafts: Callable[[SequenceKey, int], tuple[int, ...]] | None = None
+        """Drafts of the workers for a sequence whose next token is at a position."""
         rules = AdapterRules(self.adapters.has, max_loras)
         self.mirror = Mirror(num_blocks, block_size, ahead, rules, num_slots, groups.num_groups)
         self.states = VisibleStates(num_slots, host_slots)
@@ -206,19 +219,24 @@ class Run:
             self.contents.compare(sequence, each.blocks)
             self.states.compare(sequence, each.states)
         self.scheduler.check_integrity()
-        rows, token_ids = [], []
+        rows, ids_of_rows, drafts = [], [], []
         for each in scheduled:
             sequence = each.sequence
             key = SequenceKey(sequence.request.request_id, sequence.sample_index)
             rows.append(Row(*key, sequence.num_computed_tokens, each.num_scheduled_tokens, each.num_samples))
             for offset in range(each.num_samples):
                 named = SequenceKey(key.request_id, key.sample_index + offset)
-                token_ids.append(values if isinstance(values, int) else values(named, sequence.num_tokens))
+                ids = [_value(values, named, sequence.num_tokens)] * self.num_ids()
+                if sequence.draft_token_ids:
+                    ids = _verified(values, named, sequence.num_tokens, sequence.draft_token_ids)
+                ids_of_rows.append(ids)
+                if self.worker_drafts is not None and plan.wants_drafts:
+                    drafts.append(self.worker_drafts(named, sequence.num_tokens + len(ids)))
         assert sum(row.num_tokens for row in rows) == plan.num_tokens <= self.limits.max_num_batched_tokens
         # The devices have what they sampled, whenever the scheduler is told.
-        sampled = SampledIds.from_rows([(token_id,) * self.num_ids() for token_id in token_ids])
+        sampled = SampledIds.from_rows(ids_of_rows)
         self.mirror.take_sampled(plan.step, sampled)
-        result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
+        result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids, drafts=tuple(drafts))
         self._in_flight.append(result if rows else None)
         self._settle()
         while self._transfers and self._transfers[0][0] <= plan.step:
@@ -279,6 +297,18 @@ class Run:
     def _keys_of(self, status: SequenceStatus) -> list[tuple[int, int]]:
         groups = self.scheduler.queues.groups.values()
         return [tuple(each.key) for group in groups for each in group.sequences if each.status is status]
+
+
+def _value(values: Values | int, key: SequenceKey, position: int) -> int:
+    return values if isinstance(values, int) else values(key, position)
+
+
+def _verified(values: Values | int, key: SequenceKey, position: int, drafts: Sequence[int]) -> list[int]:
+    """The ids sampled at the drafts' positions up to the first that its draft is not, or one after all of them."""
+    ids = [_value(values, key, position)]
+    while len(ids) <= len(drafts) and drafts[len(ids) - 1] == ids[-1]:
+        ids.append(_value(values, key, position + len(ids)))
+    return ids
 
 
 def tokens(start: int, count: int) -> tuple[int, ...]:

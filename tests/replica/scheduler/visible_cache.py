@@ -136,7 +136,7 @@ class VisibleCache:
     def _check_group(self, row: MirroredSequence, group: int, first: int, *, is_new: bool) -> None:
         """The cells from position `first` on."""
         before = ROOT - row.request.adapter if first == 0 else None
-        end = row.num_computed_tokens + row.num_scheduled_tokens
+        end = _new_positions(row).stop
         for position, token_id in enumerate(row.token_ids(first, end), first):
             cell = self._get(row, position, group)
             where = f"request {row.request.request_id}, sample {row.sample_index}, position {position} of {end}"
@@ -195,4 +195,6 @@ def _assign(source: Cells, destination: Cells, pairs: Sequence[tuple[int, int]])
 
 
 def _new_positions(row: MirroredSequence) -> range:
-    return range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens)
+    """Drafts follow the given tokens."""
+    num_tokens = row.num_scheduled_tokens + len(row.draft_token_ids)
+    return range(row.num_computed_tokens, row.num_computed_tokens + num_tokens)

@@ -3,7 +3,9 @@
 Both have the format of `frontends/replay/step_log.py`, so `spmd-worker-replay` reads both.
 """
 
+import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 from spmd_worker.base.version import code_fingerprint
@@ -103,4 +105,6 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         windows=cache.groups.windows,
         num_leaves=resolved.layout.num_leaves,
         row_sums=resolved.row_sums,
+        speculation=None if limits.speculation is None else json.dumps(asdict(limits.speculation)),
+        num_lookahead_tokens=limits.num_lookahead_tokens,
     )
