@@ -137,6 +137,7 @@ def sampling_values(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in (*names, "min_tokens")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "pipeline"]
 )
@@ -152,6 +153,7 @@ def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], tmp_path: Path):
             assert num_drafted > 20
 
 
+@pytest.mark.matrix
 def test_other_drafts_of_a_rank_are_found(tmp_path: Path):
     completed = run_on_ranks(tmp_path, {"tensor_parallel_size": 2}, ["draft_model"], OTHER_DRAFTS)
     assert completed.returncode != 0
