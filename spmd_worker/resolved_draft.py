@@ -24,6 +24,7 @@ MODEL_METHODS: Final = (DRAFT_MODEL, *HEAD_METHODS)
 
 _NUM_AUX_LAYERS: Final = 3
 _MAX_TOKENIZER_BYTES: Final = 2**28
+_MTP_NAMES: Final = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 _EAGLE_NAMES: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 
@@ -129,7 +130,7 @@ def _read_mtp(model: str | None, num_drafts: int, target: Target) -> DraftRun:
     if not names:
         # A plan, or dummy weights: the config says so.
         has_head = bool(read_json_object(folder / "config.json").get("num_nextn_predict_layers"))
-    if not config.names.ignores_later_layers or not has_head:
+    if config.architecture not in _MTP_NAMES or not has_head:
         raise ConfigError(
             f"speculative_config.method=mtp: {target.location.name} ({config.architecture}) has no layer for "
             f"multi-token prediction that runs here (those of DeepSeek V3 and GLM do): use "

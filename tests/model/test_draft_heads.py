@@ -63,11 +63,14 @@ def _ours(draft: LoadedDraft, hidden: Tensor, aux: tuple[Tensor, ...], chunk: in
 
 
 @torch.no_grad()
-def test_mtp_layer_equals_its_definition():
-    folder = mtp_folder()
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "glm4_moe"])
+def test_mtp_layer_equals_its_definition(name: str):
+    folder = mtp_folder(name)
     config = AutoConfig.from_pretrained(folder)
     # The layer is the fourth of a model of four layers.
     config.num_hidden_layers += 1
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     deeper = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation="eager"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expert_checkpoints import expert_folder
 from latent_checkpoints import latent_folder
 from reference_models import CHECKPOINTS, CheckpointSpec, checkpoint_folder, edit_config, write_checkpoint
 from run_folder import made_once
@@ -25,8 +26,9 @@ _HIDDEN, _COLUMNS, _HEADS, _KV_HEADS, _HEAD_SIZE = 64, 90, 4, 2, 16
 
 @cache
 def mtp_folder(name: str = "deepseek_v3") -> Path:
-    """A checkpoint of latent attention with a layer for multi-token prediction."""
-    return made_once(f"mtp {name}", lambda folder: _write_mtp(folder, latent_folder(name)))
+    """A checkpoint with a layer for multi-token prediction."""
+    source = expert_folder if name == "glm4_moe" else latent_folder
+    return made_once(f"mtp {name}", lambda folder: _write_mtp(folder, source(name)))
 
 
 @cache
