@@ -57,7 +57,7 @@ class StepLogHeader:
     swapping a state, `snapshot_interval`, `verify_hits` and `verify_steps` are as in `SchedulerLimits`. A model that
     takes images keeps `num_media_rows` rows, and has the limits of `MediaRowLimits`; so does an encoder-decoder model,
     whose inputs have at most `max_encoder_len`. `num_full_groups`, `num_window_groups` and `windows` are those of
-    `LayerGroups`. Row-parallel sums have `num_leaves`; `row_sums` are how the run added them, in words. `speculation` is
+    `LayerGroups`. Row-parallel sums have `num_leaves`; `row_sums` are how the run added them, in words. `speculation`:
     the resolved `SpeculativeConfig` as JSON, None without drafts; `num_lookahead_tokens` is as in `SchedulerLimits`.
     """
 

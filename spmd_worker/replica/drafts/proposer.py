@@ -13,7 +13,7 @@ class Proposer(Protocol):
     """A pure function of the tokens of the sequences that it was given, in the order of the calls."""
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """At most `most` ids after the sequence's last token; none if nothing is likely."""
+        """Ids after the sequence's last token, at most `most`; none if nothing is likely."""
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a sequence that ended, in any way; its tokens may be kept for later ones."""

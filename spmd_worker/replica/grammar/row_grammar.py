@@ -10,6 +10,7 @@ what comes after: these are forced, each by a mask that allows only it, and seve
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import islice, takewhile
 from typing import Any, Final
 
@@ -71,6 +72,13 @@ class RowGrammar:
         self._forced: deque[int] = deque()
         self.problem = ""
         """Reason why no token is allowed, in the engine's words; empty while one is. It is permanent."""
+
+    def copied(self) -> "RowGrammar":
+        """A copy that goes on by itself. What it builds counts against the limits of this row too."""
+        other = copy(self)
+        other._matcher, other._consumed = self._matcher.deep_copy(), list(self._consumed)
+        other._forced = deque(self._forced)
+        return other
 
     def advance(self, output_token_ids: Sequence[int]) -> None:
         """Advance to the row's output tokens; those consumed before are the first of them."""
@@ -167,3 +175,9 @@ def _set(bits: NDArray[np.int32], token_id: int, value: bool) -> None:
     words, bit = bits.view(np.uint32), np.uint32(1 << (token_id % BITS))
     word = token_id // BITS
     words[word] = words[word] & ~bit | (bit if value else np.uint32(0))
+
+
+def is_allowed(bits: NDArray[np.int32], token_id: int) -> bool:
+    """Whether a mask allows a token."""
+    word, bit = divmod(token_id, BITS)
+    return bool(bits.view(np.uint32)[word] >> np.uint32(bit) & np.uint32(1))

@@ -7,6 +7,7 @@ bounds the number per step (`replica/scheduler/budget.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from threading import Thread
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
-from spmd_worker.replica.grammar.row_grammar import RowGrammar
+from spmd_worker.replica.grammar.row_grammar import RowGrammar, is_allowed
 from spmd_worker.replica.grammar.rule_masks import allowed_tokens
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
@@ -31,7 +32,7 @@ MAX_FORCED_TOKENS: Final = 32
 class ConstrainedRow(NamedTuple):
     """A row that samples: its index among those that do, its sequence, and its output tokens. `may_force`: it forbids
     no tokens itself; `takes_several`: it needs only the id of a token. `rules` are of an answer of `max_tokens` to
-    `prompt_token_ids`.
+    `prompt_token_ids`. With `draft_token_ids` the row samples at each of them too, with the numbers after its index.
     """
 
     row_index: int
@@ -43,6 +44,17 @@ class ConstrainedRow(NamedTuple):
     rules: TokenRules | None = None
     prompt_token_ids: Sequence[int] = ()
     max_tokens: int | None = None
+    draft_token_ids: tuple[int, ...] = ()
+
+
+class DraftMasks(NamedTuple):
+    """Masks at the drafts of a row with a grammar, int32 [drafts, words], computed ahead of its own state, which has
+    `output_token_ids`. There are fewer than drafts if the grammar forbids one, or a limit was reached.
+    """
+
+    key: SequenceKey
+    output_token_ids: tuple[int, ...]
+    allowed: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class StepMasks:
     """`allowed` int32 [M, words], a bit a token (`row_grammar.BITS`): row m is that of sampling row `indices[m]`. Rows
     in `failed` allow no token, or used up a limit. `forced` has the tokens that follow in any case for some other rows;
     their masks allow only the first. `checksum` is a CRC-32 of the masks of all rows, the failed ones included.
+    `drafted` has the masks at drafts, by the row that they follow.
     """
 
     indices: tuple[int, ...]
@@ -57,6 +70,7 @@ class StepMasks:
     checksum: int
     failed: tuple[int, ...] = ()
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    drafted: Mapping[int, DraftMasks] = field(default_factory=dict)
 
     def appended(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
         """Tokens appended to each row of a step, given the sampled ids: its own, and the forced ones after it."""
@@ -67,11 +81,17 @@ class StepMasks:
 
 
 class GrammarMasks:
-    """`begin`, then `end`, in each step with constrained rows. One thread: the forward pass has the other cores."""
+    """`begin`, then `end`, in each step with constrained rows. One thread: the forward pass has the other cores.
+
+    Masks at drafts are those of a second state, compiled for each row that has drafts: the engine counts the work of a
+    row, and that for drafts that turn out wrong must not count against an answer. `confirm` makes the row's own masks
+    for those that are right.
+    """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._states: dict[SequenceKey, RowGrammar] = {}
+        self._ahead: dict[SequenceKey, RowGrammar] = {}
         self._running: tuple[Thread, list[StepMasks | BaseException]] | None = None
 
     def __len__(self) -> int:
@@ -111,39 +131,91 @@ class GrammarMasks:
         ended = dict.fromkeys(request_ids)
         for key in [*sequences, *[key for key in self._states if key.request_id in ended]]:
             self._states.pop(key, None)
+            self._ahead.pop(key, None)
+
+    def confirm(self, masks: StepMasks, row_index: int, token_ids: Sequence[int]) -> int:
+        """Number of the leading ids of a row that were sampled with the masks that its own state makes: at least one.
+        All but the last are its drafts. Call once, after `end` and before the next `begin`.
+        """
+        drafted = masks.drafted.get(row_index)
+        if drafted is None:
+            return len(token_ids)
+        state, own = self._states[drafted.key], self._compiler.new_bits(1)[0]
+        for number in range(1, len(token_ids)):
+            if number > len(drafted.allowed):
+                return number
+            state.advance([*drafted.output_token_ids, *token_ids[:number]])
+            state.fill(own)
+            if state.problem or not np.array_equal(own, drafted.allowed[number - 1]):
+                return number
+        return len(token_ids)
 
     def _masks(self, rows: Sequence[ConstrainedRow]) -> StepMasks:
         owners = _owners(rows)
         states = [self._state(key, row) for key, row in zip(owners, rows, strict=True)]
-        bits = self._compiler.new_bits(len(rows))
+        starts = [*accumulate([1 + len(row.draft_token_ids) for row in rows], initial=0)]
+        bits = self._compiler.new_bits(starts[-1])
         filled: dict[SequenceKey, int] = {}
-        for index, (key, state) in enumerate(zip(owners, states, strict=True)):
-            if state is None:
-                continue
-            if filled.setdefault(key, index) == index:
-                state.fill(bits[index])
-            else:
-                bits[index] = bits[filled[key]]
-        for index, row in enumerate(rows):
+        drafted: dict[int, DraftMasks] = {}
+        # Rows of `bits`, by the row that is sampled with them.
+        places: dict[int, int] = {}
+        failed: list[int] = []
+        for row, key, state, start, stop in zip(rows, owners, states, starts, starts[1:]):
+            if state is not None and filled.setdefault(key, start) == start:
+                state.fill(bits[start])
+            elif state is not None:
+                bits[start] = bits[filled[key]]
+            num_known = stop - start
+            if state is not None and row.draft_token_ids:
+                num_known = 1 + self._fill_ahead(key, row, bits[start:stop])
+                own = bits[start + 1 : start + num_known].copy()
+                drafted[row.row_index] = DraftMasks(key, tuple(row.output_token_ids), own)
             if row.rules is not None:
-                self._apply(row, row.rules, bits[index])
-        failed = [row.row_index for row, state in zip(rows, states, strict=True) if state is not None and state.problem]
-        allowed = [index for index, state in enumerate(states) if state is None or not state.problem]
+                for number in range(num_known):
+                    self._apply(row, row.rules, number, bits[start + number])
+            num_known = 0 if state is not None and state.problem else num_known
+            places |= {row.row_index + number: start + number for number in range(num_known)}
+            failed += range(row.row_index + num_known, row.row_index + stop - start)
         forced = {
             row.row_index: token_ids
             for row, state in zip(rows, states, strict=True)
             if row.takes_several and state is not None and not state.problem
             if len(token_ids := state.forced(MAX_FORCED_TOKENS)) > 1
         }
-        indices = tuple([rows[index].row_index for index in allowed])
-        return StepMasks(indices, bits[allowed] if failed else bits, crc32(bits.data), tuple(failed), forced)
+        allowed = bits[list(places.values())] if failed else bits
+        return StepMasks(tuple(places), allowed, crc32(bits.data), tuple(failed), forced, drafted)
 
-    def _apply(self, row: ConstrainedRow, rules: TokenRules, bits: NDArray[np.int32]) -> None:
-        """Combine the mask of a row's grammar, if it has one, with its rules; the grammar wins where they exclude each
-        other.
+    def _fill_ahead(self, key: SequenceKey, row: ConstrainedRow, bits: NDArray[np.int32]) -> int:
+        """Fill the masks at a row's drafts, after its own in `bits[0]`; returns how many are known."""
+        assert row.constraint is not None, row
+        ahead, first = self._ahead.get(key), np.zeros_like(bits[0])
+        if ahead is None:
+            ahead = self._ahead[key] = self._compiler.start(row.constraint, row.may_force)
+        ahead.advance(row.output_token_ids)
+        ahead.fill(first)
+        if ahead.problem or not np.array_equal(first, bits[0]):
+            # The work for wrong drafts has reached a limit: the next one begins anew.
+            del self._ahead[key]
+            return 0
+        probe, outputs = ahead.copied(), list(row.output_token_ids)
+        for number, token_id in enumerate(row.draft_token_ids):
+            if not is_allowed(bits[number], token_id):
+                return number
+            outputs.append(token_id)
+            probe.advance(outputs)
+            probe.fill(bits[number + 1])
+            if probe.problem or probe.can_force != ahead.can_force:
+                bits[number + 1] = 0
+                return number
+        return len(row.draft_token_ids)
+
+    def _apply(self, row: ConstrainedRow, rules: TokenRules, num_drafts: int, bits: NDArray[np.int32]) -> None:
+        """Combine the mask of a row's grammar, if it has one, behind some of its drafts, with its rules; the grammar
+        wins where they exclude each other.
         """
+        outputs = [*row.output_token_ids, *row.draft_token_ids[:num_drafts]] if num_drafts else row.output_token_ids
         own = allowed_tokens(
-            *(rules, row.prompt_token_ids, row.output_token_ids),
+            *(rules, row.prompt_token_ids, outputs),
             max_tokens=row.max_tokens,
             vocab_size=self._compiler.vocab_size,
             eos_token_ids=self._compiler.eos_token_ids,

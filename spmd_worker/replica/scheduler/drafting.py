@@ -14,6 +14,7 @@ from kv_cache.cache_manager import CacheManager
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.replica.drafts.proposer import Proposer
 from spmd_worker.replica.drafts.rule import num_drafts
+from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import Sequence
 
@@ -36,7 +37,7 @@ class Drafting:
         self._config, self._cache, self._max_output_tokens = config, cache, max_output_tokens
         self._proposer, self._vocab_size, self._num_lookahead_tokens = proposer, vocab_size, num_lookahead_tokens
         self._num_decoding = self._num_scheduled = 0
-        self._num_tokens_left = self._num_blocks_left = 0
+        self._num_tokens_left = self._num_blocks_left = self._num_compile_bytes = 0
         self.is_on = False
         """Whether a sequence may have drafts in the step being planned."""
 
@@ -47,6 +48,7 @@ class Drafting:
         self._num_decoding = sum([each.num_uncomputed_tokens <= 1 for each in served])
         num_given = sum([max(each.num_uncomputed_tokens, 0) for each in served])
         self._num_scheduled = min(num_given + num_joining_tokens, num_tokens)
+        self._num_compile_bytes = MAX_COMPILE_BYTES
         num_spare = self._config.step_tokens - self._num_scheduled
         self._num_tokens_left = max(min(num_tokens - num_given, num_spare), 0)
         self.is_on = self._num_tokens_left > 0 and any(self._num_allowed(each) for each in served)
@@ -65,11 +67,21 @@ class Drafting:
             drafts = self._proposer.propose(sequence, most)
             if len(drafts) > most:
                 raise ValueError(f"{sequence.key}: {len(drafts)} drafts were proposed, and {most} are the most")
+        if drafts and not self._may_compile(sequence):
+            drafts = ()
         drafts, sequence.worker_drafts = drafts[:most], ()
         if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
             raise ValueError(f"{sequence.key}: drafts {drafts} must be token ids below {self._vocab_size}")
         self._num_tokens_left -= len(drafts)
         return drafts
+
+    def _may_compile(self, sequence: Sequence) -> bool:
+        """Whether the grammar of a sequence, if it has one, can be compiled once more for its first drafts."""
+        constraint = sequence.request.sampling.structured_outputs
+        if constraint is None or sequence.num_drafted:
+            return True
+        self._num_compile_bytes -= constraint.compile_bytes
+        return self._num_compile_bytes >= 0
 
     def num_more_tokens(self, sequence: Sequence, num_given: int, num_drafts: int) -> int:
         """Tokens beyond the given ones for which a sequence's table is to have blocks: its drafts, and those that the
@@ -140,13 +152,11 @@ class Drafting:
 
 
 def may_draft(sequence: Sequence) -> bool:
-    """Whether a sequence may ever have drafts while it decodes. The states of grammars count the work of masks, so rows
-    with one have none; beams are other rows at each step.
-    """
+    """Whether a sequence decodes and may have drafts; beams are other rows at each step."""
     sampling = sequence.request.sampling
     is_beam = sampling.token_rules is not None and sampling.token_rules.num_beam_tokens is not None
     is_decoding = bool(sequence.output_token_ids) or sequence.num_uncomputed_tokens <= 0
-    return is_decoding and sampling.structured_outputs is None and sequence.request.pooling is None and not is_beam
+    return is_decoding and sequence.request.pooling is None and not is_beam
 
 
 def can_draft(sequence: Sequence) -> bool:
@@ -154,4 +164,6 @@ def can_draft(sequence: Sequence) -> bool:
     num_uncomputed, num_outputs = sequence.num_uncomputed_tokens, len(sequence.output_token_ids)
     num_unsent = num_outputs - sequence.num_sent_tokens
     is_given = num_uncomputed == 1 or (sequence.is_known and num_uncomputed == num_unsent)
-    return num_outputs > 0 and num_uncomputed > 0 and is_given and not sequence.repeats_last
+    # A grammar's first mask is made without drafts.
+    is_first = sequence.repeats_last or sequence.must_compile
+    return num_outputs > 0 and num_uncomputed > 0 and is_given and not is_first

@@ -153,7 +153,7 @@ def sampled_tokens(scheduled: Sequence[ScheduledSequence], ends: Integers) -> In
     nums_drafts = [len(drafts) for drafts in map(_DRAFTS, scheduled)]
     spans = [
         np.arange(end - 1 - num_drafts, end) if num_drafts else np.full(num_samples, end - 1)
-        for end, num_samples, num_drafts in zip(ends.tolist(), nums_samples, nums_drafts)
+        for end, num_samples, num_drafts in zip(map(int, ends), nums_samples, nums_drafts)
     ]
     return np.concatenate(spans)
 
@@ -232,10 +232,11 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
         if constraint is not None or rules is not None:
             allows_forced = (not sampling.forbids_tokens, not sampling.needs_logprobs)
             prompt = request.known_token_ids if rules is not None and rules.needs_prompt_ids else ()
-            for number, (sample_index, outputs) in enumerate(_samples(sequence, num_samples)):
+            for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)
-                own = (index + number, key, constraint, outputs)
-                found.append(ConstrainedRow(*own, *allows_forced, rules, prompt, sampling.max_tokens))
+                own = (index + number, key, constraint, sequence.output_token_ids)
+                drafts = sequence.draft_token_ids
+                found.append(ConstrainedRow(*own, *allows_forced, rules, prompt, sampling.max_tokens, drafts))
         index += num_samples + len(sequence.draft_token_ids)
     return found
 

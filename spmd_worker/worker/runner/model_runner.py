@@ -63,8 +63,8 @@ class _Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose result the host can read; `masks` are the grammar masks of its rows. `drafter` then drafts for the
-    next step.
+    """A step whose result the host can read; `masks` are the grammar masks of its rows, made by `grammars`. `drafter`
+    then drafts for the next step.
     """
 
     forwarded: _Forwarded
@@ -72,6 +72,7 @@ class LaunchedStep:
     masks: StepMasks | None
     clock: StageClock
     chosen: ChosenTokens
+    grammars: GrammarMasks | None = None
     drafter: Drafter | None = None
 
     @torch.inference_mode()
@@ -95,7 +96,8 @@ class LaunchedStep:
             # Rows that want logprobs take one token per step.
             logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
         if drafts:
-            ids, logprobs = verified(drafts, ids, logprobs)
+            confirm = None if masks is None or self.grammars is None else partial(self.grammars.confirm, masks)
+            ids, logprobs = verified(drafts, ids, logprobs, confirm)
         return StepResult(
             step,
             ids.token_ids,
@@ -332,7 +334,7 @@ class ModelRunner:
                 sample = self.sampler.launch(pending.logits, pending.batch.rows, token_masks, pending.read_back)
             self._chosen.keep(pending.step, pending.scheduled, sample.chosen)
         pending.read_back.launch()
-        return LaunchedStep(pending, sample, masks, self._clock, self._chosen, self._drafter)
+        return LaunchedStep(pending, sample, masks, self._clock, self._chosen, self._grammars, self._drafter)
 
     def forget(self, plan: StepPlan) -> None:
         """Drop the sequences and requests that the plan lists as finished."""
