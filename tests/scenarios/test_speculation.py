@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ranks
 from cut_jobs import Ended, end_after
+from forked_workers import forked
 from planted_drafts import PlantedProposer
 
 from spmd_worker import LLM, SamplingParams, resolved
@@ -257,6 +258,15 @@ def test_plan_has_a_line_about_drafts():
     lines = describe_plan(make_plan(resolve_run(replace(config, plan=True), "cpu"))).splitlines()
     (line,) = [each for each in lines if each.startswith("drafts")]
     assert line.startswith("drafts     suffix, at most 16 of a row in a step")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("layout", ["two shards", "two stages"])
+def test_worker_processes_verify_drafts(expected: list[Any], layout: str):
+    options = {"distributed_executor_backend": "multiproc", **LAYOUTS[layout], **SMALL}
+    with forked(), planted(expected, "chance"), open_llm(speculative_config=DRAFTS, **options) as llm:
+        assert answers(llm) == expected
+        assert llm.llm_engine.counters.num_accepted_tokens > 20
 
 
 @pytest.mark.parametrize(
