@@ -282,13 +282,16 @@ def with_draft(resolved: ResolvedRun, method: str, model: str | None, num_drafts
         needs_weights=not config.plan and config.model.load_format != "dummy",
         new_layout=partial(_draft_layout, config, device_type=resolved.device_type),
     )
-    return replace(resolved, draft=read_draft(method, model, num_drafts, target))
+    found = replace(resolved, draft=read_draft(method, model, num_drafts, target))
+    _check_quantization(found.of_draft.config, found.of_draft.model_config, resolved.device_type)
+    return found
 
 
 def _draft_layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> RankLayout:
     """Layout of a draft. Raises ConfigError."""
     try:
-        return _layout(replace(config, parallel=_draft_parallel(config.parallel)), model_config, device_type)
+        config = replace(config, parallel=_draft_parallel(config.parallel))
+        return _layout(config, model_config, device_type, is_target=False)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: the draft cannot run on the ranks of the model: {error}") from None
 
@@ -558,7 +561,7 @@ def _uses_async_scheduling(config: RunConfig, model_config: ModelConfig, device_
     return is_wanted and num_stages == 1 and model_config.pooling is None and not has_head
 
 
-def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> RankLayout:
+def _layout(config: RunConfig, model_config: ModelConfig, device_type: str, *, is_target: bool = True) -> RankLayout:
     """Layout with the owners of experts and the number of leaves. Raises ConfigError."""
     parallel, quantization = config.parallel, config.model.quantization
     is_invariant = parallel.invariant_tensor_parallel
@@ -579,7 +582,7 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
         layout = replace(layout, num_leaves=num_leaves(model_config, parallel.max_leaves))
     check_divides(layout, model_config)
     has_leaves = quantization is None or (quantization == "int8" and config.model.adapter_limits is not None)
-    if is_invariant and has_leaves and parallel.tensor_parallel_size > 1:
+    if is_target and is_invariant and has_leaves and parallel.tensor_parallel_size > 1:
         log_same_sizes(parallel, model_config, layout)
     return layout
 
