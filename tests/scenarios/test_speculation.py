@@ -205,6 +205,8 @@ def test_step_log_with_drafts_replays(expected: list[Any], by_workers: bool, mon
         with open_llm(speculative_config=DRAFTS | method) as llm:
             llm.llm_engine.lockstep.on_message = messages.append
             assert answers(llm) == expected
+            # A message has the ids of the step before.
+            llm.llm_engine.run_step()
             counters, header = llm.llm_engine.counters, step_log_header(llm.llm_engine)
             tokenizer = llm.llm_engine.tokenizer
         assert 20 < counters.num_accepted_tokens < counters.num_drafted_tokens

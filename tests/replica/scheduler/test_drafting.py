@@ -5,7 +5,7 @@ Every step is done to a cache with contents, where drafts are written behind a r
 """
 
 import random
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -64,17 +64,21 @@ def answers(run: Run, seed: int) -> list[list[list[int]]]:
     return [run.tokens(index) for index in range(25)]
 
 
+@cache
+def plain_answers(layout: str) -> tuple[list[list[list[int]]], Run]:
+    run = Run(**{name: value for name, value in LAYOUTS[layout].items() if name != "step_tokens"})
+    return answers(run, 1), run
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_planted_drafts_change_no_token(kind: str, layout: str):
-    options = LAYOUTS[layout]
-    plain = Run(**{name: value for name, value in options.items() if name != "step_tokens"})
-    run = drafted_run(kind, **options)
-    assert answers(run, 1) == answers(plain, 1)
+    run, (expected, plain) = drafted_run(kind, **LAYOUTS[layout]), plain_answers(layout)
+    assert answers(run, 1) == expected
     counters = run.scheduler.counters
     assert counters.num_output_tokens == plain.scheduler.counters.num_output_tokens
-    assert (counters.num_accepted_tokens > 0) == (kind in ("right", "chance"))
-    assert (counters.num_accepted_tokens == counters.num_drafted_tokens) == (kind in ("right", "none"))
+    assert (counters.num_accepted_tokens > 0) == (kind != "wrong")
+    assert (counters.num_accepted_tokens == counters.num_drafted_tokens) == (kind == "right")
     assert sum(counters.num_accepted_by_position) == counters.num_accepted_tokens
     if kind == "right":
         assert counters.num_steps < plain.scheduler.counters.num_steps
@@ -83,7 +87,7 @@ def test_planted_drafts_change_no_token(kind: str, layout: str):
 @pytest.mark.parametrize("layout", ["crowded", "swapped"])
 def test_drafts_cause_no_more_preemptions(layout: str):
     options = LAYOUTS[layout]
-    for seed in range(3):
+    for seed in range(2):
         wrong, none = drafted_run("wrong", **options), drafted_run("none", **options)
         answers(wrong, seed)
         answers(none, seed)
@@ -285,7 +289,7 @@ def by_position(shift: int):
     return lambda key, position: EOS if chance_of(*key, position, shift) % 9 == 0 else 1 + position % 3
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(drafting_limits, operations)
 def test_any_history_with_drafts_keeps_answers(given_limits: Any, done: list[Any]):
     keeps_answers(given_limits, done)
