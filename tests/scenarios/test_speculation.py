@@ -199,9 +199,10 @@ def test_step_log_with_drafts_replays(expected: list[Any], by_workers: bool, mon
         monkeypatch.setattr(resolved, "with_draft", lambda run, *given: run)
     method: dict[str, Any] = {"method": "mtp"} if by_workers else {}
     messages: list[bytes] = []
-    with planted(expected, "chance"):
+    # Undone before the planted proposer is, which would else be put back afterwards.
+    with planted(expected, "chance"), monkeypatch.context() as inner:
         if by_workers:
-            monkeypatch.setattr(factory, "make_proposer", lambda config, vocab_size: None)
+            inner.setattr(factory, "make_proposer", lambda config, vocab_size: None)
         with open_llm(speculative_config=DRAFTS | method) as llm:
             llm.llm_engine.lockstep.on_message = messages.append
             assert answers(llm) == expected
