@@ -27,11 +27,11 @@ class CacheBlocks:
 
     @property
     def block_bytes(self) -> int:
-        return self._engine.spec.block_bytes
+        return self._engine.spec.model_block_bytes
 
     def read(self, block_ids: Sequence[BlockId]) -> list[memoryview]:
         """Views of the cache on the CPU, copies elsewhere and of layers whose blocks differ in shape."""
-        parts = [self._read(tensor, block_ids) for tensor in self._engine.tensors]
+        parts = [self._read(tensor, block_ids) for tensor in self._engine.model_tensors]
         if len(parts) == 1:
             return parts[0]
         return [memoryview(b"".join([part[index] for part in parts])) for index in range(len(block_ids))]
@@ -47,7 +47,7 @@ class CacheBlocks:
         return contents
 
     def write(self, block_ids: Sequence[BlockId], contents: Sequence[bytes | bytearray | memoryview]) -> None:
-        tensors = self._engine.tensors
+        tensors = self._engine.model_tensors
         if len(tensors) == 1:
             self._write(tensors[0], block_ids, contents)
             return

@@ -33,7 +33,7 @@ class ByteDifference(NamedTuple):
 def differing_blocks(engine: CacheEngine, pairs: Sequence[Pair], group: int = 0) -> ByteDifference | None:
     """The first pair of blocks of a group of layers that differ in any of these; None if all are equal."""
     layers: list[tuple[int, Tensor | None]] = list(enumerate(engine.layer_caches))
-    tensors = list(engine.tensors)
+    tensors = list(engine.model_tensors)
     if engine.spec.group_of:
         # A block may be larger than its group's layers: nothing is in the rest.
         layers = [each for each in layers if engine.spec.group_of[each[0]] == group]

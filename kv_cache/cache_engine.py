@@ -7,6 +7,7 @@ one, in which a block has its group's layers side by side.
 Shapes: tensors of the device [layers of the shape, num_device_blocks, *block_shape],
         tensors of the host   [layers of the shape, num_host_blocks, *block_shape];
         with several groups   [1, num_device_blocks or num_host_blocks, elements of a block].
+Layers of a draft model have tensors of their own behind those of the model, indexed by the same blocks.
 """
 
 import math
@@ -47,8 +48,9 @@ class CacheEngine:
         device: torch.device,
         states: StateEngine | None = None,
     ) -> None:
-        """`block_shapes`, one for each of `spec.shapes`: elements of `dtype` that hold one block of one such layer,
-        exactly `spec.layer_block_bytes`. `states` of a model that has some are allocated and released with the blocks.
+        """`block_shapes`, one for each of `spec.shapes`, then of `spec.draft_shapes`: elements of `dtype` that hold one
+        block of one such layer, exactly `spec.layer_block_bytes`. `states` of a model that has some are allocated and
+        released with the blocks.
         """
         self.spec = spec
         self.block_shapes = tuple(block_shapes)
@@ -59,6 +61,7 @@ class CacheEngine:
         self.states = states
         self._tensors: tuple[Tensor, ...] | None = None
         self._layer_caches: LayerCaches = ()
+        self._draft_caches: LayerCaches = ()
         self._host: tuple[HostMemory, ...] = ()
 
     @property
@@ -66,6 +69,17 @@ class CacheEngine:
         """All tensors, between `allocate` and `release`."""
         assert self._tensors is not None, "the cache is not allocated"
         return self._tensors
+
+    @property
+    def model_tensors(self) -> tuple[Tensor, ...]:
+        """`tensors` without those of a draft model, whose contents no name of a block vouches for."""
+        return self.tensors[: len(self.tensors) - len(self.spec.draft_shapes)]
+
+    @property
+    def draft_caches(self) -> LayerCaches:
+        """The caches of a draft model's layers, between `allocate` and `release`."""
+        assert self._tensors is not None, "the cache is not allocated"
+        return self._draft_caches
 
     @property
     def layer_caches(self) -> LayerCaches:
@@ -87,25 +101,30 @@ class CacheEngine:
         device cache is the beginning of `reserve`, if there is one.
         """
         assert self._tensors is None, "the cache is allocated already"
+        num_shapes, kinds = len(self.spec.shapes), (*self.spec.shapes, *self.spec.draft_shapes)
         shapes = []
-        for layer, block_shape in zip(self.spec.shapes, self.block_shapes, strict=True):
+        for index, (layer, block_shape) in enumerate(zip(kinds, self.block_shapes, strict=True)):
             packed_bytes, layer_bytes = math.prod(block_shape) * self.dtype.itemsize, self.spec.layer_block_bytes(layer)
             assert packed_bytes == layer_bytes, (
                 f"block_shape {block_shape} of {self.dtype} is {packed_bytes} bytes, "
                 f"one block of one layer is {layer_bytes}"
             )
-            shapes.append((self.spec.num_layers_of(layer), self.num_device_blocks, *block_shape))
+            layers = self.spec.layers if index < num_shapes else self.spec.draft_layers
+            shapes.append((layers.count(layer), self.num_device_blocks, *block_shape))
         if self.spec.group_of:
-            shapes = [(1, self.num_device_blocks, self.spec.block_bytes // self.dtype.itemsize)]
+            num_elements = self.spec.model_block_bytes // self.dtype.itemsize
+            shapes[:num_shapes], num_shapes = [(1, self.num_device_blocks, num_elements)], 1
         if self.states is not None:
             self.states.allocate()
         # A tensor created in inference mode could not be written outside it, and the cache outlives both.
         with torch.inference_mode(False):
             if self.device.type == "cpu":
-                self._tensors = lazy_caches(shapes, self.dtype, reserve)
+                of_model = lazy_caches(shapes[:num_shapes], self.dtype, reserve)
+                self._tensors = (*of_model, *lazy_caches(shapes[num_shapes:], self.dtype, None))
             else:
                 self._tensors = tuple([torch.zeros(each, dtype=self.dtype, device=self.device) for each in shapes])
-            self._layer_caches = self._tensors[0] if self.spec.is_uniform else self._by_layer(self._tensors)
+            self._layer_caches = self._tensors[0] if self.spec.is_uniform else self._by_layer(self.model_tensors)
+            self._draft_caches = self._of_draft(self._tensors[len(self.model_tensors) :])
             self._host = tuple([new_host_memory(each, self.num_host_blocks) for each in self._tensors])
 
     def _by_layer(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -114,9 +133,15 @@ class CacheEngine:
         left = {shape: iter(tensor) for shape, tensor in zip(self.spec.shapes, tensors, strict=True)}
         return tuple([None if layer is None else next(left[layer]) for layer in self.spec.layers])
 
+    def _of_draft(self, tensors: tuple[Tensor, ...]) -> LayerCaches:
+        if len(tensors) == 1:
+            return tensors[0]
+        left = {shape: iter(tensor) for shape, tensor in zip(self.spec.draft_shapes, tensors, strict=True)}
+        return tuple([next(left[layer]) for layer in self.spec.draft_layers])
+
     def _in_groups(self, blocks: Tensor) -> Iterator[Tensor | None]:
         """Each layer's part of the blocks of its group, [blocks, elements] -> [blocks, *block_shape]."""
-        shape_of = dict(zip(self.spec.shapes, self.block_shapes, strict=True))
+        shape_of = dict(zip(self.spec.shapes, self.block_shapes))
         starts = [0] * self.spec.groups.num_groups
         for layer, group in zip(self.spec.layers, self.spec.group_of, strict=True):
             if layer is None:
@@ -128,7 +153,7 @@ class CacheEngine:
 
     def release(self) -> None:
         """Drop both caches with their contents. Views keep the memory alive, so drop them first."""
-        self._tensors, self._layer_caches, self._host = None, (), ()
+        self._tensors, self._layer_caches, self._draft_caches, self._host = None, (), (), ()
         if self.states is not None:
             self.states.release()
 

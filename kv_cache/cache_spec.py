@@ -66,6 +66,7 @@ class CacheSpec:
     states: tuple[StateLayer | None, ...] = ()
     groups: LayerGroups = ONE_GROUP
     group_of: tuple[int, ...] = ()
+    draft_layers: tuple[BlockLayer, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = (len(self.layers), self.dtype_bytes, self.block_size)
@@ -82,6 +83,11 @@ class CacheSpec:
     def shapes(self) -> tuple[BlockLayer, ...]:
         """The distinct layers that have blocks, in the order of their first ones."""
         return tuple(dict.fromkeys(layer for layer in self.layers if layer is not None))
+
+    @property
+    def draft_shapes(self) -> tuple[BlockLayer, ...]:
+        """The distinct ones of `draft_layers`, in the order of their first ones."""
+        return tuple(dict.fromkeys(self.draft_layers))
 
     def num_layers_of(self, shape: BlockLayer) -> int:
         """Number of layers with blocks of this shape."""
@@ -100,11 +106,23 @@ class CacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers of its group, keys and values; 0 if no layer has blocks."""
+        """Bytes of one block in all layers of its group, keys and values, and in those of a draft model; 0 if no layer
+        has blocks.
+        """
+        return self.model_block_bytes + self.draft_block_bytes
+
+    @property
+    def model_block_bytes(self) -> int:
+        """`block_bytes` without a draft model's."""
         sums = [0] * self.groups.num_groups
         for layer, group in zip(self.layers, self.group_of or (0,) * self.num_layers, strict=True):
             sums[group] += 0 if layer is None else self.layer_block_bytes(layer)
         return max(sums)
+
+    @property
+    def draft_block_bytes(self) -> int:
+        """Bytes of one block in the layers of a draft model."""
+        return sum(map(self.layer_block_bytes, self.draft_layers))
 
     @property
     def layers_bytes(self) -> int:

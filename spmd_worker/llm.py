@@ -24,6 +24,7 @@ from spmd_worker.compat.metrics import Metric, Vector
 from spmd_worker.engine.calls.beam_calls import BeamCalls
 from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.calls.check_calls import CheckCalls
+from spmd_worker.engine.calls.hidden_state_calls import HiddenStateCalls
 from spmd_worker.engine.calls.pause_calls import PauseCalls
 from spmd_worker.engine.calls.pooling_calls import PoolingCalls
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
@@ -104,6 +105,8 @@ class LLM:
             SavingCalls: SavingCalls(engine, turns),
             CheckCalls: CheckCalls(engine, turns),
         }
+        inside = (self._calls[PromptCalls], self._calls[WorkerCalls])
+        self._calls[HiddenStateCalls] = HiddenStateCalls(engine, *inside)
 
     # Methods of the objects in engine/calls/, which have their signatures, docstrings and code.
     generate = _forward(PromptCalls, PromptCalls.generate)
@@ -114,6 +117,7 @@ class LLM:
 
     enqueue = _forward(QueueCalls, QueueCalls.enqueue)
     wait_for_completion = _forward(QueueCalls, QueueCalls.wait_for_completion)
+    extract_hidden_states = _forward(HiddenStateCalls, HiddenStateCalls.extract_hidden_states)
 
     embed = _forward(PoolingCalls, PoolingCalls.embed)
     encode = _forward(PoolingCalls, PoolingCalls.encode)

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ from spmd_worker.ranks.topology import RankLayout, check_divides, layout_of, sha
 from spmd_worker.replica.sequence.defaults import default_sampling
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.resolved_draft import HEAD_METHODS, MODEL_METHODS, DraftRun, Target, read_draft
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ class ResolvedRun:
     `files_digest` covers the bytes of config.json, generation_config.json and the pooling files, `location` is that of
     the files. `tokenizer` is the folder's, in the process that has read the run; None in other processes, in a plan and
     without tokenizer.json; `decoder` is of encoder-decoder models, in that process too. `image_processor` has the
-    numbers by which images are prepared, in that process; None if the model takes none.
+    numbers by which images are prepared, in that process; None if the model takes none. `draft` is the model or head
+    that drafts, if one does.
     """
 
     config: RunConfig
@@ -64,6 +67,7 @@ class ResolvedRun:
     files_digest: str
     location: ModelLocation
     max_encoder_len: int = 0
+    draft: DraftRun | None = None
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
     decoder: DecoderGeneration | None = field(default=None, metadata=NOT_SENT)
     image_processor: ImageProcessor | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
@@ -118,6 +122,18 @@ class ResolvedRun:
     def model_folder(self) -> Path:
         return self.location.folder
 
+    @property
+    def of_draft(self) -> "ResolvedRun":
+        """The run of `draft` alone, on one pipeline stage."""
+        draft, model = self.draft, self.config.model
+        assert draft is not None, "no model drafts in this run"
+        load_format = "dummy" if model.load_format == "dummy" else "auto"
+        options = replace(model, path=draft.location.path, load_format=load_format, lora_merge=None)
+        options = replace(options, enable_lora=False, adapters=None)
+        config = replace(self.config, model=options, parallel=_draft_parallel(self.config.parallel))
+        found = replace(self, config=config, model_config=draft.model_config, layout=draft.layout, draft=None)
+        return replace(found, location=draft.location, max_model_len=draft.max_len)
+
 
 def highest_num_seqs(config: RunConfig) -> int:
     """`scheduler.max_num_seqs`; where it is unset, the default, for which each sequence needs a token of a step."""
@@ -153,6 +169,9 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
         vision = normalised_by(files.model_config.vision, processor)
         files = replace(files, model_config=replace(files.model_config, vision=vision))
     resolved = replace(resolve(config, files, device_type, location), image_processor=processor)
+    speculation = config.speculative_config
+    if speculation.method in MODEL_METHODS:
+        resolved = with_draft(resolved, speculation.method, speculation.model, speculation.most_drafts)
     if config.plan:
         return resolved
     tokenizer = Tokenizer.open_if_present(location.folder)
@@ -244,7 +263,43 @@ def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRu
     config = replace(resolved.config, parallel=parallel)
     layout = _layout(config, resolved.model_config, resolved.device_type)
     _uses_async_scheduling(config, resolved.model_config, resolved.device_type)
-    return replace(resolved, config=config, layout=layout)
+    draft = resolved.draft
+    if draft is not None:
+        draft = replace(draft, layout=_draft_layout(config, draft.model_config, resolved.device_type))
+    return replace(resolved, config=config, layout=layout, draft=draft)
+
+
+def with_draft(resolved: ResolvedRun, method: str, model: str | None, num_drafts: int) -> ResolvedRun:
+    """The run with a model or head that drafts so many tokens; its files are read. Raises ConfigError or
+    ModelConfigError.
+    """
+    config = resolved.config
+    target = Target(
+        resolved.model_config,
+        resolved.location,
+        resolved.max_model_len,
+        config.parallel.pipeline_parallel_size,
+        needs_weights=not config.plan and config.model.load_format != "dummy",
+        new_layout=partial(_draft_layout, config, device_type=resolved.device_type),
+    )
+    found = replace(resolved, draft=read_draft(method, model, num_drafts, target))
+    _check_quantization(found.of_draft.config, found.of_draft.model_config, resolved.device_type)
+    return found
+
+
+def _draft_layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> RankLayout:
+    """Layout of a draft. Raises ConfigError."""
+    try:
+        config = replace(config, parallel=_draft_parallel(config.parallel))
+        return _layout(config, model_config, device_type, is_target=False)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: the draft cannot run on the ranks of the model: {error}") from None
+
+
+def _draft_parallel(parallel: ParallelConfig) -> ParallelConfig:
+    """A draft has all of its layers on one stage, and parts of each expert on every rank of it."""
+    parallel = replace(parallel, enable_expert_parallel=False, expert_placement="linear", invariant_experts=False)
+    return replace(parallel, pipeline_parallel_size=1, pipeline_layers=None)
 
 
 def _encoder_config(config: RunConfig, max_model_len: int) -> RunConfig:
@@ -499,11 +554,18 @@ def _uses_async_scheduling(config: RunConfig, model_config: ModelConfig, device_
             f"parallel.pipeline_parallel_size={num_stages}; a pipeline has one step per stage in flight in any case: "
             f"leave scheduler.async_scheduling out"
         )
+    has_head = config.speculative_config.method in HEAD_METHODS
+    if wanted and has_head:
+        raise ConfigError(
+            f"scheduler.async_scheduling=true needs steps that are launched before ids are read, and the head of "
+            f"speculative_config.method={config.speculative_config.method} computes every step from its ids: leave "
+            f"scheduler.async_scheduling out"
+        )
     is_wanted = device_type == "cuda" if wanted is None else wanted
-    return is_wanted and num_stages == 1 and model_config.pooling is None
+    return is_wanted and num_stages == 1 and model_config.pooling is None and not has_head
 
 
-def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> RankLayout:
+def _layout(config: RunConfig, model_config: ModelConfig, device_type: str, *, is_target: bool = True) -> RankLayout:
     """Layout with the owners of experts and the number of leaves. Raises ConfigError."""
     parallel, quantization = config.parallel, config.model.quantization
     is_invariant = parallel.invariant_tensor_parallel
@@ -524,7 +586,7 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> R
         layout = replace(layout, num_leaves=num_leaves(model_config, parallel.max_leaves))
     check_divides(layout, model_config)
     has_leaves = quantization is None or (quantization == "int8" and config.model.adapter_limits is not None)
-    if is_invariant and has_leaves and parallel.tensor_parallel_size > 1:
+    if is_target and is_invariant and has_leaves and parallel.tensor_parallel_size > 1:
         log_same_sizes(parallel, model_config, layout)
     return layout
 

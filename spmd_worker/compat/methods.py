@@ -149,7 +149,7 @@ EXECUTOR_NAMES: Final[Mapping[str, str]] = {
     "register_failure_callback": "",
     "shutdown": "",
     "execute_dummy_batch": "between requests; no replica needs it, because replicas wait for nothing of each other",
-    "take_draft_token_ids": "None: no tokens are drafted",
+    "take_draft_token_ids": "of the last step in which a model drafted; None for other methods",
     "profile": "takes the folder to write to",
     "reset_mm_cache": "drops the rows of images on every rank; no effect in text models",
     "init_kv_output_aggregator": "a transfer of blocks is finished when every worker has finished it",

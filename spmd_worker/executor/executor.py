@@ -24,6 +24,7 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.lockstep.transfers import TransferBook
 from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
+from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
 from spmd_worker.replica.sequence.routed_experts import joined_stages
 from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_level, checked_tags, tags_after
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
@@ -279,8 +280,12 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         if engine is not None:
             engine.reset_mm_cache()
 
-    def take_draft_token_ids(self) -> None:  # nothing to do
-        """None: no tokens are drafted."""
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Drafts of the last step in which a model drafted, once; None on ranks of other stages, and where no model
+        drafts: replicas make the drafts of n-grams and suffixes.
+        """
+        found = self._call_or_fail("take_draft_token_ids")
+        return next((each for each in found if each is not None), None)
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """Register the count of requests in flight, during which no weight may change."""

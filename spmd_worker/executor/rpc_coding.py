@@ -35,6 +35,7 @@ from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
+from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
 from spmd_worker.replica.sequence.outputs import Logprob
 from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.record_checks import sent_fields
@@ -44,6 +45,7 @@ from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.resolved_draft import DraftRun
 from spmd_worker.worker.worker_base import WorkerReport
 
 _PLAIN: Final = (type(None), bool, int, float, str)
@@ -64,6 +66,8 @@ _RECORDS: Final[dict[str, type]] = {
         ConvConfig,
         DeltaConfig,
         DenseConfig,
+        DraftRun,
+        DraftTokenIds,
         EncoderPart,
         HeadConfig,
         ExpertLayout,

@@ -134,6 +134,7 @@ class DecoderStack(nn.Module):
         rope_positions: Tensor | None = None,
         media: StepMedia | None = None,
         routes: list[Tensor] | None = None,
+        streams: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` of each layer
         [blocks, ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
@@ -150,6 +151,8 @@ class DecoderStack(nn.Module):
         `media.added` is added to the stream behind the first layers. The same bits in any chunks.
 
         Each sparse layer appends the experts of all tokens to `routes`, int64 [T, k], largest weight first.
+        `streams`, by number of a layer of this stage, are replaced by copies of the residual stream before it; the
+        number after the last layer's is that of the stream behind it.
 
         `adapters` of the step's rows add to outputs of linear layers, which are stored therefore; other rows keep their
         bits. If not `is_fused`, every GEMM is a call whose outputs are stored, with the same bits. Else all layers may
@@ -170,7 +173,7 @@ class DecoderStack(nn.Module):
         assert len(added) <= len(self.layers), (len(added), len(self.layers))
         # Joined layers are causal, of one block table, and nothing is added between them, nor to sums over ranks.
         joins = is_fused and not added and metadata.last_visible is None and not metadata.others
-        joins = joins and (adapters is None or self._group.size == 1)
+        joins = joins and not streams and (adapters is None or self._group.size == 1)
         joined = self.joined_layers if joins else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
@@ -179,6 +182,7 @@ class DecoderStack(nn.Module):
             assert isinstance(cache, Tensor), "joined layers have blocks of one shape"
             part = joined.run(residual, (ropes[0].cos, ropes[0].sin), cache[:num_joined], metadata, adapters)
         for index in range(num_joined, len(cache)):
+            self._copy_stream(streams, index, part, residual)
             leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
             layer = self.layers[index]
             options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **self._biases}
@@ -195,6 +199,7 @@ class DecoderStack(nn.Module):
                 residual.index_add_(0, media.places, added[index])
         if wanted is not None and len(added) == len(cache):
             part, residual = None if part is None else part[wanted.rows], residual[wanted.rows]
+        self._copy_stream(streams, len(cache), part, residual)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
         hidden = normed(self.norm, part, residual)
@@ -205,6 +210,15 @@ class DecoderStack(nn.Module):
             return hidden
         projected: Tensor = self.project_out(hidden, adapters if wanted is None else wanted.adapters)
         return projected
+
+    def _copy_stream(
+        self, streams: dict[int, Tensor] | None, index: int, part: Tensor | None, residual: Tensor
+    ) -> None:
+        """Copy the stream before a layer of the stage, if it is wanted; part and residual are left as they are."""
+        number = self._stage.start + index
+        if streams and number in streams:
+            copy = residual.clone()
+            streams[number] = copy if part is None else add_without_norm(self._group, part.clone(), copy)
 
     def _forward_with_encoder(
         self,

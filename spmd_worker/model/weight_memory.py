@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.drafts.draft_head import DraftHead
 from spmd_worker.ops.kernels.api import Kernels
 
 
@@ -38,9 +39,9 @@ class _Released:
 
 
 class WeightMemory:
-    """The weights of one rank's model, allocated at first, `num_bytes` in all."""
+    """The weights of one rank's model, or of a head that drafts, allocated at first, `num_bytes` in all."""
 
-    def __init__(self, model: DecoderForCausalLM, kernels: Kernels) -> None:
+    def __init__(self, model: DecoderForCausalLM | DraftHead, kernels: Kernels) -> None:
         self._model, self._kernels = model, kernels
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors())
         self._released: list[_Released] | None = None

@@ -20,7 +20,7 @@ from spmd_worker.model.registry import build_model
 from spmd_worker.model.weights.dense_files import dummy_denses, read_denses
 from spmd_worker.model.weights.staging import staging_for
 from spmd_worker.model.weights.store import LoadReport
-from spmd_worker.ops.attention.backend import block_shapes
+from spmd_worker.ops.attention.backend import block_shapes, draft_block_shapes
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.stored_experts import NO_STORED_EXPERTS
 from spmd_worker.ranks.topology import stage_of
@@ -29,6 +29,7 @@ from spmd_worker.replica.grammar.step_masks import GrammarMasks
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.file_formats import fill_from_files
+from spmd_worker.worker.loaded_draft import LoadedDraft, load_draft
 from spmd_worker.worker.memory import host
 from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.memory.plan import check_memory
@@ -40,6 +41,7 @@ from spmd_worker.worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
+from spmd_worker.worker.runner.stream_keeper import StreamKeeper
 from spmd_worker.worker.stored_experts import stored_experts_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ _MAX_GENERATORS: Final = 16
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model with its weights and operations; makes cache engines and runners. `adapters`: the LoRA adapters that it
-    has loaded, None if it takes none.
+    has loaded, None if it takes none. `draft`: the model or head that drafts, on the last stage.
     """
 
     opened: OpenedDevice
@@ -62,6 +64,7 @@ class LoadedModel:
     model: DecoderForCausalLM
     report: LoadReport | None = None
     adapters: LoadedAdapters | None = None
+    draft: LoadedDraft | None = None
 
     def new_cache_engine(
         self,
@@ -74,6 +77,8 @@ class LoadedModel:
         device and of the host, if the model has states.
         """
         shapes = block_shapes(self.operations.attention, spec)
+        if self.draft is not None:
+            shapes += draft_block_shapes(self.draft.attention, spec)
         dtype, device = getattr(torch, self.opened.resolved.dtype), self.opened.device
         states = StateEngine(spec, *num_slots, dtype, device) if spec.states else None
         return CacheEngine(spec, shapes, num_device_blocks, num_host_blocks, dtype, device, states)
@@ -102,9 +107,18 @@ class LoadedModel:
             media = MediaStore(tower, groups.tensor, *sizes, dtype, device)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
         prefixes, adapters = PrefixStore(self.operations.attention, block_size, device), self.adapters
-        rank = self.opened.environment.rank
+        # Steps that measure memory have no keys of a draft.
+        drafter = self.draft.new_drafter(engine) if self.draft is not None and engine.spec.draft_layers else None
         return ModelRunner(
-            *parts, keeps_state=keeps_state, adapters=adapters, rows=rows, prefixes=prefixes, media=media, rank=rank
+            *parts,
+            keeps_state=keeps_state,
+            adapters=adapters,
+            rows=rows,
+            prefixes=prefixes,
+            media=media,
+            rank=self.opened.environment.rank,
+            drafter=drafter,
+            keeper=StreamKeeper(model.stage, model_config.hidden_size, dtype, is_holder=groups.tensor.rank == 0),
         )
 
     def expert_loads(self) -> dict[int, list[int]]:
@@ -135,6 +149,8 @@ def load_model(opened: OpenedDevice) -> LoadedModel | None:
     if exchanges and is_on_any_rank(opened.groups.control, False):
         return None
     loaded.model.pack_weights()
+    if loaded.draft is not None:
+        loaded.draft.pack_weights()
     return loaded
 
 
@@ -185,4 +201,5 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
         )
     limits = options.adapter_limits
     adapters = None if limits is None else LoadedAdapters(model, limits, options.path or "")
-    return LoadedModel(opened, operations, model, report, adapters)
+    draft = load_draft(opened, model, lambda of_draft: _filled_model(of_draft).model)
+    return LoadedModel(opened, operations, model, report, adapters, draft)

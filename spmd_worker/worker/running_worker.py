@@ -1,13 +1,15 @@
 """Worker after its start: executes step plans on the loaded model and the allocated cache."""
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.native.library import ThreadPoolCounters, thread_waits
 from spmd_worker.native.threads import single_threaded_torch, torch_threads_are_passive
 from spmd_worker.replica.mirror.mirror import Mirror
-from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
+from spmd_worker.replica.sequence.sampled import SampledIds, sampling_keys
+from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
@@ -22,7 +24,8 @@ from spmd_worker.worker.sleep import WorkerSleep
 @dataclass(eq=False)
 class RunningWorker:
     """Made by `start.allocate`. `event_handlers` have the methods of worker events; `sleep` and `adapters` are two.
-    `waits_before`: the kernels' thread counters when the cache was allocated.
+    `waits_before`: the kernels' thread counters when the cache was allocated. `last_drafts` are those of the last step
+    in which this rank's model drafted, `drafting` the sequences of steps in flight that want some.
     """
 
     loaded: LoadedModel
@@ -36,6 +39,8 @@ class RunningWorker:
     comparer: HitComparer
     event_handlers: tuple[object, ...]
     waits_before: ThreadPoolCounters | None
+    last_drafts: DraftTokenIds | None = None
+    drafting: dict[int, tuple[SequenceKey, ...]] = field(default_factory=dict)
 
     def warm_up(self) -> None:
         engine = self.caches.engine
@@ -64,6 +69,8 @@ class RunningWorker:
             return StepResult(plan.step, finished_transfers=self.caches.take_finished_transfers())
         with self._threads():
             wants_drafts = plan.wants_drafts
+            if wants_drafts:
+                self.drafting[plan.step] = sampling_keys(plan)
             repeated = plan.repeated_rows
             self.runner.forward(plan.step, scheduled, plan.num_ahead, repeated_rows=repeated, wants_drafts=wants_drafts)
         if plan.hit_comparisons:
@@ -82,9 +89,18 @@ class RunningWorker:
         with self._threads():
             return self.runner.launch()
 
+    def read(self, launched: LaunchedStep) -> StepResult:
+        """Wait for a launched step, and draft for the next one."""
+        with self._threads():
+            result = launched.collect()
+        return self.note(result)
+
     def note(self, result: StepResult) -> StepResult:
         """Give the mirror the sampled ids of a step, which plans made ahead lack, and complete the result."""
         self.mirror.take_sampled(result.step, SampledIds(result.token_ids, result.num_token_ids))
+        keys = self.drafting.pop(result.step, ())
+        if result.drafts:
+            self.last_drafts = DraftTokenIds.of(keys, result.drafts)
         return replace(result, finished_transfers=self.caches.take_finished_transfers())
 
     def execute_dummy_batch(self) -> None:

@@ -27,28 +27,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GoingToSleep:
-    """Staged by `prepare_sleep`; `host_weights` if the weights leave the device and are kept, `host_adapters` if the
-    adapters leave it, which are always kept.
+    """Staged by `prepare_sleep`; `host_weights` if the weights leave the device and are kept, `host_adapters` and
+    `host_draft` if the adapters and a draft's weights leave it, which are always kept.
     """
 
     level: int
     host_weights: list[Tensor] | None
     host_adapters: list[Tensor] | None = None
+    host_draft: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WakingUp:
-    """Staged by `prepare_wake_up`: the tags that wake up, and memory for the weights and adapters that had none."""
+    """Staged by `prepare_wake_up`: the tags that wake up, and memory for the weights, adapters and weights of a draft
+    that had none.
+    """
 
     tags: tuple[str, ...]
     weights: list[Tensor] | None
     adapters: list[Tensor] | None
     num_bytes: int
+    draft: list[Tensor] | None = None
 
 
 @dataclass(eq=False)
 class WorkerSleep:
-    """Handles the two events; `num_local_ranks` ranks share this machine's memory. `tags` are the sleeping ones."""
+    """Handles the two events; `num_local_ranks` ranks share this machine's memory. `tags` are the sleeping ones.
+    `draft` has the weights of a model or head that drafts.
+    """
 
     model: DecoderForCausalLM
     weights: WeightMemory
@@ -58,6 +64,7 @@ class WorkerSleep:
     graphs: StepGraphs | None = None
     adapters: AdapterMemory = field(default_factory=AdapterMemory)
     media: MediaStore | None = None
+    draft: WeightMemory | None = None
     tags: tuple[str, ...] = ()
 
     def prepare_sleep(self, level: int) -> GoingToSleep:
@@ -69,7 +76,12 @@ class WorkerSleep:
             level,
             self.weights.copy_to_host() if leaves else None,
             self.adapters.copy_to_host() if adapters_leave else None,
+            self.draft.copy_to_host() if self.draft is not None and self._draft_leaves else None,
         )
+
+    @property
+    def _draft_leaves(self) -> bool:
+        return self.draft is not None and self.device.type != "cpu" and self.draft.is_allocated
 
     def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
         """Free the memory. Returns bytes by tag. Graphs are dropped, because what wakes up gets other addresses."""
@@ -89,6 +101,9 @@ class WorkerSleep:
         if staged.host_adapters is not None:
             freed[WEIGHTS] += self.adapters.num_bytes
             self.adapters.release(staged.host_adapters)
+        if self.draft is not None and staged.host_draft is not None:
+            freed[WEIGHTS] += self.draft.num_bytes
+            self.draft.release(staged.host_draft)
         if staged.level == 2:
             weights.update.drop(weights.buffer_names)
         weights.update.sleep()
@@ -103,19 +118,22 @@ class WorkerSleep:
         takes_weights = WEIGHTS in waking and not self.weights.is_allocated
         takes_adapters = WEIGHTS in waking and not self.adapters.is_allocated
         takes_cache = KV_CACHE in waking
+        draft = self.draft if WEIGHTS in waking and self.draft is not None and not self.draft.is_allocated else None
         needed = {WEIGHTS: self.weights.num_bytes * takes_weights + self.adapters.num_bytes * takes_adapters}
+        needed[WEIGHTS] += 0 if draft is None else draft.num_bytes
         needed[KV_CACHE] = (self.cache.num_device_bytes + self.cache.num_host_bytes) * takes_cache
         self._check_available(needed)
         try:
             weights = self.weights.allocate() if takes_weights else None
             adapters = self.adapters.allocate() if takes_adapters else None
+            of_draft = None if draft is None else draft.allocate()
             if takes_cache:
                 self.cache.allocate()
         except (MemoryError, RuntimeError) as error:
-            weights = adapters = None
+            weights = adapters = of_draft = None
             self._free(takes_cache=takes_cache)
             raise MemoryError(f"{_in_words(needed)} could not be allocated on {self.device}: {error}") from None
-        return WakingUp(waking, weights, adapters, sum(needed.values()))
+        return WakingUp(waking, weights, adapters, sum(needed.values()), of_draft)
 
     def commit_wake_up(self, staged: WakingUp) -> dict[str, int]:
         """Restore the weights into the staged memory. Returns bytes by tag."""
@@ -129,6 +147,9 @@ class WorkerSleep:
             if staged.adapters is not None:
                 taken[WEIGHTS] += self.adapters.num_bytes
                 self.adapters.restore(staged.adapters)
+            if self.draft is not None and staged.draft is not None:
+                taken[WEIGHTS] += self.draft.num_bytes
+                self.draft.restore(staged.draft)
             self.model.weights.update.wake(were_dropped=were_dropped)
         taken[KV_CACHE] = staged.num_bytes - taken[WEIGHTS]
         self.tags = tuple(tag for tag in self.tags if tag not in staged.tags)
@@ -138,7 +159,7 @@ class WorkerSleep:
     def undo_wake_up(self, staged: WakingUp | None) -> None:
         """Free the staged memory, because another rank lacks memory."""
         if staged is not None:
-            for tensors in (staged.weights, staged.adapters):
+            for tensors in (staged.weights, staged.adapters, staged.draft):
                 if tensors is not None:
                     tensors.clear()
             self._free(takes_cache=KV_CACHE in staged.tags)

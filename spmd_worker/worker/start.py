@@ -31,6 +31,7 @@ from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.hit_comparison import HitComparer
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
+from spmd_worker.worker.memory.draft_memory import draft_activation_bytes
 from spmd_worker.worker.memory.estimate import activation_bytes, tower_bytes
 from spmd_worker.worker.memory.media_memory import media_rows_bytes_of
 from spmd_worker.worker.memory.plan import (
@@ -43,6 +44,7 @@ from spmd_worker.worker.memory.plan import (
 )
 from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
+from spmd_worker.worker.runner.stream_keeper import StreamKeeper
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.sleep import WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
@@ -51,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_COMPILED_BLOCKS: Final = 16
 
-EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler, WorkerAdapters, WorkerPromptAdapters)
+EVENT_HANDLER_CLASSES: Final = (WorkerSleep, TraceProfiler, WorkerAdapters, WorkerPromptAdapters, StreamKeeper)
 """Classes of the objects that handle worker events next to the worker; `allocate` makes one of each."""
 
 
@@ -88,10 +90,13 @@ def measure(loaded: LoadedModel, spec: CacheSpec) -> CacheSizing:
 
 
 def _with_tower(loaded: LoadedModel, measurement: MemoryMeasurement) -> MemoryMeasurement:
-    """The measurement with at least the activations of the tower, which the measured step does not run."""
-    resolved, size = loaded.opened.resolved, 0
+    """The measurement with at least the activations of the tower and of a draft, which the measured step does not
+    run.
+    """
+    resolved = loaded.opened.resolved
+    size = draft_activation_bytes(resolved, loaded.opened.environment.rank)
     if loaded.model.tower is not None:
-        size = tower_bytes(resolved.model_config, resolved.dtype, resolved.max_tower_rows)
+        size = max(size, tower_bytes(resolved.model_config, resolved.dtype, resolved.max_tower_rows))
     return replace(measurement, activation_bytes=max(measurement.activation_bytes, size))
 
 
@@ -105,6 +110,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
     weights += adapters_bytes_of(resolved, rank)
     # Rows of images take theirs step by step.
     weights += media_rows_bytes_of(resolved, rank)
+    weights += 0 if loaded.draft is None else loaded.draft.num_bytes
     if opened.device.type == "cuda":
         return measure_cuda(opened.device, weights, opened.readings, prepare_max_step(loaded, spec))
     estimate = activation_bytes(
@@ -118,6 +124,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         resolved.max_tower_rows,
         adds_by_tree=True,
     )
+    estimate = max(estimate, draft_activation_bytes(resolved, rank))
     measurement = measure_host(weights, estimate, environment.local_world_size)
     is_scarce = not is_estimate_enough(resolved, rank, measurement)
     # The step contains collectives: if one rank has to run it, all run it.
@@ -141,7 +148,7 @@ def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
         kinds = list(zip(spec.layers, spec.states or (None,) * spec.num_layers, strict=True))
         num_layers = max(2, 1 + max(map(kinds.index, kinds)))
         parts = (spec.layers[:num_layers], spec.states[:num_layers], spec.group_of[:num_layers])
-        spec = replace(spec, layers=parts[0], states=parts[1], group_of=parts[2])
+        spec = replace(spec, layers=parts[0], states=parts[1], group_of=parts[2], draft_layers=())
     engine = loaded.new_cache_engine(spec, num_blocks, 0)
     # A pooled row must start at its first token, and the CPU's attention holds nothing of a row's length.
     has_chunk = not is_on_cpu and pooling is None
@@ -181,7 +188,9 @@ def allocate(
     loaded.forget_expert_loads()
     weights, num_local_ranks = WeightMemory(model, loaded.operations.kernels), opened.environment.local_world_size
     of_adapters = AdapterMemory(loaded.adapters)
-    sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, graphs, of_adapters, runner.media)
+    of_draft = None if loaded.draft is None else WeightMemory(loaded.draft.module, loaded.draft.kernels)
+    parts = (graphs, of_adapters, runner.media, of_draft)
+    sleep = WorkerSleep(model, weights, caches, device, num_local_ranks, *parts)
     limits = resolved.config.model.adapter_limits
     adapters = WorkerAdapters(loaded.adapters, 0 if limits is None else limits.max_cpu_loras)
     rules = None if limits is None else AdapterRules(adapters.has, limits.max_loras)
@@ -191,7 +200,8 @@ def allocate(
     prompt_adapters = WorkerPromptAdapters(
         *stores, resolved.model_config, dtype, model.stage, (tensor.rank, tensor.size), spec.groups.windows
     )
-    event_handlers = (sleep, TraceProfiler(opened.environment.rank), adapters, prompt_adapters)
+    profiler = TraceProfiler(opened.environment.rank)
+    event_handlers = (sleep, profiler, adapters, prompt_adapters, runner.keeper)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     sizes = (num_device_blocks, block_size, resolved.num_steps_ahead)
     mirror = Mirror(*sizes, rules, num_slots[0], spec.groups.num_groups)

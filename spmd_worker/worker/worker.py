@@ -19,6 +19,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.groups import ParallelGroups
+from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.adapters import WorkerAdapters
@@ -226,7 +227,12 @@ class Worker(WorkerBase):
     def read_step(self) -> StepResult:
         launched, *rest = self._launched
         self._launched = tuple(rest)
-        return launched if isinstance(launched, StepResult) else self.running.note(launched.collect())
+        return launched if isinstance(launched, StepResult) else self.running.read(launched)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        running = self.running
+        found, running.last_drafts = running.last_drafts, None
+        return found
 
     def execute_dummy_batch(self) -> None:
         self.running.execute_dummy_batch()

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.speculation import CPU_STEP_TOKENS
 from spmd_worker.base.errors import AdapterError, ConfigError
+from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
 from spmd_worker.worker.memory import host
@@ -182,6 +183,12 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
     @abstractmethod
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """Sample the tokens of the last `execute_model`."""
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Drafts that this rank's model made in the last step that wanted some, once; None on other ranks, and where
+        none drafts.
+        """
+        return None
 
     def execute_dummy_batch(self) -> None:
         """Compute one token that belongs to no request, without a change of the cache; all ranks at once."""

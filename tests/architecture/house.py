@@ -14,7 +14,8 @@ WINGS = (
     *(
         f"spmd_worker.{name}"
         for name in (
-            *("base", "model_config", "tokenizer", "native", "ranks", "replica", "media", "resolved", "chat"),
+            *("base", "model_config", "tokenizer", "native", "ranks", "replica", "media", "resolved_draft", "resolved"),
+            "chat",
             *("ops", "model", "compat", "worker", "executor", "engine", "llm_engine", "llm"),
             *("frontends", "integrations"),
         )
@@ -28,7 +29,8 @@ COMMANDS = ("launch", FACADE, "spmd_worker.serve", "spmd_worker.tools")
 
 WITHOUT_TORCH = (
     *("kv_cache", "spmd_worker.base", "spmd_worker.model_config", "spmd_worker.tokenizer", "spmd_worker.replica"),
-    *("spmd_worker.resolved", "spmd_worker.chat", "spmd_worker.compat", "spmd_worker.media"),
+    *("spmd_worker.resolved", "spmd_worker.resolved_draft", "spmd_worker.chat", "spmd_worker.compat"),
+    "spmd_worker.media",
 )
 """Nothing in them imports torch, or what needs it, anywhere, in functions and for types either."""
 WITH_TORCH = (

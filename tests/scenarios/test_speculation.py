@@ -19,7 +19,7 @@ from cut_jobs import Ended, end_after
 from forked_workers import forked
 from planted_drafts import PlantedProposer
 
-from spmd_worker import LLM, SamplingParams
+from spmd_worker import LLM, SamplingParams, resolved
 from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
@@ -162,6 +162,8 @@ class PlantedDrafter:
     """Implements `Drafter`: what the workers draft is right, one draft too long, or not there."""
 
     num_lookahead_tokens = 4
+    needs_hidden = True
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, expected: list[Any]) -> None:
         self._expected, self.num_tokens, self.num_forgotten = expected, 0, 0
@@ -170,7 +172,9 @@ class PlantedDrafter:
         assert len(hidden) == len(batch.token_ids)
         self.num_tokens += len(hidden)
 
-    def propose(self, scheduled: Any, sampled: Any) -> tuple[tuple[int, ...], ...]:
+    def propose(self, scheduled: Any, sampled: Any, *, wants_drafts: bool = True) -> tuple[tuple[int, ...], ...]:
+        if not wants_drafts:
+            return ()
         samples = [(each.sequence, sample) for each in scheduled for sample in range(each.num_samples)]
         drafts = []
         for (sequence, sample), ids in zip(samples, sampled.rows(), strict=True):
@@ -188,13 +192,17 @@ class PlantedDrafter:
 def test_step_log_with_drafts_replays(expected: list[Any], by_workers: bool, monkeypatch: pytest.MonkeyPatch):
     drafter, create = PlantedDrafter(expected), ModelRunner.__init__
     if by_workers:
-        monkeypatch.setattr(ModelRunner, "__init__", lambda *args, **named: create(*args, **named, drafter=drafter))
+        monkeypatch.setattr(
+            ModelRunner, "__init__", lambda *args, **named: create(*args, **{**named, "drafter": drafter})
+        )
+        # The model has no such layer.
+        monkeypatch.setattr(resolved, "with_draft", lambda run, *given: run)
     method: dict[str, Any] = {"method": "mtp"} if by_workers else {}
     messages: list[bytes] = []
-    # The inner patch ends first: else it would put the planted proposer back.
-    with planted(expected, "chance"), monkeypatch.context() as patch:
+    # Undone before the planted proposer is, which would else be put back afterwards.
+    with planted(expected, "chance"), monkeypatch.context() as inner:
         if by_workers:
-            patch.setattr(factory, "make_proposer", lambda config, vocab_size: None)
+            inner.setattr(factory, "make_proposer", lambda config, vocab_size: None)
         with open_llm(speculative_config=DRAFTS | method) as llm:
             llm.llm_engine.lockstep.on_message = messages.append
             assert answers(llm) == expected

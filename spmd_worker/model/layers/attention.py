@@ -45,10 +45,12 @@ def _bare(norm: NormConfig) -> NormConfig:
 
 class Attention(nn.Module):
     """Projections, optional norms of queries and keys, rotary embedding, attention, an optional gate of each head,
-    output projection.
+    output projection. Its input has `input_size` numbers a token, by default the hidden size.
     """
 
-    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
+    def __init__(
+        self, context: LayerContext, layer: LayerConfig, hidden_size: int, input_size: int | None = None
+    ) -> None:
         super().__init__()
         group, size = context.tensor_group, layer.head_size
         heads = shard_range(layer.num_heads, group.size, group.rank)
@@ -73,7 +75,7 @@ class Attention(nn.Module):
             for name, total, (start, stop), each in shares
         )
         self._sizes = [part.stop - part.start for part in parts]
-        self.qkv_proj = ColumnParallelLinear(context, hidden_size, parts, layer.has_qkv_bias)
+        self.qkv_proj = ColumnParallelLinear(context, input_size or hidden_size, parts, layer.has_qkv_bias)
         inputs, num_inputs = (heads[0] * size, heads[1] * size), layer.num_heads * size
         self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias, out_multiplier)
         self.g_proj: ColumnParallelLinear | None = None

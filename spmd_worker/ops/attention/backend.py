@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kv_cache.cache_spec import CacheSpec
+from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
@@ -117,10 +117,19 @@ class AttentionBackend(Protocol):
 
 def block_shapes(backend: AttentionBackend, spec: CacheSpec) -> tuple[tuple[int, ...], ...]:
     """Shape of one block of one layer, for each of `spec.shapes`."""
-    assert all(each.value_size in (each.key_size, 0) for each in spec.shapes), spec.shapes
+    return _shapes(backend, spec.shapes, spec.block_size)
+
+
+def draft_block_shapes(backend: AttentionBackend, spec: CacheSpec) -> tuple[tuple[int, ...], ...]:
+    """Shape of one block of one layer of a draft, for each of `spec.draft_shapes`."""
+    return _shapes(backend, spec.draft_shapes, spec.block_size)
+
+
+def _shapes(backend: AttentionBackend, layers: tuple[BlockLayer, ...], block_size: int) -> tuple[tuple[int, ...], ...]:
+    assert all(each.value_size in (each.key_size, 0) for each in layers), layers
     return tuple(
         [
-            backend.block_shape(each.num_heads, spec.block_size, each.key_size, has_values=each.value_size > 0)
-            for each in spec.shapes
+            backend.block_shape(each.num_heads, block_size, each.key_size, has_values=each.value_size > 0)
+            for each in layers
         ]
     )

@@ -18,6 +18,7 @@ from kv_cache.state_sizing import StateNeed, size_states
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.memory.draft_memory import draft_layers, draft_weights_bytes
 from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, adapter_bytes, cache_spec, weights_bytes
 from spmd_worker.worker.memory.media_memory import media_row_bytes, media_row_limits
 from spmd_worker.worker.memory.window_groups import group_of_stage, grouping_of
@@ -72,6 +73,7 @@ def check_memory(
     needed = num_local_ranks * weights_bytes(
         resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type, stored=stored
     )
+    needed += num_local_ranks * draft_weights_bytes(resolved, rank)
     ranks = "this rank" if num_local_ranks == 1 else f"the {num_local_ranks} ranks here"
     if needed > total_bytes:
         raise ConfigError(
@@ -127,6 +129,7 @@ def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
     """One rank's share of the cache."""
     block_size, model_config, grouping = resolved.config.cache.block_size, resolved.model_config, grouping_of(resolved)
     spec = cache_spec(model_config, resolved.layout, rank, resolved.dtype, block_size)
+    spec = replace(spec, draft_layers=draft_layers(resolved, rank))
     if not grouping.groups.num_windows:
         return spec
     indices = stage_of(resolved.layout, model_config, rank).indices

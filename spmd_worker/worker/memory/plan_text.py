@@ -22,6 +22,7 @@ from spmd_worker.ranks.topology import RankLayout, stage_of
 from spmd_worker.replica.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory import host
+from spmd_worker.worker.memory.draft_memory import draft_activation_bytes, draft_weights_bytes
 from spmd_worker.worker.memory.estimate import (
     activation_bytes,
     expert_bytes,
@@ -179,6 +180,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         *_head_argmax(plan),
         *_experts(plan),
         *_adapters(plan),
+        *_draft(plan),
         *_media(plan),
         f"computes   {_where(plan)}",
         f"ranks      {ranks}",
@@ -210,22 +212,26 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     quantization = resolved.config.model.quantization
     stored = planned_stored_experts(resolved).formats
     weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization, stored)
+    weights += draft_weights_bytes(resolved, rank)
     weights += _argmax_bytes(resolved, rank) + adapters_bytes_of(resolved, rank) + media_rows_bytes_of(resolved, rank)
     spec = cache_spec_of(resolved, rank)
     return RankShare(
         tuple(dict.fromkeys(share for _, share in rank_layers(model_config, layout, rank))),
         rank_vocabulary_rows(model_config, layout),
         weights,
-        activation_bytes(
-            model_config,
-            layout,
-            rank,
-            resolved.dtype,
-            num_tokens,
-            num_rows,
-            quantization,
-            resolved.max_tower_rows,
-            adds_by_tree=resolved.device_type == "cpu" or layout.num_leaves > 1,
+        max(
+            draft_activation_bytes(resolved, rank),
+            activation_bytes(
+                model_config,
+                layout,
+                rank,
+                resolved.dtype,
+                num_tokens,
+                num_rows,
+                quantization,
+                resolved.max_tower_rows,
+                adds_by_tree=resolved.device_type == "cpu" or layout.num_leaves > 1,
+            ),
         ),
         spec.block_bytes,
         spec.slot_bytes,
@@ -305,6 +311,22 @@ def _head_argmax(plan: MemoryPlan) -> list[str]:
     return [
         f"argmax     an int8 copy of the head, {format_bytes(num_bytes)} of a rank's weights, if that is "
         f"faster (executor.argmax_screen)"
+    ]
+
+
+def _draft(plan: MemoryPlan) -> list[str]:
+    """The draft, on the ranks of the last stage."""
+    resolved, draft = plan.resolved, plan.resolved.draft
+    if draft is None:
+        return []
+    ranks = range(resolved.layout.world_size)
+    weights = format_bytes(max(draft_weights_bytes(resolved, rank) for rank in ranks))
+    block = format_bytes(max(cache_spec_of(resolved, rank).draft_block_bytes for rank in ranks))
+    whose = {"draft_model": draft.location.name, "eagle3": f"the head {draft.location.name}"}
+    return [
+        f"drafts     {whose.get(draft.method, 'a layer of the model')} (speculative_config.method={draft.method}), up "
+        f"to {draft.num_drafts} tokens a row: {weights} of a rank's weights and {block} of each block, on the last "
+        f"pipeline stage"
     ]
 
 

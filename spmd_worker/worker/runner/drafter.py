@@ -16,20 +16,31 @@ from spmd_worker.worker.runner.batch import Batch
 
 
 class Drafter(Protocol):
-    """Call `begin`, then `propose` if drafts are wanted, once each per step. A draft's keys and values are in tensors
-    of its own, at the indices of the target's block tables; a missing one costs acceptance, and never a bit.
+    """Call `begin`, then `propose` if the step samples, once each per step, both in the order of the steps. A draft's
+    keys and values are in tensors of its own, at the indices of the target's block tables; a missing one costs
+    acceptance, and never a bit.
     """
 
     num_lookahead_tokens: int
     """Tokens beyond a row's own for which its table has blocks, if blocks are free, so that drafts have slots."""
+    needs_hidden: bool
+    """Whether it computes from the target's hidden states, of all tokens of every step."""
+    aux_layers: tuple[int, ...]
+    """Layers of the target before which it reads the residual stream."""
 
     def begin(
         self, scheduled: Sequence[ScheduledSequence], batch: Batch, hidden: Tensor, aux: tuple[Tensor, ...]
     ) -> None:
-        """Take the hidden states [T, H] of all tokens of a step, behind each forward pass of the target."""
+        """Take the target's normed output [T, H] of all tokens of the step, if it `needs_hidden`, after each forward
+        pass, and its stream [T, H] before each of `aux_layers`.
+        """
 
-    def propose(self, scheduled: Sequence[ScheduledSequence], sampled: SampledIds) -> tuple[tuple[int, ...], ...]:
-        """Drafts behind the last id of each sampled sequence, the same on all ranks of the group."""
+    def propose(
+        self, scheduled: Sequence[ScheduledSequence], sampled: SampledIds, *, wants_drafts: bool = True
+    ) -> tuple[tuple[int, ...], ...]:
+        """Drafts, after sampling, behind the last id of each sampled sequence, the same on all ranks of the group. If
+        none are wanted, it only computes what it cannot compute later.
+        """
 
     def forget(self, keys: Sequence[SequenceKey], request_ids: Sequence[RequestId]) -> None:
         """Drop sequences that ended, and requests with all of theirs."""

@@ -48,6 +48,7 @@ from spmd_worker.worker.runner.routed_experts import LaunchedRoutes, launch_rout
 from spmd_worker.worker.runner.row_repeat import RowRepeater, StepInputs, StepOutputs
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
+from spmd_worker.worker.runner.stream_keeper import StreamKeeper
 from spmd_worker.worker.runner.verified import verified
 
 
@@ -122,8 +123,16 @@ class LaunchedStep:
             kept_ids=kept_ids,
             prompt_scores=prompt_scores,
             routed_experts=routed,
-            drafts=self.drafter.propose(forwarded.scheduled, ids) if self.drafter is not None else (),
+            drafts=self._proposed(ids),
         )
+
+    def _proposed(self, ids: SampledIds) -> tuple[tuple[int, ...], ...]:
+        """Drafts for the next step; none if none are wanted."""
+        if self.drafter is None:
+            return ()
+        wants_drafts = self.forwarded.wants_drafts
+        found = self.drafter.propose(self.forwarded.scheduled, ids, wants_drafts=wants_drafts)
+        return found if wants_drafts else ()
 
 
 class ModelRunner:
@@ -136,6 +145,7 @@ class ModelRunner:
     steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
     the given embeddings, on the first stage; `prefixes` the given keys and values; `media` the rows of images, on the
     first stage of a model that takes images. `rank` is for error messages. `drafter` drafts on the last stage.
+    `keeper` keeps the streams of prompts that were asked for.
     """
 
     def __init__(
@@ -156,7 +166,9 @@ class ModelRunner:
         media: MediaStore | None = None,
         rank: int = 0,
         drafter: Drafter | None = None,
+        keeper: StreamKeeper | None = None,
     ) -> None:
+        self.keeper = keeper
         self._grammars, self._drafter = grammars, drafter
         self.rows, self.prefixes, self.media = rows, prefixes, media
         self._clock = clock or StageClock(pipeline.rank)
@@ -180,11 +192,13 @@ class ModelRunner:
                 num_groups=self.num_groups,
                 group_of=cache_engine.spec.group_of,
             )
-        self._leaves_out = self._state is None and self._pooling is None and drafter is None and model.supports_wanted
+        needs_all = drafter is not None and drafter.needs_hidden
+        self._leaves_out = self._state is None and self._pooling is None and not needs_all and model.supports_wanted
         self._rows = RowsToSample()
         self._unconstrained: tuple[SampleRow, ...] = ()
         self._chosen = ChosenTokens(self._device)
         self._pending: _Forwarded | None = None
+        self._none = torch.empty(0, device=self._device)
         self._sending: Transfer | None = None
         self._expected: deque[Transfer] = deque()
 
@@ -197,6 +211,12 @@ class ModelRunner:
     def num_lookahead_tokens(self) -> int:
         """Those of the drafter; 0 without one."""
         return 0 if self._drafter is None else self._drafter.num_lookahead_tokens
+
+    @property
+    def _read_layers(self) -> tuple[int, ...]:
+        """Layers before which the stream is read, by the drafter or to be kept."""
+        drafting = () if self._drafter is None else self._drafter.aux_layers
+        return drafting if self.keeper is None else (*drafting, *self.keeper.layers)
 
     def expect(self, num_tokens: int) -> None:
         """Start to receive the previous stage's hidden states of the next unexpected step, of `num_tokens`."""
@@ -235,7 +255,7 @@ class ModelRunner:
         cache = self._cache_engine.layer_caches
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
-            (tensor,) = self._cache_engine.tensors
+            (tensor,) = self._cache_engine.model_tensors
             cache = tensor.expand(self.model.stage.num_layers, *tensor.shape[1:])
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache, self.num_groups, self._cache_engine.spec.group_of)
@@ -247,7 +267,8 @@ class ModelRunner:
         given = None if self.rows is None else self.rows.of_step(scheduled)
         media = None if self.media is None else self.media.of_step(scheduled)
         routes: list[Tensor] | None = [] if wants_routes(scheduled) else None
-        is_plain = is_fused and given is None and media is None and routes is None and not batch.drafts
+        streams = dict.fromkeys(self._read_layers, self._none)
+        is_plain = is_fused and given is None and media is None and routes is None and not (batch.drafts or streams)
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
         if graphs is not None:
             hidden = graphs.forward(batch, cache, incoming)
@@ -258,7 +279,9 @@ class ModelRunner:
             more: dict[str, Any] = {} if media is None else {"media": media}
             if routes is not None:
                 more["routes"] = routes
-            if self._leaves_out and is_fused and (found := wanted_tokens(scheduled, batch)) is not None:
+            if streams:
+                more["streams"] = streams
+            if self._leaves_out and is_fused and not streams and (found := wanted_tokens(scheduled, batch)) is not None:
                 wanted, sample_rows = found
                 batch = replace(batch, sample_rows=sample_rows)
                 if adapters is not None and self.adapters is not None:
@@ -274,6 +297,8 @@ class ModelRunner:
                 rope_positions=batch.rope_positions,
                 **more,
             )
+        if self.keeper is not None and self.keeper.layers:
+            self.keeper.keep(scheduled, streams)
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, scheduled, batch, pooled=pooled)
@@ -292,7 +317,10 @@ class ModelRunner:
             self._pending = _Forwarded(step, scheduled, batch, routes=launched, read_back=read_back, is_sent=True)
             return
         if self._drafter is not None:
-            self._drafter.begin(scheduled, batch, hidden, ())
+            aux = tuple(streams[layer] for layer in self._drafter.aux_layers)
+            # A graph's output buffer belongs to the next step too, which may be launched before this one is read.
+            kept = hidden.clone() if graphs is not None and self._drafter.needs_hidden else hidden
+            self._drafter.begin(scheduled, batch, kept, aux)
         logits = argmax = None
         if batch.rows:
             logits = self.model.compute_logits(hidden[batch.sample_rows])
@@ -307,8 +335,8 @@ class ModelRunner:
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
             scored = prompt_scores(scheduled, batch.attention.query_starts, hidden, partial(self._score, read_back))
-        kept = (logits, argmax, reported, scored, launched)
-        self._pending = _Forwarded(step, scheduled, batch, *kept, read_back=read_back, wants_drafts=wants_drafts)
+        found = (logits, argmax, reported, scored, launched)
+        self._pending = _Forwarded(step, scheduled, batch, *found, read_back=read_back, wants_drafts=wants_drafts)
 
     def sample(self) -> StepResult:
         return self.launch().collect()
@@ -331,8 +359,7 @@ class ModelRunner:
                 sample = self.sampler.launch(pending.logits, pending.batch.rows, token_masks, pending.read_back)
             self._chosen.keep(pending.step, pending.scheduled, sample.chosen)
         pending.read_back.launch()
-        drafter = self._drafter if pending.wants_drafts else None
-        return LaunchedStep(pending, sample, masks, self._clock, self._chosen, self._grammars, drafter)
+        return LaunchedStep(pending, sample, masks, self._clock, self._chosen, self._grammars, self._drafter)
 
     def forget(self, plan: StepPlan) -> None:
         """Drop the sequences and requests that the plan lists as finished."""

@@ -1,0 +1,113 @@
+"""Interface of a draft head: one layer that continues the target's hidden states by a token.
+
+At position i it takes the target's states of token i and the id of token i + 1, and its own states score token i + 2;
+further drafts take its own states in place of the target's.
+
+T: tokens; R: rows that draft.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kv_cache.cache_engine import LayerCaches
+from spmd_worker.model.drafts.draft_names import DraftNames
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.experts import SparseFeedForward
+from spmd_worker.model.layers.rotary import RotaryEmbedding
+from spmd_worker.model.layers.weight_slice import WeightSlice
+from spmd_worker.model.weights.store import WeightStore
+from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ranks.topology import Stage
+
+
+class HeadStack(nn.Module):
+    """The modules of a head but its token head, under Llama's names. They are called one by one."""
+
+    joined_layers: None = None
+
+    def join_layers(self) -> None:
+        """A head has one layer."""
+
+
+class DraftHead(nn.Module):
+    """A head on the ranks of the last stage. `aux_layers`: layers of the target before which it reads the stream; it
+    reads the target's normed output if there are none.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    model: HeadStack
+    weights: WeightStore
+
+    def __init__(self, context: LayerContext, model_config: ModelConfig) -> None:
+        super().__init__()
+        self.model_config, self.dtype = model_config, context.dtype
+        self._rotaries = tuple(
+            RotaryEmbedding(rope, model_config.max_position_embeddings, context.device) for rope in model_config.ropes
+        )
+
+    def _new_store(
+        self, names: DraftNames, on_meta: Callable[[], "DraftHead"], *, allows_nonfinite: bool
+    ) -> WeightStore:
+        """`on_meta` makes the same head without memory."""
+        layers = {name: each for name, each in self.named_modules() if isinstance(each, CheckpointLayer)}
+        slices = partial(_slices, on_meta)
+        return WeightStore(names, layers, self.dtype, slices, allows_nonfinite=allows_nonfinite)
+
+    def project(self, hidden: Tensor, aux: tuple[Tensor, ...]) -> Tensor:
+        """The target's output [T, hidden] and its stream before `aux_layers` -> [T, hidden of the head]."""
+        del aux
+        return hidden
+
+    def angles(self, positions: Tensor, regimes: Tensor) -> tuple[Any, ...]:
+        return tuple(rotary.angles(positions, regimes, self.dtype) for rotary in self._rotaries)
+
+    @abstractmethod
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rope_regimes: Tensor,
+        states: Tensor,
+        cache: LayerCaches,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Ids of the next tokens and positions, int64 [T]; states [T, hidden], the target's projected or the head's own
+        -> its own [T, hidden]. Writes the layer's keys and values.
+        """
+
+    @abstractmethod
+    def argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, hidden] -> this rank's maximum logits [R] and their columns, int64 [R]."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of the head's ids."""
+
+    @property
+    @abstractmethod
+    def first_id(self) -> int:
+        """The id of this rank's first column."""
+
+    def forget_addresses(self) -> None:
+        """Parameters may have been given other memory: what stacks experts is made again."""
+        for module in self.modules():
+            if isinstance(module, SparseFeedForward):
+                module.forget_addresses()
+
+    def token_ids(self, ids: Tensor) -> Tensor:
+        """Ids of the head's vocabulary, int64 [R] -> the target's."""
+        return ids
+
+
+def _slices(on_meta: Callable[[], DraftHead], stage: Stage) -> list[WeightSlice]:
+    del stage
+    with torch.device("meta"):
+        return on_meta().weights.slices

@@ -1,0 +1,190 @@
+"""Drafts by models change no bit of an answer, and the draft that is the target itself is always right."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from draft_checkpoints import EAGLE_TARGET, eagle_folder, mtp_folder, small_draft_folder
+from plain_outputs import without_times
+from reference_models import checkpoint_folder, mixed_prompts
+from safetensors.torch import load_file
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+KINDS = [
+    GREEDY,
+    replace(GREEDY, temperature=0.8, seed=1, logprobs=1),
+    replace(GREEDY, temperature=0.7, top_p=0.9, seed=2),
+    replace(GREEDY, repetition_penalty=1.3, min_tokens=4, ignore_eos=False),
+    replace(GREEDY, temperature=1.0, n=2, seed=3),
+]
+PROMPTS = [[token_id % 86 + 5 for token_id in prompt] for prompt in mixed_prompts(6, 40, seed=3)]
+PARAMS = [KINDS[index % len(KINDS)] for index in range(len(PROMPTS))]
+NUM_DRAFTS = 3
+
+Answers = list[dict[str, Any]]
+
+
+def speculation(method: str) -> dict[str, Any]:
+    models = {"draft_model": small_draft_folder, "eagle3": eagle_folder, "mtp": None}
+    model = models[method]
+    given = {} if model is None else {"model": str(model())}
+    return {"method": method, "num_speculative_tokens": NUM_DRAFTS, "max_step_tokens": 64, **given}
+
+
+def target_of(method: str) -> Path:
+    return mtp_folder() if method == "mtp" else checkpoint_folder(EAGLE_TARGET)
+
+
+def answers(
+    folder: Path, speculative_config: dict[str, Any] | None = None, **settings: Any
+) -> tuple[Answers, SchedulerCounters]:
+    given = {} if speculative_config is None else {"speculative_config": speculative_config}
+    settings = {"num_blocks": 200, **given, **settings}
+    with LLM(str(folder), dtype="float32", max_model_len=128, **settings) as llm:
+        outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], PARAMS, use_tqdm=False)
+        return [without_times(each) for each in outputs], llm.llm_engine.counters
+
+
+@cache
+def plain_answers(folder: Path) -> Answers:
+    return answers(folder)[0]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_blocks": 9, "max_num_batched_tokens": 48, "preemption_mode": "recompute"}],
+    ids=["plenty", "preempted in chunks"],
+)
+def test_drafts_change_no_bit(method: str, settings: dict[str, Any]):
+    folder = target_of(method)
+    found, counters = answers(folder, speculation(method), **settings)
+    assert found == plain_answers(folder)
+    assert counters.num_drafted_tokens > 20, counters
+    assert bool(counters.num_preemptions) == bool(settings), counters
+
+
+def test_draft_equal_to_its_target_is_always_accepted():
+    folder = checkpoint_folder(EAGLE_TARGET)
+    config = {**speculation("draft_model"), "model": str(folder)}
+    with LLM(str(folder), dtype="float32", max_model_len=128, speculative_config=config) as llm:
+        prompts = [{"prompt_token_ids": each} for each in PROMPTS[:3]]
+        for _ in range(2):
+            # The second time the prompts are found in the cache, but not the keys of the draft.
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        counters, executor = llm.llm_engine.counters, llm.llm_engine.executor
+        taken = executor.take_draft_token_ids()
+        assert taken is not None
+        assert set(taken.req_ids) <= {"3", "4", "5"}
+        assert all(len(each) <= NUM_DRAFTS for each in taken.draft_token_ids)
+        assert executor.take_draft_token_ids() is None, "they are given once"
+    assert counters.num_drafted_tokens == counters.num_accepted_tokens > 60, counters
+
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from plain_outputs import without_times
+from spmd_worker import LLM, SamplingParams
+{before}
+job = json.loads(Path(sys.argv[1]).read_text())
+found = {{}}
+for method, (folder, config) in job["methods"].items():
+    settings = {{"dtype": "float32", "max_model_len": 128, "num_blocks": 200, **job["layout"]}}
+    with LLM(folder, speculative_config=config, **settings) as llm:
+        params = [SamplingParams(**each) for each in job["params"]]
+        prompts = [{{"prompt_token_ids": each}} for each in job["prompts"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found[method] = [[without_times(each) for each in outputs], llm.llm_engine.counters.num_drafted_tokens]
+    if job["has_plain"]:
+        with LLM(folder, **settings) as llm:
+            found[method].append([without_times(each) for each in llm.generate(prompts, params, use_tqdm=False)])
+Path(sys.argv[2], os.environ["RANK"]).write_text(json.dumps(found))
+"""
+
+OTHER_DRAFTS = """
+from spmd_worker.worker.drafts.model_drafter import ModelDrafter
+propose = ModelDrafter.propose
+def others(self, *given, **options):
+    drafts = propose(self, *given, **options)
+    return tuple(own and (own[0] % 200 + 5, *own[1:]) for own in drafts) if os.environ["RANK"] == "1" else drafts
+ModelDrafter.propose = others
+"""
+
+
+def run_on_ranks(tmp_path: Path, layout: dict[str, int], methods: list[str], before: str = "") -> Any:
+    job = {
+        "layout": layout,
+        "params": [sampling_values(each) for each in PARAMS],
+        "prompts": PROMPTS,
+        # The bits of one rank are those of two if the model's columns divide.
+        "has_plain": "tensor_parallel_size" in layout and not before,
+        "methods": {method: (str(target_of(method)), speculation(method)) for method in methods},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    return ranks.run_ranks(SCRIPT.format(before=before), 2, 240, [tmp_path / "job.json", tmp_path])
+
+
+def sampling_values(params: SamplingParams) -> dict[str, Any]:
+    names = ("temperature", "max_tokens", "ignore_eos", "seed", "logprobs", "top_p", "repetition_penalty", "n")
+    return {name: getattr(params, name) for name in (*names, "min_tokens")}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "pipeline"]
+)
+def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], tmp_path: Path):
+    methods = ["draft_model", "mtp"] + ["eagle3"] * ("tensor_parallel_size" in layout)
+    completed = run_on_ranks(tmp_path, layout, methods)
+    assert completed.returncode == 0, completed
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    for method in methods:
+        for answered, num_drafted, *plain in (own[method] for own in found):
+            expected = plain[0] if plain else json.loads(json.dumps(plain_answers(target_of(method))))
+            assert answered == expected, method
+            assert num_drafted > 20
+
+
+@pytest.mark.matrix
+def test_other_drafts_of_a_rank_are_found(tmp_path: Path):
+    completed = run_on_ranks(tmp_path, {"tensor_parallel_size": 2}, ["draft_model"], OTHER_DRAFTS)
+    assert completed.returncode != 0
+    assert "draft" in completed.stderr, completed
+
+
+def test_draft_sleeps_and_stays_as_it_is():
+    """Weights of the target change, and the draft's do not: its drafts are wrong then, and answers are right."""
+    folder = checkpoint_folder(EAGLE_TARGET)
+    config = {**speculation("draft_model"), "model": str(folder)}
+    prompts, settings = [{"prompt_token_ids": each} for each in PROMPTS[:3]], {"dtype": "float32", "max_model_len": 128}
+    found, shares = [], []
+    for given in ({}, {"speculative_config": config}):
+        with LLM(str(folder), **settings, **given) as llm:
+
+            def step(llm: LLM = llm) -> None:
+                before = replace(llm.llm_engine.counters)
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                found.append([each.outputs[0].token_ids for each in outputs])
+                after = llm.llm_engine.counters
+                num_drafted = after.num_drafted_tokens - before.num_drafted_tokens
+                shares.append((after.num_accepted_tokens - before.num_accepted_tokens) / max(num_drafted, 1))
+
+            llm.sleep(level=2)
+            llm.wake_up()
+            llm.collective_rpc("reload_weights")
+            step()
+            other = load_file(folder / "model.safetensors")
+            llm.update_weights((name, -each if "layers.1.mlp.up" in name else each) for name, each in other.items())
+            step()
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+    assert shares[2] == 1.0
+    assert shares[3] < 1.0

@@ -1,0 +1,153 @@
+"""Drafts that do not fit their target are refused by name, and a plan counts those that do."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_checkpoints import EAGLE_TARGET, eagle_folder, eagle_tensors, mtp_folder, small_draft_folder
+from reference_models import checkpoint_folder
+from safetensors.torch import save_file
+
+from spmd_worker.base.config.parallel import ParallelConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.base.config.speculation import SpeculativeConfig
+from spmd_worker.base.errors import CheckpointError, ConfigError
+from spmd_worker.executor.rpc_coding import decode_value, encode_value
+from spmd_worker.model.drafts.head_files import read_distances
+from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
+from spmd_worker.worker.memory.plan import cache_spec_of
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+
+TARGET = checkpoint_folder
+
+
+def resolved(
+    folder: Path, method: str, model: Path | None = None, parallel: ParallelConfig | None = None, **keys: Any
+) -> ResolvedRun:
+    own = None if model is None else str(model)
+    config = RunConfig(
+        model=ModelOptions(path=str(folder), dtype="float32", max_model_len=128),
+        speculative_config=SpeculativeConfig(method=method, model=own, num_speculative_tokens=3),
+        parallel=parallel or ParallelConfig(),
+        cache=CacheConfig(block_size=16, num_blocks=50),
+        device="cpu",
+        **keys,
+    )
+    return resolve_run(config, "cpu")
+
+
+def refusal(folder: Path, method: str, model: Path | None = None, **keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolved(folder, method, model, **keys)
+    return str(caught.value)
+
+
+def test_draft_model_of_other_tokens_is_refused(tmp_path: Path):
+    target = TARGET(EAGLE_TARGET)
+    assert "has 96 token ids and the target 211" in refusal(target, "draft_model", small_draft_folder(96))
+    with_tokenizer = tmp_path / "target"
+    shutil.copytree(target, with_tokenizer)
+    (with_tokenizer / "tokenizer.json").write_text("{}")
+    run = RunConfig(
+        model=ModelOptions(path=str(with_tokenizer)),
+        speculative_config=SpeculativeConfig(method="draft_model", model=str(small_draft_folder())),
+    )
+    with pytest.raises(ConfigError, match=r"it has no tokenizer\.json, and the target has one.*method=suffix"):
+        resolve_run(RunConfig(**{**vars(run), "plan": _plan(run)}), "cpu")
+    own = tmp_path / "draft"
+    shutil.copytree(small_draft_folder(), own)
+    (own / "tokenizer.json").write_text('{"other": 1}')
+    other = SpeculativeConfig(method="draft_model", model=str(own))
+    with pytest.raises(ConfigError, match=r"its tokenizer\.json is not the target's"):
+        resolve_run(RunConfig(**{**vars(run), "plan": _plan(run), "speculative_config": other}), "cpu")
+
+
+def _plan(run: RunConfig) -> Any:
+    """A plan opens no tokenizer."""
+    return type(run.plan)(enabled=True)
+
+
+def test_model_without_mtp_layer_is_refused():
+    assert "llama_four_layers (LlamaForCausalLM) has no layer" in refusal(TARGET(EAGLE_TARGET), "mtp")
+    problem = refusal(mtp_folder(), "mtp", small_draft_folder())
+    assert "method=mtp takes the head from the target's own files" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 32, "target_hidden_size": 32}, "its target has the hidden size 32, and this one 64"),
+        ({"vocab_size": 300}, r"its embedding is [300, 64], and the target's [211, 64]"),
+        ({"draft_vocab_size": 400}, "draft_vocab_size=400 of 211"),
+        ({"num_hidden_layers": 2}, "it has 2 layers"),
+        ({"norm_before_fc": True}, "norm_before_fc=True is not supported"),
+        ({"architectures": ("EagleLlamaForCausalLM",)}, "is no EAGLE-3 head (LlamaForCausalLMEagle3)"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "layers [1, 2, 9] of the target's 4"),
+    ],
+)
+def test_eagle_head_of_another_base_is_refused(changes: dict[str, Any], words: str, tmp_path: Path):
+    folder = tmp_path / "head"
+    shutil.copytree(eagle_folder(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    assert words in refusal(TARGET(EAGLE_TARGET), "eagle3", folder)
+
+
+def test_eagle_head_needs_one_stage():
+    two = ParallelConfig(pipeline_parallel_size=2)
+    assert "set parallel.pipeline_parallel_size=1" in refusal(
+        TARGET(EAGLE_TARGET), "eagle3", eagle_folder(), parallel=two
+    )
+
+
+def test_distances_beyond_the_vocabulary_are_refused(tmp_path: Path):
+    tensors = eagle_tensors()
+    tensors["d2t"] = tensors["d2t"].clone()
+    tensors["d2t"][5] = 300
+    save_file({"d2t": tensors["d2t"]}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"d2t\[5\] names the id 305, and the target has 211"):
+        read_distances(tmp_path, 64, 211)
+    with pytest.raises(CheckpointError, match=r"config.json says int64 \[32\]"):
+        read_distances(tmp_path, 32, 211)
+    save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has no d2t"):
+        read_distances(tmp_path, 64, 211)
+    assert not read_distances(tmp_path, 211, 211).any()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3"])
+def test_blocks_cost_target_and_draft(method: str):
+    models = {"draft_model": small_draft_folder, "eagle3": eagle_folder}
+    folder = mtp_folder() if method == "mtp" else TARGET(EAGLE_TARGET)
+    run = resolved(folder, method, models[method]() if method in models else None)
+    spec = cache_spec_of(run, 0)
+    # Of one layer: keys and values of 1 or 2 heads of 16, or a latent of 48.
+    assert spec.draft_block_bytes == 16 * 4 * {"draft_model": 32, "mtp": 48, "eagle3": 64}[method]
+    assert spec.block_bytes == spec.model_block_bytes + spec.draft_block_bytes
+    plain = cache_spec_of(
+        resolve_run(RunConfig(model=run.config.model, cache=run.config.cache, device="cpu"), "cpu"), 0
+    )
+    assert plain.block_bytes == spec.model_block_bytes
+    text = describe_plan(make_plan(run))
+    assert f"(speculative_config.method={method}), up to 3 tokens a row" in text
+    assert decode_value(encode_value(run)).draft == run.draft, "processes get it"
+
+
+def test_draft_is_on_the_last_stage():
+    two = ParallelConfig(pipeline_parallel_size=2)
+    run = resolved(TARGET(EAGLE_TARGET), "draft_model", small_draft_folder(), parallel=two)
+    assert [bool(cache_spec_of(run, rank).draft_layers) for rank in range(2)] == [False, True]
+    assert run.draft is not None
+    again = resolve_again(run, ParallelConfig(tensor_parallel_size=2))
+    assert again.draft is not None
+    assert (run.draft.layout.tensor_parallel_size, again.draft.layout.tensor_parallel_size) == (1, 2)
+
+
+def test_heads_do_not_run_ahead_of_ids():
+    ahead = {"scheduler": SchedulerConfig(async_scheduling=True)}
+    assert "leave scheduler.async_scheduling out" in refusal(mtp_folder(), "mtp", **ahead)
+    run = resolved(TARGET(EAGLE_TARGET), "draft_model", small_draft_folder(), **ahead)
+    assert run.num_steps_ahead == 1
