@@ -335,8 +335,8 @@ class ModelRunner:
             report = partial(self._report, read_back)
             reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
             scored = prompt_scores(scheduled, batch.attention.query_starts, hidden, partial(self._score, read_back))
-        found = (logits, argmax, reported, scored, launched)
-        self._pending = _Forwarded(step, scheduled, batch, *found, read_back=read_back, wants_drafts=wants_drafts)
+        results = (logits, argmax, reported, scored, launched)
+        self._pending = _Forwarded(step, scheduled, batch, *results, read_back=read_back, wants_drafts=wants_drafts)
 
     def sample(self) -> StepResult:
         return self.launch().collect()
