@@ -74,6 +74,7 @@ class RequestLimits:
     media: MediaRowLimits = NO_MEDIA
     encoder: EncoderLimits | None = None
     encoder_prompts: EncoderPrompts | None = None
+    allows_priority: bool = False
 
     def close(self) -> None:
         """End the processes that prepare images or audio. Idempotent."""
@@ -157,6 +158,12 @@ class RequestLimits:
         if num_characters > bound:
             message = f"the prompt has {num_characters} characters, more than the limit of {bound}: shorten it"
             raise RequestError("prompt_too_long", message)
+
+    def check_priority(self, priority: int) -> None:
+        """Raise RequestError for a priority without its policy."""
+        if priority and not self.allows_priority:
+            message = f"priority={priority} needs scheduler.policy=priority: set it, or leave priority out"
+            raise RequestError("unsupported_value", message)
 
     def check_runner(self, pooling: PoolingParams | None) -> None:
         """Raise RequestError for a row of another runner."""
