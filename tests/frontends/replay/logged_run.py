@@ -91,13 +91,14 @@ def request(
     seed: int = HEADER.seed,
     head: tuple[int, ...] = (),
     media: tuple[MediaItem, ...] = (),
+    priority: int = 0,
     **sampling: object,
 ) -> Request:
     """Row `number`, called row-<number>. Its prompt begins with `head`, which counts."""
     prompt = tuple((number * 31 + position) % (VOCAB_SIZE - 1) + 1 for position in range(num_prompt_tokens))
     prompt = (*head, *prompt[len(head) :])
     stream = random_stream(seed, sampling.get("seed"), f"row-{number}", number)
-    return Request(RequestId(number), prompt, SamplingParams(**sampling), stream, media=media)
+    return Request(RequestId(number), prompt, SamplingParams(**sampling), stream, media=media, priority=priority)
 
 
 def standard_events() -> dict[int, list[Event]]:
@@ -116,7 +117,13 @@ def pressure_events() -> dict[int, list[Event]]:
     events: dict[int, list[Event]] = {30: [ResetPrefixCache()], 45: [SetWeightVersion(3)]}
     for wave, step in enumerate((1, 12, 26, 40)):
         rows = [
-            request(number, 14 + number % 3, head=heads[number % 3], max_tokens=8 + number % 9, n=1 + number % 4 // 3)
+            request(
+                *(number, 14 + number % 3),
+                head=heads[number % 3],
+                priority=number % 5 // 3,
+                max_tokens=8 + number % 9,
+                n=1 + number % 4 // 3,
+            )
             for number in range(6 * wave, 6 * wave + 6)
         ]
         events.setdefault(step, []).extend(Admit(row) for row in rows)
