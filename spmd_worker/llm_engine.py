@@ -158,8 +158,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         """Queue a request, whose outputs have `request_id`. Without a seed, its position among the requests names its
         random stream. `params.output_kind` selects partial outputs from `step`. With PoolingParams, in a pooling run,
         `step` returns a PoolingRequestOutput, as `LLM.encode` does. `arrival_time`, in seconds since the epoch, is for
-        its metrics; requests of lower `priority` are served earlier (`LLM.generate`); `prompt_text` is its output's `prompt`. An adapter that is not loaded is loaded first, in steps of
-        the engine (`add_lora`).
+        its metrics; `prompt_text` is its output's `prompt`; `priority` is as in `LLM.generate`. An adapter that is not
+        loaded is loaded first, in steps of the engine (`add_lora`).
 
         `add_request(token_ids, params)` queues a request without a name and returns its number; `custom_id` or `index`
         name its random stream, as for the rows of a job.

@@ -71,7 +71,9 @@ class SpmdRollout(_base.BaseRollout):  # type: ignore[misc]  # verl has no types
                 f"wire_format={wire_format!r} is not supported: leave rollout.checkpoint_engine.backend=naive"
             )
         if kwargs.get("peft_config") is not None:
-            raise ValueError("the policy is a LoRA adapter apart from its weights: set actor_rollout_ref.model.lora.merge")
+            raise ValueError(
+                "the policy is a LoRA adapter apart from its weights: set actor_rollout_ref.model.lora.merge"
+            )
         self.llm.load_weights(weights)
 
     def generate_sequences(self, prompts: Any) -> Any:
@@ -90,7 +92,8 @@ class SpmdRollout(_base.BaseRollout):  # type: ignore[misc]  # verl has no types
         ids, mask = batch["input_ids"], batch["attention_mask"]
         own = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)] if self._is_leader else []
         outputs = self.llm.generate(own, params, use_tqdm=False, gather=True)
-        pad_id = meta["pad_token_id"] if "pad_token_id" in meta else self.model_config.tokenizer.pad_token_id
+        pad_id = meta.get("pad_token_id")
+        pad_id = self.model_config.tokenizer.pad_token_id if pad_id is None else pad_id
         sampled = self._on_all_ranks(padded(outputs, len(ids), length, int(pad_id)), ids.device)
         return _verl.DataProto.from_dict(
             tensors=with_responses(batch, *sampled, keeps_logprobs=self.config.calculate_log_probs),
@@ -143,7 +146,8 @@ def sampling_params(config: Any, meta: Mapping[str, Any], max_tokens: int) -> Sa
     """
     source = config.val_kwargs if meta.get("validate", False) else config
     given = {key: meta.get(key, getattr(source, key)) for key in ("do_sample", "temperature", "top_p", "top_k")}
-    ends = meta.get("eos_token_id", [])
+    ends = meta.get("eos_token_id")
+    stops = () if ends is None or config.ignore_eos else (ends,) if isinstance(ends, int) else tuple(ends)
     return SamplingParams(
         temperature=given["temperature"] if given["do_sample"] else 0.0,
         top_p=given["top_p"],
@@ -151,7 +155,7 @@ def sampling_params(config: Any, meta: Mapping[str, Any], max_tokens: int) -> Sa
         repetition_penalty=config.repetition_penalty,
         max_tokens=max_tokens,
         ignore_eos=config.ignore_eos,
-        stop_token_ids=[] if config.ignore_eos else [ends] if isinstance(ends, int) else list(ends or []),
+        stop_token_ids=stops,
         logprobs=0,
         detokenize=False,
     )
@@ -169,7 +173,9 @@ def padded(outputs: list[RequestOutput], num_rows: int, length: int, pad_id: int
         ids, entries = sampled.token_ids, sampled.logprobs or []
         lengths[row] = len(ids)
         responses[row, : len(ids)] = torch.tensor(ids)
-        logprobs[row, : len(ids)] = torch.tensor([entry[token].logprob for entry, token in zip(entries, ids, strict=True)])
+        logprobs[row, : len(ids)] = torch.tensor(
+            [entry[token].logprob for entry, token in zip(entries, ids, strict=True)]
+        )
     return responses, lengths, logprobs
 
 

@@ -32,10 +32,7 @@ def _admit_pooled(engine: Engine, encoded: Any) -> list[RequestId]:
     # Only a row of one prompt has images.
     images: dict[str, Any] = {"media": encoded.media, "media_items": encoded.media_items} if encoded.media else {}
     common = {"index": index, "adapter": encoded.adapter_id, "priority": encoded.row.priority, **images}
-    return [
-        engine.requests.admit(ids, sampling, pooling=params, **common)
-        for ids, params in encoded.texts
-    ]
+    return [engine.requests.admit(ids, sampling, pooling=params, **common) for ids, params in encoded.texts]
 
 
 def _admit_audio(engine: Engine, encoded: Any) -> list[RequestId]:

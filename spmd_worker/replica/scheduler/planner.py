@@ -68,8 +68,8 @@ class SchedulerLimits:
 
 class Planner:
     """Decides one step. If the free blocks do not suffice for all running sequences, those of the last priority with
-    the least computed work are preempted until they do. Then the running sequences are served, in service order. Waiting sequences get the rest
-    of the token budget.
+    the least computed work are preempted until they do. Then the running sequences are served, in service order.
+    Waiting sequences get the rest of the token budget.
 
     With several steps in flight, a sequence whose next token is being sampled cannot continue and is not preempted: its
     token would arrive for a sequence that is gone. All others can, whatever is in flight: stages execute steps in

@@ -102,10 +102,12 @@ def request(
 
 
 def standard_events() -> dict[int, list[Event]]:
-    """By step: ten requests in two waves, two that fork, two aborts, one of them while it is preempted or waits."""
+    """By step: ten requests in two waves, two that fork, two of a lower priority than those before them, two aborts, one
+    of them while it is preempted or waits.
+    """
     first = [Admit(request(number, 3 + 4 * (number % 4), max_tokens=6 + 3 * number)) for number in range(6)]
     forking = [Admit(request(number, 5, n=3, max_tokens=9)) for number in (6, 7)]
-    late = [Admit(request(number, 9, max_tokens=12)) for number in (8, 9)]
+    late = [Admit(request(number, 9, priority=-number, max_tokens=12)) for number in (8, 9)]
     return {1: [*first, *forking], 9: [Abort(RequestId(5))], 12: late, 14: [Abort(RequestId(9))]}
 
 
@@ -117,13 +119,7 @@ def pressure_events() -> dict[int, list[Event]]:
     events: dict[int, list[Event]] = {30: [ResetPrefixCache()], 45: [SetWeightVersion(3)]}
     for wave, step in enumerate((1, 12, 26, 40)):
         rows = [
-            request(
-                *(number, 14 + number % 3),
-                head=heads[number % 3],
-                priority=number % 5 // 3,
-                max_tokens=8 + number % 9,
-                n=1 + number % 4 // 3,
-            )
+            request(number, 14 + number % 3, head=heads[number % 3], max_tokens=8 + number % 9, n=1 + number % 4 // 3)
             for number in range(6 * wave, 6 * wave + 6)
         ]
         events.setdefault(step, []).extend(Admit(row) for row in rows)
