@@ -217,6 +217,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                     media_items=encoded.media_items,
                     encoder=encoded.encoder,
                     encoder_text=encoded.encoder_text,
+                    priority=priority,
                 )
                 self._named.track(number, params, text, encoded.encoder_text)
             if arrival_time is not None:

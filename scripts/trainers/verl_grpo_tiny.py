@@ -184,9 +184,14 @@ def main() -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     use_cpu()
     torch.distributed.init_process_group("gloo")
-    # Each rank has its own folder, with the same bytes.
-    with TemporaryDirectory() as folder:
-        make_model(folder)
+    with TemporaryDirectory() as own:
+        # transformers writes files on the first rank alone.
+        folders = [own]
+        torch.distributed.broadcast_object_list(folders)
+        folder = folders[0]
+        if folder == own:
+            make_model(folder)
+        torch.distributed.barrier()
         worker = worker_of(folder, arguments)
         asyncio.run(worker.update_weights(global_steps=0, mode="naive"))
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -200,6 +205,7 @@ def main() -> None:
                 asyncio.run(worker.rollout.release())
                 asyncio.run(worker.update_weights(global_steps=step + 1, mode="naive"))
         worker.rollout.llm.close()
+        torch.distributed.barrier()
 
 
 if __name__ == "__main__":

@@ -77,11 +77,11 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "rope_theta": Any, "hf_config_path": Any, "disable_sliding_window": Any, "model_impl": Any,
     "model_class_overrides": Any, "model_weights": Any, "task": Any, "convert": Any, "pooler_config": Any,
     "override_pooler_config": Any, "diffusion_config": Any, "tokenizer": Any, "tokenizer_mode": Any,
-    "scheduling_policy": Any, "scheduler_cls": Any, "kv_cache_memory_bytes": Any, "kv_offloading_size": Any,
-    "cpu_offload_gb": Any, "prefill_context_parallel_size": Any, "decode_context_parallel_size": Any,
-    "data_parallel_rank": Any, "data_parallel_start_rank": Any, "data_parallel_size_local": Any,
-    "data_parallel_hybrid_lb": Any, "data_parallel_external_lb": Any, "data_parallel_multi_port_external_lb": Any,
-    "device_ids": Any, "enable_return_routed_experts": Any, "aux_output_config": Any, "watermark_config": Any,
+    "scheduler_cls": Any, "kv_cache_memory_bytes": Any, "kv_offloading_size": Any, "cpu_offload_gb": Any,
+    "prefill_context_parallel_size": Any, "decode_context_parallel_size": Any, "data_parallel_rank": Any,
+    "data_parallel_start_rank": Any, "data_parallel_size_local": Any, "data_parallel_hybrid_lb": Any,
+    "data_parallel_external_lb": Any, "data_parallel_multi_port_external_lb": Any, "device_ids": Any,
+    "enable_return_routed_experts": Any, "aux_output_config": Any, "watermark_config": Any,
     "sleep_preserve_parameter_names": Any, "return_sampling_mask": Any, "enable_mm_embeds": Any,
     "mm_encoder_only": Any, "allowed_media_domains": Any, "kv_transfer_config": Any, "kv_events_config": Any,
     "ec_transfer_config": Any, "enable_fault_tolerance": Any, "enable_trace_replay": Any,
@@ -155,6 +155,7 @@ class LLMKeywords(_Others, total=False):
     max_num_batched_tokens: int | None
     enable_chunked_prefill: bool | None
     preemption_mode: str | None
+    scheduling_policy: str | None
     max_encode_patches: int | None
     max_encoder_len: int | None
     async_scheduling: bool | None
