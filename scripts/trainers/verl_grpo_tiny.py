@@ -198,9 +198,8 @@ def main() -> None:
         for step in range(arguments.steps):
             differences = train_step(worker, tokenizer)
             if torch.distributed.get_rank() == 0:
-                print(
-                    f"step {step + 1}, difference of log-probabilities: mean {differences.mean():.2e}, max {differences.max():.2e}"
-                )
+                mean, most = differences.mean(), differences.max()
+                print(f"step {step + 1}, difference of log-probabilities: mean {mean:.2e}, max {most:.2e}", flush=True)
             if not arguments.skip_sync:
                 asyncio.run(worker.rollout.release())
                 asyncio.run(worker.update_weights(global_steps=step + 1, mode="naive"))

@@ -57,12 +57,29 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def config(**changes: Any) -> Config:
     given: dict[str, Any] = {
-        **{"dtype": "float32", "gpu_memory_utilization": 0.5, "enforce_eager": False, "max_num_batched_tokens": 64},
-        **{"max_num_seqs": 8, "seed": 1, "enable_chunked_prefill": True, "enable_prefix_caching": True},
-        **{"scheduling_policy": "fcfs", "logprobs_mode": "processed_logprobs", "max_model_len": 64},
-        **{"load_format": "dummy", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
-        **{"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0},
-        **{"ignore_eos": False, "response_length": LENGTH, "calculate_log_probs": True, "free_cache_engine": True},
+        "dtype": "float32",
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": False,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "seed": 1,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "fcfs",
+        "logprobs_mode": "processed_logprobs",
+        "max_model_len": 64,
+        "load_format": "dummy",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "ignore_eos": False,
+        "response_length": LENGTH,
+        "calculate_log_probs": True,
+        "free_cache_engine": True,
         "engine_kwargs": {"spmd_worker": {"device": "cpu", "num_blocks": 40}},
         "val_kwargs": SimpleNamespace(do_sample=False, temperature=0.0, top_p=1.0, top_k=-1),
     }
@@ -135,6 +152,7 @@ def test_batch_has_responses_of_synced_weights(rollout: Any):
 def test_log_probabilities_are_those_of_trainer(rollout: Any):
     """Divided by the temperature and not filtered, though verl asks for processed ones."""
     sync(rollout)
+    assert rollout.llm.llm_engine.config.model.logprobs_mode == "tempered_logprobs"
     rows = [[5, 6, 7, 8, 9]] * 4
     batch = rollout.generate_sequences(prompts(rows)).batch
     params = SamplingParams(temperature=0.8, top_p=1.0, max_tokens=1)

@@ -14,7 +14,6 @@ PROMPTS = [random_prompt(9 + 3 * number, number) for number in range(8)]
 PRIORITIES = [3, -1, 0, 2, -1, 0, 5, 1]
 ORDER = [1, 4, 2, 5, 7, 3, 0, 6]
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=7, seed=5, logprobs=0)
-GUARANTEE = "Answers do not depend on priorities"
 
 
 def shown(outputs: list[Any]) -> list[Any]:
@@ -32,7 +31,6 @@ def order_of_answers(llm: LLM) -> list[str]:
     return answered
 
 
-@pytest.mark.guarantee(GUARANTEE)
 @pytest.mark.parametrize(
     "sizes", [{"max_num_seqs": 8}, {"max_num_seqs": 8, "num_blocks": 32}, {"max_num_seqs": 1}], ids=str
 )

@@ -551,7 +551,7 @@ def test_damaged_row_is_row_or_error_row(tokenizer, fields, cut, value):
 def test_row_of_any_kind_has_priority(fields):
     fields = {"custom_id": "x", **fields}
     assert parse(fields).priority == -3
-    (holder,) = [fields["body"] if "body" in fields else fields]
+    holder = fields.get("body", fields)
     holder["priority"] = None
     assert parse(fields).priority == 0
     for wrong in (True, 1.5, "1", 2**63):

@@ -102,8 +102,8 @@ def request(
 
 
 def standard_events() -> dict[int, list[Event]]:
-    """By step: ten requests in two waves, two that fork, two of a lower priority than those before them, two aborts, one
-    of them while it is preempted or waits.
+    """By step: ten requests in two waves, two that fork, two that go before all others, two aborts, one of them
+    while it is preempted or waits.
     """
     first = [Admit(request(number, 3 + 4 * (number % 4), max_tokens=6 + 3 * number)) for number in range(6)]
     forking = [Admit(request(number, 5, n=3, max_tokens=9)) for number in (6, 7)]

@@ -11,15 +11,13 @@ from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import Sequence
 
-GUARANTEE = "Requests of lower priority numbers are served first, and preempted last"
-
 
 def order_of_ends(run: Run) -> list[int]:
     run.finish()
     return list(run.ended)
 
 
-@pytest.mark.guarantee(GUARANTEE)
+@pytest.mark.guarantee("Requests of lower priority numbers are served first, and preempted last")
 def test_requests_join_by_priority_then_arrival():
     run = Run(max_num_seqs=1)
     run.admit(4, max_tokens=3)
@@ -53,12 +51,12 @@ def preempted_run() -> list[tuple[int, int]]:
     return run.waiting()
 
 
-@pytest.mark.guarantee(GUARANTEE)
+@pytest.mark.guarantee("Requests of lower priority numbers are served first, and preempted last")
 def test_last_priority_is_preempted_though_most_computed():
     assert preempted_run() == [(0, 0)]
 
 
-@pytest.mark.control(GUARANTEE)
+@pytest.mark.control("Requests of lower priority numbers are served first, and preempted last")
 def test_victim_check_detects_preemption_by_work_alone(monkeypatch: pytest.MonkeyPatch):
     by_work = lambda running: min(running, key=lambda each: each.num_computed_tokens)  # noqa: E731  # one expression
     monkeypatch.setattr(planner_module, "choose_victim", by_work)

@@ -8,7 +8,6 @@ from scheduler_runs import EOS, Row, Run
 from kv_cache.layer_groups import LayerGroups
 from spmd_worker.replica.scheduler.allocator import Allocator
 
-GUARANTEE = "Samples beyond scheduler.max_num_seqs share the prompt"
 NUM_PROMPT_TOKENS = 42
 
 
@@ -34,13 +33,13 @@ def is_computed_once(rows: list[Row]) -> bool:
     return [row.first for row in rows] == [0] + [40] * (len(rows) - 1)
 
 
-@pytest.mark.guarantee(GUARANTEE)
+@pytest.mark.guarantee("Samples beyond scheduler.max_num_seqs share the prompt")
 @pytest.mark.parametrize("settings", [{"caching": True}, {}, {"ahead": 1}, {"virtual_engines": 2}], ids=str)
 def test_parts_compute_the_prompt_once(settings: dict[str, Any]):
     assert is_computed_once(prompt_rows(**settings))
 
 
-@pytest.mark.control(GUARANTEE)
+@pytest.mark.control("Samples beyond scheduler.max_num_seqs share the prompt")
 def test_count_detects_parts_that_share_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Allocator, "_blocks_of_sample", lambda *_: [])
     assert not is_computed_once(prompt_rows())
