@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from spmd_worker.base.config.schema import ModelOptions
-from spmd_worker.compat.call_arguments import check_extras, priorities_of
+from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages
 from spmd_worker.compat.lora_requests import LoRARequests, one_each, set_lora_requests
 from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, check_prompt_adapter, set_prompt_adapters
@@ -82,17 +82,12 @@ class PromptCalls:
         def encode() -> list[Encoded]:
             encoded = self._encoder.encode(prompts, sampling_params)
             check_extras(tokenization_kwargs, mm_processor_kwargs)
-            self._set_priorities(encoded, priority)
+            self._encoder.set_priorities(encoded, priority)
             set_lora_requests(encoded, lora_request)
             set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded
 
         return self._runner.run("generate", encode, sampling_params, on_error, gather, use_tqdm)
-
-    def _set_priorities(self, encoded: list[Encoded], priority: Any) -> None:
-        for each, number in zip(encoded, priorities_of(len(encoded), priority), strict=True):
-            self._engine.limits.check_priority(number)
-            each.priority = number
 
     def chat(
         self,
@@ -145,7 +140,7 @@ class PromptCalls:
             )
             encoded = self._encoder.render(messages, options, sampling_params)
             check_extras(tokenization_kwargs, mm_processor_kwargs)
-            self._set_priorities(encoded, priority)
+            self._encoder.set_priorities(encoded, priority)
             set_lora_requests(encoded, lora_request)
             set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded

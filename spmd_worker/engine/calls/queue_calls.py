@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
-from spmd_worker.compat.call_arguments import check_extras, priorities_of
+from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
 from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
@@ -74,8 +74,7 @@ class QueueCalls:
         def encode() -> list[Encoded]:
             encoded = self._encoder.encode(prompts, sampling_params)
             check_extras(tokenization_kwargs, mm_processor_kwargs)
-            for each, number in zip(encoded, priorities_of(len(encoded), priority), strict=True):
-                each.priority = number
+            self._encoder.set_priorities(encoded, priority)
             set_lora_requests(encoded, lora_request)
             set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded
