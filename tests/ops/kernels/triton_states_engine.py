@@ -4,16 +4,22 @@ kernels: a process of its own.
     OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python tests/ops/kernels/triton_states_engine.py
                                                                        prints one JSON object
 
-Rows together, cut, from snapshots and alone have the same bits; the device keeps what steps have in common.
+Rows together, cut, from snapshots and alone have the same bits; the device keeps what steps have in common. So have
+steps that are replayed (recorded_graphs.py), whose padding changes no state.
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
+from recorded_graphs import RecordedGraph
+from small_steps import use_small_steps
 from state_rows import answers_of
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.ops.attention.triton import TritonFixedAttention
 
 SIZES = {
     "hidden_size": 64,
@@ -57,7 +63,27 @@ def answers(llm: LLM, first: int = 0, end: int = len(ROWS)) -> list:
     return answers_of(llm.generate(ROWS[first:end], PARAMS[first:end], use_tqdm=False))
 
 
+def check_graphs(folder: Path, family: str, expected: list, found: dict[str, bool]) -> None:
+    settings = SETTINGS | {"device_backend": "recorded_graphs.RecordedDevice"}
+    with LLM(folder, enable_sleep_mode=True, **settings) as llm:
+        before, at_start = RecordedGraph.num_replayed, RecordedGraph.num_recorded
+        replayed = [answers(llm), answers(llm)]
+        found[f"{family}: replayed"] = RecordedGraph.num_replayed > before + 4 and at_start > 0
+        found[f"{family}: same bits replayed"] = replayed == [expected, expected]
+        llm.sleep(level=1)
+        llm.wake_up()
+        before = RecordedGraph.num_recorded
+        found[f"{family}: same bits after sleep"] = answers(llm) == expected and RecordedGraph.num_recorded > before
+    # Padding tokens are then of a sequence, of which they write a slot's state.
+    with (
+        mock.patch.object(sys.modules[TritonFixedAttention.__module__], "_NO_SLOT", 0),
+        LLM(folder, **settings) as llm,
+    ):
+        found[f"{family}: control: padding that is computed"] = [answers(llm), answers(llm)] != [expected, expected]
+
+
 def main() -> None:
+    use_small_steps()
     found: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -70,6 +96,7 @@ def main() -> None:
                 found[f"{family}: from snapshots"] = llm.llm_engine.counters.num_snapshot_hits > 2 and again == together
                 llm.reset_prefix_cache()
                 found[f"{family}: alone"] = answers(llm, 1, 2) == together[1:2]
+            check_graphs(folder, family, together, found)
             ids = [[sample[0] for sample in row] for row in together]
             found[f"{family}: ids are the CPU's"] = ids == [[sample[0] for sample in row] for row in expected]
             found[f"{family}: control: other kernels have other bits"] = together != expected
