@@ -9,17 +9,19 @@ steps that are replayed (recorded_graphs.py), whose padding changes no state.
 """
 
 import json
-import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import torch
 from recorded_graphs import RecordedGraph
 from small_steps import use_small_steps
 from state_rows import answers_of
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.ops.attention.triton import TritonFixedAttention
+from spmd_worker.ops.kernels.recurrent import StateSegments
 
 SIZES = {
     "hidden_size": 64,
@@ -58,9 +60,15 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=index, max_tokens=3, ignore_eos=True, logprobs=1) for index in range(len(ROWS))
 ]
 
+FILL_SEGMENTS = TritonFixedAttention._fill_segments
+
 
 def answers(llm: LLM, first: int = 0, end: int = len(ROWS)) -> list:
     return answers_of(llm.generate(ROWS[first:end], PARAMS[first:end], use_tqdm=False))
+
+
+def begin_anew(attention: TritonFixedAttention, segments: StateSegments) -> None:
+    FILL_SEGMENTS(attention, replace(segments, firsts=torch.zeros_like(segments.firsts)))
 
 
 def check_graphs(folder: Path, family: str, expected: list, found: dict[str, bool]) -> None:
@@ -74,12 +82,8 @@ def check_graphs(folder: Path, family: str, expected: list, found: dict[str, boo
         llm.wake_up()
         before = RecordedGraph.num_recorded
         found[f"{family}: same bits after sleep"] = answers(llm) == expected and RecordedGraph.num_recorded > before
-    # Padding tokens are then of a sequence, of which they write a slot's state.
-    with (
-        mock.patch.object(sys.modules[TritonFixedAttention.__module__], "_NO_SLOT", 0),
-        LLM(folder, **settings) as llm,
-    ):
-        found[f"{family}: control: padding that is computed"] = [answers(llm), answers(llm)] != [expected, expected]
+    with mock.patch.object(TritonFixedAttention, "_fill_segments", begin_anew), LLM(folder, **settings) as llm:
+        found[f"{family}: control: rows that begin anew"] = answers(llm) != expected
 
 
 def main() -> None:
