@@ -507,3 +507,42 @@ class Kind:
 
 SUBJECTS = {each.kind: Kind(each) for each in (Matmul, Fp8, Leaves, Prompts, Adapters)}
 
+
+def _by_shape(results: list[dict[str, Any]]) -> dict[tuple[bool, int, int], list[dict[str, Any]]]:
+    found: dict[tuple[bool, int, int], list[dict[str, Any]]] = {}
+    for result in results:
+        of = result["subject"]
+        found.setdefault((of["is_gated"], of["outputs"], of["inputs"]), []).append(result)
+    return found
+
+
+def _by_bucket(results: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    for result in sorted(results, key=lambda each: each["subject"]["rows"]):
+        found.setdefault(matmul.bucket_of(result["subject"]["rows"]), []).append(result)
+    return found
+
+
+def in_python(text: str) -> str:
+    """A tile's text as it stands in a table: sizes by place, and what is no default."""
+    usual = ("x_by_tma=True", "weight_by_tma=True", "out_by_tma=True", "is_specialized=False", "rest_columns=0")
+    usual += ("is_paired=False", "is_swapped=False", "is_flat=False", "per_multiprocessor=1")
+    for each in usual:
+        text = text.replace(f", {each}", "")
+    return re.sub(r"\b(rows|columns|inputs|steps|num_warps|num_stages)=", "", text)
+
+
+def _best(results: list[dict[str, Any]]) -> tuple[str, str]:
+    """The candidate with the least relative time over all, and microseconds of it / the library's."""
+    common = set.intersection(*(set(each["times"]) for each in results))
+    if not common:
+        return results[0]["today"], "not measured"
+    least = [min(each["times"].values()) for each in results]
+    scores = {
+        text: sum(each["times"][text] / fastest for each, fastest in zip(results, least, strict=True))
+        for text in common
+    }
+    # Equal scores go to the first in the alphabet, whatever a set's order.
+    best = min(sorted(scores), key=scores.__getitem__)
+    beside = ", ".join(f"{each['times'][best]:.1f}/{each['library'] or 0:.1f}" for each in results)
+    return best, beside

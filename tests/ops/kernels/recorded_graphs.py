@@ -77,8 +77,8 @@ class _Recording(TorchDispatchMode):
 
     def launch(self, executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
         self._launches.append(lambda: _launch_interpreted(executor, *args, **kwargs))
-        self._keep((args, tuple(kwargs.values())))
         with _disable_current_modes():
+            self._keep((args, tuple(kwargs.values())))
             _launch_interpreted(executor, *args, **kwargs)
 
     def _keep(self, values: Any) -> None:
