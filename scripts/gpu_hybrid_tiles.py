@@ -1,4 +1,4 @@
-"""Subjects of `gpu_sweep.py` of models with latent attention and with recurrent states, beside those of gpu_tiles.py."""
+"""Subjects of `gpu_sweep.py` of models with latent attention or recurrent states, beside those of gpu_tiles.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
