@@ -1,6 +1,6 @@
 """Tiles of the Triton backend on this GPU: a sweep of a minute over those that are estimates or slower than wanted.
 
-    python scripts/gpu_sweep.py --out sweep.json [--only matmul,fp8,leaves,prompts,adapters] [--budget-s 60]
+    python scripts/gpu_sweep.py --out sweep.json [--only matmul,fp8,...,latent,scans] [--budget-s 60]
     python scripts/gpu_sweep.py --show sweep.json       entries of the tables in Python, to be pasted
     TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Nehalem python scripts/gpu_sweep.py --dry
 
@@ -11,7 +11,8 @@ object. `--dry` runs few candidates on CPU tensors and writes nothing.
 
 Tables: matmul -> MEASURED of `ops/kernels/triton/tile_table.py`, leaves -> LEAVES there, fp8 -> MEASURED of
 `ops/kernels/triton/fp8.py`; prompts -> `attention.many_tile`, adapters -> `adapters.FEW_ROWS` and `MANY_ROWS`, which
-have a tile for a kind of heads or for all layers: their entries are shown as they were measured.
+have a tile for a kind of heads or for all layers: their entries are shown as they were measured. So have latent ->
+`attention.many_tile`, and scans -> `BV` and `BP` of `scan_delta_kernels.py` and `scan_mamba_kernels.py`.
 """
 
 import argparse
@@ -32,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import triton
 from gpu_figures import rates
-from gpu_tiles import SUBJECTS, Subject, subject_of
+from gpu_hybrid_tiles import ALL_SUBJECTS, subject_of
+from gpu_tiles import Subject
 from torch import Tensor
 
 from spmd_worker.ops.kernels.triton.compile_ahead import compiling
@@ -200,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
     deadline = began + arguments.budget_s
     device = torch.device("cpu" if arguments.dry else "cuda")
     kinds = arguments.only.split(",")
-    subjects = [each for kind in kinds for each in SUBJECTS[kind](is_dry=arguments.dry)]
+    subjects = [each for kind in kinds for each in ALL_SUBJECTS[kind](is_dry=arguments.dry)]
     name = "interpreted" if arguments.dry else torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}: {len(subjects)} shapes", flush=True)
     compilers = None if arguments.dry else Compilers(subjects, arguments.jobs)
@@ -236,7 +238,7 @@ def show(path: Path) -> None:
     """Entries of tables, in Python."""
     for kind, results in _by_kind(json.loads(path.read_text(encoding="utf-8"))).items():
         print(f"# {kind}")
-        for line in SUBJECTS[kind].entries(results):
+        for line in ALL_SUBJECTS[kind].entries(results):
             print(line)
 
 
@@ -251,13 +253,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file for all that was measured")
     parser.add_argument("--show", type=Path, metavar="RESULTS", help="print entries of the tables, and measure nothing")
-    parser.add_argument("--only", default=",".join(SUBJECTS), help="kinds, separated by commas")
+    parser.add_argument("--only", default=",".join(ALL_SUBJECTS), help="kinds, separated by commas")
     parser.add_argument("--budget-s", type=float, default=60.0, help="seconds after which nothing more is timed")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--dry", action="store_true", help="on CPU tensors, interpreted, nothing timed or written")
     arguments = parser.parse_args()
-    if unknown := [kind for kind in arguments.only.split(",") if kind not in SUBJECTS]:
-        parser.error(f"--only {','.join(unknown)}: the kinds are {', '.join(SUBJECTS)}")
+    if unknown := [kind for kind in arguments.only.split(",") if kind not in ALL_SUBJECTS]:
+        parser.error(f"--only {','.join(unknown)}: the kinds are {', '.join(ALL_SUBJECTS)}")
     if arguments.show is not None:
         show(arguments.show)
         return 0

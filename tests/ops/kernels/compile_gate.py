@@ -254,7 +254,9 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     for name, shape in LATENTS.items():
         for way in ("few", "few joined", "many"):
             variant = attend_variant(f"attend {name} {way}", *shape, element)
-            yield replace(variant, stack_bytes=24 if "mistral-4" in name else 0)
+            # Sums of 512 numbers lie on the stack between segments.
+            stack_bytes = 24 if "mistral-4" in name else 1152 if way == "many" else 0
+            yield replace(variant, stack_bytes=stack_bytes)
     types = _typed(row_kernels.write_rows, element)
     constants = {"KV_HEADS": 1, "D": 576, "DP": 1024, "BLOCK": 16, "VALUES": False}
     options, strides = row_kernels.LAUNCH | {"num_warps": 1}, ("stride_key", "stride_value", "stride_page")
@@ -872,7 +874,8 @@ def delta_variants(element: str) -> Iterator[Variant]:
     for key_size, value_size, is_per_channel in ((128, 128, False), (96, 192, False), (128, 128, True)):
         config = DeltaConfig(16, 32, key_size, value_size, 1e-6, is_per_channel=is_per_channel)
         name = f"scan_delta {key_size} {value_size}{' channels' if is_per_channel else ''}"
-        yield Variant(name, kernel, types, scan_delta.scan_constants(config), options, ("stride_mixed",))
+        constants, scan = scan_delta.scan_constants(config), scan_delta_kernels.SCAN
+        yield Variant(name, kernel, types, constants, scan, ("stride_mixed",))
     numbers = dict.fromkeys(("SIZE", "stride_x", "stride_gate", "stride_weight"), "i32") | {"eps": "fp32"}
     types = dict.fromkeys(("x", "gate", "weight", "out"), f"*{element}") | numbers
     for size, gates_first, rounds_once in ((128, False, False), (8192, True, False), (1536, False, True)):
