@@ -714,7 +714,7 @@ SCALES = {
 }
 _ALIGNED = ("N", "K", "stride_x", "stride_weight", "stride_scales", "stride_out")
 _SPILLED_SUM_BYTES = {(False, 128, 256): 104, (True, 128, 64): 88}
-"""By is_gated, rows and columns: part of the sum leaves its registers between chains, and the tile is the fastest so."""
+"""By is_gated, rows and columns: part of a sum leaves its registers between chains, and these tiles are fast so."""
 
 
 def fp8_variants(element: str = "bf16") -> Iterator[Variant]:

@@ -101,10 +101,9 @@ HOPPER_GATED_TILES: Final = (_FEW_GATED, _FEWER_THAN_32_GATED, _SOME_GATED, _MAN
 
 
 MOST_FUSED_ROWS: Final = 128
-"""Rows up to which gates of scales of rows are multiplied in the kernel of their matmul. Two sums of a tile leave little
-room for a large one: 2,048 rows of 28,672 x 4,096 took 580 us, and would take 414 by the plain matmul's rate; the launch
-that multiplies gates takes about 45, and quantises rows for the next matmul, which is a launch less. A bucket's end, so
-that the warm-up compiles both.
+"""Rows up to which gates are multiplied in the kernel of their matmul if scales are of rows. Tiles with two sums are
+small: 2,048 rows of 28,672 x 4,096 took 580 us, and would take 414 at the plain matmul's rate. Gates apart are a launch
+of about 45, which quantises them for the next matmul, and so saves one. A bucket's end: the warm-up compiles both.
 """
 MEASURED: Final[dict[tuple[bool, int, int], dict[int, Fp8Tile]]] = {
     (False, 6144, 4096): {

@@ -134,5 +134,6 @@ MEASURED: Final[dict[Key, Entry]] = {
     ),
 }
 """Beside each tile: microseconds of the matmul with 8 and 16, or with the most rows of the bucket (2,048 in the last),
-and cuBLAS's (without silu where gated), in CUDA graphs that read the weight from memory. Tiles without figures are estimates.
+and cuBLAS's (without silu where gated), in CUDA graphs that read the weight from memory. Tiles without figures are
+estimates.
 """
