@@ -93,7 +93,7 @@ _SHORT_INPUTS: Final = 4096
 """Inputs up to which the larger tile was 3 % faster; with 14,336 it was 7 % slower."""
 _SOME_GATED_CHAINED: Final = Fp8Tile(64, 64, 1, 4, 4, per_multiprocessor=2)
 _MANY_GATED_CHAINED: Final = Fp8Tile(128, 64, 1, 4, 3, per_multiprocessor=2)
-CHAINED_TILES: Final = (_MANY_CHAINED, _MANY_SHORT_CHAINED)
+CHAINED_TILES: Final = (_MANY_SHORT_CHAINED, _MANY_CHAINED)
 CHAINED_GATED_TILES: Final = (_SOME_GATED_CHAINED, _MANY_GATED_CHAINED)
 """Tiles of matmuls without scales of groups."""
 HOPPER_TILES: Final = (_FEW, _FEWER_THAN_32, _SOME_NARROW, _SOME, _SOME_WIDE, _MANY_NARROW, _MANY)
@@ -178,11 +178,9 @@ def _tile_for(device: torch.device, num_rows: int, num_columns: int, num_inputs:
     if _MANY.num_tiles(num_rows, num_columns, is_gated=False) <= multiprocessors:
         return _MANY_NARROW
     # Larger tiles read less of L2, which smaller ones wait for, once they are enough for all multiprocessors.
-    large = (_MANY_SHORT_CHAINED,) if num_inputs <= _SHORT_INPUTS else ()
-    for tile in () if has_groups else (*large, _MANY_CHAINED):
-        if tile.num_tiles(num_rows, num_columns, is_gated=False) >= multiprocessors:
-            return tile
-    return _MANY
+    large = () if has_groups else CHAINED_TILES if num_inputs <= _SHORT_INPUTS else CHAINED_TILES[1:]
+    enough = (tile for tile in large if tile.num_tiles(num_rows, num_columns, is_gated=False) >= multiprocessors)
+    return next(enough, _MANY)
 
 
 def num_warps(block: int) -> int:
