@@ -330,7 +330,7 @@ class Fp8TritonKernels(Fp8Packing, PackedTritonKernels):
         return _with_quantised(gated, *quantised)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """With the same bits in one launch and in two."""
+        """One launch or two, with the same bits."""
         is_apart = is_packed(weight) and weight.ndim == 2 and x[..., 0].numel() > MOST_FUSED_ROWS
         if is_apart and capability(x.device) in (_HOPPER, (0, 0)):
             return self.silu_and_mul(self.linear(x, weight, bias))
