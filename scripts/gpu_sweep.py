@@ -42,6 +42,8 @@ from spmd_worker.ops.kernels.triton.compile_ahead import compiling
 BYTES_BEYOND_CACHE = 160 << 20
 SAMPLE_US, MOST_LAUNCHES, NUM_SAMPLES = 1500.0, 120, 3
 SHOWN = 5
+TOGETHER = 3
+"""Kernels that a process compiles one after another, with the same operands."""
 
 
 class Timer:
@@ -154,18 +156,20 @@ def measured(subject: Subject, timer: "Timer | NoTimer", device: torch.device, d
     return result
 
 
-def compile_one(kind: str, fields: dict[str, Any], index: int) -> str:
-    """Compile the kernels of one candidate, in a process of its own, for Triton's cache; returns what went wrong."""
-    subject, device = subject_of(kind, fields), torch.device("cuda")
-    try:
-        with torch.inference_mode():
-            operands = subject.operands(device, 1)
-            # Launches nothing, so that the GPU is left to what is timed meanwhile.
-            with compiling(device, 1):
-                subject.calls(operands, subject.candidates(device)[index])[0]()
-    except Exception as error:  # said again where it is measured
-        return f"{type(error).__name__}: {str(error)[:100]}"
-    return ""
+def compile_some(kind: str, fields: dict[str, Any], indices: list[int]) -> list[str]:
+    """Compile the kernels of some candidates, in a process of its own, for Triton's cache; returns what went wrong."""
+    # With an index: threads that compile set their device, and torch refuses to set one without.
+    subject, device, errors = subject_of(kind, fields), torch.device("cuda", torch.cuda.current_device()), []
+    with torch.inference_mode():
+        operands, candidates = subject.operands(device, 1), subject.candidates(device)
+        # Launches nothing, so that the GPU is left to what is timed meanwhile.
+        with compiling(device, 1):
+            for index in indices:
+                try:
+                    subject.calls(operands, candidates[index])[0]()
+                except Exception as error:  # said again where it is measured
+                    errors.append(f"{type(error).__name__}: {str(error)[:100]}")
+    return errors
 
 
 class Compilers:
@@ -174,15 +178,17 @@ class Compilers:
     def __init__(self, subjects: Iterable[Subject], num_processes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(num_processes, mp_context=context)
-        self._jobs: dict[str, list[Future[str]]] = {}
-        asked: dict[object, Future[str]] = {}
+        self._jobs: dict[str, list[Future[list[str]]]] = {}
+        asked: set[object] = set()
         for subject in subjects:
-            jobs = self._jobs[subject.name] = []
-            for index, candidate in enumerate(subject.candidates(torch.device("cuda"))):
-                key = subject.kernel_key(candidate)
-                if key not in asked:
-                    asked[key] = self._pool.submit(compile_one, subject.kind, asdict(subject), index)
-                jobs.append(asked[key])
+            keys = [subject.kernel_key(candidate) for candidate in subject.candidates(torch.device("cuda"))]
+            new = [index for index, key in enumerate(keys) if key not in asked and keys.index(key) == index]
+            asked.update(keys)
+            # Kernels of earlier subjects are waited for there.
+            self._jobs[subject.name] = [
+                self._pool.submit(compile_some, subject.kind, asdict(subject), new[start : start + TOGETHER])
+                for start in range(0, len(new), TOGETHER)
+            ]
         self.num_kernels = len(asked)
 
     def wait_for(self, subject: Subject, deadline: float) -> None:
@@ -190,7 +196,7 @@ class Compilers:
             try:
                 job.result(timeout=max(0.0, deadline - time.monotonic()))
             except Exception as error:  # the sweep compiles it itself
-                print(f"{subject.name}: compiling: {type(error).__name__}", flush=True)
+                print(f"{subject.name}: compiling: {type(error).__name__}: {str(error)[:100]}", flush=True)
                 return
 
     def stop(self) -> None:

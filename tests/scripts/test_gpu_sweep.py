@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +81,33 @@ def test_fastest_is_fast_with_all_rows_of_a_bucket(subjects: ModuleType):
 
     assert subjects._best([result(1, a=1.0, b=3.0), result(16, a=2.0, b=1.9)])[0] == "a"
     assert subjects._best([result(1, a=1.0), result(16, b=1.9)]) == ("a", "not measured")
+
+
+def test_process_compiles_several_kernels_on_indexed_device(subjects: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    """A device without an index failed each thread that compiles, and so each kernel."""
+    sweep, devices, compiled = importlib.import_module("gpu_sweep"), [], []
+
+    class Four(subjects.Subject):
+        def candidates(self, device: torch.device) -> list[str]:
+            return ["a", "b", "c", "d"]
+
+        def operands(self, device: torch.device, num_copies: int) -> int:
+            return num_copies
+
+        def calls(self, operands: int, candidate: str) -> list:
+            if candidate == "b":
+                raise ValueError("does not fit")
+            return [lambda: compiled.append(candidate)]
+
+    def compiling(device: torch.device, num_threads: int) -> nullcontext[None]:
+        devices.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(sweep, "subject_of", lambda kind, fields: Four(**fields))
+    monkeypatch.setattr(sweep, "compiling", compiling)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert sweep.compile_some("four", {"name": "four"}, [0, 1, 2]) == ["ValueError: does not fit"]
+    assert (compiled, devices) == (["a", "c"], [torch.device("cuda", 1)])
 
 
 @pytest.mark.stress

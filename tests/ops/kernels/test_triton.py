@@ -32,7 +32,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
 ALL_CASES = {
     "triton_experts_cases.py": ((), 18),
     "triton_stored_experts_cases.py": ((), 12),
-    "triton_quantised_cases.py": ((), 21),
+    "triton_quantised_cases.py": ((), 22),
     "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 13),
