@@ -148,7 +148,7 @@ class ImageRun:
         config = self.models[0].model_config
         kinds: dict[str, Any] = {"has_states": config.has_states, "vision": config.vision}
         kinds["has_encoder"] = config.encoder_part is not None
-        batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), **kinds)
+        batch = build_batch(scheduled, BLOCK_SIZE, torch.get_default_device(), **kinds)
         tokens, hidden = (batch.token_ids, batch.positions, batch.rope_regimes), None
         media = self._media(scheduled)
         for model, cache, states in zip(self.models, self.caches, self.states, strict=True):
@@ -188,7 +188,7 @@ class ImageRun:
             start += count
         if not places:
             return None
-        rows, *added = torch.stack(parts, 1).to(dtype).unbind()
+        rows, *added = torch.stack(parts, 1).to(torch.get_default_device(), dtype).unbind()
         return StepMedia(torch.tensor(places), rows, tuple(added))
 
 
