@@ -114,13 +114,13 @@ def engine_of(draw: Random, name: str) -> dict[str, Any]:
         {"verify_steps": 1},
         {"enable_prefix_caching": False},
         {"enforce_eager": True},
-        {"prefix_cache_host_memory": 0.01},
+        {"host_tier_gib": 0.01},
     ]
     for each in draw.sample(more, draw.choice([0, 1, 2])):
         options |= each
     if options.get("enable_prefix_caching") is False:
         options.pop("verify_hits", None)
-        options.pop("prefix_cache_host_memory", None)
+        options.pop("host_tier_gib", None)
     return options
 
 
