@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import ranks
 from image_models import image_folder, prompt_of
 from PIL import Image
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from test_weight_updates import LAYER_NORM, MODEL, NORM, PROMPTS, in_words, new_
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.base.errors import MissingWeightsError
+from spmd_worker.engine.calls import queue_calls
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
 from spmd_worker.replica.sequence.sleep_tags import MODES
 
@@ -311,6 +313,42 @@ def test_enqueued_prompts_are_answered_as_generate_answers(llm: LLM):
     assert [each.request_id for each in outputs] == ["0", "1", "2"]
     assert in_words(outputs) == in_words([*expected[0], expected[1][0]])
     assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("wants_all", [True, False])
+def test_prompts_returned_elsewhere_are_forgotten(llm: LLM, wants_all: bool, monkeypatch: pytest.MonkeyPatch):
+    """Another replica's `llm_engine.step` has returned the first: this rank hears of it in the call."""
+    ids = llm.enqueue(PROMPTS, PARAMS)
+    own = queue_calls.exchange
+    with monkeypatch.context() as patch:
+        patch.setattr(queue_calls, "exchange", lambda *given: (own(*given)[0], [[None, ids[:1]]]))
+        if wants_all:
+            assert len(llm.wait_for_completion(use_tqdm=False)) == 1
+        else:
+            with pytest.raises(ValueError, match=f"^request_ids has '{ids[0]}': give ids of enqueue"):
+                llm.wait_for_completion(ids, use_tqdm=False)
+    llm.llm_engine.abort_request(ids)
+    drain(llm)
+
+
+STEPS_AND_WAITS = """
+import sys
+from spmd_worker import LLM, SamplingParams
+prompts = [{"prompt_token_ids": [5, 6, count]} for count in (7, 8, 9)]
+params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (20, 1, 20)]
+with LLM(sys.argv[1], dtype="float32", device="cpu", num_blocks=40, data_parallel_size=2) as llm:
+    llm.enqueue(prompts, params)
+    returned = [output.request_id for _ in range(3) for output in llm.llm_engine.step()]
+    assert returned == (["1"] if llm.llm_engine.engine_channel.rank == 1 else []), returned
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [each.prompt_token_ids[-1] for each in outputs] == [7, 9]
+"""
+
+
+@pytest.mark.matrix
+def test_prompts_that_a_step_returned_are_no_disagreement():
+    completed = ranks.run_ranks(STEPS_AND_WAITS, 2, 120, [MODEL])
+    assert completed.returncode == 0, completed
 
 
 def test_wrong_ids_and_prompts_are_named(llm: LLM):

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
@@ -12,13 +13,14 @@ from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
-from spmd_worker.engine.data_parallel.agreement import agree_on_call
+from spmd_worker.engine.data_parallel.agreement import exchange
 from spmd_worker.engine.data_parallel.output_coding import decode_outputs, encode_outputs
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.data_parallel.prompts import admit_prompt
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
+from spmd_worker.replica.lockstep.agreement import canonical, check_equal
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.request import RequestId
@@ -116,7 +118,7 @@ class QueueCalls:
         with engine.calls.inside("wait_for_completion", is_alone=True):
             engine.life.check_open()
             self._turns.check_outside("wait_for_completion")
-            wanted = agree_on_call(engine, "wait_for_completion", lambda: self._wanted(request_ids))
+            wanted = self._wanted(request_ids)
             missing = [name for name in wanted if self._open[name] and name not in self._answered]
             with contextlib.closing(CallBar(use_tqdm, len(missing), is_shown=engine.is_first_rank)) as bar:
                 if self._replicas is None:
@@ -138,22 +140,28 @@ class QueueCalls:
             return [self._answered.pop(name) for name in wanted]
 
     def _wanted(self, request_ids: Sequence[str] | None) -> list[str]:
-        """Ids to return. Those that `llm_engine.step` returned are forgotten."""
-        self._engine.life.check_awake()
-        self._engine.changes.complete_weights()
-        self._open = {
-            name: is_own
-            for name, is_own in self._open.items()
-            if not is_own or name in self._answered or self._names.has(name)
-        }
-        if request_ids is None:
-            return list(self._open)
-        if isinstance(request_ids, str) or not all(isinstance(each, str) for each in request_ids):
-            raise TypeError(f"request_ids is {request_ids!r}: give a list of ids that enqueue returned")
-        for name in request_ids:
+        """Ids to return, the same on every rank. Those that `llm_engine.step` returned, on any rank, are forgotten."""
+
+        def prepare() -> list[str] | None:
+            self._engine.life.check_awake()
+            self._engine.changes.complete_weights()
+            return None if request_ids is None else _checked_ids(request_ids)
+
+        arguments = (self._engine, "wait_for_completion", prepare)
+        given, answers = exchange(*arguments, lambda own: [own, self._returned()])
+        if self._engine.config.executor.digest_every:
+            check_equal("calls", [canonical({"request_ids": each}) for each, _ in answers])
+        for name in chain(self._returned(), *[returned for _, returned in answers]):
+            self._open.pop(name, None)
+        for name in given or ():
             if name not in self._open:
                 raise ValueError(f"request_ids has {name!r}: give ids of enqueue whose output was not returned yet")
-        return list(dict.fromkeys(request_ids))
+        return list(self._open) if given is None else list(dict.fromkeys(given))
+
+    def _returned(self) -> list[str]:
+        """Ids of this replica's prompts whose outputs `llm_engine.step` returned."""
+        own = [name for name, is_own in self._open.items() if is_own and name not in self._answered]
+        return [name for name in own if not self._names.has(name)]
 
     def _answer(self, names: Sequence[str], bar: CallBar, round_: ReplicaRound | None) -> None:
         """Run steps until the prompts are answered, or none is computed because of a pause."""
@@ -191,3 +199,9 @@ class QueueCalls:
         for payload in replicas.end_steps(encode_outputs(own) if own else b""):
             for index, output in (decode_outputs(payload) if payload else {}).items():
                 self._answered.setdefault(wanted[index], output)
+
+
+def _checked_ids(request_ids: Any) -> list[str]:
+    if isinstance(request_ids, str) or not all(isinstance(each, str) for each in request_ids):
+        raise TypeError(f"request_ids is {request_ids!r}: give a list of ids that enqueue returned")
+    return list(request_ids)
