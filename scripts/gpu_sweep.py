@@ -1,6 +1,6 @@
 """Tiles of the Triton backend on this GPU: a sweep of a minute over those that are estimates or slower than wanted.
 
-    python scripts/gpu_sweep.py --out sweep.json [--only matmul,fp8,leaves,prompts,adapters] [--budget-s 60]
+    python scripts/gpu_sweep.py --out sweep.json [--only matmul,fp8,...,latent,scans] [--budget-s 60]
     python scripts/gpu_sweep.py --show sweep.json       entries of the tables in Python, to be pasted
     TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Nehalem python scripts/gpu_sweep.py --dry
 
@@ -11,7 +11,8 @@ object. `--dry` runs few candidates on CPU tensors and writes nothing.
 
 Tables: matmul -> MEASURED of `ops/kernels/triton/tile_table.py`, leaves -> LEAVES there, fp8 -> MEASURED of
 `ops/kernels/triton/fp8.py`; prompts -> `attention.many_tile`, adapters -> `adapters.FEW_ROWS` and `MANY_ROWS`, which
-have a tile for a kind of heads or for all layers: their entries are shown as they were measured.
+have a tile for a kind of heads or for all layers: their entries are shown as they were measured. So have latent ->
+`attention.many_tile`, and scans -> `BV` and `BP` of `scan_delta_kernels.py` and `scan_mamba_kernels.py`.
 """
 
 import argparse
@@ -32,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import triton
 from gpu_figures import rates
-from gpu_tiles import SUBJECTS, Subject, subject_of
+from gpu_hybrid_tiles import ALL_SUBJECTS, subject_of
+from gpu_tiles import Subject
 from torch import Tensor
 
 from spmd_worker.ops.kernels.triton.compile_ahead import compiling
@@ -40,6 +42,8 @@ from spmd_worker.ops.kernels.triton.compile_ahead import compiling
 BYTES_BEYOND_CACHE = 160 << 20
 SAMPLE_US, MOST_LAUNCHES, NUM_SAMPLES = 1500.0, 120, 3
 SHOWN = 5
+TOGETHER = 3
+"""Kernels that a process compiles one after another, with the same operands."""
 
 
 class Timer:
@@ -152,18 +156,20 @@ def measured(subject: Subject, timer: "Timer | NoTimer", device: torch.device, d
     return result
 
 
-def compile_one(kind: str, fields: dict[str, Any], index: int) -> str:
-    """Compile the kernels of one candidate, in a process of its own, for Triton's cache; returns what went wrong."""
-    subject, device = subject_of(kind, fields), torch.device("cuda")
-    try:
-        with torch.inference_mode():
-            operands = subject.operands(device, 1)
-            # Launches nothing, so that the GPU is left to what is timed meanwhile.
-            with compiling(device, 1):
-                subject.calls(operands, subject.candidates(device)[index])[0]()
-    except Exception as error:  # said again where it is measured
-        return f"{type(error).__name__}: {str(error)[:100]}"
-    return ""
+def compile_some(kind: str, fields: dict[str, Any], indices: list[int]) -> list[str]:
+    """Compile the kernels of some candidates, in a process of its own, for Triton's cache; returns what went wrong."""
+    # With an index: threads that compile set their device, and torch refuses to set one without.
+    subject, device, errors = subject_of(kind, fields), torch.device("cuda", torch.cuda.current_device()), []
+    with torch.inference_mode():
+        operands, candidates = subject.operands(device, 1), subject.candidates(device)
+        # Launches nothing, so that the GPU is left to what is timed meanwhile.
+        with compiling(device, 1):
+            for index in indices:
+                try:
+                    subject.calls(operands, candidates[index])[0]()
+                except Exception as error:  # said again where it is measured
+                    errors.append(f"{type(error).__name__}: {str(error)[:100]}")
+    return errors
 
 
 class Compilers:
@@ -172,15 +178,17 @@ class Compilers:
     def __init__(self, subjects: Iterable[Subject], num_processes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(num_processes, mp_context=context)
-        self._jobs: dict[str, list[Future[str]]] = {}
-        asked: dict[object, Future[str]] = {}
+        self._jobs: dict[str, list[Future[list[str]]]] = {}
+        asked: set[object] = set()
         for subject in subjects:
-            jobs = self._jobs[subject.name] = []
-            for index, candidate in enumerate(subject.candidates(torch.device("cuda"))):
-                key = subject.kernel_key(candidate)
-                if key not in asked:
-                    asked[key] = self._pool.submit(compile_one, subject.kind, asdict(subject), index)
-                jobs.append(asked[key])
+            keys = [subject.kernel_key(candidate) for candidate in subject.candidates(torch.device("cuda"))]
+            new = [index for index, key in enumerate(keys) if key not in asked and keys.index(key) == index]
+            asked.update(keys)
+            # Kernels of earlier subjects are waited for there.
+            self._jobs[subject.name] = [
+                self._pool.submit(compile_some, subject.kind, asdict(subject), new[start : start + TOGETHER])
+                for start in range(0, len(new), TOGETHER)
+            ]
         self.num_kernels = len(asked)
 
     def wait_for(self, subject: Subject, deadline: float) -> None:
@@ -188,7 +196,7 @@ class Compilers:
             try:
                 job.result(timeout=max(0.0, deadline - time.monotonic()))
             except Exception as error:  # the sweep compiles it itself
-                print(f"{subject.name}: compiling: {type(error).__name__}", flush=True)
+                print(f"{subject.name}: compiling: {type(error).__name__}: {str(error)[:100]}", flush=True)
                 return
 
     def stop(self) -> None:
@@ -200,7 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
     deadline = began + arguments.budget_s
     device = torch.device("cpu" if arguments.dry else "cuda")
     kinds = arguments.only.split(",")
-    subjects = [each for kind in kinds for each in SUBJECTS[kind](is_dry=arguments.dry)]
+    subjects = [each for kind in kinds for each in ALL_SUBJECTS[kind](is_dry=arguments.dry)]
     name = "interpreted" if arguments.dry else torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}: {len(subjects)} shapes", flush=True)
     compilers = None if arguments.dry else Compilers(subjects, arguments.jobs)
@@ -236,7 +244,7 @@ def show(path: Path) -> None:
     """Entries of tables, in Python."""
     for kind, results in _by_kind(json.loads(path.read_text(encoding="utf-8"))).items():
         print(f"# {kind}")
-        for line in SUBJECTS[kind].entries(results):
+        for line in ALL_SUBJECTS[kind].entries(results):
             print(line)
 
 
@@ -251,13 +259,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file for all that was measured")
     parser.add_argument("--show", type=Path, metavar="RESULTS", help="print entries of the tables, and measure nothing")
-    parser.add_argument("--only", default=",".join(SUBJECTS), help="kinds, separated by commas")
+    parser.add_argument("--only", default=",".join(ALL_SUBJECTS), help="kinds, separated by commas")
     parser.add_argument("--budget-s", type=float, default=60.0, help="seconds after which nothing more is timed")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--dry", action="store_true", help="on CPU tensors, interpreted, nothing timed or written")
     arguments = parser.parse_args()
-    if unknown := [kind for kind in arguments.only.split(",") if kind not in SUBJECTS]:
-        parser.error(f"--only {','.join(unknown)}: the kinds are {', '.join(SUBJECTS)}")
+    if unknown := [kind for kind in arguments.only.split(",") if kind not in ALL_SUBJECTS]:
+        parser.error(f"--only {','.join(unknown)}: the kinds are {', '.join(ALL_SUBJECTS)}")
     if arguments.show is not None:
         show(arguments.show)
         return 0

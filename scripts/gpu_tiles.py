@@ -508,11 +508,6 @@ class Kind:
 SUBJECTS = {each.kind: Kind(each) for each in (Matmul, Fp8, Leaves, Prompts, Adapters)}
 
 
-def subject_of(kind: str, fields: dict[str, Any]) -> Subject:
-    """Of `asdict`'s fields."""
-    return SUBJECTS[kind].of(**fields)
-
-
 def _by_shape(results: list[dict[str, Any]]) -> dict[tuple[bool, int, int], list[dict[str, Any]]]:
     found: dict[tuple[bool, int, int], list[dict[str, Any]]] = {}
     for result in results:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from spmd_worker.base.names import hint, with_keyword_hints
-from spmd_worker.compat.call_arguments import check_extras, check_request_extras
+from spmd_worker.compat.call_arguments import check_extras, check_request_extras, priorities_of
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import explain_in_keywords
@@ -158,8 +158,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         """Queue a request, whose outputs have `request_id`. Without a seed, its position among the requests names its
         random stream. `params.output_kind` selects partial outputs from `step`. With PoolingParams, in a pooling run,
         `step` returns a PoolingRequestOutput, as `LLM.encode` does. `arrival_time`, in seconds since the epoch, is for
-        its metrics; `prompt_text` is its output's `prompt`. An adapter that is not loaded is loaded first, in steps of
-        the engine (`add_lora`).
+        its metrics; `prompt_text` is its output's `prompt`; `priority` is as in `LLM.generate`. An adapter that is not
+        loaded is loaded first, in steps of the engine (`add_lora`).
 
         `add_request(token_ids, params)` queues a request without a name and returns its number; `custom_id` or `index`
         name its random stream, as for the rows of a job.
@@ -168,7 +168,9 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         and for unsupported arguments; TypeError for an invalid type.
         """
         check_request_extras(trace_headers, others)
-        check_extras(1, [priority], tokenization_kwargs)
+        check_extras(tokenization_kwargs)
+        (priority,) = priorities_of(1, [priority])
+        self.limits.check_priority(priority)
         check_lora_request(lora_request)
         check_prompt_adapter(prompt_adapter_request)
         if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
@@ -180,7 +182,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         if params is None:
             if lora_request is not None or prompt_adapter_request is not None:
                 raise ValueError("adapters are for requests with a name: add_request(name, prompt, params, ...)")
-            return self._add_unnamed(request_id, prompt, custom_id, index)
+            return self._add_unnamed(request_id, prompt, custom_id, index, priority)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}: give text")
         if custom_id is not None or index is not None:
@@ -202,7 +204,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                 raise ValueError(f"request_id={request_id!r} is the name of an open request: give another")
             text = encoded.text if prompt_text is None else prompt_text
             if isinstance(params, PoolingParams):
-                number = self._add_pooled(encoded, params, text, adapter)
+                number = self._add_pooled(encoded, params, text, adapter, priority)
             else:
                 given = (encoded.token_ids, encoded.completed(params, RuledParams()))
                 number = self.requests.add(
@@ -215,6 +217,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                     media_items=encoded.media_items,
                     encoder=encoded.encoder,
                     encoder_text=encoded.encoder_text,
+                    priority=priority,
                 )
                 self.named_requests.track(number, params, text, encoded.encoder_text)
             if arrival_time is not None:
@@ -222,18 +225,22 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             self.named_requests.add(request_id, number, lora_request)
         return request_id
 
-    def _add_unnamed(self, token_ids: Any, sampling: Any, custom_id: str | None, index: int | None) -> RequestId:
+    def _add_unnamed(
+        self, token_ids: Any, sampling: Any, custom_id: str | None, index: int | None, priority: int
+    ) -> RequestId:
         if isinstance(token_ids, str) and not isinstance(sampling, SamplingParams | Mapping):
             raise TypeError(
                 "params is missing: give add_request a name, a prompt and SamplingParams, or token ids and "
                 "SamplingParams"
             )
         with self.calls.lock:
-            number = self.requests.add(token_ids, sampling, custom_id=custom_id, index=index)
+            number = self.requests.add(token_ids, sampling, custom_id=custom_id, index=index, priority=priority)
             self.named_requests.track(number, sampling, None)
         return number
 
-    def _add_pooled(self, encoded: Encoded, params: PoolingParams, text: str | None, adapter: int) -> RequestId:
+    def _add_pooled(
+        self, encoded: Encoded, params: PoolingParams, text: str | None, adapter: int, priority: int
+    ) -> RequestId:
         config = self.limits.pooling
         apply_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
         if encoded.error is not None:
@@ -252,6 +259,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
             rows=encoded.rows,
             media=encoded.media,
             media_items=items,
+            priority=priority,
         )
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:

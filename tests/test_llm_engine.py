@@ -81,7 +81,7 @@ def test_a_request_is_aborted_by_its_name(engine: LLMEngine):
         ({"prompt": "hello " * 999}, ValueError, "but max_model_len is"),
         ({"lora_request": "x"}, TypeError, "lora_request='x' is a str: give LoRARequest"),
         ({"lora_request": LoRARequest("a", 1, "/a")}, ConfigError, "no LoRA adapters: set enable_lora=True"),
-        ({"priority": 1}, ValueError, "^priority "),
+        ({"priority": 1}, ValueError, "^priority=1 needs scheduling_policy=priority"),
         ({"trace_headers": {"a": "b"}}, ValueError, "trace_headers={'a': 'b'}"),
     ],
 )

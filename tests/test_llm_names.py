@@ -70,12 +70,12 @@ def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
     ("extra", "message"),
     [
         ({"lora_request": [None, None]}, "2 lora requests for 5 prompts"),
-        ({"priority": [1, 0, 0, 0, 0]}, "^priority is rejected"),
+        ({"priority": [1, 0, 0, 0, 0]}, "^priority=[13] needs scheduling_policy=priority"),
         ({"tokenization_kwargs": {"a": 1}}, "tokenization_kwargs={'a': 1}"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs={'a': 1}"),
         ({"priority": [0]}, r"priority=\[0\] must .*of 5\b"),
         ({"priority": True}, r"priority=True must .*of 5\b"),
-        ({"priority": 3}, "^priority is rejected"),
+        ({"priority": 3}, "^priority=[13] needs scheduling_policy=priority"),
     ],
 )
 def test_unsupported_arguments_are_rejected(llm: LLM, extra: dict[str, Any], message: str):
@@ -87,7 +87,7 @@ def test_unsupported_arguments_are_rejected(llm: LLM, extra: dict[str, Any], mes
 def test_chat_accepts_neutral_priority(text_llm: LLM):
     for priority in (None, 0, [0]):
         assert len(text_llm.chat(TALK, GREEDY, use_tqdm=False, priority=priority)) == 1
-    with pytest.raises(ValueError, match=r"^priority is rejected"):
+    with pytest.raises(ValueError, match=r"^priority=[13] needs scheduling_policy=priority"):
         text_llm.chat(TALK, GREEDY, use_tqdm=False, priority=1)
 
 

@@ -1,10 +1,13 @@
-"""vLLM's arguments of calls of `LLM` and `LLMEngine` that are accepted here only with neutral values."""
+"""vLLM's arguments of calls of `LLM` and `LLMEngine`: priorities, and those that are accepted only with neutral
+values.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.base.names import hint
+from spmd_worker.replica.sequence.record_checks import INT64
 
 _UNSUPPORTED: Final = ("data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
 """Further arguments of vLLM's `add_request`."""
@@ -26,7 +29,7 @@ def check_request_extras(trace_headers: Any, others: Mapping[str, Any]) -> None:
             )
 
 
-def check_extras(num_prompts: int, priority: Any = None, tokenization: Any = None, mm_processor: Any = None) -> None:
+def check_extras(tokenization: Any = None, mm_processor: Any = None) -> None:
     """Raise ValueError for an argument with an effect, naming it and the alternative."""
     if tokenization:
         raise ValueError(
@@ -37,17 +40,19 @@ def check_extras(num_prompts: int, priority: Any = None, tokenization: Any = Non
         raise ValueError(
             f"mm_processor_kwargs={str(mm_processor)[:80]} is rejected: give it to LLM(...), for all prompts"
         )
+
+
+def priorities_of(num_prompts: int, priority: Any) -> list[int]:
+    """The priority of each prompt, from one of all or a list; 0 for None. Raises ValueError for anything else."""
     if priority is None:
-        return
+        return [0] * num_prompts
     number = plain_int(priority)
     listed = [number] * num_prompts if number is not None else priority
     is_list = isinstance(listed, Sequence) and not isinstance(listed, str | bytes) and len(listed) == num_prompts
     numbers = [plain_int(each) for each in listed] if is_list else [None]
-    if None in numbers:
+    known = [each for each in numbers if each is not None and each in INT64]
+    if len(known) < len(numbers):
         raise ValueError(
             f"priority={shown(priority)} must be a number, or a list of {num_prompts}, one for each prompt"
         )
-    if any(numbers):
-        raise ValueError(
-            "priority is rejected: prompts are served first come, first served; leave it out or give zeros"
-        )
+    return known

@@ -258,7 +258,6 @@ _REJECTED: Final = {
     "models produce text, vectors or scores here: leave it out": "diffusion_config",
     "the model folder's tokenizer.json is used: leave it out, or replace the file in the folder": "tokenizer",
     "tokenizer.json is read by the tokenizers library: leave it out": "tokenizer_mode=auto|hf",
-    "rows are served first come, first served: leave it out": "scheduling_policy=fcfs",
     "every rank runs this package's scheduler: leave it out": "scheduler_cls",
     "all ranks have equally many blocks: give num_blocks or gpu_memory_utilization": "kv_cache_memory_bytes",
     "give host_tier_gib, GiB of host memory of each rank": "kv_offloading_size=null|0",

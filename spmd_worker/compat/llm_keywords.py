@@ -75,7 +75,7 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "logits_processors": Any, "hf_overrides": Any, "rope_scaling": Any, "rope_theta": Any, "hf_config_path": Any,
     "disable_sliding_window": Any, "model_impl": Any, "model_class_overrides": Any, "model_weights": Any,
     "task": Any, "convert": Any, "pooler_config": Any, "override_pooler_config": Any, "diffusion_config": Any,
-    "tokenizer": Any, "tokenizer_mode": Any, "scheduling_policy": Any, "scheduler_cls": Any,
+    "tokenizer": Any, "tokenizer_mode": Any, "scheduler_cls": Any,
     "kv_cache_memory_bytes": Any, "kv_offloading_size": Any, "cpu_offload_gb": Any,
     "prefill_context_parallel_size": Any, "decode_context_parallel_size": Any, "data_parallel_rank": Any,
     "data_parallel_start_rank": Any, "data_parallel_size_local": Any, "data_parallel_hybrid_lb": Any,
@@ -155,6 +155,7 @@ class LLMKeywords(_Others, total=False):
     max_num_batched_tokens: int | None
     enable_chunked_prefill: bool | None
     preemption_mode: str | None
+    scheduling_policy: str | None
     max_encode_patches: int | None
     max_encoder_len: int | None
     async_scheduling: bool | None

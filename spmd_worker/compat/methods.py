@@ -83,7 +83,7 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
 
 ENGINE_METHODS: Final[Mapping[str, str]] = {
     "from_engine_args": "further arguments have no effect",
-    "add_request": "returns the name; `priority` and tracing are not supported",
+    "add_request": "returns the name; tracing is not supported",
     "step": "partial outputs only if `output_kind` requests them",
     "abort_request": "",
     "has_unfinished_requests": "",

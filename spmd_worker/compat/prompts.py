@@ -127,6 +127,7 @@ class Encoded:
     media_items: tuple[MediaItem, ...] = ()
     encoder: EncoderInput | None = None
     encoder_text: str | None = None
+    priority: int = 0
     rules: TokenRules | None = None
 
     @property

@@ -74,6 +74,7 @@ class Requests:
             encoder=encoder_limits(resolved),
             encoder_prompts=open_encoder_prompts(resolved),
             nums_chosen=tuple({layer.experts.num_chosen for layer in model_config.layers if layer.experts is not None}),
+            allows_priority=resolved.config.scheduler.policy == "priority",
         )
         self._hold_rows, self._hold_media, self._pause = hold_rows, hold_media, pause
         self.num_requests = 0
@@ -154,6 +155,7 @@ class Requests:
         media_items: Sequence[MediaItem] = (),
         encoder: EncoderInput | None = None,
         encoder_text: str | None = None,
+        priority: int = 0,
     ) -> RequestId:
         """Check a request, with the errors of `check`, and queue it (`admit`)."""
         for name, text in (("prompt", prompt), ("custom_id", custom_id), ("encoder_text", encoder_text)):
@@ -162,6 +164,7 @@ class Requests:
         prompt, custom_id, encoder_text = plain_text(prompt), plain_text(custom_id), plain_text(encoder_text)
         num_virtual = 0 if virtual is None else virtual.num_tokens
         prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling, rows, num_virtual)
+        self.limits.check_priority(priority)
         self.check(prompt_token_ids, sampling, None, rows, num_virtual, media_items, encoder)
         return self.admit(
             prompt_token_ids,
@@ -176,6 +179,7 @@ class Requests:
             media_items=media_items,
             encoder=encoder,
             encoder_text=encoder_text,
+            priority=priority,
         )
 
     def admit(
@@ -196,6 +200,7 @@ class Requests:
         media_items: Sequence[MediaItem] = (),
         encoder: EncoderInput | None = None,
         encoder_text: str | None = None,
+        priority: int = 0,
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
         `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
@@ -231,7 +236,7 @@ class Requests:
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
             regime = self.rope_regime(len(token_ids), sampling) if rope_regime is None else rope_regime
             given = (token_ids, self._normalised(sampling), stream, regime, pooling, adapter, given_rows)
-            request = Request(request_id, *given, num_virtual, items)
+            request = Request(request_id, *given, num_virtual, items, priority)
             # The workers have the text that an encoder reads: its ids.
             held = () if encoder is not None and not media else items
             assert [each.media_id for each in held] == [each.media_id for each in media], request_id

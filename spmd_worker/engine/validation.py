@@ -75,6 +75,7 @@ class RequestLimits:
     encoder: EncoderLimits | None = None
     encoder_prompts: EncoderPrompts | None = None
     nums_chosen: tuple[int, ...] = ()
+    allows_priority: bool = False
 
     def close(self) -> None:
         """End the processes that prepare images or audio. Idempotent."""
@@ -162,6 +163,12 @@ class RequestLimits:
         if num_characters > bound:
             message = f"the prompt has {num_characters} characters, more than the limit of {bound}: shorten it"
             raise RequestError("prompt_too_long", message)
+
+    def check_priority(self, priority: int) -> None:
+        """Raise RequestError for a priority without its policy."""
+        if priority and not self.allows_priority:
+            message = f"priority={priority} needs scheduler.policy=priority: set it, or leave priority out"
+            raise RequestError("unsupported_value", message)
 
     def check_runner(self, pooling: PoolingParams | None) -> None:
         """Raise RequestError for a row of another runner."""

@@ -70,6 +70,7 @@ OPTIONAL = {
     "trl": ("spmd_worker.integrations.trl", "spmd_worker.integrations.swift"),
     "inspect_ai": ("spmd_worker.integrations.inspect_ai_model",),
     "mteb": ("spmd_worker.integrations.mteb_model",),
+    "verl": ("spmd_worker.integrations.verl",),
     "peft": ("spmd_worker.integrations.policy_adapter",),
     "llguidance": ("spmd_worker.replica.grammar.llguidance_input",),
     "triton": ("spmd_worker.ops.kernels.triton",),
@@ -85,6 +86,7 @@ NEED_OPTIONAL = (
     "spmd_worker.integrations.mteb_model",
     "spmd_worker.integrations.trl",
     "spmd_worker.integrations.swift",
+    "spmd_worker.integrations.verl",
 )
 """Modules that are nothing without one of them, and that no other module imports."""
 IN_OPTIONAL_LANGUAGE = (

@@ -151,7 +151,7 @@ def test_failed_allocation_disables_peer_sums_everywhere(
 
 
 def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
-    """Not where the host waits or is asked not to: sums through NCCL, models that pool or have recurrent states."""
+    """Not where the host waits or is asked not to: sums through NCCL, models that pool."""
     demo, alone = REPOSITORY / "scripts" / "demo" / "model", single_group()
     through_nccl = GroupHandle(ranks=(0, 1), rank=0, group=object())
     over_memory = replace(through_nccl, fast=PeerSums.__new__(PeerSums))
@@ -162,7 +162,7 @@ def test_which_steps_are_recorded(monkeypatch: pytest.MonkeyPatch):
         (demo, over_memory, False, True),
         (expert_folder("qwen3_moe"), alone, False, True),
         (pooling_folder("mean"), alone, False, False),
-        (state_folder("lfm2"), alone, False, False),
+        (state_folder("lfm2"), alone, False, True),
     ):
         model, executor = ModelOptions(path=str(folder), dtype="float32"), ExecutorConfig(enforce_eager=is_eager)
         config = RunConfig(model=model, executor=executor, device="cpu")

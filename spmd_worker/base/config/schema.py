@@ -476,7 +476,12 @@ class SchedulerConfig:
         "the cheaper by counting",
         choices=("auto", "swap", "recompute"),
     )
-    policy: str = command_option("fcfs", "first come, first served", choices=("fcfs",))
+    policy: str = vllm_option(
+        "fcfs",
+        "`fcfs` serves requests in order of arrival, `priority` those with a lower `priority` first",
+        keyword="scheduling_policy",
+        choices=("fcfs", "priority"),
+    )
     max_encode_patches: int = option(
         16_384,
         "patches of images, or rows of encoder inputs, that are encoded in a step, but for the first of the step",

@@ -221,6 +221,7 @@ def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedProm
             media=each.media,
             text=each.text,
             encoder_text=each.encoder_text,
+            priority=each.priority,
         )
         for index, (each, sampling) in enumerate(given)
         if index not in rejected

@@ -208,7 +208,7 @@ class PoolingCalls:
                 check_task(task, engine.limits.pooling)
             truncation = given.params if given.length is None else PoolingParams(truncate_prompt_tokens=-1)
             encoded = self._encoder.encode(prompts() if callable(prompts) else prompts, truncation)
-            check_extras(len(encoded), None, given.tokenization_kwargs)
+            check_extras(given.tokenization_kwargs)
             loras, prompt_adapter = given.adapters
             check_no_prompt_adapter(prompt_adapter)
             set_lora_requests(encoded, loras)

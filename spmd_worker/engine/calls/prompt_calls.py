@@ -73,13 +73,16 @@ class PromptCalls:
         beyond 2 GiB once more before their prompt starts: MediaError for an image that has changed by then.
 
         `use_tqdm` may be a function that makes the progress bar, such as `partial(tqdm, leave=False)`, which is called
-        on the first rank; its errors are logged. Rows are served first come, first served: a non-zero `priority`,
-        `tokenization_kwargs` and `mm_processor_kwargs` raise ValueError.
+        on the first rank; its errors are logged. `tokenization_kwargs` and `mm_processor_kwargs` raise ValueError.
+
+        `priority` is that of all prompts, or a list with one for each: lower numbers are served earlier, with
+        `scheduling_policy="priority"`; otherwise a non-zero one raises ValueError. Answers do not depend on it.
         """
 
         def encode() -> list[Encoded]:
             encoded = self._encoder.encode(prompts, sampling_params)
-            check_extras(len(encoded), priority, tokenization_kwargs, mm_processor_kwargs)
+            check_extras(tokenization_kwargs, mm_processor_kwargs)
+            self._encoder.set_priorities(encoded, priority)
             set_lora_requests(encoded, lora_request)
             set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded
@@ -136,7 +139,8 @@ class PromptCalls:
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
             encoded = self._encoder.render(messages, options, sampling_params)
-            check_extras(len(encoded), priority, tokenization_kwargs, mm_processor_kwargs)
+            check_extras(tokenization_kwargs, mm_processor_kwargs)
+            self._encoder.set_priorities(encoded, priority)
             set_lora_requests(encoded, lora_request)
             set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded

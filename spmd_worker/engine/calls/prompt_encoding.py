@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from spmd_worker.base.config.plain_values import plain_int
 from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.compat.call_arguments import priorities_of
 from spmd_worker.compat.call_images import images_of_call
 from spmd_worker.compat.chat import ChatOptions, answer_form, prepared_messages, render, warn_unread_tools
 from spmd_worker.compat.encoder_prompts import NO_CHAT
@@ -41,6 +42,14 @@ class PromptEncoder:
             self.encode_one(each, _is_truncated(params, index), _ahead(images, sources, index))
             for index, each in enumerate(listed)
         ]
+
+    def set_priorities(self, encoded: Sequence[Encoded], priority: Any) -> None:
+        """Give prompts their priorities, one of all or a list. Raises ValueError for anything else, or where the policy
+        has none.
+        """
+        for each, number in zip(encoded, priorities_of(len(encoded), priority), strict=True):
+            self._engine.limits.check_priority(number)
+            each.priority = number
 
     def render(self, messages: Messages | Sequence[Messages], options: ChatOptions, params: Any) -> list[Encoded]:
         """Render and encode one conversation or a list of them, with `params` as in `encode`."""

@@ -73,7 +73,8 @@ class QueueCalls:
 
         def encode() -> list[Encoded]:
             encoded = self._encoder.encode(prompts, sampling_params)
-            check_extras(len(encoded), priority, tokenization_kwargs, mm_processor_kwargs)
+            check_extras(tokenization_kwargs, mm_processor_kwargs)
+            self._encoder.set_priorities(encoded, priority)
             set_lora_requests(encoded, lora_request)
             set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded

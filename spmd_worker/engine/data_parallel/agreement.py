@@ -178,6 +178,8 @@ def _digests(prompts: Sequence[tuple[Encoded, SamplingParams]]) -> list[str]:
 
 def _compared_fields(prompt: Encoded) -> dict[str, Any]:
     fields: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+    if prompt.priority:
+        fields["priority"] = prompt.priority
     if prompt.rows is not None:
         fields["prompt_embeds"] = blake2b(prompt.rows.content, digest_size=8).hexdigest()
     if prompt.media_items:

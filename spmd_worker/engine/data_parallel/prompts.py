@@ -53,6 +53,7 @@ class CheckedPrompt:
     virtual: VirtualTokens | None = None
     media_items: tuple[MediaItem, ...] = ()
     encoder: EncoderInput | None = None
+    priority: int = 0
     text: str | None = field(default=None, metadata=NOT_SENT)
     encoder_text: str | None = field(default=None, metadata=NOT_SENT)
     media: tuple[PreparedMedia, ...] = field(default=(), metadata=NOT_SENT)
@@ -90,7 +91,7 @@ def _answer_alone(
     run: "_Run", prompts: Mapping[int, CheckedPrompt], on_answered: OnAnswered
 ) -> dict[int, RequestOutput]:
     with run.engine.interruptible() as interruption:
-        run.waiting.extend(prompts.items())
+        run.waiting.extend(sorted(prompts.items(), key=lambda item: item[1].priority))
         # Not `is_ending`: the ranks of the replica add the same prompts before the same steps.
         while (interruption.agreed_error is None and run.admit(interruption)) or run.engine.has_unfinished_requests():
             num_answered = run.step()
@@ -156,7 +157,7 @@ def _take_part(
         engine.follow_round()
         return {}
     # Sorting is stable, so every rank has one order.
-    order = sorted(prompts.items(), key=lambda item: -item[1].max_tokens)
+    order = sorted(prompts.items(), key=lambda item: (item[1].priority, -item[1].max_tokens))
     placed = deque([item for item in order if item[1].replica == round_.replica])
     shared = [item for item in order if item[1].replica is None]
     while not interruption.is_ending or engine.has_unfinished_requests():
@@ -212,6 +213,7 @@ def admit_prompt(
         media_items=prompt.media_items,
         encoder=prompt.encoder,
         encoder_text=prompt.encoder_text,
+        priority=prompt.priority,
     )
 
 

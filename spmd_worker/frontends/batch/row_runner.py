@@ -76,6 +76,7 @@ class RowRunner:
             media_items=encoded.media_items,
             encoder=encoded.encoder,
             encoder_text=encoded.encoder_text,
+            priority=encoded.priority,
         )
         if encoded.media:
             self._images[request_id] = ImagesOfRow.of(encoded.media)

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.frontends.openai.prompt_values import (
+    PRIORITY_KEY,
     adapter_name,
     check_keys,
     check_neutral,
@@ -45,11 +46,11 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 """Keys of OpenAI's and of vLLM's that have no effect here, with the values besides null that are neutral."""
 BODY_KEYS: Final = (
     *(*FILE_KEYS, "language", "prompt", "response_format", "timestamp_granularities"),
-    *(*NUMBER_KEYS, *_IGNORED_KEYS, *_UNSUPPORTED),
+    *(*NUMBER_KEYS, PRIORITY_KEY, *_IGNORED_KEYS, *_UNSUPPORTED),
 )
 
 _PROMPT_KEYS: Final = ("decoder_prompt", "language", "task", "timestamps")
-PLAIN_KEYS: Final = ("audio", *_PROMPT_KEYS, "custom_id", "adapter", *SAMPLING_KEYS)
+PLAIN_KEYS: Final = ("audio", *_PROMPT_KEYS, "custom_id", "adapter", PRIORITY_KEY, *SAMPLING_KEYS)
 
 
 def audio_row(index: int, custom_id: str | None, url: str, body: Mapping[str, Any], defaults: SamplingParams) -> Row:

@@ -10,6 +10,7 @@ from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS, audio_row
 from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
     LANGUAGE_KEYS,
+    PRIORITY_KEY,
     chat_prompt,
     check_keys,
     check_neutral,
@@ -78,7 +79,7 @@ _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 _COMMON_KEYS: Final = (
-    *(*SAMPLING_KEYS, "max_completion_tokens", "response_format", "return_token_ids", "echo"),
+    *(*SAMPLING_KEYS, "max_completion_tokens", "response_format", "return_token_ids", "echo", PRIORITY_KEY),
     *(*IGNORED_KEYS, *_UNSUPPORTED),
 )
 _COMPLETION_KEYS: Final = ("prompt", "prompt_embeds", *LANGUAGE_KEYS, *_COMMON_KEYS)

@@ -57,6 +57,7 @@ def encode_pooled(
     assert inputs is not None, "a pooling row"
     adapter_id = models.adapters_of(row).adapter_id
     engine.check_runner(inputs.params)
+    engine.check_priority(row.priority)
     config = engine.pooling
     assert config is not None, "checked by check_runner"
     with invalid_request():

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.frontends.openai.prompt_values import (
+    PRIORITY_KEY,
     adapter_name,
     chat_prompt,
     check_keys,
@@ -24,12 +25,12 @@ PLAIN_TASKS: Final = ("embed", "classify", "reward")
 """Keys of plain rows that contain the text to pool."""
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
-_IGNORED_KEYS: Final = ("model", "user", "metadata")
+_COMMON_KEYS: Final = ("model", "user", "metadata", PRIORITY_KEY)
 _CHAT_KEYS: Final = ("messages", "chat_template_kwargs", "add_generation_prompt")
-_EMBEDDING_KEYS: Final = ("input", *_CHAT_KEYS, "encoding_format", *_PARAM_KEYS, *_IGNORED_KEYS)
-_SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_IGNORED_KEYS)
-_RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_IGNORED_KEYS)
-PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", *_PARAM_KEYS)
+_EMBEDDING_KEYS: Final = ("input", *_CHAT_KEYS, "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
+_SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
+_RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
+PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", PRIORITY_KEY, *_PARAM_KEYS)
 
 MAX_INPUTS: Final = 2048
 """Most texts of one row; OpenAI's limit for `input`."""

@@ -10,6 +10,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.compat.encoder_prompts import OF_TEXT
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, EncoderPrompt, Prompt, TextPrompt, TokensPrompt
+from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
 
@@ -18,6 +19,7 @@ _AnyPrompt = TypeVar("_AnyPrompt", bound=Prompt)
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
 """Sampling keys for which null is a value, not a missing key."""
 
+PRIORITY_KEY: Final = "priority"
 LANGUAGE_KEYS: Final = ("target_language", "source_language")
 """Languages of a translator's answer and text."""
 DATA_URL: Final = "data:"
@@ -171,6 +173,16 @@ def model_name(body: Mapping[str, Any]) -> str | None:
     if model is not None and not isinstance(model, str):
         raise InvalidRequestError(f"model={shown(model)} must be a string")
     return model
+
+
+def priority_of(fields: Mapping[str, Any]) -> int:
+    """The priority of a row or body; null is 0. Raises InvalidRequestError."""
+    priority = fields.get(PRIORITY_KEY)
+    if priority is None:
+        return 0
+    if type(priority) is not int or priority not in INT64:
+        raise InvalidRequestError(f"priority={shown(priority)} must be a whole number of 64 bits")
+    return priority
 
 
 def adapter_name(fields: Mapping[str, Any], key: str = "adapter") -> str | None:

@@ -142,6 +142,7 @@ class Row:
     adapter: str | None = None
     prompt_adapter: str | None = None
     response_format: ResponseFormat = "json"
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,7 @@ class EncodedRow:
     media_items: tuple[MediaItem, ...] = ()
     encoder: EncoderInput | None = None
     encoder_text: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,7 @@ def finish_row(
     num_virtual = 0 if virtual is None else virtual.num_tokens
     text, rows = given.text, given.rows
     token_ids = tuple(engine.truncate(given.token_ids, row.sampling, rows, num_virtual))
+    engine.check_priority(row.priority)
     own = constrained_sampling(row, text, tokenizer, chat_format)
     with invalid_request():
         sampling = given.completed(own, RuledParams())
@@ -202,6 +203,7 @@ def finish_row(
         media_items=given.media_items,
         encoder=given.encoder,
         encoder_text=given.encoder_text,
+        priority=row.priority,
     )
 
 

@@ -1,6 +1,7 @@
 """Parses a line into a Row, and encodes a Row; any error becomes a RowError, never an exception."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -15,11 +16,13 @@ from spmd_worker.frontends.openai.pooling_request import PLAIN_KEYS as POOLING_K
 from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
     LANGUAGE_KEYS,
+    PRIORITY_KEY,
     adapter_name,
     chat_prompt,
     check_keys,
     embeds_prompt,
     for_encoder,
+    priority_of,
     sampling_from,
     text_prompt,
     tokens_prompt,
@@ -42,6 +45,7 @@ _PLAIN_KEYS: Final = (
     "custom_id",
     "adapter",
     "prompt_adapter",
+    PRIORITY_KEY,
     "chat_template_kwargs",
     "decoder_prompt",
     *LANGUAGE_KEYS,
@@ -90,9 +94,11 @@ def parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams
     custom_id = fields.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
         raise InvalidRequestError(f"custom_id={shown(custom_id)} must be a string")
-    row = (parse_openai if _is_openai(fields) else _parse_plain)(index, custom_id, fields, defaults)
+    is_openai = _is_openai(fields)
+    row = (parse_openai if is_openai else _parse_plain)(index, custom_id, fields, defaults)
     _check_limits(row.sampling, limits)
-    return row
+    priority = priority_of(fields["body"] if is_openai else fields)
+    return replace(row, priority=priority) if priority else row
 
 
 def _is_openai(fields: Mapping[str, Any]) -> bool:

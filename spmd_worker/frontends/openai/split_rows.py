@@ -31,10 +31,8 @@ def _admit_pooled(engine: Engine, encoded: Any) -> list[RequestId]:
     sampling, index = pooled_sampling(encoded.params, config), encoded.row.index
     # Only a row of one prompt has images.
     images: dict[str, Any] = {"media": encoded.media, "media_items": encoded.media_items} if encoded.media else {}
-    return [
-        engine.requests.admit(ids, sampling, index=index, pooling=params, adapter=encoded.adapter_id, **images)
-        for ids, params in encoded.texts
-    ]
+    common = {"index": index, "adapter": encoded.adapter_id, "priority": encoded.row.priority, **images}
+    return [engine.requests.admit(ids, sampling, pooling=params, **common) for ids, params in encoded.texts]
 
 
 def _admit_audio(engine: Engine, encoded: Any) -> list[RequestId]:
@@ -52,6 +50,7 @@ def _admit_audio(engine: Engine, encoded: Any) -> list[RequestId]:
                 adapter=window.adapter_id,
                 media=window.media,
                 encoder=window.encoder,
+                priority=window.priority,
             )
         )
     return ids

@@ -97,6 +97,7 @@ class EngineLoop:
                     media_items=row.media_items,
                     encoder=row.encoder,
                     encoder_text=row.encoder_text,
+                    priority=row.priority,
                 )
             except ValueError as error:
                 # Errors that only the engine detects, such as a bad word that is not a token.

@@ -16,6 +16,7 @@ from torch import Tensor
 from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, rows
 from spmd_worker.ops.kernels.triton.version import triton_region
 
@@ -46,15 +47,29 @@ class _FixedStep:
 
 class TritonFixedAttention:
     """Implements `attention.backend.FixedAttention` for steps of up to `max_tokens` tokens, in up to `max_seqs`
-    sequences of up to `max_blocks` blocks of `block_size`.
+    sequences of up to `max_blocks` blocks of `block_size`. If the model `has_states`, steps have segments, which are
+    padded with such that nothing is computed for.
     """
 
-    def __init__(self, max_tokens: int, max_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        has_states: bool = False,
+    ) -> None:
         self._max_tokens, self._block_size = max_tokens, block_size
         self._slots = torch.full((max_tokens,), _NO_SLOT, dtype=torch.int32, device=device)
         self._tables = torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self._segments: StateSegments | None = None
+        if has_states:
+            slots = torch.full((max_seqs,), _NO_SLOT, dtype=torch.int32, device=device)
+            self._segments = StateSegments(slots, self._starts, torch.zeros_like(slots))
         self._plans: dict[tuple[int, int, int, int], attention.PlannedAttention] = {}
         """Key: window, query heads, key-value heads and head size."""
         self._filled: AttentionMetadata | None = None
@@ -74,6 +89,7 @@ class TritonFixedAttention:
         before, self._filled = self._filled, metadata
         if before is None or before.query_starts is not metadata.query_starts:
             self._starts[: count + 1] = metadata.starts
+        self._fill_segments(metadata.segments)
         for plan in self._plans.values():
             attention.fill_plan(plan, count)
         max_partials = min((plan.max_partials for plan in self._plans.values()), default=0)
@@ -86,9 +102,29 @@ class TritonFixedAttention:
             nothing = self._slots[:0]
             step = _FixedStep(self, self._slots[:num_tokens], launches)
             self._steps[key] = AttentionMetadata(
-                (), (), self._tables, nothing, nothing, slots=step.slots, fixed=step, kind=sum(map(int, launches))
+                *((), (), self._tables, nothing, nothing),
+                slots=step.slots,
+                fixed=step,
+                kind=sum(map(int, launches)),
+                segments=self._segments_of(num_tokens),
             )
         return self._steps[key]
+
+    def _fill_segments(self, segments: StateSegments | None) -> None:
+        """Those of a step, whose starts are filled; the others are padding."""
+        assert (segments is None) == (self._segments is None), "steps have segments if the model has states"
+        if segments is None or self._segments is None:
+            return
+        count = len(segments.slots)
+        self._segments.slots[:count], self._segments.firsts[:count] = segments.slots, segments.firsts
+        self._segments.slots[count:] = _NO_SLOT
+
+    def _segments_of(self, num_tokens: int) -> StateSegments | None:
+        """As many as a step of so many tokens may have."""
+        if self._segments is None:
+            return None
+        slots, starts, firsts = self._segments.slots, self._segments.starts, self._segments.firsts
+        return StateSegments(slots[:num_tokens], starts[: num_tokens + 1], firsts[:num_tokens])
 
     def plan(
         self, queries: Tensor, layer_cache: Tensor, num_heads: int, window: int, launches: attention.Launches

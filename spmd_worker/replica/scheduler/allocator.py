@@ -64,9 +64,13 @@ class Allocator:
         self.num_swapped = 0
         self.states, self._verifier = states, verifier
 
-    def find_prefix(self, sequence: Sequence) -> list[BlockId]:
-        """Cached blocks that hold the beginning of a waiting sequence; at least its last token is left to compute."""
+    def find_prefix(self, sequence: Sequence, group: SequenceGroup) -> list[BlockId]:
+        """Blocks that hold the beginning of a waiting sequence, cached or of a running sample of its request; at least
+        its last token is left to compute.
+        """
         hashes = self._prefix_hashes(sequence)
+        if not hashes:
+            return self._blocks_of_sample(sequence, group)
         found = self._cache.find_prefix(hashes)
         while self.states is not None:
             # Both a snapshot and the window before it must be there.
@@ -75,6 +79,19 @@ class Allocator:
                 break
             found = self._cache.find_prefix(hashes[:num_usable])
         return found
+
+    def _blocks_of_sample(self, sequence: Sequence, group: SequenceGroup) -> list[BlockId]:
+        """The prompt's full blocks, of a running sample that has computed it: what forks share. Without hashes nothing
+        else finds them. One that ran when the prefix cache was reset may have them from other weights.
+        """
+        num_blocks = min(sequence.num_prompt_tokens, sequence.num_tokens - 1) // self._cache.block_size
+        if not num_blocks or self.states is not None or self._cache.groups.num_windows:
+            return []
+        for other in group.sequences:
+            is_running = other.status is SequenceStatus.RUNNING and other.block_hashes is not None
+            if is_running and other.num_computed_tokens >= other.num_prompt_tokens:
+                return other.table.block_ids[: num_blocks * self._cache.num_groups]
+        return []
 
     def must_wait(self, sequence: Sequence, prefix: Sized[BlockId]) -> bool:
         """Whether a running sequence will soon make a snapshot that a waiting one could begin from. No other that could
@@ -209,7 +226,7 @@ class Allocator:
         it may join without a prefix.
         """
         verifier = self._verifier
-        if verifier is None or not prefix:
+        if verifier is None or not prefix or not self._prefix_hashes(sequence):
             return False
         can_verify = verifier.can_verify(sequence.num_tokens, prefix) and may_join()
         if not verifier.chooses_hit(can_verify=can_verify):

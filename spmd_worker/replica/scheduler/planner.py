@@ -73,9 +73,9 @@ class SchedulerLimits:
 
 
 class Planner:
-    """Decides one step. If the free blocks do not suffice for all running sequences, those with the least computed work
-    are preempted until they do. Then the running sequences are served, in service order. Waiting sequences get the rest
-    of the token budget.
+    """Decides one step. If the free blocks do not suffice for all running sequences, those of the last priority with
+    the least computed work are preempted until they do. Then the running sequences are served, in service order.
+    Waiting sequences get the rest of the token budget.
 
     With several steps in flight, a sequence whose next token is being sampled cannot continue and is not preempted: its
     token would arrive for a sequence that is gone. All others can, whatever is in flight: stages execute steps in
@@ -386,7 +386,7 @@ class Planner:
             if sequence is None:
                 break
             is_swapped = sequence.status is SequenceStatus.SWAPPED
-            prefix = [] if is_swapped else self._allocator.find_prefix(sequence)
+            prefix = [] if is_swapped else self._allocator.find_prefix(sequence, self._queues.group_of(sequence))
             if self._allocator.must_wait(sequence, prefix):
                 self._queues.waiting.pop(sequence)
                 deferred.append(sequence)
@@ -413,7 +413,7 @@ class Planner:
                 self._split(sequence, num_samples)
             following = self._queues.waiting.first() if self._queues.waiting else None
             self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix, following)
-            is_sorted = is_sorted and (not running or running[-1].key < sequence.key)
+            is_sorted = is_sorted and (not running or running[-1].order < sequence.order)
             running.append(sequence)
             if sequence.request.adapter:
                 adapters[sequence.request.adapter] = None

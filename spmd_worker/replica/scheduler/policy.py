@@ -1,4 +1,4 @@
-"""Service order and choice of the victim: first come, first served, in logical order of admission.
+"""Service order and choice of the victim: by priority, and first come, first served, in logical order of admission.
 
 Uses no clock: ties cannot occur, because keys are unique and the same on every rank.
 """
@@ -12,16 +12,20 @@ from typing import Final
 
 from spmd_worker.replica.sequence.sequence import Sequence
 
-service_order: Final = attrgetter("key")
-"""Sort key of a sequence: earlier requests first, within a request earlier samples first."""
+service_order: Final = attrgetter("order")
+"""Sort key of a sequence: lower priorities first, then earlier requests, within a request earlier samples."""
+
+
+_WORK: Final = attrgetter("num_computed_tokens")
 
 
 class WaitingQueue:
     """Waiting sequences, in service order, with a lane for each adapter: rows whose adapter has no room in a step let
     those of others pass, however many they are.
 
-    A builtin would not do: new requests arrive in order by the thousand (append, O(1)), preempted sequences return to
-    their old position in front of them (a short sorted list), and both leave from the front of their lane.
+    A builtin would not do: new requests arrive in order by the thousand (append, O(1)), preempted sequences, and
+    requests of a lower priority than one before them, are inserted (a short sorted list), and both leave from the front
+    of their lane.
     """
 
     def __init__(self) -> None:
@@ -36,15 +40,18 @@ class WaitingQueue:
         return iter(lanes[0]) if len(lanes) == 1 else merge(*lanes, key=service_order)
 
     def append(self, sequence: Sequence) -> None:
-        """Append a new request, later than all before it."""
+        """Append a new request, after all others of its priority."""
         arrived = self._lane_of(sequence).arrived
-        assert not arrived or arrived[-1].key < sequence.key, sequence.key
+        if arrived and sequence.order < arrived[-1].order:
+            assert sequence.request.priority < arrived[-1].request.priority, sequence.key
+            self.reinsert(sequence)
+            return
         arrived.append(sequence)
         self._num_sequences += 1
 
     def reinsert(self, sequence: Sequence) -> None:
-        """Insert a preempted sequence at its old position."""
-        insort(self._lane_of(sequence).returned, sequence, key=service_order)
+        """Insert a sequence at its position in the service order: a preempted one at its old one."""
+        insort(self._lane_of(sequence).inserted, sequence, key=service_order)
         self._num_sequences += 1
 
     def heads(self) -> list[Sequence]:
@@ -58,14 +65,15 @@ class WaitingQueue:
     def pop(self, head: Sequence) -> None:
         """Remove one of `heads`."""
         lane = self._lane_of(head)
-        popped = lane.returned.pop(0) if lane.returned else lane.arrived.popleft()
+        is_inserted = lane.inserted and lane.inserted[0] is head
+        popped = lane.inserted.pop(0) if is_inserted else lane.arrived.popleft()
         assert popped is head, (popped.key, head.key)
         self._leave(head, lane)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove any sequence: O(number waiting), for aborts."""
         lane = self._lane_of(sequence)
-        queue: list[Sequence] | deque[Sequence] = lane.returned if sequence in lane.returned else lane.arrived
+        queue: list[Sequence] | deque[Sequence] = lane.inserted if sequence in lane.inserted else lane.arrived
         queue.remove(sequence)
         self._leave(sequence, lane)
 
@@ -82,26 +90,34 @@ class WaitingQueue:
 
 
 class _Lane:
-    """Waiting sequences of one adapter: returned ones first, which were served before those that have just arrived."""
+    """Waiting sequences of one adapter: those that arrived in service order, and those that were inserted; both are
+    sorted.
+    """
 
     def __init__(self) -> None:
-        self.returned: list[Sequence] = []
+        self.inserted: list[Sequence] = []
         self.arrived: deque[Sequence] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self.returned or self.arrived)
+        return bool(self.inserted or self.arrived)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self.returned
-        yield from self.arrived
+        return merge(self.inserted, self.arrived, key=service_order)
 
     def first(self) -> Sequence:
-        return self.returned[0] if self.returned else self.arrived[0]
+        inserted, arrived = self.inserted, self.arrived
+        if not inserted or not arrived:
+            return inserted[0] if inserted else arrived[0]
+        return min(inserted[0], arrived[0], key=service_order)
 
 
 def choose_victim(running: list[Sequence]) -> Sequence:
-    """The sequence to preempt: the one with the least computed work, the last in service order of several.
+    """The sequence to preempt: of those of the highest priority number the one with the least computed work, the last
+    in service order of several.
 
-    So the sequence with the most work is never preempted and always progresses, and the least work is lost.
+    So of the first ones the sequence with the most work is never preempted and always progresses, and the least work is
+    lost.
     """
-    return min(reversed(running), key=attrgetter("num_computed_tokens"))
+    # In service order: the last has the highest number.
+    last = running[-1].request.priority
+    return min([each for each in reversed(running) if each.request.priority == last], key=_WORK)

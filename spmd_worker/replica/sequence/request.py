@@ -30,6 +30,9 @@ class Request:
     The first `num_virtual_tokens` positions are a prompt adapter's, or an encoder's (`EncoderInput`), not the caller's.
     Tokens of `media` take rows of a tower; their ids are those of image tokens, and the names of the images are in the
     hashes of its blocks.
+
+    Requests of lower `priority` are served earlier, those of the same in order of admission; preemption begins with the
+    highest number.
     """
 
     request_id: RequestId
@@ -42,6 +45,7 @@ class Request:
     rows: tuple[InputRows, ...] = ()
     num_virtual_tokens: int = 0
     media: tuple[MediaItem, ...] = ()
+    priority: int = 0
 
     def __post_init__(self) -> None:
         """Check arguments: a wrong type would raise when a step's message is encoded, and end every rank."""

@@ -35,7 +35,7 @@ class SequenceStatus(Enum):
 
 
 class SequenceKey(NamedTuple):
-    """Key of a sequence on every rank; the order of keys is the service order."""
+    """Key of a sequence on every rank; among requests of one priority the order of keys is the service order."""
 
     request_id: RequestId
     sample_index: int
@@ -66,7 +66,8 @@ class Sequence:
     fewer output tokens than `num_outputs_ahead`, the step after the one that samples for it may compute the token
     before the host has read it: then `num_computed_tokens` counts one token more than it has. While it has fewer than
     `num_outputs_plain`, only one of `end_ids` can end it. Until it forks it represents `num_samples` samples of its
-    request, from its own on. `weight_spans` are those of its output tokens, the last one of those to come.
+    request, from its own on. `order` is its position in the service order. `weight_spans` are those of its output
+    tokens, the last one of those to come.
 
     `drafts` are those of the step in flight: it computes them behind the given tokens, and `num_computed_tokens` counts
     those of them that its ids turn out to be once these are known. `worker_drafts` came with its last ids. Of
@@ -116,12 +117,14 @@ class Sequence:
     num_drafted: int = 0
     num_accepted: int = 0
     key: SequenceKey = field(init=False)
+    order: tuple[int, RequestId, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     must_compile: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.must_compile = self.request.sampling.structured_outputs is not None
         self.key = SequenceKey(self.request.request_id, self.sample_index)
+        self.order = (self.request.priority, *self.key)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property

@@ -129,7 +129,7 @@ class TritonDevice(DeviceBackend):
 
     def can_record(self, tensor: GroupHandle) -> bool:
         # A recorded step has fixed launches. NCCL's sums may wait on the host; pooling models compute large chunks,
-        # which keep a GPU busy anyway; segments of states and tables of several groups have no fixed tensors yet.
+        # which keep a GPU busy anyway; tables of several groups have no fixed tensors yet.
         model_config = self.resolved.model_config
         if self.resolved.config.executor.enforce_eager or model_config.pooling is not None or self._unrecorded:
             return False
@@ -138,8 +138,6 @@ class TritonDevice(DeviceBackend):
     @property
     def _unrecorded(self) -> str:
         """The steps that are never recorded, in words; empty if there are none."""
-        if self.resolved.model_config.has_states:
-            return "of models with recurrent states"
         if self.resolved.model_config.encoder_part is not None:
             return "of encoder-decoder models"
         has_groups = grouping_of(self.resolved).groups.num_groups > 1
@@ -156,7 +154,8 @@ class TritonDevice(DeviceBackend):
         scheduler, block_size = self.resolved.config.scheduler, self.resolved.config.cache.block_size
         max_tokens, max_seqs = scheduler.max_num_batched_tokens, self.resolved.max_num_seqs
         max_blocks = num_blocks_for(self.resolved.max_sequence_len, block_size)
-        fixed = TritonFixedAttention(max_tokens, max_seqs, max_blocks, block_size, self.device)
+        sizes, has_states = (max_tokens, max_seqs, max_blocks, block_size), self.resolved.model_config.has_states
+        fixed = TritonFixedAttention(*sizes, self.device, has_states=has_states)
         reset_sums = tensor.fast.reset_sums if isinstance(tensor.fast, PeerSums) else None
         return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, reset_sums, adapters)
 

@@ -270,8 +270,9 @@ class ModelRunner:
         streams = dict.fromkeys(self._read_layers, self._none)
         is_plain = is_fused and given is None and media is None and routes is None and not (batch.drafts or streams)
         graphs = self.graphs if self.graphs is not None and is_plain and self.graphs.takes(batch) else None
+        states = () if self._cache_engine.states is None else self._cache_engine.states.layers
         if graphs is not None:
-            hidden = graphs.forward(batch, cache, incoming)
+            hidden = graphs.forward(batch, cache, incoming, states)
         else:
             adapters = self._adapters_of(batch)
             tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
@@ -293,7 +294,7 @@ class ModelRunner:
                 wanted=wanted,
                 adapters=adapters,
                 given=given,
-                states=() if self._cache_engine.states is None else self._cache_engine.states.layers,
+                states=states,
                 rope_positions=batch.rope_positions,
                 **more,
             )

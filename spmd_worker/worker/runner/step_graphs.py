@@ -5,8 +5,8 @@ on its batch, and attention skips them. One graph serves decode rows, prompt chu
 ask for another where it needs fewer launches (`AttentionMetadata.kind`), as for short rows that all decode. Steps with
 adapters have graphs of their own, for any adapters of their rows; they are recorded again when other layers are
 adapted. So have steps whose tokens have three positions, as those of rows with images; steps whose tokens see later
-ones have none. A step's inputs are copied to fixed tensors; weights and cache are read at the recorded addresses, and
-if these change, all graphs are recorded again.
+ones have none. A step's inputs are copied to fixed tensors; weights, cache and recurrent states are read at the
+recorded addresses, and if these change, all graphs are recorded again.
 
 The first step of a size runs launch by launch in the same tensors, which compiles missing kernels and gives the step
 its result. Then its graph is recorded, which computes nothing. All graphs share one memory pool: they never overlap.
@@ -16,7 +16,7 @@ T: tokens of the step; R: rows that sample; H: width of the hidden states.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.cache_engine import LayerCaches
+from kv_cache.layer_states import LayerStates
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import FixedAttention
@@ -122,11 +123,13 @@ class StepGraphs:
         fits = len(batch.token_ids) <= self.sizes[-1] and len(batch.attention.context_lengths) <= self._max_seqs
         return fits and batch.attention.is_causal
 
-    def forward(self, batch: Batch, cache: LayerCaches, incoming: Tensor | None) -> Tensor:
+    def forward(
+        self, batch: Batch, cache: LayerCaches, incoming: Tensor | None, states: Sequence[LayerStates | None] = ()
+    ) -> Tensor:
         """`DecoderStack.forward` -> [T, H], which the next step overwrites."""
         count = len(batch.token_ids)
         size = self._size_for(count)
-        self._check_addresses(cache)
+        self._check_addresses(cache, states)
         self._token_ids[:count] = batch.token_ids
         self._positions[:count] = batch.positions
         if batch.rope_regimes is not self._regimes_of:
@@ -145,7 +148,7 @@ class StepGraphs:
             self._fill_adapters(batch.adapter_slots, size)
         metadata = self._attention.fill(batch.attention, size)
         has_three = batch.rope_positions is not None
-        launch = partial(self._compute, size, cache, metadata, incoming is not None, is_adapted, has_three)
+        launch = partial(self._compute, size, cache, states, metadata, incoming is not None, is_adapted, has_three)
         layers = (_ADAPTED if is_adapted else _LAYERS) + _OF_THREE_POSITIONS * has_three
         self._run((layers, size, metadata.kind), launch)
         return self._hidden[:count]
@@ -194,6 +197,7 @@ class StepGraphs:
         self,
         size: int,
         cache: LayerCaches,
+        states: Sequence[LayerStates | None],
         metadata: AttentionMetadata,
         has_incoming: bool,
         is_adapted: bool,
@@ -206,7 +210,8 @@ class StepGraphs:
         tokens = (self._token_ids[:size], self._positions[:size], self._regimes[:size])
         incoming = self._incoming[:size] if has_incoming else None
         three = self._rope_positions[:, :size] if has_three else None
-        hidden = self._model(*tokens, cache, metadata, incoming, adapters=adapters, rope_positions=three)
+        inputs = (*tokens, cache, metadata, incoming)
+        hidden = self._model(*inputs, adapters=adapters, states=states, rope_positions=three)
         self._hidden = _allocated(self._hidden, hidden, self.sizes[-1])
         self._hidden[:size] = hidden
         self._reset_sums()
@@ -245,9 +250,10 @@ class StepGraphs:
             self._graphs[key] = graph
             self.recording_s += time.perf_counter() - began_s
 
-    def _check_addresses(self, cache: LayerCaches) -> None:
-        """Drop all graphs if weights or cache were moved."""
-        caches = (cache,) if isinstance(cache, Tensor) else [each for each in cache if each is not None]
+    def _check_addresses(self, cache: LayerCaches, states: Sequence[LayerStates | None]) -> None:
+        """Drop all graphs if weights, cache or states were moved."""
+        caches = [cache] if isinstance(cache, Tensor) else [each for each in cache if each is not None]
+        caches += [tensor for each in states if each is not None for tensor in each if tensor is not None]
         of_caches = tuple([each.data_ptr() for each in caches])
         if not self._must_check_addresses and of_caches == self._addresses[: len(of_caches)]:
             return

@@ -537,3 +537,35 @@ def test_damaged_row_is_row_or_error_row(tokenizer, fields, cut, value):
     line = bytearray(json.dumps({"prompt": "a", **fields}).encode())
     line[cut % len(line)] = value
     check_outcome(bytes(line), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "hello", "priority": -3},
+        {"embed": "hello", "priority": -3},
+        {"audio": "a.wav", "priority": -3},
+        {"method": "POST", "url": "/v1/completions", "body": {"prompt": "hi", "priority": -3}},
+        {"method": "POST", "url": "/v1/embeddings", "body": {"input": "hi", "priority": -3}},
+    ],
+)
+def test_row_of_any_kind_has_priority(fields):
+    fields = {"custom_id": "x", **fields}
+    assert parse(fields).priority == -3
+    holder = fields.get("body", fields)
+    holder["priority"] = None
+    assert parse(fields).priority == 0
+    for wrong in (True, 1.5, "1", 2**63):
+        holder["priority"] = wrong
+        assert parse(fields).message.startswith("priority=")
+
+
+def test_row_with_priority_needs_its_policy(tokenizer):
+    row = parse({"prompt": "hello", "priority": 2})
+    refused = resolve(row, tokenizer, limits_of(tokenizer))
+    assert (refused.code, refused.message) == (
+        "unsupported_value",
+        "priority=2 needs scheduler.policy=priority: set it, or leave priority out",
+    )
+    allowed = RequestLimits(400, 64, has_tokenizer=True, allows_priority=True)
+    assert resolve(row, tokenizer, allowed).priority == 2

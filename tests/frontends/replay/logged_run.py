@@ -91,20 +91,23 @@ def request(
     seed: int = HEADER.seed,
     head: tuple[int, ...] = (),
     media: tuple[MediaItem, ...] = (),
+    priority: int = 0,
     **sampling: object,
 ) -> Request:
     """Row `number`, called row-<number>. Its prompt begins with `head`, which counts."""
     prompt = tuple((number * 31 + position) % (VOCAB_SIZE - 1) + 1 for position in range(num_prompt_tokens))
     prompt = (*head, *prompt[len(head) :])
     stream = random_stream(seed, sampling.get("seed"), f"row-{number}", number)
-    return Request(RequestId(number), prompt, SamplingParams(**sampling), stream, media=media)
+    return Request(RequestId(number), prompt, SamplingParams(**sampling), stream, media=media, priority=priority)
 
 
 def standard_events() -> dict[int, list[Event]]:
-    """By step: ten requests in two waves, two that fork, two aborts, one of them while it is preempted or waits."""
+    """By step: ten requests in two waves, two that fork, two that go before all others, two aborts, one of them
+    while it is preempted or waits.
+    """
     first = [Admit(request(number, 3 + 4 * (number % 4), max_tokens=6 + 3 * number)) for number in range(6)]
     forking = [Admit(request(number, 5, n=3, max_tokens=9)) for number in (6, 7)]
-    late = [Admit(request(number, 9, max_tokens=12)) for number in (8, 9)]
+    late = [Admit(request(number, 9, priority=-number, max_tokens=12)) for number in (8, 9)]
     return {1: [*first, *forking], 9: [Abort(RequestId(5))], 12: late, 14: [Abort(RequestId(9))]}
 
 

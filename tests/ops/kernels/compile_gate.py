@@ -254,7 +254,9 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     for name, shape in LATENTS.items():
         for way in ("few", "few joined", "many"):
             variant = attend_variant(f"attend {name} {way}", *shape, element)
-            yield replace(variant, stack_bytes=24 if "mistral-4" in name else 0)
+            # Sums of 512 numbers lie on the stack between segments.
+            stack_bytes = 24 if "mistral-4" in name else 1152 if way == "many" else 0
+            yield replace(variant, stack_bytes=stack_bytes)
     types = _typed(row_kernels.write_rows, element)
     constants = {"KV_HEADS": 1, "D": 576, "DP": 1024, "BLOCK": 16, "VALUES": False}
     options, strides = row_kernels.LAUNCH | {"num_warps": 1}, ("stride_key", "stride_value", "stride_page")
@@ -713,6 +715,8 @@ SCALES = {
     "blocks": fp8_kernels.OF_BLOCKS.value,
 }
 _ALIGNED = ("N", "K", "stride_x", "stride_weight", "stride_scales", "stride_out")
+_SPILLED_SUM_BYTES = {(False, 128, 256): 104, (True, 128, 64): 88}
+"""By is_gated, rows and columns: part of a sum leaves its registers between chains, and these tiles are fast so."""
 
 
 def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -747,13 +751,12 @@ def fp8_variants(element: str = "bf16") -> Iterator[Variant]:
         for kind in SCALES:
             tile = fp8.OTHER_CHIPS_GATED if is_gated else fp8.OTHER_CHIPS
             yield fp8_variant(tile, element, is_gated, kind, chips=others)
-            for tile in fp8.HOPPER_GATED_TILES if is_gated else fp8.HOPPER_TILES:
+            found = [*(fp8.HOPPER_GATED_TILES if is_gated else fp8.HOPPER_TILES)]
+            if kind == "rows":
+                found += fp8.CHAINED_GATED_TILES if is_gated else fp8.CHAINED_TILES
+                found += (each for key, of in fp8.MEASURED.items() if key[0] == is_gated for each in of.values())
+            for tile in dict.fromkeys(found):
                 yield fp8_variant(tile, element, is_gated, kind)
-        for tile in fp8.CHAINED_GATED_TILES if is_gated else fp8.CHAINED_TILES:
-            yield fp8_variant(tile, element, is_gated, "rows")
-        of_kind = (found for key, found in fp8.MEASURED.items() if key[0] == is_gated)
-        for tile in dict.fromkeys(tile for found in of_kind for tile in found.values()):
-            yield fp8_variant(tile, element, is_gated, "rows")
         for tile in fp8.HOPPER_GATED_TILES[:1] if is_gated else fp8.HOPPER_TILES[:1]:
             yield fp8_variant(tile, element, is_gated, "rows", x_by_tma=False)
     yield fp8_variant(fp8.HOPPER_TILES[-1], element, False, "rows", by_tma=False)
@@ -787,7 +790,8 @@ def fp8_variant(
     words = f"{' gated' if is_gated else ''} {kind}{'' if by_tma else ' pointers'}{'' if x_by_tma else ' few'}"
     name = f"fp8 linear{words} {tile.rows}x{tile.columns}x{tile.steps} {tile.num_stages} stages"
     options = tile.options()
-    how = {"chips": chips, "adds_parts": True, "goes_on": kind == "rows"}
+    how: dict[str, Any] = {"chips": chips, "adds_parts": True, "goes_on": kind == "rows"}
+    how["stack_bytes"] = _SPILLED_SUM_BYTES.get((is_gated, tile.rows, tile.columns), 0) if kind == "rows" else 0
     return Variant(name, fp8_kernels.linear, types, constants, options, _ALIGNED, True, **how)
 
 
@@ -872,7 +876,8 @@ def delta_variants(element: str) -> Iterator[Variant]:
     for key_size, value_size, is_per_channel in ((128, 128, False), (96, 192, False), (128, 128, True)):
         config = DeltaConfig(16, 32, key_size, value_size, 1e-6, is_per_channel=is_per_channel)
         name = f"scan_delta {key_size} {value_size}{' channels' if is_per_channel else ''}"
-        yield Variant(name, kernel, types, scan_delta.scan_constants(config), options, ("stride_mixed",))
+        constants, scan = scan_delta.scan_constants(config), scan_delta_kernels.SCAN
+        yield Variant(name, kernel, types, constants, scan, ("stride_mixed",))
     numbers = dict.fromkeys(("SIZE", "stride_x", "stride_gate", "stride_weight"), "i32") | {"eps": "fp32"}
     types = dict.fromkeys(("x", "gate", "weight", "out"), f"*{element}") | numbers
     for size, gates_first, rounds_once in ((128, False, False), (8192, True, False), (1536, False, True)):

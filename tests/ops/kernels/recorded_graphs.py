@@ -2,8 +2,8 @@
 again on these.
 
 As on a device, a graph has no Python in it: what the host decided while it was recorded (numbers, shapes, kernels)
-stays, and only what stands in the tensors changes. Recording computes nothing that may be relied on: all that was made
-meanwhile is overwritten. Kernels of Triton are interpreted.
+stays, and only what stands in the tensors changes. Recording computes nothing: all that was made meanwhile is
+overwritten, and what it changed is put back. Kernels of Triton are interpreted.
 """
 
 from collections.abc import Callable
@@ -36,6 +36,8 @@ class RecordedGraph:
                 launch()
         finally:
             GridExecutor.__call__ = _launch_interpreted
+        for storage, before in mode.kept.values():
+            storage.copy_(before)
         for tensor in mode.made:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
 
@@ -46,17 +48,22 @@ class RecordedGraph:
 
 
 class _Recording(TorchDispatchMode):
-    """Every operation of torch, and of Triton through `launch`. `made` are tensors with memory of their own."""
+    """Every operation of torch, and of Triton through `launch`. `made` are tensors with memory of their own, `kept`
+    the memory of others that may be changed, by address, and what was in it.
+    """
 
     def __init__(self, launches: list[Callable[[], object]]) -> None:
         super().__init__()
         self._launches = launches
         self.made: list[torch.Tensor] = []
+        self.kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("a value is read while a graph is recorded")
         kwargs = kwargs or {}
+        if function._schema.is_mutable:
+            self._keep(args[:1])
         result = function(*args, **kwargs)
         if function._schema.is_mutable:
             self._launches.append(lambda: function(*args, **kwargs))
@@ -71,7 +78,14 @@ class _Recording(TorchDispatchMode):
     def launch(self, executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
         self._launches.append(lambda: _launch_interpreted(executor, *args, **kwargs))
         with _disable_current_modes():
+            self._keep((args, tuple(kwargs.values())))
             _launch_interpreted(executor, *args, **kwargs)
+
+    def _keep(self, values: Any) -> None:
+        made = [each.untyped_storage().data_ptr() for each in self.made]
+        for storage in [each.untyped_storage() for each in _tensors(values)]:
+            if storage.data_ptr() not in (*made, *self.kept):
+                self.kept[storage.data_ptr()] = (storage, storage.clone())
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -61,6 +61,11 @@ def test_shipped_tiles_fit_and_cover_all_buckets():
     for (is_gated, outputs, inputs), entry in tile_table.shipped(tiles.INTERPRETED).items():
         assert len(entry) == len(ROWS)
         assert all(tiles.fits(tile, tiles.INTERPRETED, is_gated=is_gated) for tile in entry), (outputs, inputs)
+    for (_, inputs, num_leaves), entry in tile_table.LEAVES.items():
+        assert entry.keys() <= set(range(len(ROWS)))
+        cut = leaf_matmul.cut_of(leaf_bounds(inputs, num_leaves)[1:])
+        assert all(tiles.fits(tile, tiles.INTERPRETED, is_gated=False) for tile, _ in entry.values())
+        assert all(tile.inputs <= cut.divisor for tile, _ in entry.values())
     other = replace(tiles.INTERPRETED, num_multiprocessors=114)
     assert tile_table.shipped(other) == {}
 
@@ -90,6 +95,19 @@ def test_measured_fp8_tiles_replace_estimates(monkeypatch: pytest.MonkeyPatch):
     assert fp8.tile_for(CPU, 64, 48, 1024, is_gated=False, has_groups=True) != measured
     monkeypatch.setattr(fp8, "num_programs", lambda device, each=1: 114 * each)
     assert fp8.tile_for(CPU, 64, 48, 1024, is_gated=False) != measured
+
+
+def test_many_fp8_gates_take_the_large_tile(monkeypatch: pytest.MonkeyPatch):
+    """Of a plain matmul, as wide as both halves, from a bucket on. Controls: long inputs, groups, few tiles."""
+    monkeypatch.setattr(fp8, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fp8, "num_programs", lambda device, each=1: 132 * each)
+    assert fp8.MOST_FUSED_ROWS in BUCKETS
+    for rows in (fp8.MOST_FUSED_ROWS + 1, 256, 512, 2048):
+        assert fp8.tile_for(CPU, rows, 28672, 4096, is_gated=False) == fp8.Fp8Tile(128, 256, 1, 8, 3)
+    assert fp8.tile_for(CPU, 2048, 28672, 8192, is_gated=False) == fp8.Fp8Tile(128, 128, 1, 8, 6)
+    others = [fp8.tile_for(CPU, 2048, 28672, 4096, is_gated=False, has_groups=True)]
+    others.append(fp8.tile_for(CPU, 256, 4096, 2048, is_gated=False))
+    assert {(tile.rows, tile.columns) for tile in others} == {(64, 128)}
 
 
 def test_more_rows_never_get_smaller_tiles_estimated():

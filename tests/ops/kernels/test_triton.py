@@ -32,7 +32,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
 ALL_CASES = {
     "triton_experts_cases.py": ((), 18),
     "triton_stored_experts_cases.py": ((), 12),
-    "triton_quantised_cases.py": ((), 21),
+    "triton_quantised_cases.py": ((), 22),
     "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 15),
@@ -47,7 +47,7 @@ ENGINES = {
     "triton_experts_engine.py": 22,
     "triton_stored_engine.py": 19,
     "triton_adapters_engine.py": 17,
-    "triton_states_engine.py": 8,
+    "triton_states_engine.py": 10,
     "triton_windows_engine.py": 4,
 }
 """Scripts, and how many comparisons of an engine they make."""

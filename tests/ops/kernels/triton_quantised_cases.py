@@ -269,8 +269,22 @@ def fp8_gates_are_those_of_apart_matmuls() -> None:
             for tile in tiles
             for by_tma in (False, True)
         ]
-        assert error_of(found[0], expected) < 1e-5
-        assert all(torch.equal(each, found[0]) for each in found)
+        assert all(torch.equal(each, expected) for each in found)
+
+
+def fp8_gates_of_many_rows_have_the_bits_of_few() -> None:
+    """Many take a plain matmul, whose bits have been rounded where gates are multiplied, and which quantises them."""
+    most, num_rows = (8, 12) if is_interpreted() else (fp8.MOST_FUSED_ROWS, 600)
+    for dtype in DTYPES:
+        kernels, bias = Fp8TritonKernels(dtype), numbers(256, dtype=dtype)
+        x, packed = activations(num_rows, 128, dtype), kernels.pack(numbers(256, 128, dtype=dtype))
+        with rounded_by_torch(), mock.patch.object(fp8, "MOST_FUSED_ROWS", most):
+            many = kernels.gated_linear(x, packed, bias)
+            few = [kernels.gated_linear(some, packed, bias) for some in x.split(most)]
+        assert torch.equal(bits(many), bits(torch.cat(few))), dtype
+        # Both ways were taken.
+        assert hasattr(many, fp8._QUANTISED)
+        assert not any(hasattr(each, fp8._QUANTISED) for each in few)
 
 
 def a_rows_fp8_matmul_does_not_depend_on_the_others() -> None:
@@ -456,6 +470,7 @@ GATE: tuple[Callable[[], None], ...] = (
     fp8_matmuls_are_the_definition,
     a_row_beside_one_that_is_not_finite_keeps_its_bits,
     fp8_gates_are_those_of_apart_matmuls,
+    fp8_gates_of_many_rows_have_the_bits_of_few,
     a_rows_fp8_matmul_does_not_depend_on_the_others,
     fp8_kernels_are_near_the_reference,
     sums_of_two_ranks_are_near_those_of_one,

@@ -4,16 +4,25 @@ kernels: a process of its own.
     OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python tests/ops/kernels/triton_states_engine.py
                                                                        prints one JSON object
 
-Rows together, cut, from snapshots and alone have the same bits; the device keeps what steps have in common.
+Rows together, cut, from snapshots and alone have the same bits; the device keeps what steps have in common. So have
+steps that are replayed (recorded_graphs.py), whose padding changes no state.
 """
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+import torch
+from recorded_graphs import RecordedGraph
+from small_steps import use_small_steps
 from state_rows import answers_of
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.ops.attention.triton import TritonFixedAttention
+from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.triton import scan_delta_kernels, short_conv_kernels
 
 SIZES = {
     "hidden_size": 64,
@@ -52,12 +61,36 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=index, max_tokens=3, ignore_eos=True, logprobs=1) for index in range(len(ROWS))
 ]
 
+FILL_SEGMENTS = TritonFixedAttention._fill_segments
+
 
 def answers(llm: LLM, first: int = 0, end: int = len(ROWS)) -> list:
     return answers_of(llm.generate(ROWS[first:end], PARAMS[first:end], use_tqdm=False))
 
 
+def begin_anew(attention: TritonFixedAttention, segments: StateSegments) -> None:
+    FILL_SEGMENTS(attention, replace(segments, firsts=torch.zeros_like(segments.firsts)))
+
+
+def check_graphs(folder: Path, found: dict[str, bool]) -> None:
+    """Of steps that hold few tokens, because recording computes them again."""
+    settings = SETTINGS | {"max_num_batched_tokens": 8, "max_num_seqs": 3, "enable_prefix_caching": False}
+    prompts = [{"prompt_token_ids": HEAD[:count]} for count in (4, 2)]
+
+    def short(backend: str, num_rows: int = 2) -> list:
+        with LLM(folder, device_backend=backend, **settings) as llm:
+            return answers_of(llm.generate(prompts[:num_rows], PARAMS[:num_rows], use_tqdm=False))
+
+    expected, replaying = short("triton"), "recorded_graphs.RecordedDevice"
+    found["replayed: same bits"] = short(replaying) == expected and RecordedGraph.num_replayed > 0
+    with mock.patch.object(TritonFixedAttention, "_fill_segments", begin_anew):
+        found["replayed: control: rows that begin anew"] = short(replaying, 1) != expected[:1]
+
+
 def main() -> None:
+    use_small_steps()
+    # Interpreted programs take their time one after another.
+    scan_delta_kernels.BV, short_conv_kernels.BC = 16, 128
     found: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -73,6 +106,7 @@ def main() -> None:
             ids = [[sample[0] for sample in row] for row in together]
             found[f"{family}: ids are the CPU's"] = ids == [[sample[0] for sample in row] for row in expected]
             found[f"{family}: control: other kernels have other bits"] = together != expected
+        check_graphs(folder, found)
     print(json.dumps(found))
 
 

@@ -39,7 +39,7 @@ from spmd_worker.replica.scheduler.allocator import Allocator, PreemptionPolicy
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.sequence.events import Admit, Event
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.replica.sequence.sequence import Sequence
+from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.worker.runner.model_runner import ModelRunner
 
@@ -301,8 +301,8 @@ def forgotten_prefix(place: Place, arguments: list[str]) -> None:
         return
     right = Allocator.find_prefix
 
-    def find_prefix(self: Allocator, sequence: Sequence) -> list[BlockId]:
-        found = right(self, sequence)
+    def find_prefix(self: Allocator, sequence: Sequence, group: SequenceGroup) -> list[BlockId]:
+        found = right(self, sequence, group)
         if found:
             place.strike()
         return []

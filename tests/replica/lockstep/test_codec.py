@@ -116,7 +116,10 @@ FULL_MEDIA = (MediaItem(b"a picture's name", ((0, 1),), 4), MediaItem(bytes(rang
 FULL_MESSAGE = StepMessage(
     step=9,
     events=(
-        *(Admit(Request(7, (1, 2, 0, 3), FULL_SAMPLING, 0, 0, FULL_POOLING, 9, FULL_ROWS, 1, FULL_MEDIA)), Abort(2)),
+        *(
+            Admit(Request(7, (1, 2, 0, 3), FULL_SAMPLING, 0, 0, FULL_POOLING, 9, FULL_ROWS, 1, FULL_MEDIA, -3)),
+            Abort(2),
+        ),
         *(ResetPrefixCache(True), ResetMediaRows()),
         *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Interrupt(1, "KeyboardInterrupt: "), Close()),
         *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no"), CommitWeights(-(2**63), 38)),

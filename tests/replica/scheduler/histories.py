@@ -32,6 +32,7 @@ requests = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         # The id of an adapter, 0 for none.
         "adapter": st.sampled_from([0, 1, 2, 3, 4]),
+        "priority": st.sampled_from([0, 0, 0, -1, 1]),
     }
 )
 operations = st.lists(
@@ -114,7 +115,7 @@ def prompt_of(request: dict[str, Any]) -> tuple[int, ...]:
 
 def admit(run: Run, request: dict[str, Any]) -> int:
     n, best_of = request["samples"]
-    kept = {name: request[name] for name in ("max_tokens", "ignore_eos", "prompt_logprobs")}
+    kept = {name: request[name] for name in ("max_tokens", "ignore_eos", "prompt_logprobs", "priority")}
     entries, int_id = run.adapters.entries, request["adapter"]
     if run.limits.max_loras and int_id and int_id not in entries:
         load(run, int_id)

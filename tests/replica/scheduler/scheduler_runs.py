@@ -153,6 +153,7 @@ class Run:
         prompt: tuple[int, ...] | None = None,
         adapter: int = 0,
         media: tuple[MediaItem, ...] = (),
+        priority: int = 0,
         **sampling: object,
     ) -> int:
         """`prompt` is what the request asks, else `num_prompt_tokens` of the token 1. `adapter`: a loaded content."""
@@ -160,7 +161,7 @@ class Run:
         self._num_requests += 1
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})
         given = (prompt or (1,) * num_prompt_tokens, params)
-        request = Request(request_id, *given, stream=request_id, adapter=adapter, media=media)
+        request = Request(request_id, *given, stream=request_id, adapter=adapter, media=media, priority=priority)
         names = self.scheduler.missing_prefix(request) if self.cache.looks_outside else []
         found = tuple(takewhile(lambda name: name in self.contents.outside, names))
         missing = tuple(name for name in names[len(found) :] if self.cache.is_outside(name))

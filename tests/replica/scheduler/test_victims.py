@@ -296,4 +296,4 @@ def test_returning_sample_counts_once_after_fork():
     assert run.waiting() == [(0, 1)]
     run.abort(1)
     run.admit(1)
-    assert run.step() == [Row(0, 0, 9, 1, 1), Row(0, 1, 0, 9, 1), Row(2, 0, 0, 1, 1)]
+    assert run.step() == [Row(0, 0, 9, 1, 1), Row(0, 1, 8, 1, 1), Row(2, 0, 0, 1, 1)], "it shares the prompt"

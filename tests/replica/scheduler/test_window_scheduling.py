@@ -119,8 +119,9 @@ def test_found_prefix_looks_only_at_its_window(monkeypatch: pytest.MonkeyPatch):
     run.admit(0, prompt, max_tokens=1)
     run.finish()
     monkeypatch.setattr(LayerGroups, "names", lambda *given: looked_up.append(given) or names(*given))
-    (sequence,) = new_group(Request(RequestId(9), prompt, SamplingParams(), stream=9)).sequences
-    assert run.cache.num_prefix_tokens(run.scheduler._allocator.find_prefix(sequence)) == 100
+    group = new_group(Request(RequestId(9), prompt, SamplingParams(), stream=9))
+    prefix = run.scheduler._allocator.find_prefix(group.sequences[0], group)
+    assert run.cache.num_prefix_tokens(prefix) == 100
     assert len(looked_up) == 2
 
 

@@ -18,7 +18,7 @@ from spmd_worker.base.config.plain_values import plain_bool, plain_float, plain_
 from spmd_worker.base.config.schema import CacheConfig, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.beam_search import BeamSearchParams
-from spmd_worker.compat.call_arguments import check_extras
+from spmd_worker.compat.call_arguments import priorities_of
 from spmd_worker.compat.chat import ChatOptions
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
@@ -207,11 +207,12 @@ def test_call_arguments_of_any_kind_become_plain_integers():
     assert whole_number("version", Numbers.SOME) == 7
     assert as_request_ids([Numbers.SOME, numpy.int64(2), Numbers.LARGE]) == [7, 2, 2**40]
     assert checked_level(OwnInt(2)) == 2
-    for priority in (Numbers.ZERO, numpy.int64(0), [0, numpy.int8(0)], [Numbers.ZERO, 0]):
-        check_extras(2, priority)
-    for wrong in (True, 0.5, "00", [0, None], [0], math.nan, numpy.array([0, 0])):
+    for priority in (Numbers.SOME, numpy.int64(7), [7, numpy.int8(7)], [Numbers.SOME, 7]):
+        assert list(map(type, priorities_of(2, priority))) == [int, int]
+        assert priorities_of(2, priority) == [7, 7]
+    for wrong in (True, 0.5, "00", [0, None], [0], math.nan, numpy.array([0, 0]), 2**63):
         with pytest.raises(ValueError, match="priority="):
-            check_extras(2, wrong)
+            priorities_of(2, wrong)
     flags = {"add_generation_prompt": numpy.bool_(False), "continue_final_message": numpy.bool_(True)}
     assert dataclasses.asdict(ChatOptions(**flags)).items() >= {k: bool(v) for k, v in flags.items()}.items()
     assert type(ChatOptions(**flags).add_generation_prompt) is bool

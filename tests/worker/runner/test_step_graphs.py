@@ -3,13 +3,14 @@ be told at sight. What replayed steps compute: tests/ops/kernels/triton_graphs.p
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kv_cache.layer_states import LayerStates
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.worker.runner.batch import Batch
 from spmd_worker.worker.runner.step_graphs import StepGraphs, graph_sizes
@@ -36,12 +37,14 @@ class Model(nn.Module):
         metadata: object,
         incoming: Tensor | None,
         adapters: Tensor | None = None,
+        states: Sequence[LayerStates | None] = (),
         rope_positions: Tensor | None = None,
     ) -> Tensor:
         self.num_tokens.append(len(ids))
         hidden = ids[:, None] * self.weight + positions[:, None] * torch.arange(WIDTH) + regimes[:, None]
         hidden = hidden if adapters is None else hidden + 100 * (adapters[:, None] + 1)
         hidden = hidden if rope_positions is None else hidden + 1000 * rope_positions.sum(0)[:, None]
+        hidden = hidden if not states else hidden + states[0].tail
         return hidden if incoming is None else hidden + incoming
 
     def argmax_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,6 +178,13 @@ def test_graphs_reject_larger_steps(graphs: StepGraphs):
 def test_moved_cache_rerecords_graphs(graphs: StepGraphs):
     for cache, num_replayed in ((CACHE, 0), (CACHE, 1), (torch.ones(4), 1), (CACHE, 1)):
         graphs.forward(batch(4), cache, None)
+        assert Graph.num_replayed == num_replayed
+
+
+def test_moved_states_rerecord_graphs(graphs: StepGraphs):
+    first, moved = ((LayerStates(None, torch.full((1, WIDTH), number)), None) for number in (1.0, 2.0))
+    for states, number, num_replayed in ((first, 1.0, 0), (first, 1.0, 1), (moved, 2.0, 1)):
+        assert torch.equal(graphs.forward(batch(4), CACHE, None, states), expected(4) + number)
         assert Graph.num_replayed == num_replayed
 
 

@@ -27,6 +27,8 @@ _ITEM, _JOIN = 8, 3
 _BATCH, _EACH = 256, 64
 _LATENT_GROUP = 16
 """Most query heads in a tile of latents: sums of 512 numbers for more would spill."""
+HEADS_OF_TWO_PARTS = 512
+"""The largest heads with keys and values; longer keys are latents, which are their own values."""
 _JOINED_HEADS = 16
 """Heads that a program joins at once: more of 512 numbers spill."""
 _REDUCED_BYTES = 512
@@ -75,6 +77,10 @@ def many_tile(device_capability: tuple[int, int], head_size: int, group: int, it
         return Tile(max(FEW_ROWS, power_of_two(group)), 4, 1, 2)
     if device_capability[0] == 9 and head_size <= 128:
         return Tile(128, 8, 3, 1)
+    if device_capability[0] == 9 and (256 < head_size <= 320 or head_size > HEADS_OF_TWO_PARTS):
+        # wgmma. Of latents of 512 numbers a segment's sums fill the registers, and those of the segments before lie on
+        # the stack meanwhile: once a segment, not once a tile of keys.
+        return Tile(64, 8, 2, 1)
     if head_size > 256:
         return Tile(max(FEW_ROWS, power_of_two(group)), 8, 2, 1)
     if head_size > 128:

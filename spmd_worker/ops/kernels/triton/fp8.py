@@ -8,6 +8,7 @@ from torch import Tensor
 
 from spmd_worker.base.numerical_policy import QUANTISATION, Region
 from spmd_worker.model_config.byte_rows import GROUP, fits_bytes
+from spmd_worker.ops.kernels.byte_rows import is_packed
 from spmd_worker.ops.kernels.fp8 import CHAIN, Fp8Packing, Fp8Weights
 from spmd_worker.ops.kernels.triton import fp8_kernels, rows
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
@@ -87,25 +88,60 @@ _MANY_NARROW: Final = Fp8Tile(64, 128, 2, 4, 4)
 _MANY: Final = Fp8Tile(64, 128, 1, 4, 4, per_multiprocessor=2)
 _MANY_GATED: Final = Fp8Tile(64, 64, 1, 4, 4, per_multiprocessor=2)
 _MANY_CHAINED: Final = Fp8Tile(128, 128, 1, 8, 6)
-_MANY_GATED_CHAINED: Final = Fp8Tile(128, 64, 1, 8, 6)
-CHAINED_TILES: Final = (_MANY_CHAINED,)
-CHAINED_GATED_TILES: Final = (_MANY_GATED_CHAINED,)
+_MANY_SHORT_CHAINED: Final = Fp8Tile(128, 256, 1, 8, 3)
+_SHORT_INPUTS: Final = 4096
+"""Inputs up to which the larger tile was 3 % faster; with 14,336 it was 7 % slower."""
+_SOME_GATED_CHAINED: Final = Fp8Tile(64, 64, 1, 4, 4, per_multiprocessor=2)
+_MANY_GATED_CHAINED: Final = Fp8Tile(128, 64, 1, 4, 3, per_multiprocessor=2)
+CHAINED_TILES: Final = (_MANY_SHORT_CHAINED, _MANY_CHAINED)
+CHAINED_GATED_TILES: Final = (_SOME_GATED_CHAINED, _MANY_GATED_CHAINED)
 """Tiles of matmuls without scales of groups."""
 HOPPER_TILES: Final = (_FEW, _FEWER_THAN_32, _SOME_NARROW, _SOME, _SOME_WIDE, _MANY_NARROW, _MANY)
 HOPPER_GATED_TILES: Final = (_FEW_GATED, _FEWER_THAN_32_GATED, _SOME_GATED, _MANY_GATED)
 
 
-MEASURED: Final[dict[tuple[bool, int, int], dict[int, Fp8Tile]]] = {}
-"""Tiles without scales of groups by is_gated, outputs (of a half) and inputs, and by bucket of rows. None was measured
-yet: `scripts/gpu_sweep.py` measures them, and shows entries to be written here.
+MOST_FUSED_ROWS: Final = 128
+"""Rows up to which gates are multiplied in the kernel of their matmul if scales are of rows. Tiles with two sums are
+small: 2,048 rows of 28,672 x 4,096 took 580 us, and would take 414 at the plain matmul's rate. Gates apart are a launch
+of about 45, which quantises them for the next matmul, and so saves one. A bucket's end: the warm-up compiles both.
+"""
+MEASURED: Final[dict[tuple[bool, int, int], dict[int, Fp8Tile]]] = {
+    (False, 6144, 4096): {
+        0: Fp8Tile(16, 64, 2, 4, 5, is_swapped=True, per_multiprocessor=2),  # 8.8/15.2
+        2: Fp8Tile(64, 64, 2, 4, 5),  # 9.7/16.1
+        4: Fp8Tile(64, 128, 1, 4, 4, per_multiprocessor=2),  # 16.4/20.9
+        6: Fp8Tile(128, 256, 1, 8, 3),  # 88.8/132.6
+    },
+    (False, 4096, 4096): {
+        0: Fp8Tile(16, 64, 2, 4, 5, is_swapped=True, per_multiprocessor=2),  # 7.8/12.9
+        2: Fp8Tile(64, 32, 2, 4, 6),  # 7.9/11.3
+        4: Fp8Tile(64, 128, 2, 4, 4),  # 10.7/16.6
+        6: Fp8Tile(128, 256, 1, 8, 3),  # 59.6/88.1
+    },
+    (True, 14336, 4096): {
+        0: Fp8Tile(16, 64, 4, 4, 3, is_swapped=True),  # 32.0/56.9
+        2: Fp8Tile(64, 64, 1, 4, 4, per_multiprocessor=2),  # 35.5/62.2
+        4: Fp8Tile(128, 64, 1, 4, 3, per_multiprocessor=2),  # 85.7/91.9
+        6: Fp8Tile(128, 64, 1, 4, 3, per_multiprocessor=2),  # 580.1/611.0
+    },
+    (False, 4096, 14336): {
+        0: Fp8Tile(16, 64, 2, 4, 5, is_swapped=True, per_multiprocessor=2),  # 19.6/31.8
+        2: Fp8Tile(64, 32, 2, 4, 6),  # 19.6/35.3
+        4: Fp8Tile(64, 128, 2, 4, 4),  # 29.6/48.4
+        6: Fp8Tile(128, 128, 1, 8, 6),  # 193.8/296.3
+    },
+}
+"""Tiles without scales of groups by is_gated, outputs (of a half) and inputs, and by bucket of rows: of those that
+`scripts/gpu_sweep.py` measured on an H200, 2026-11-28, the fastest, or the estimate's unless one is 2 % faster. Beside
+each: microseconds with the most rows of the bucket (2,048 in the last), and cuBLAS's in bfloat16, without silu.
 """
 
 
 def tile_for(
     device: torch.device, num_rows: int, num_columns: int, num_inputs: int, *, is_gated: bool, has_groups: bool = False
 ) -> Fp8Tile:
-    """The tile of a matmul of this shape. Those for groups were measured on an H200 for the shapes of an 8B model, and
-    so were all for up to 64 rows, when chains were not longer than groups; the others are in MEASURED, or estimates.
+    """The tile of a matmul of this shape. Those for groups were measured on an H200 for the shapes of an 8B model; the
+    others are in MEASURED, or what was fastest there for similar shapes.
     """
     chip = capability(device)
     if not has_groups and is_measured(chip, num_programs(device)):
@@ -115,19 +151,22 @@ def tile_for(
     if chip not in (_HOPPER, (0, 0)):
         return OTHER_CHIPS_GATED if is_gated else OTHER_CHIPS
     of_hopper = (
-        _gated_tile_for(num_rows, has_groups) if is_gated else _tile_for(device, num_rows, num_columns, has_groups)
+        _gated_tile_for(num_rows, has_groups)
+        if is_gated
+        else _tile_for(device, num_rows, num_columns, num_inputs, has_groups)
     )
     # The interpreter adds more products at once in another order; the matrix unit does not.
     return of_hopper if chip == _HOPPER else replace(of_hopper, steps=1)
 
 
 def _gated_tile_for(num_rows: int, has_groups: bool) -> Fp8Tile:
-    limits = ((16, _FEW_GATED), (32, _FEWER_THAN_32_GATED), (64, _SOME_GATED))
+    some = _SOME_GATED if has_groups else _SOME_GATED_CHAINED
+    limits = ((16, _FEW_GATED), (32, _FEWER_THAN_32_GATED), (64, some))
     many = _MANY_GATED if has_groups else _MANY_GATED_CHAINED
     return next((tile for most, tile in limits if num_rows <= most), many)
 
 
-def _tile_for(device: torch.device, num_rows: int, num_columns: int, has_groups: bool) -> Fp8Tile:
+def _tile_for(device: torch.device, num_rows: int, num_columns: int, num_inputs: int, has_groups: bool) -> Fp8Tile:
     if num_rows <= 32:
         return _FEW if num_rows <= 16 else _FEWER_THAN_32
     multiprocessors = num_programs(device)
@@ -139,8 +178,9 @@ def _tile_for(device: torch.device, num_rows: int, num_columns: int, has_groups:
     if _MANY.num_tiles(num_rows, num_columns, is_gated=False) <= multiprocessors:
         return _MANY_NARROW
     # Larger tiles read less of L2, which smaller ones wait for, once they are enough for all multiprocessors.
-    is_large = _MANY_CHAINED.num_tiles(num_rows, num_columns, is_gated=False) >= multiprocessors
-    return _MANY_CHAINED if is_large and not has_groups else _MANY
+    large = () if has_groups else CHAINED_TILES if num_inputs <= _SHORT_INPUTS else CHAINED_TILES[1:]
+    enough = (tile for tile in large if tile.num_tiles(num_rows, num_columns, is_gated=False) >= multiprocessors)
+    return next(enough, _MANY)
 
 
 def num_warps(block: int) -> int:
@@ -288,6 +328,13 @@ class Fp8TritonKernels(Fp8Packing, PackedTritonKernels):
             return rows.silu_and_mul(gate_up)
         gated, *quantised = silu_and_mul(gate_up, is_grouped=self._is_grouped)
         return _with_quantised(gated, *quantised)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """One launch or two, with the same bits."""
+        is_apart = is_packed(weight) and weight.ndim == 2 and x[..., 0].numel() > MOST_FUSED_ROWS
+        if is_apart and capability(x.device) in (_HOPPER, (0, 0)):
+            return self.silu_and_mul(self.linear(x, weight, bias))
+        return super().gated_linear(x, weight, bias)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
         numbers, scales = self.weights.numbers(weight), self.weights.scales(weight)

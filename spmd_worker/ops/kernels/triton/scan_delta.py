@@ -26,13 +26,14 @@ def scan_delta(
     mixed, a, b = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, a, b))
     out = mixed.new_empty((len(mixed), num_heads, value_size))
     if out.numel() and len(segments.slots):
-        grid = (len(segments.slots), num_heads, -(-value_size // scan_delta_kernels.BV))
+        # Neighbouring columns at once, and padding last.
+        grid = (-(-value_size // scan_delta_kernels.BV), num_heads, len(segments.slots))
         scan_delta_kernels.scan_delta[grid](
             *(mixed, a, b, a_log, dt_bias, states, segments.slots, segments.starts, segments.firsts, out),
             *(config.num_key_heads, num_heads, mixed.stride(0), a.stride(0), b.stride(0)),
             *(config.beta_scale, key_size**-0.5),
             **scan_constants(config),
-            **scan_delta_kernels.LAUNCH,
+            **scan_delta_kernels.SCAN,
         )
     return out
 

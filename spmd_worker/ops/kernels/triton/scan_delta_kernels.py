@@ -2,14 +2,44 @@
 columns of the state of one head of one sequence, token after token; a prompt and a decoding sequence are computed by
 the same kernel, so a number's bits do not depend on where its prompt is cut.
 
+Sums over channels are binary trees whose pairs are in the source (`upper_onto_lower`, `tree_sum`): columns of a tile
+and warps are free. The next tokens are read, and their vectors brought to length 1, while a token changes the state.
+
 DK, DV: sizes of keys and values; HK, HV: key and value heads; BK: DK up to a power of two; BV: columns of a tile.
 """
 
 import triton
 import triton.language as tl
 
-BV = 32
+BV = 8
 LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
+SCAN = {"enable_fp_fusion": False, "num_warps": 1}
+"""A warp waits for no other one, twice a sum."""
+
+
+@triton.jit
+def upper_onto_lower(x):
+    """[N, M] -> [M], N a power of two: the upper half of the rows onto the lower, and again. Each `tl.sum` is over two
+    numbers, one addition, which commutes: no layout changes a bit.
+    """
+    for _ in tl.static_range(0, 10):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
+    return tl.reshape(x, [x.shape[1]])
+
+
+@triton.jit
+def tree_sum(x):
+    """[M, N] -> [M], N a power of two: columns 2i and 2i + 1, twice, then the upper half of what is left onto the
+    lower, and again. See `upper_onto_lower`.
+    """
+    for _ in tl.static_range(0, 2):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
+    for _ in tl.static_range(0, 10):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
+    return tl.reshape(x, [x.shape[0]])
 
 
 @triton.jit
@@ -30,7 +60,47 @@ def softplus(x):
 @triton.jit
 def _unit(x, scale):
     """The vector with length `scale`."""
-    return x * (scale * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6))
+    x = x.to(tl.float32)
+    length = tree_sum(tl.reshape(x * x, [1, x.shape[0]]))
+    return x * tl.broadcast_to(scale * tl.rsqrt(length + 1e-6), [x.shape[0]])
+
+
+@triton.jit
+def _read(
+    mixed, a, b, row, is_there, key_head, head, channels, columns, is_channel, is_column, HK, stride_mixed, stride_a,
+    stride_b, DK: tl.constexpr, DV: tl.constexpr, IS_PER_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Query, key, value, and the projections of decay and beta of one token; zeros if it is not there."""
+    keys = mixed + row * stride_mixed + key_head * DK + channels
+    query = tl.load(keys, mask=is_channel & is_there, other=0.0)
+    key = tl.load(keys + HK * DK, mask=is_channel & is_there, other=0.0)
+    values = mixed + row * stride_mixed + 2 * HK * DK + head * DV + columns
+    value = tl.load(values, mask=is_column & is_there, other=0.0)
+    if IS_PER_CHANNEL:
+        step = tl.load(a + row * stride_a + head * DK + channels, mask=is_channel & is_there, other=0.0)
+    else:
+        step = tl.load(a + row * stride_a + head, mask=is_there, other=0.0)
+    return query, key, value, step, tl.load(b + row * stride_b + head, mask=is_there, other=0.0)
+
+
+@triton.jit
+def _prepared(query, key, value, step, gate, rate, bias, query_scale, beta_scale):
+    """Of a token: query and key with their lengths, value, decay and beta, float32."""
+    beta = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype).to(tl.float32) * beta_scale
+    decay = tl.exp(-rate * softplus(step.to(tl.float32) + bias))
+    return _unit(query, query_scale), _unit(key, 1.0), value.to(tl.float32), decay, beta
+
+
+@triton.jit
+def _advanced(state, query, key, value, decay, beta, IS_PER_CHANNEL: tl.constexpr):
+    """The state after a token, and its result."""
+    if IS_PER_CHANNEL:
+        state = state * decay[:, None]
+    else:
+        state = state * decay
+    change = (value - upper_onto_lower(state * key[:, None])) * beta
+    state = state + key[:, None] * change[None, :]
+    return state, upper_onto_lower(state * query[:, None])
 
 
 @triton.jit
@@ -59,13 +129,13 @@ def scan_delta(
     IS_PER_CHANNEL: tl.constexpr,
 ):
     """mixed [T, 2 HK DK + HV DV], a [T, HV] or [T, HV DK], b [T, HV], in rows of their strides; states [slots, HV, DK,
-    DV] -> out [T, HV, DV]: `RecurrentKernels.scan_delta`. One program for each sequence, value head and BV columns.
+    DV] -> out [T, HV, DV]: `RecurrentKernels.scan_delta`. One program for each BV columns, value head and sequence.
     """
-    segment, head = tl.program_id(0), tl.program_id(1)
+    head, segment = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + segment).to(tl.int64)
     start, stop = tl.load(starts + segment), tl.load(starts + segment + 1)
     if slot >= 0 and start < stop:
-        channels, columns = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
+        channels, columns = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
         is_channel, is_column = channels < DK, columns < DV
         inside = is_channel[:, None] & is_column[None, :]
         place = states + (slot * HV + head) * DK * DV + channels[:, None] * DV + columns[None, :]
@@ -76,25 +146,32 @@ def scan_delta(
             bias = tl.load(dt_bias + head * DK + channels, mask=is_channel, other=0.0)
         else:
             bias = tl.load(dt_bias + head)
-        for token in range(stop - start):
-            row = start.to(tl.int64) + token
-            keys = mixed + row * stride_mixed + key_head * DK + channels
-            query = _unit(tl.load(keys, mask=is_channel, other=0.0).to(tl.float32), query_scale)
-            key = _unit(tl.load(keys + HK * DK, mask=is_channel, other=0.0).to(tl.float32), 1.0)
-            values = mixed + row * stride_mixed + 2 * HK * DK + head * DV + columns
-            value = tl.load(values, mask=is_column, other=0.0).to(tl.float32)
-            gate = tl.load(b + row * stride_b + head)
-            beta = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype).to(tl.float32) * beta_scale
-            if IS_PER_CHANNEL:
-                steps = tl.load(a + row * stride_a + head * DK + channels, mask=is_channel, other=0.0)
-                state = state * tl.exp(-rate * softplus(steps.to(tl.float32) + bias))[:, None]
-            else:
-                step = tl.load(a + row * stride_a + head).to(tl.float32)
-                state = state * tl.exp(-rate * softplus(step + bias))
-            change = (value - tl.sum(state * key[:, None], axis=0)) * beta
-            state = state + key[:, None] * change[None, :]
-            result = tl.sum(state * query[:, None], axis=0).to(out.dtype.element_ty)
-            tl.store(out + (row * HV + head) * DV + columns, result, mask=is_column)
+        row, count = start.to(tl.int64), stop - start
+        query, key, value, step, gate = _read(
+            mixed, a, b, row, count > 0, key_head, head, channels, columns, is_channel, is_column, HK, stride_mixed,
+            stride_a, stride_b, DK, DV, IS_PER_CHANNEL,
+        )  # fmt: skip
+        now_query, now_key, now_value, decay, beta = _prepared(
+            query, key, value, step, gate, rate, bias, query_scale, beta_scale
+        )
+        query, key, value, step, gate = _read(
+            mixed, a, b, row + 1, count > 1, key_head, head, channels, columns, is_channel, is_column, HK, stride_mixed,
+            stride_a, stride_b, DK, DV, IS_PER_CHANNEL,
+        )  # fmt: skip
+        for token in range(count - 1):
+            after = _read(
+                mixed, a, b, row + token + 2, token + 2 < count, key_head, head, channels, columns, is_channel,
+                is_column, HK, stride_mixed, stride_a, stride_b, DK, DV, IS_PER_CHANNEL,
+            )  # fmt: skip
+            following = _prepared(query, key, value, step, gate, rate, bias, query_scale, beta_scale)
+            state, result = _advanced(state, now_query, now_key, now_value, decay, beta, IS_PER_CHANNEL)
+            to = out + ((row + token) * HV + head) * DV + columns
+            tl.store(to, result.to(out.dtype.element_ty), mask=is_column)
+            now_query, now_key, now_value, decay, beta = following
+            query, key, value, step, gate = after
+        state, result = _advanced(state, now_query, now_key, now_value, decay, beta, IS_PER_CHANNEL)
+        to = out + ((row + count - 1) * HV + head) * DV + columns
+        tl.store(to, result.to(out.dtype.element_ty), mask=is_column)
         tl.store(place, state, mask=inside)
 
 

@@ -27,7 +27,8 @@ def scan_mamba(
     mixed, dt = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, dt))
     out = mixed.new_empty((num_tokens, config.num_columns))
     if out.numel() and len(segments.slots):
-        grid = (len(segments.slots), num_heads, -(-size // scan_mamba_kernels.BP))
+        # Neighbouring rows at once, and padding last.
+        grid = (-(-size // scan_mamba_kernels.BP), num_heads, len(segments.slots))
         scan_mamba_kernels.scan_mamba[grid](
             *(mixed, dt, a_log, dt_bias, skip, states, segments.slots, segments.starts, segments.firsts, out),
             *(num_heads, config.num_groups, mixed.stride(0), dt.stride(0), *config.dt_limits),

@@ -1,5 +1,6 @@
 """The causal depthwise convolution of a step's sequences on a GPU. One program computes some channels of one sequence,
-token after token of a tile; a number's bits depend neither on the tile nor on where its prompt is cut.
+token after token of a tile; a number's bits depend neither on the tile nor on where its prompt is cut. A decoding
+sequence has no tile: most of its rows would be empty.
 
 T: tokens; C: channels; K: taps, of which TAPS; BT, BC: tokens and channels of a tile.
 """
@@ -18,6 +19,14 @@ def _inputs(x, tail, source, start, c, C, stride_x, wanted, goes_on, TAPS: tl.co
     new = tl.load(x + source.to(tl.int64)[:, None] * stride_x + c[None, :], mask=wanted & is_new, other=0.0)
     place = (source - start + TAPS - 1)[:, None] * C + c[None, :]
     return tl.where(is_new, new, tl.load(tail + place, mask=wanted & (is_new == 0) & goes_on, other=0.0))
+
+
+@triton.jit
+def _finished(total, bias, HAS_SILU: tl.constexpr):
+    total += bias
+    if HAS_SILU:
+        total = total / (1.0 + tl.exp(-total))
+    return total
 
 
 @triton.jit
@@ -49,20 +58,33 @@ def short_conv(
         goes_on = tl.load(firsts + segment) > 0
         inside = c < C
         tail = tails + slot * (TAPS - 1) * C
-        for first in range(start, stop, BT):
-            t = first + tl.arange(0, BT)
-            is_token = (t < stop)[:, None] & inside[None, :]
-            total = tl.zeros((BT, BC), dtype=tl.float32)
+        # Adding -0.0 changes no bit.
+        added = tl.full([BC], -0.0, tl.float32)
+        if HAS_BIAS:
+            added = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
+        if stop - start == 1:
+            total = tl.zeros([BC], dtype=tl.float32)
+            own = start.to(tl.int64)
             for tap in tl.static_range(TAPS):
-                source = t - (TAPS - 1) + tap
-                value = _inputs(x, tail, source, start, c, C, stride_x, is_token, goes_on, TAPS)
-                factor = tl.load(weight + c * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-                total += value.to(tl.float32) * factor[None, :]
-            if HAS_BIAS:
-                total += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if HAS_SILU:
-                total = total / (1.0 + tl.exp(-total))
-            tl.store(out + t.to(tl.int64)[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=is_token)
+                if tap == TAPS - 1:
+                    value = tl.load(x + own * stride_x + c, mask=inside, other=0.0)
+                else:
+                    value = tl.load(tail + tap * C + c, mask=inside & goes_on, other=0.0)
+                total += value.to(tl.float32) * tl.load(weight + c * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+            total = _finished(total, added, HAS_SILU)
+            tl.store(out + own * C + c, total.to(out.dtype.element_ty), mask=inside)
+        else:
+            for first in range(start, stop, BT):
+                t = first + tl.arange(0, BT)
+                is_token = (t < stop)[:, None] & inside[None, :]
+                total = tl.zeros((BT, BC), dtype=tl.float32)
+                for tap in tl.static_range(TAPS):
+                    source = t - (TAPS - 1) + tap
+                    value = _inputs(x, tail, source, start, c, C, stride_x, is_token, goes_on, TAPS)
+                    factor = tl.load(weight + c * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+                    total += value.to(tl.float32) * factor[None, :]
+                total = _finished(total, added[None, :], HAS_SILU)
+                tl.store(out + t.to(tl.int64)[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=is_token)
         row = tl.arange(0, PAST)
         source = stop - (TAPS - 1) + row
         is_row = (row < TAPS - 1)[:, None] & inside[None, :]
