@@ -56,7 +56,7 @@ def guarantees(tests: Path) -> dict[str, Guarantee]:
         if "mark.guarantee(" not in text and "mark.control(" not in text:
             continue
         tree = ast.parse(text, filename=str(path))
-        is_stress_file = any("mark.stress" in ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign))
+        is_stress_file = any(_is_stress_of_file(node) for node in tree.body)
         for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
             decorators = [ast.unparse(each) for each in node.decorator_list]
             is_stress = is_stress_file or "pytest.mark.stress" in decorators
@@ -73,6 +73,14 @@ def faults(found: dict[str, Guarantee]) -> list[str]:
     without_test = [f"{words}: no test has this guarantee" for words, each in found.items() if not each.tests]
     bare = [words for words, each in found.items() if not each.controls and not each.is_control_inside]
     return without_test + [f"{words}: no negative control" for words in bare]
+
+
+def _is_stress_of_file(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Assign)
+        and "pytestmark" in map(ast.unparse, node.targets)
+        and "stress" in ast.unparse(node)
+    )
 
 
 def _marks(node: ast.FunctionDef) -> Iterator[tuple[str, str, bool]]:

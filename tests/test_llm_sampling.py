@@ -383,8 +383,8 @@ CHOICES = {
 @pytest.mark.parametrize(
     ("mode", "num_rows"),
     [
-        ("raw_logprobs", 30),
-        pytest.param("processed_logprobs", 30, marks=pytest.mark.matrix),
+        ("raw_logprobs", 20),
+        pytest.param("processed_logprobs", 10, marks=pytest.mark.matrix),
         pytest.param("raw_logprobs", 200, marks=pytest.mark.stress),
         pytest.param("processed_logprobs", 200, marks=pytest.mark.stress),
     ],

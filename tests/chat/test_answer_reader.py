@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from chat_models import ADD, MARKERS, OBJECT, TOOLS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.chat import answer_parts, answer_reader
@@ -238,7 +239,7 @@ EACH_FORMAT = st.sampled_from([HERMES, LLAMA, MISTRAL, HARMONY])
 CUTS = st.lists(st.integers(0, 400), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(st.sampled_from(PIECES), max_size=9), EACH_FORMAT, st.booleans(), st.booleans(), CUTS)
 def test_streamed_answer_is_independent_of_the_cuts(
     pieces: Sequence[str], chat_format: ChatFormat, is_open: bool, is_parallel: bool, cuts: Sequence[int]
@@ -343,7 +344,7 @@ def written(chat_format: ChatFormat, name: str, arguments: str) -> list[str]:
 
 @pytest.mark.guarantee("Arguments come back whatever they quote")
 @pytest.mark.finding(number="A3")
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(EACH_FORMAT, st.lists(ARGUMENTS, min_size=1, max_size=3), st.sampled_from([None, 1]), st.booleans(), CUTS)
 def test_arguments_survive_any_quoted_text(
     chat_format: ChatFormat, arguments: list[dict[str, Any]], indent: int | None, is_ascii: bool, cuts: Sequence[int]
@@ -396,7 +397,7 @@ def test_broken_call_quoting_a_marker_hides_no_other():
 
 
 @pytest.mark.finding(number="A3")
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(EACH_FORMAT, ARGUMENTS, CUTS)
 def test_json_content_survives_any_quoted_text(chat_format: ChatFormat, content: dict[str, Any], cuts: Sequence[int]):
     asked = chat_request({"tools": TOOLS, "response_format": {"type": "json_object"}})
@@ -409,7 +410,7 @@ def test_json_content_survives_any_quoted_text(chat_format: ChatFormat, content:
 VALUES = st.sampled_from([None, True, -1, 1.5, "", "}", '"', [], [1, "]"], {"a": {}}])
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.dictionaries(st.sampled_from(["", "a", "{", '"', "é"]), VALUES, max_size=4))
 def test_object_members_equal_json_of_python(value: dict):
     for indent in (None, 1):

@@ -49,6 +49,11 @@ def test_error_of_a_value_names_no_key(name: str, monkeypatch: pytest.MonkeyPatc
     for value in ODD:
         words = words_of(**{name: value})
         assert words is None or not KEY.search(words.replace(MODEL, "")), words
+
+
+@pytest.mark.finding(number="D8")
+def test_errors_of_several_values_name_no_key(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(llm_module, "read_run", refuse)
     extremes: tuple[dict[str, Any], ...] = (
         {"max_num_seqs": 9, "max_num_batched_tokens": 3},
         {"host_tier_gib": 1, "enable_prefix_caching": False},

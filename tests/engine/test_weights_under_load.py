@@ -32,7 +32,6 @@ MODES = ("keep", "abort", "wait")
     [
         (TP, 3, 8, 40),
         pytest.param(PP, 3, 8, 40, marks=pytest.mark.matrix),
-        pytest.param(DP, 3, 8, 40, marks=pytest.mark.matrix),
         pytest.param(TP, 100, 64, 500, marks=pytest.mark.stress),
         pytest.param(PP, 30, 64, 500, marks=pytest.mark.stress),
         pytest.param(DP, 12, 64, 500, marks=pytest.mark.stress),

@@ -8,6 +8,7 @@ import pytest
 from cache_specs import uniform_spec
 from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from ranks import REPOSITORY
 
 from kv_cache.cache_spec import CacheSpec
@@ -73,6 +74,7 @@ def is_same(one: object, other: object) -> bool:
     return one == other
 
 
+@examples()
 @given(VALUES)
 def test_values_round_trip_with_their_types(value: object):
     assert is_same(decode_value(encode_value(value)), value)

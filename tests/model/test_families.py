@@ -329,7 +329,10 @@ tokens in other ways in files of their own.
 FIRST_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Their entries are broken one by one in test_against_transformers.py."""
 NOTICED: dict[str, Any] = {"Gemma3ForCausalLM": [], "GPT2LMHeadModel": []}
-"""Families whose entries are broken one by one in the first tier; others in that of layouts, the latest in stress."""
+NOTICED |= dict.fromkeys(("OPTForCausalLM", "GPTNeoXForCausalLM"), pytest.mark.stress)
+"""Families whose entries are broken one by one in the first tier, and the longest; others in the tier of layouts, the
+latest in stress.
+"""
 
 SIZES = {
     "vocab_size": 160_000,

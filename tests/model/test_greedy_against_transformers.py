@@ -69,7 +69,7 @@ QUICK |= {("qwen2", schedule) for schedule in ("whole", "preempted in chunks")}
 # The longest schedule, and those that another model has in an earlier tier.
 LONG = {(name, "one token a prompt a step") for name in ("llama3", "qwen2", "qwen3")}
 LONG |= {("qwen2", schedule) for schedule in ("in chunks", "without chunks", "preempted")}
-LONG |= {("qwen3", schedule) for schedule in ("whole", "in chunks", "without chunks", "preempted")}
+LONG |= {("qwen3", schedule) for schedule in SCHEDULES}
 
 
 def tier(case: tuple[str, str]) -> list[pytest.MarkDecorator]:

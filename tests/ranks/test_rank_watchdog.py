@@ -276,7 +276,9 @@ def test_user_script_check_detects_ended_processes(control):
 
 @pytest.mark.guarantee("Your own script hears who failed and lives on")
 @pytest.mark.matrix
-@pytest.mark.parametrize(("fault", "what"), [("SIGKILL", "gone"), ("SIGSTOP", "silent")])
+@pytest.mark.parametrize(
+    ("fault", "what"), [("SIGKILL", "gone"), pytest.param("SIGSTOP", "silent", marks=pytest.mark.stress)]
+)
 def test_user_script_survives_a_dead_or_stopped_rank(tmp_path: Path, fault: str, what: str):
     """torchrun ends the others when one has died, so here each rank is forked by hand, with a store of ours."""
     script = tmp_path / "users.py"

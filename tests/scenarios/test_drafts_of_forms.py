@@ -103,5 +103,5 @@ def test_work_for_drafts_counts_against_no_answer(limited: list[Any], monkeypatc
         return fill_ahead(self, key, row, bits)
 
     monkeypatch.setattr(GrammarMasks, "_fill_ahead", shared)
-    with planted(limited, "wrong"), open_model(folder(), speculative_config=DRAFTS) as llm:
+    with planted(limited, "chance"), open_model(folder(), speculative_config=DRAFTS) as llm:
         assert ends_of_limited_rows(llm) != limited

@@ -45,7 +45,7 @@ Report = dict[str, Any]
 
 # In pytest.
 
-WORLDS = [pytest.param(2, id="tp2"), pytest.param(4, id="tp4", marks=pytest.mark.matrix)]
+WORLDS = [pytest.param(2, id="tp2"), pytest.param(4, id="tp4", marks=pytest.mark.stress)]
 
 
 @pytest.fixture(scope="module", params=WORLDS)

@@ -52,7 +52,15 @@ WORDS = {
 SILENT = ("SIGSTOP", HANG, LOOP)
 """Faults that are none until the timeout."""
 
-ALL = [pytest.param(fault, int(fault != "full disk"), marks=pytest.mark.matrix) for fault in WORDS]
+ONLY_STRESS = ("SIGTERM", HANG, LOOP)
+"""Faults that the gate leaves out: a stopped rank is waited for as one that hangs, a killed one ends as one that is
+asked to.
+"""
+ALL = [
+    pytest.param(fault, int(fault != "full disk"), marks=getattr(pytest.mark, tier))
+    for fault in WORDS
+    for tier in ("stress" if fault in ONLY_STRESS else "matrix",)
+]
 """Faults, and which of two ranks has them."""
 FIGURES: dict[tuple[str, int], list[float]] = {}
 """Seconds from the fault to the end of all, by fault and number of ranks."""

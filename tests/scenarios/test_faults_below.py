@@ -51,7 +51,7 @@ def run(library: Path, script: Path, folder: Path, every: int) -> tuple[int, dic
 
 
 @pytest.mark.parametrize(
-    "every", [pytest.param(18, marks=pytest.mark.matrix), pytest.param(1, marks=[pytest.mark.stress])]
+    "every", [pytest.param(45, marks=pytest.mark.matrix), pytest.param(1, marks=[pytest.mark.stress])]
 )
 def test_any_fault_gives_one_error_and_resumes_exactly(library: Path, tmp_path: Path, every: int):
     returncode, found, output = run(library, SCRIPT, tmp_path, every)

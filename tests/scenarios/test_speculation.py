@@ -140,6 +140,7 @@ def test_planted_drafts_change_no_byte(
         assert answers(llm) == expected
 
 
+@pytest.mark.control("Speculative decoding changes no byte of an answer, whatever is drafted")
 def test_acceptance_by_argmax_is_found(expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     """Negative control: the tokens at drafted positions are the most probable, as if the drafts were a greedy row's."""
     rows = batch._sample_rows

@@ -101,7 +101,7 @@ def test_tool_loops_differ_in_length():
     assert [int(turn[2]) + int(turn[3]) for turn in turns] == [int(turn[4]) for turn in turns]
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.stress)])
 def test_trained_weights_change_the_answer(num_ranks: int):
     output = printed("trainer_weight_updates.py", num_ranks)
     assert re.fullmatch(TRAINED, output), output

@@ -103,9 +103,14 @@ def test_commands_run_from_wheel_in_separate_environment(environment: Path, tmp_
 @pytest.mark.matrix
 @pytest.mark.finding(number="D10")
 def test_demo_from_the_wheel_names_missing_files(environment: Path, tmp_path: Path):
-    demo = REPOSITORY / "scripts" / "demo"
     with pytest.raises(AssertionError, match=r"error: model\.path=scripts/demo/model .*repository"):
         run_installed(environment, tmp_path, "spmd-worker", "experiment=demo", "plan=true")
+
+
+@pytest.mark.stress
+@pytest.mark.finding(number="D10")
+def test_demo_from_the_wheel_takes_its_files(environment: Path, tmp_path: Path):
+    demo = REPOSITORY / "scripts" / "demo"
     files = [f"model.path={demo / 'model'}", f"job.input={demo / 'prompts.jsonl'}"]
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
     run_installed(environment, tmp_path, "python", *ranks, "experiment=demo", *files, "job.max_rows=2", "device=cpu")

@@ -6,6 +6,7 @@ Knows names of instruction sets. Knows nothing of what is tested.
 import dataclasses
 import functools
 import importlib
+import os
 import platform
 from pathlib import Path
 
@@ -37,13 +38,17 @@ def emulated(architecture: str = NATIVE) -> NativeLibrary:
 
 def built_with(flag: str, architecture: str = NATIVE) -> build.Built:
     """The same sources with a flag more, on disk."""
-    flags = build._FLAGS
     # Only tests run it: it need not be compiled for long, and another optimization changes no bit.
-    build._FLAGS = (*flags, flag, *(["-O2"] if flag == EMULATE else []))
+    return built_for_tests(architecture, flag, *(["-O2"] if flag == EMULATE else []))
+
+
+def built_for_tests(architecture: str, *flags: str) -> build.Built:
+    before = build._FLAGS
+    build._FLAGS = (*before, *flags)
     try:
         built = build.build(architecture)
     finally:
-        build._FLAGS = flags
+        build._FLAGS = before
     assert isinstance(built, build.Built), built
     return built
 
@@ -52,6 +57,17 @@ def built_with(flag: str, architecture: str = NATIVE) -> build.Built:
 def compiled_with(flag: str, architecture: str = NATIVE) -> NativeLibrary:
     """The same, loaded."""
     library = load(built_with(flag, architecture))
+    assert isinstance(library, NativeLibrary), library
+    return library
+
+
+@functools.cache
+def quickly_compiled(architecture: str) -> NativeLibrary:
+    """A library for a lesser instruction set, which only tests run here. `native/test_users_flags.py` compiles them as
+    users do.
+    """
+    flags = [] if os.environ.get("TESTS_FLAGS_OF_USERS") else ["-O2"]
+    library = load(built_for_tests(architecture, *flags))
     assert isinstance(library, NativeLibrary), library
     return library
 
@@ -100,9 +116,7 @@ def library_for(instruction_set: str) -> NativeLibrary:
         return compiled_with(LEAVE_OUT) if HAS_AMX else native()
     if instruction_set == ONEDNN:
         return dataclasses.replace(library_for(WITHOUT_AMX), gemm_dtypes=())
-    library = native_library(instruction_set)
-    assert isinstance(library, NativeLibrary), library
-    return library
+    return native() if instruction_set == NATIVE else quickly_compiled(instruction_set)
 
 
 def use(instruction_set: str) -> None:

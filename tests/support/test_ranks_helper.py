@@ -21,7 +21,9 @@ WAYS = {
     "ours": {"under_torchrun": False},
 }
 LISTED = ranks.ABOUT_TORCHRUN
-every_launcher = pytest.mark.parametrize("way", WAYS)
+every_launcher = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.stress if way == "torchrun" else []) for way in WAYS]
+)
 
 
 @every_launcher

@@ -1,8 +1,9 @@
 """Texts and bytes of tokens: put together they are the text that the decoder makes of the sequence."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from tokenizer_folders import write_byte_level, write_llama_style, write_metaspace
 
 from spmd_worker.tokenizer.incremental_decoder import IncrementalDecoder
@@ -54,7 +55,7 @@ NUM_IDS = {"byte_level": 330, "llama": 290, "metaspace": 8}
 
 
 @pytest.mark.finding(number="A8")
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data(), name=st.sampled_from(sorted(WRITERS)), skips=st.booleans())
 def test_token_texts_join_to_the_decoded_text(
     tokenizers: dict[str, Tokenizer], data: st.DataObject, name: str, skips: bool

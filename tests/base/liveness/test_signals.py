@@ -214,7 +214,7 @@ def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, erro
         pytest.param([signal.SIGTERM], [143], marks=pytest.mark.matrix),
         pytest.param([signal.SIGUSR1], [138], marks=pytest.mark.stress),
         ([signal.SIGINT], [1]),
-        pytest.param([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130], marks=pytest.mark.matrix),
+        pytest.param([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130], marks=pytest.mark.stress),
     ],
     ids=["SIGTERM", "SIGUSR1", "Ctrl-C", "Ctrl-C thrice"],
 )
@@ -247,7 +247,7 @@ def test_signal_check_detects_rows_lost_without_commits(tmp_path: Path):
     assert num_kept(tmp_path) == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_warned_ranks_keep_finished_rows(tmp_path: Path, expected: bytes):
     write_rows(tmp_path)
     script = slow_after(FIRST_STEPS, tmp_path)

@@ -141,7 +141,7 @@ def test_two_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
     assert "rows; busy" in done.stderr
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_two_replicas_of_two_ranks_equal_one_replica(tmp_path: Path, alone: Path):
     """Log-probabilities of two ranks may differ from one rank's in the last bits, so two ranks are the measure. How
     rows are read and shared out is no affair of a replica's ranks: the jobs about that are the other tests'.

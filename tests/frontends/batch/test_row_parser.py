@@ -2,8 +2,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from property_examples import examples
 from tokenizer_folders import CHATML, write_byte_level
 
 from spmd_worker.base.config.schema import RowLimits
@@ -517,20 +518,20 @@ def check_outcome(line, tokenizer):
         assert all(0 <= token_id < 400 for token_id in row.prompt_token_ids)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(line=st.binary(max_size=60))
 @example(line=b'{"a":' * 2000)
 def test_random_bytes_are_row_or_error_row(tokenizer, line):
     check_outcome(line, tokenizer)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(fields=st.one_of(JSON_VALUES, ROWS, BODIES, st.dictionaries(KEYS, JSON_VALUES, max_size=5)))
 def test_random_json_is_row_or_error_row(tokenizer, fields):
     check_outcome(json.dumps(fields).encode(), tokenizer)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(fields=ROWS, cut=st.integers(0, 400), value=st.integers(0, 255))
 def test_damaged_row_is_row_or_error_row(tokenizer, fields, cut, value):
     line = bytearray(json.dumps({"prompt": "a", **fields}).encode())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from logged_run import (
     HEADER,
@@ -22,6 +22,7 @@ from logged_run import (
     write_log,
     write_pressure_log,
 )
+from property_examples import examples
 
 from kv_cache.block import BlockId
 from spmd_worker.base.errors import ReplayDivergedError, ReplayError
@@ -193,7 +194,7 @@ def test_replay_steps_equal_the_runs_own(tmp_path: Path):
     assert outputs == [[sequence.output_token_ids for sequence in group.sequences] for group in run.ended]
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     limits=st.fixed_dictionaries(
         {

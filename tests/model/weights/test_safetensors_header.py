@@ -5,9 +5,10 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pooling_models import pooling_folder
+from property_examples import examples
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save, save_file
 from weight_files import entry, write_raw
@@ -183,7 +184,7 @@ def mutated_header(draw):
     return bytes(text)
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(mutated_header(), st.sampled_from([32, 32, 32, 0, 31, 40]))
 def test_accepted_mutated_headers_are_valid_to_library(text, data_bytes):
     try:
@@ -225,7 +226,7 @@ def test_invalid_headers_that_library_accepts_are_rejected(text, data_bytes, wor
         parse(text, data_bytes)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.binary(max_size=60))
 def test_random_bytes_are_rejected(text):
     try:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from native_libraries import ONEDNN, WITH_AMX, library_for, needs_onednn_bfloat16
+from property_examples import examples
 from torch import Tensor
 
 from spmd_worker.ops.kernels.api import Kernels
@@ -51,6 +52,7 @@ def pack(kernels: Kernels, weight: Tensor, is_gated: bool) -> Tensor:
 
 @each_kernels
 @each_dtype
+@examples()
 @given(num_outputs=num_outputs_of, num_inputs=num_inputs_of, is_gated=st.booleans(), data=st.data())
 def test_packed_weights_unpack_and_repack_in_place(
     kernels: Kernels, dtype: torch.dtype, num_outputs: int, num_inputs: int, is_gated: bool, data: st.DataObject

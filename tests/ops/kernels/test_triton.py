@@ -17,16 +17,16 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_cases.py": ((), 10),
     "triton_matmul_cases.py": ((), 8),
     "triton_leaves_cases.py": ((), 9),
-    "triton_attention_cases.py": ((), 12),
-    "triton_sampling_cases.py": ((), 4),
+    "triton_attention_cases.py": (("gate",), 15),
+    "triton_sampling_cases.py": (("gate",), 6),
     "triton_experts_cases.py": (("gate",), 4),
     "triton_stored_experts_cases.py": (("gate",), 4),
     "triton_quantised_cases.py": (("gate",), 4),
     "triton_adapter_cases.py": (("gate",), 7),
-    "triton_recurrent_cases.py": ((), 7),
-    "triton_latent_cases.py": ((), 4),
+    "triton_recurrent_cases.py": (("gate",), 7),
+    "triton_latent_cases.py": (("gate",), 4),
     "triton_tower_cases.py": ((), 3),
-    "triton_cross_cases.py": ((), 2),
+    "triton_cross_cases.py": (("gate",), 1),
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
 ALL_CASES = {
@@ -35,7 +35,10 @@ ALL_CASES = {
     "triton_quantised_cases.py": ((), 22),
     "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
-    "triton_attention_cases.py": (("wide",), 13),
+    "triton_attention_cases.py": (("wide",), 15),
+    "triton_recurrent_cases.py": ((), 7),
+    "triton_latent_cases.py": ((), 4),
+    "triton_cross_cases.py": ((), 2),
 }
 ENGINES = {
     "triton_engine.py": 9,

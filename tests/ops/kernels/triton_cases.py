@@ -360,6 +360,11 @@ CASES: tuple[Callable[[], None], ...] = (
 )
 
 
+def in_gate() -> bool:
+    """Whether fewer sizes and dtypes are asked for: the stress tier and a GPU run all of them."""
+    return "gate" in sys.argv
+
+
 def run(case: Callable[[], None]) -> str:
     torch.manual_seed(7)
     try:

@@ -7,8 +7,9 @@ import struct
 import tracemalloc
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from property_examples import examples
 from step_records import RunModel, every_change, messages, sampled_by, with_checksum
 
 from kv_cache.block_ops import BlockOps
@@ -146,13 +147,13 @@ def message_with(sampling: SamplingParams) -> StepMessage:
 
 @given(messages)
 @example(FULL_MESSAGE)
-@settings(max_examples=100)
+@examples(100)
 def test_single_message_round_trips(message):
     assert decode_message(encode_message(message)) == message
 
 
 @given(st.lists(messages, min_size=2, max_size=4), st.booleans())
-@settings(max_examples=30)
+@examples(30)
 def test_consecutive_messages_round_trip(found, are_consecutive):
     encoder, decoder = Encoder(), Decoder()
     for step, message in enumerate(found):
@@ -172,7 +173,7 @@ def test_run_of_messages_round_trips_step_by_step(seed, regularity, nums_of_ids)
 
 
 @given(messages)
-@settings(max_examples=15)
+@examples(15)
 def test_two_encoders_agree_on_every_byte(message):
     assert encode_message(message) == encode_message(dataclasses.replace(message))
 

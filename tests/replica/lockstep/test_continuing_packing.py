@@ -1,8 +1,9 @@
 """What goes on costs a few bytes; everything else still comes back."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from step_records import keys, words
 
 from spmd_worker.replica.lockstep.wire.continuing_packing import read_continuing, write_continuing
@@ -77,7 +78,7 @@ def test_step_after_nothing_costs_three_bytes_when_empty():
 
 
 @given(st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_any_continuation_round_trips(data):
     """Selections, dropped places, other ids, other orders and strangers, in any mixture."""
     last = data.draw(st.lists(keys, max_size=8).map(tuple))

@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from property_examples import examples
 from step_records import messages
 from test_codec import CHANGES, FULL_MESSAGE
 
@@ -232,13 +233,13 @@ def test_long_value_is_cut_short():
 
 
 @given(messages)
-@settings(max_examples=40)
+@examples(40)
 def test_equal_records_have_no_difference(message):
     assert difference(message, dataclasses.replace(message, digest=b"other")) is None
 
 
 @given(messages, messages)
-@settings(max_examples=60)
+@examples(60)
 def test_difference_of_unequal_records_is_symmetric(one, two):
     is_equal = record_of(one) == record_of(two)
     forth, back = difference(one, two), first_difference(record_of(two), record_of(one), 1, 0)

@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from step_records import messages
 from test_codec import CHANGES, FULL_MESSAGE, message_with
 
@@ -37,13 +38,13 @@ def digest_of(*found) -> bytes:
 
 
 @given(messages)
-@settings(max_examples=60)
+@examples(60)
 def test_decoded_message_has_digest_of_original(message):
     assert digest_of(decode_message(encode_message(message))) == digest_of(message)
 
 
 @given(st.lists(messages, min_size=2, max_size=2))
-@settings(max_examples=60)
+@examples(60)
 def test_different_steps_have_different_digests(pair):
     first, second = (dataclasses.replace(message, digest=b"") for message in pair)
     assert (digest_of(first) == digest_of(second)) == (first == second)

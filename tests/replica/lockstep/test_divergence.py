@@ -103,14 +103,14 @@ EACH_AT_START = [
     for name in AT_START
     if name not in TOLD_OF_THEIR_KIND
 ]
-EACH_IN_A_STEP = [pytest.param(name, marks=[] if name in OF_EACH_KIND else pytest.mark.matrix) for name in IN_A_STEP]
+EACH_IN_A_STEP = [pytest.param(name, marks=[] if name in OF_EACH_KIND else pytest.mark.stress) for name in IN_A_STEP]
 
 
 def _tier_of_control(name: str) -> list[pytest.MarkDecorator]:
-    """One found at the start and one in a step are controls enough for everyday, one of each check for layouts."""
+    """One found at the start and one in a step are controls enough for everyday, two of each for layouts."""
     if name in (min(AT_START), min(IN_A_STEP)):
         return []
-    return [pytest.mark.matrix if name in (*FOUND_BY_EACH_CHECK, *OF_EACH_KIND) else pytest.mark.stress]
+    return [pytest.mark.matrix if name in ("prompt", "sampled_id") else pytest.mark.stress]
 
 
 EACH_HARMLESS = [pytest.param(name, marks=_tier_of_control(name)) for name in HARMLESS_WITHOUT_DIGESTS]

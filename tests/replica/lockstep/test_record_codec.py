@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from spmd_worker.replica.lockstep.wire.message import MessageError
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
@@ -80,7 +81,7 @@ def read(codec: Codec, data: bytes, num_values: int, is_dense: bool = False) -> 
 
 
 @given(st.lists(trees, max_size=4))
-@settings(max_examples=60)
+@examples(60)
 def test_records_round_trip_bit_for_bit(values):
     codec = codec_of(Tree)
     data = written(codec, values)
@@ -92,7 +93,7 @@ def test_records_round_trip_bit_for_bit(values):
 
 
 @given(st.lists(trees, min_size=2, max_size=2))
-@settings(max_examples=60)
+@examples(60)
 def test_different_records_have_different_bytes(pair):
     one, two = pair
     assert (written(codec_of(Tree), [one]) == written(codec_of(Tree), [two])) == (repr(one) == repr(two))

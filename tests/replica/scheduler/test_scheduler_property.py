@@ -95,7 +95,7 @@ def keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]
     assert len(run.mirror._groups) == 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(limits, operations)
 def test_any_history_keeps_integrity_and_ends(limits: dict[str, Any], operations: list[Operation]):
     keeps_the_books_and_ends(limits, operations)

@@ -32,7 +32,7 @@ def keeps_states_and_ends(
     assert run.slots.num_used_slots == run.slots.num_used_host_slots == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(limits, state_limits, operations)
 def test_any_history_keeps_states(limits: dict[str, Any], states: dict[str, Any], operations: list[Operation]):
     keeps_states_and_ends({**limits, **states}, operations)

@@ -192,7 +192,7 @@ def play_watched(limits: dict[str, Any], operations: list[Operation]) -> None:
     play(new_run({**limits, "virtual_engines": 1, "ahead": 0}, WatchedRun), operations)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(limits, operations)
 def test_most_computed_sequence_is_never_preempted(limits: dict[str, Any], operations: list[Operation]):
     play_watched(limits, operations)

@@ -46,7 +46,7 @@ def keeps_the_books_and_ends(limits: dict[str, Any], groups: tuple[Any, ...], op
     assert run.cache.num_used_blocks == run.cache.num_used_host_blocks == run.scheduler.num_swapped == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(with_or_without_states, window_limits, operations)
 def test_any_history_with_windows_ends(limits: dict[str, Any], groups: tuple[Any, ...], operations: list[Any]):
     keeps_the_books_and_ends(limits, groups, operations)

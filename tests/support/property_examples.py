@@ -1,0 +1,25 @@
+"""Number of examples that property tests draw: a third in the gate, all of them in the stress tier.
+
+Examples are the same in every run, so the gate's third are the first of all. Properties that have a longer test of
+their own in the stress tier say a plain number.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import settings
+
+VARIABLE = "TESTS_ALL_EXAMPLES"
+ALL = 100
+"""If nothing else is said."""
+_FRACTION, _LEAST = 3, 10
+
+
+def num_examples(count: int = ALL) -> int:
+    return count if os.environ.get(VARIABLE) else max(count // _FRACTION, min(count, _LEAST))
+
+
+def examples(count: int = ALL) -> Callable[[Any], Any]:
+    """The decorator of a test that has `count` examples in the stress tier."""
+    return settings(max_examples=num_examples(count))
