@@ -9,11 +9,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.base.files import read_json_object, read_regular_file
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
-from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.model_config.model_config import ModelConfig, config_path, model_config_of, read_model_files
 from spmd_worker.model_config.tensor_names import tensor_names
 from spmd_worker.ranks.topology import RankLayout
 
@@ -76,9 +76,13 @@ def read_draft(method: str, model: str | None, num_drafts: int, target: Target) 
             f"speculative_config.method={method} needs speculative_config.model, the folder of the "
             f"{'head' if method == EAGLE3 else 'draft model'}: give it, or use method=suffix, which needs no files"
         )
-    location = locate_model(model, None, needs_weights=target.needs_weights)
-    read = _read_eagle if method == EAGLE3 else _read_model
-    return read(location, num_drafts, target)
+    try:
+        location = locate_model(model, None, needs_weights=target.needs_weights)
+        read = _read_eagle if method == EAGLE3 else _read_model
+        return read(location, num_drafts, target)
+    except ModelConfigError as error:
+        # The target's key is `model.path`.
+        raise ModelConfigError(str(error).replace("model.path", "speculative_config.model")) from None
 
 
 def _read_model(location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:
@@ -143,7 +147,7 @@ def _read_mtp(model: str | None, num_drafts: int, target: Target) -> DraftRun:
 
 def _read_eagle(location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:
     """A head of EAGLE-3 (https://arxiv.org/abs/2503.01840) in the files of its authors."""
-    path, config = location.folder / "config.json", target.model_config
+    path, config = config_path(location.folder), target.model_config
     found = read_json_object(path)
     key = f"speculative_config.model={location.name}"
     if not set(found.get("architectures") or ()) & set(_EAGLE_NAMES):

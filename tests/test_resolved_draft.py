@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.base.config.speculation import SpeculativeConfig
-from spmd_worker.base.errors import CheckpointError, ConfigError
+from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.model.drafts.head_files import read_distances
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
@@ -68,6 +68,14 @@ def test_draft_model_of_other_tokens_is_refused(tmp_path: Path):
 def _plan(run: RunConfig) -> Any:
     """A plan opens no tokenizer."""
     return type(run.plan)(enabled=True)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_missing_files_of_a_draft_are_named(method: str, tmp_path: Path):
+    with pytest.raises(ModelConfigError, match=r"^speculative_config\.model=\S+none is not a folder: give"):
+        resolved(TARGET(EAGLE_TARGET), method, tmp_path / "none")
+    with pytest.raises(ModelConfigError, match=r"config\.json does not exist: a model folder needs it$"):
+        resolved(TARGET(EAGLE_TARGET), method, tmp_path)
 
 
 def test_model_without_mtp_layer_is_refused():

@@ -300,18 +300,24 @@ class ModelFiles:
     decoder: DecoderGeneration | None = None
 
 
+def config_path(model_folder: Path) -> Path:
+    """The folder's config.json. Raises ModelConfigError if there is none."""
+    if not model_folder.is_dir():
+        where = "" if model_folder.is_absolute() else f" in {os.getcwd()}"
+        raise ModelConfigError(f"model.path={model_folder} is not a folder{where}: give a Hugging Face model folder")
+    path = model_folder / "config.json"
+    if not path.exists():
+        raise ModelConfigError(f"{path} does not exist: a model folder needs it")
+    return path
+
+
 def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelFiles:
     """Read each file once. The end-of-sequence ids of `generation_config.json` come before those of `config.json`.
     Without `with_images` a model that takes them runs with text alone: its tower is not loaded.
 
     Raises ModelConfigError.
     """
-    if not model_folder.is_dir():
-        where = "" if model_folder.is_absolute() else f" in {os.getcwd()}"
-        raise ModelConfigError(f"model.path={model_folder} is not a folder{where}: give a Hugging Face model folder")
-    path, generation_path = model_folder / "config.json", model_folder / "generation_config.json"
-    if not path.exists():
-        raise ModelConfigError(f"{path} does not exist: a model folder needs it")
+    path, generation_path = config_path(model_folder), model_folder / "generation_config.json"
     text = _content(path)
     generation_text = _content(generation_path) if generation_path.exists() else b""
     config = _json_object(text, path)
