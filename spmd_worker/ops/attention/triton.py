@@ -120,7 +120,7 @@ class TritonFixedAttention:
         self._segments.slots[count:] = _NO_SLOT
 
     def _segments_of(self, num_tokens: int) -> StateSegments | None:
-        """As many as a step of so many tokens may have."""
+        """Segments for the most sequences that a step of so many tokens may have."""
         if self._segments is None:
             return None
         slots, starts, firsts = self._segments.slots, self._segments.starts, self._segments.firsts

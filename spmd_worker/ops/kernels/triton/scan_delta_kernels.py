@@ -85,7 +85,7 @@ def _read(
 
 @triton.jit
 def _prepared(query, key, value, step, gate, rate, bias, query_scale, beta_scale):
-    """Of a token: query and key with their lengths, value, decay and beta, float32."""
+    """A token's query and key with their lengths, value, decay and beta, float32."""
     beta = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype).to(tl.float32) * beta_scale
     decay = tl.exp(-rate * softplus(step.to(tl.float32) + bias))
     return _unit(query, query_scale), _unit(key, 1.0), value.to(tl.float32), decay, beta
