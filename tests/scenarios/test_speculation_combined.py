@@ -109,7 +109,7 @@ def demo_lora(name: str) -> tuple[str, int, str]:
 
 def engine_of(draw: Random, name: str) -> dict[str, Any]:
     """Options that may not change a byte."""
-    block_size = draw.choice([1, 4, 4, 16])
+    block_size = draw.choice([2, 4, 4, 16])
     options: dict[str, Any] = {"block_size": block_size}
     least = -(-MAX_LENGTH // block_size) * (3 if name == "gemma3" else 1) + 2
     options["num_blocks"] = draw.choice([least, least, 2 * least, 400])
