@@ -89,3 +89,8 @@ def test_other_keys_are_rejected_unless_neutral(key: str):
 def test_two_values_of_one_setting_are_rejected():
     with pytest.raises(ConfigError, match="spec_tokens=3 and speculative_config's num_speculative_tokens=4"):
         speculation(speculative_config={"method": "suffix", "num_speculative_tokens": 4}, spec_tokens=3)
+
+
+def test_options_without_a_method_are_refused():
+    with pytest.raises(ConfigError, match="num_speculative_tokens=5 has no effect without speculative_config.method"):
+        SpeculativeConfig(num_speculative_tokens=5)

@@ -282,6 +282,7 @@ def test_worker_processes_verify_drafts(expected: list[Any], layout: str):
         ({"method": "draft_model"}, "needs a model"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min=4 is above"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size=2 must be"),
+        ({"method": "ngram", "model": "folder"}, "has no effect with method ngram"),
     ],
 )
 def test_bad_options_are_refused(given: Any, text: str):

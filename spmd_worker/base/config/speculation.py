@@ -1,6 +1,6 @@
 """Options of speculative decoding, in vLLM's words: who drafts tokens, and how many."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from spmd_worker.base.config.options import check_options, option
@@ -81,10 +81,27 @@ class SpeculativeConfig:
                 f"speculative_config.prompt_lookup_min={least} is above "
                 f"speculative_config.prompt_lookup_max={most}: lower it"
             )
+        self._check_used()
         if self.method in _MODEL_METHODS and not self.model:
             raise ConfigError(
                 f"speculative_config.method={self.method} needs a model: give its folder as speculative_config.model"
             )
+
+    def _check_used(self) -> None:
+        """Every option but `method` is of drafts, and a folder is of methods that draft by another model."""
+        given = [spec.name for spec in fields(self)[1:] if getattr(self, spec.name) != spec.default]
+        for name in given:
+            key = f"speculative_config.{name}={getattr(self, name)}"
+            if self.method is None:
+                raise ConfigError(
+                    f"{key} has no effect without speculative_config.method: choose one of {', '.join(METHODS)}, or "
+                    f"leave it out"
+                )
+            if name == "model" and self.method in REPLICA_METHODS:
+                raise ConfigError(
+                    f"{key} has no effect with method {self.method}, which drafts without a model: leave it out, or "
+                    f"choose one of {', '.join(_MODEL_METHODS)}"
+                )
 
     @property
     def is_on(self) -> bool:
