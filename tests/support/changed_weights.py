@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any, Final
 
+from plain_outputs import without_times
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 
@@ -44,4 +45,5 @@ def changed_pair(model: str) -> Path:
 
 def answers(llm: LLM) -> str:
     """Tokens and log-probabilities of four prompts and of what follows them."""
-    return repr([(each.outputs, each.prompt_logprobs) for each in llm.generate(_PROMPTS, _GREEDY, use_tqdm=False)])
+    outputs = map(without_times, llm.generate(_PROMPTS, _GREEDY, use_tqdm=False))
+    return repr([(each["outputs"], each["prompt_logprobs"]) for each in outputs])

@@ -8,4 +8,5 @@ from spmd_worker import RequestOutput
 
 def without_times(output: RequestOutput) -> dict[str, Any]:
     """The fields that are equal in every run."""
-    return asdict(replace(output, metrics=None))
+    outputs = [replace(each, weight_versions=[]) for each in output.outputs]
+    return asdict(replace(output, metrics=None, outputs=outputs, prompt_weight_versions=None))

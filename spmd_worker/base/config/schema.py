@@ -92,10 +92,9 @@ class ModelOptions:
     )
     quantization: str | None = vllm_option(
         None,
-        "`int8` and `fp8` are W8A8: static per-output-channel weight scales, dynamic per-token activation scales; "
-        "half the memory of bfloat16; no experts, no pooled rows. `int8` (CPU, GPU) has the same bits for every "
-        "tensor-parallel size; `fp8` (GPUs from 8.9 on, all but the token head) computes FP8 checkpoints with their "
-        "own scales. null: the bits of dequantised checkpoints",
+        "`int8` and `fp8` are W8A8: weight scales per output channel, activation scales per token; half the memory of "
+        "bfloat16; no experts, no pooled rows. `int8` has the same bits for every tensor-parallel size; `fp8` (GPUs "
+        "from 8.9, not the token head) computes FP8 checkpoints with their scales. null: dequantised",
         choices=("int8", "fp8"),
         is_common=True,
     )

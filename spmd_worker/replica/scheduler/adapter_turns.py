@@ -5,6 +5,7 @@ meanwhile those behind it pass it if they have no adapter, or a running one: els
 at a time. What arrived after it began to wait does not prolong its wait: such sequences join only without an adapter.
 """
 
+from spmd_worker.replica.scheduler.policy import request_order
 from spmd_worker.replica.scheduler.queues import Queues
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import Sequence, SequenceKey
@@ -47,7 +48,7 @@ class AdapterTurns:
         last_to_join = self._queues.last_to_join
         for sequence in self._queues.waiting.heads():
             adapter = sequence.request.adapter
-            if last_to_join is not None and sequence.request.request_id > last_to_join:
+            if last_to_join is not None and request_order(sequence.request) > last_to_join:
                 continue
             if adapter and not has_room and adapter not in running_adapters:
                 blocked = blocked or sequence

@@ -1,9 +1,14 @@
 """Pause of generation: the requests that steps compute for meanwhile."""
 
+from typing import Final
+
+from spmd_worker.replica.scheduler.policy import request_order
 from spmd_worker.replica.scheduler.queues import Queues
-from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.sleep_tags import WAIT
+
+_BEFORE_ALL: Final = (INT64.start, -1)
 
 
 class Pause:
@@ -14,12 +19,12 @@ class Pause:
         self.is_paused = self.is_frozen = False
 
     def begin(self, mode: str) -> None:
-        """Begin, or change, a pause. In mode "wait" requests that have begun end first, with those that were queued
-        before one of them, for one that waits behind these could not end.
+        """Begin, or change, a pause. In mode "wait" requests that have begun end first, with those that are
+        served before one of them, for one that waits behind these could not end.
         """
         self.is_paused, self.is_frozen = True, mode != WAIT
-        begun = [number for number, group in self._queues.groups.items() if has_begun(group)]
-        self._queues.last_to_join = max(begun, default=RequestId(-1))
+        begun = [request_order(group.request) for group in self._queues.groups.values() if has_begun(group)]
+        self._queues.last_to_join = max(begun, default=_BEFORE_ALL)
 
     def end(self) -> None:
         self.is_paused = self.is_frozen = False
@@ -31,7 +36,7 @@ class Pause:
         groups, last = self._queues.groups, self._queues.last_to_join
         if not self.is_paused or last is None:
             return len(groups)
-        return 0 if self.is_frozen else sum(number <= last for number in groups)
+        return 0 if self.is_frozen else sum(request_order(group.request) <= last for group in groups.values())
 
 
 def has_begun(group: SequenceGroup) -> bool:

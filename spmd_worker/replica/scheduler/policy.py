@@ -13,6 +13,8 @@ from typing import Final
 from spmd_worker.replica.sequence.sequence import Sequence
 
 service_order: Final = attrgetter("order")
+request_order: Final = attrgetter("priority", "request_id")
+"""The service order of requests."""
 """Sort key of a sequence: lower priorities first, then earlier requests, within a request earlier samples."""
 
 

@@ -11,7 +11,8 @@ from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, Seque
 @dataclass(slots=True)
 class Queues:
     """Sequences that have not ended: `running` (in service order), `waiting`, and `loading`, by transfer number.
-    `newest_id` is that of the request admitted last. While generation is paused, no request after `last_to_join` joins.
+    `newest_id` is that of the request admitted last. While generation is paused, no request joins that is
+    after `last_to_join` in `request_order`.
     """
 
     groups: dict[RequestId, SequenceGroup] = field(default_factory=dict)
@@ -19,7 +20,7 @@ class Queues:
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     loading: dict[int, list[Sequence]] = field(default_factory=dict)
     newest_id: RequestId | None = None
-    last_to_join: RequestId | None = None
+    last_to_join: tuple[int, int] | None = None
 
     @property
     def num_waiting(self) -> int:

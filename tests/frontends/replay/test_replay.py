@@ -57,7 +57,7 @@ from spmd_worker.replica.sequence.step import StepPlan
 def test_run_replays_with_equal_digests(tmp_path: Path):
     """The run has preemptions, forks and aborts."""
     run = write_log(tmp_path / "log")
-    assert run.scheduler.counters.num_preemptions > 5
+    assert run.scheduler.counters.num_preemptions > 3
     assert [group.request.request_id for group in run.ended if is_aborted(group)] == [5, 9]
     assert any(len(group.sequences) == 3 for group in run.ended)
     replay = replay_all(tmp_path / "log")

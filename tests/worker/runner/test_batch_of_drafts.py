@@ -53,9 +53,10 @@ def test_ids_are_kept_up_to_the_first_difference():
     """Ids and log-probabilities of a row without drafts, two of three, and one whose first is wrong."""
     sampled = SampledIds((1, 8, 7, 9, 5, 4))
     entries = tuple({token_id: Logprob(float(index), 1)} for index, token_id in enumerate(sampled.token_ids))
-    ids, logprobs = verified(((), (8, 9), (4,)), sampled, entries)
+    ids, (logprobs, others) = verified(((), (8, 9), (4,)), sampled, (entries, ()))
     assert ids == SampledIds((1, 8, 7, 5), (1, 2, 1))
     assert logprobs == (entries[0], entries[1], entries[2], entries[4])
+    assert others == ()
     # A grammar that does not confirm the second id, and a row that ends where its first logits are not finite.
     assert verified(((8, 9),), SampledIds((8, 9, 3)), (), lambda row, own: 1)[0] == SampledIds((8,))
     assert verified(((8, 9),), SampledIds((-1, 9, 3)), ())[0] == SampledIds((-1,))
