@@ -167,7 +167,9 @@ class WatchedRun(Run):
     num_seen = 0
 
     def step(self, values=9) -> list[Row]:
-        before = {sequence.key: sequence.num_computed_tokens for sequence in self.scheduler.running}
+        # Of the highest priority number the least work goes first.
+        running = self.scheduler.running
+        before = {each.key: (-each.request.priority, each.num_computed_tokens) for each in running}
         rows = super().step(values)
         waiting = [sequence.key for sequence in self.scheduler.waiting]
         victims = [key for key in before if key in waiting]
@@ -180,7 +182,7 @@ class WatchedRun(Run):
     def _check(self, before: dict, victims: list) -> None:
         most = max(before.values())
         first_with_most = min(key for key in before if before[key] == most)
-        assert first_with_most not in victims, f"{first_with_most} was preempted with {most} computed tokens"
+        assert first_with_most not in victims, f"{first_with_most} was preempted with {most[1]} computed tokens"
         # Those who stayed would have lost more, or as much and come first.
         assert max((before[key], tuple(-each for each in key)) for key in victims) < min(
             (before[key], tuple(-each for each in key)) for key in before if key not in victims
