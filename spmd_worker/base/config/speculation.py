@@ -14,7 +14,7 @@ _DEFAULT_DRAFTS: Final = 5
 _SUFFIX_DRAFTS: Final = 16
 _LOOKUP_TOKENS: Final = 5
 MOST_DRAFTS: Final = 256
-CPU_STEP_TOKENS: Final = 24
+CPU_STEP_TOKENS: Final = 40
 AMX_STEP_TOKENS: Final = 128
 GPU_STEP_TOKENS: Final = 192
 """Tokens that a step computes while it reads the weights, on CPUs without and with AMX, and on GPUs."""
