@@ -139,7 +139,7 @@ TINY_OF: dict[str, dict[str, Any]] = {
     },
     "gemma4": {"global_head_dim": 32},
 }
-"""What these families need beside `TINY`."""
+"""Sizes of these families that replace those of `TINY`."""
 ENCODER: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,

@@ -160,5 +160,5 @@ ALL_SUBJECTS = SUBJECTS | {each.kind: Kind(each) for each in (Latents, Scans)}
 
 
 def subject_of(kind: str, fields: dict[str, Any]) -> Subject:
-    """Of `asdict`'s fields."""
+    """The subject that `asdict` made these fields of."""
     return ALL_SUBJECTS[kind].of(**fields)

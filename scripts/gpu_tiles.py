@@ -1,6 +1,7 @@
 """Subjects of `gpu_sweep.py`: shapes, candidate tiles, and how each is launched by the product's own functions."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,31 +47,31 @@ def random(device: torch.device, *shape: int, scale: float = 1.0, dtype: torch.d
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(ABC):
     """One shape. Fields are what JSON holds, so that a process that compiles makes it again."""
 
     kind: ClassVar[str]
     name: str
 
+    @abstractmethod
     def candidates(self, device: torch.device) -> list[Any]:
         """Today's tile first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def operands(self, device: torch.device, num_copies: int) -> Any:
-        """With so many copies of the weights."""
-        raise NotImplementedError
+        """Tensors of a launch, with `num_copies` of the weights."""
 
+    @abstractmethod
     def calls(self, operands: Any, candidate: Any) -> Calls:
         """One for each copy of the weights."""
-        raise NotImplementedError
 
     def library(self, operands: Any) -> list[Callable[[], object]] | None:
         del operands
         return None
 
+    @abstractmethod
     def work(self) -> tuple[float, float]:
         """Bytes, and operations at the bfloat16 rate."""
-        raise NotImplementedError
 
     def kernel_key(self, candidate: Any) -> object:
         """Equal for launches of one kernel."""
@@ -81,8 +82,9 @@ class Subject:
         return 1 << 40
 
     @classmethod
+    @abstractmethod
     def all(cls, *, is_dry: bool) -> list[Self]:
-        raise NotImplementedError
+        """All shapes; a dry run has one that is tiny."""
 
     @classmethod
     def entries(cls, results: list[dict[str, Any]]) -> Iterable[str]:
@@ -266,7 +268,7 @@ class Leaves(OfWeights):
 
 @dataclass(frozen=True)
 class Fp8(OfWeights):
-    """With a scale a row; the library is cuBLAS in bfloat16."""
+    """FP8 with a scale a row; the library is cuBLAS in bfloat16."""
 
     kind: ClassVar[str] = "fp8"
 
@@ -322,7 +324,7 @@ class Fp8(OfWeights):
 
 
 def _fp8_tiles(num_rows: int, *, is_gated: bool) -> Iterable[Fp8Tile]:
-    """Of which some spill: a sum that leaves its registers once in 512 inputs may cost little."""
+    """Candidates. Some spill: a sum that leaves its registers once in 512 inputs may cost little."""
     swap: dict[str, Any] = {"is_swapped": True}
     if num_rows <= 32:
         for columns, steps, stages in ((64, 2, 5), (64, 2, 4), (64, 4, 3), (64, 1, 8), (128, 2, 3), (128, 1, 6)):

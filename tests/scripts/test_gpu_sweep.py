@@ -99,6 +99,13 @@ def test_process_compiles_several_kernels_on_indexed_device(subjects: ModuleType
                 raise ValueError("does not fit")
             return [lambda: compiled.append(candidate)]
 
+        def work(self) -> tuple[float, float]:
+            return 0.0, 0.0
+
+        @classmethod
+        def all(cls, *, is_dry: bool) -> list:
+            return []
+
     def compiling(device: torch.device, num_threads: int) -> nullcontext[None]:
         devices.append(device)
         return nullcontext()

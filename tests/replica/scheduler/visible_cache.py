@@ -108,11 +108,7 @@ class VisibleCache:
                     self._set(row, position, group, TO_BE_WRITTEN)
         left = rows
         while left:
-            ready = [
-                row
-                for row in left
-                if all(self._get(row, row.num_computed_tokens - 1, each) != TO_BE_WRITTEN for each in groups)
-            ]
+            ready = [row for row in left if all(self._is_written_before(row, each) for each in groups)]
             assert ready, f"these rows wait for each other: {left}"
             for row in ready:
                 for position in _new_positions(row):
@@ -121,6 +117,10 @@ class VisibleCache:
                         number = self._number(self._get(row, position - 1, self._source(position, group)), content)
                         self._set(row, position, group, number)
             left = [row for row in left if row not in ready]
+
+    def _is_written_before(self, row: MirroredSequence, group: int) -> bool:
+        first = row.num_computed_tokens
+        return self._get(row, first - 1, self._source(first, group)) != TO_BE_WRITTEN
 
     def _source(self, position: int, group: int) -> int:
         """The group that has the cell before `position`: a full one, where a chunk of positions begins."""
