@@ -16,7 +16,7 @@ from pathlib import Path
 from spmd_worker import ABSENT, OFFERED
 from spmd_worker.base.config.options import Key, command_text, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig
-from spmd_worker.base.config.speculation import METHODS
+from spmd_worker.base.config.speculation import METHODS, REJECTED_METHODS
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
 from spmd_worker.compat.methods import (
     ENGINE_ABSENT,
@@ -26,12 +26,7 @@ from spmd_worker.compat.methods import (
     LLM_METHODS,
     WORKER_NAMES,
 )
-from spmd_worker.compat.speculative_words import (
-    KEYS_WITHOUT_EFFECT,
-    METHOD_ALIASES,
-    REJECTED_KEYS,
-    REJECTED_METHODS,
-)
+from spmd_worker.compat.speculative_words import KEYS_WITHOUT_EFFECT, METHOD_ALIASES, REJECTED_KEYS
 from spmd_worker.model_config.families.listing import describe_families
 from spmd_worker.model_config.quantization import READ_METHODS
 from spmd_worker.replica.sequence.sampling_params import DIFFERENT_FIELDS, REJECTED, SAMPLING_KEYS, WITHOUT_EFFECT

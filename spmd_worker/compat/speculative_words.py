@@ -32,18 +32,6 @@ _MTP_FAMILIES: Final = (
 METHOD_ALIASES: Final[Mapping[str, str]] = {"[ngram]": "ngram", **{f"{family}_mtp": "mtp" for family in _MTP_FAMILIES}}
 """Other names of vLLM's for a method; whether a checkpoint has layers for `mtp` is checked when it is read."""
 
-REJECTED_METHODS: Final[Mapping[str, str]] = {
-    "eagle": "heads of the first EAGLE are not read: give a head of EAGLE-3 (eagle3), or suffix",
-    "ngram_gpu": "the search takes microseconds on the host: give ngram, which drafts the same",
-    "medusa": "its heads are trained for rejection over a tree: give suffix, or a draft_model",
-    "mlp_speculator": "its checkpoints are not read: give suffix, or a draft_model",
-    "dflash": "its checkpoints are not read: give suffix, eagle3 or a draft_model",
-    "dspark": "its checkpoints are not read: give suffix, eagle3 or a draft_model",
-    "custom_class": "every replica must draft alike, which custom code cannot guarantee: give one of the methods",
-    "extract_hidden_states": "it drafts nothing: leave it out",
-}
-"""Method of vLLM's -> why it is rejected, and the alternative."""
-
 KEYS_WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("enforce_eager", "moe_backend", "attention_backend", "draft_load_config", "use_local_argmax_reduction"),
@@ -144,8 +132,6 @@ def _with_method(own: dict[str, Any]) -> dict[str, Any]:
     method = METHOD_ALIASES.get(method, method) if isinstance(method, str) else method
     if method is None:
         raise ConfigError(f"speculative_config={shown(own)} has no method: give one of {', '.join(METHODS)}")
-    if isinstance(method, str) and method in REJECTED_METHODS:
-        raise ConfigError(f"speculative_config has method={method}, which is rejected: {REJECTED_METHODS[method]}")
     # vLLM's name of a model that there is not.
     if method in ("ngram", "suffix") and model in (method, f"[{method}]"):
         own = {key: value for key, value in own.items() if key != "model"}

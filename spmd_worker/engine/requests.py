@@ -122,8 +122,8 @@ class Requests:
         self._life.check_open()
         if self.has_unfinished:
             raise RuntimeError(
-                f"{self.num_unfinished} requests of llm_engine.add_request are not answered yet: call llm_engine.step "
-                f"until they are"
+                f"{self.num_unfinished} requests of llm_engine.add_request or enqueue are not answered yet: call "
+                f"llm_engine.step until they are, or wait_for_completion"
             )
 
     def check(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from spmd_worker.base.config.speculation import SpeculativeConfig
+from spmd_worker.base.config.speculation import REJECTED_METHODS, SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.engine_args import EngineArgs, run_config
-from spmd_worker.compat.speculative_words import REJECTED_KEYS, REJECTED_METHODS
+from spmd_worker.compat.speculative_words import REJECTED_KEYS
 
 
 def speculation(**arguments: Any) -> SpeculativeConfig:
@@ -75,7 +75,10 @@ def test_invalid_speculation_is_named_with_rule(given: Any, message: str):
 
 @pytest.mark.parametrize("method", REJECTED_METHODS)
 def test_other_methods_are_rejected_with_alternative(method: str):
-    with pytest.raises(ConfigError, match=f"method={method}, which is rejected: "):
+    message = f"speculative_config.method={method} is rejected: "
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(method=method)
+    with pytest.raises(ConfigError, match=message):
         speculation(speculative_config={"method": method, "num_speculative_tokens": 3})
 
 

@@ -29,7 +29,7 @@ def test_llm_goes_on_when_followers_return(tmp_path: Path, layout: dict[str, int
     first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert first["together"] == second["together"] == first["alone"]
     assert first["turns"] + second["turns"] == first["alone"]
-    assert first["words"].startswith("1 requests of llm_engine.add_request are not answered yet")
+    assert first["words"].startswith("1 requests of llm_engine.add_request or enqueue are not answered yet")
 
 
 def main(layout: dict[str, int], folder: str, target: Path) -> None:

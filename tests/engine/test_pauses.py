@@ -231,7 +231,9 @@ def test_sleep_keeps_requests(llm: LLM, level: int):
     ids = llm.enqueue(PROMPTS, PARAMS)
     run_steps(llm, 4)
     if level:
-        with pytest.raises(RuntimeError, match=r"^2 requests of llm_engine.add_request are not answered yet"):
+        with pytest.raises(
+            RuntimeError, match=r"^2 requests of llm_engine.add_request or enqueue are not answered yet"
+        ):
             llm.sleep(level)
     llm.sleep(level, mode="keep" if level else None)
     assert (llm.is_sleeping, llm.is_paused) == (True, True)

@@ -36,7 +36,10 @@ COMPLETION = [3, 9, 4]
 CLOSED = r"^this LLM was closed: make a new one$"
 HELD = r"^a weight update was begun: call finish_weight_update before anything is computed$"
 NOT_HELD = r"^no weight update was begun: call start_weight_update first$"
-UNANSWERED = r"^\d+ requests of llm_engine.add_request are not answered yet: call llm_engine.step until they are$"
+UNANSWERED = (
+    r"^\d+ requests of llm_engine.add_request or enqueue are not answered yet: call llm_engine.step until they are, or "
+    r"wait_for_completion$"
+)
 ANSWERING = r"^\d+ requests are being answered with the weights that are there: "
 ASLEEP = (
     r"^this LLM is asleep \((weights|kv_cache|weights and kv_cache)\): call wake_up\(\) before anything is computed$"

@@ -111,7 +111,10 @@ Path(sys.argv[3], f"{RANK}.json").write_text(json.dumps(report))
 """
 
 PARAMETERS = "ValueError: {} sampling params for 2 prompts: give one, or one for each prompt"
-WAITS = "RuntimeError: 1 requests of llm_engine.add_request are not answered yet: call llm_engine.step until they are"
+WAITS = (
+    "RuntimeError: 1 requests of llm_engine.add_request or enqueue are not answered yet: call llm_engine.step until "
+    "they are, or wait_for_completion"
+)
 NO_PROMPTS = "TypeError: prompts is a int: give a prompt or a list of prompts"
 NO_MESSAGES = "TypeError: messages is a str: give a list of messages, or a list of such lists"
 NO_PAYLOAD = (

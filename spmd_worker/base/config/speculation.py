@@ -1,5 +1,6 @@
 """Options of speculative decoding, in vLLM's words: who drafts tokens, and how many."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -9,6 +10,17 @@ from spmd_worker.base.errors import ConfigError
 METHODS: Final = ("ngram", "suffix", "draft_model", "mtp", "eagle3")
 REPLICA_METHODS: Final = ("ngram", "suffix")
 """Methods whose drafts every replica computes from tokens; those of the others come from the workers."""
+REJECTED_METHODS: Final[Mapping[str, str]] = {
+    "eagle": "heads of the first EAGLE are not read: give a head of EAGLE-3 (eagle3), or suffix",
+    "ngram_gpu": "the search takes microseconds on the host: give ngram, which drafts the same",
+    "medusa": "its heads are trained for rejection over a tree: give suffix, or a draft_model",
+    "mlp_speculator": "its checkpoints are not read: give suffix, or a draft_model",
+    "dflash": "its checkpoints are not read: give suffix, eagle3 or a draft_model",
+    "dspark": "its checkpoints are not read: give suffix, eagle3 or a draft_model",
+    "custom_class": "every replica must draft alike, which custom code cannot guarantee: give one of the methods",
+    "extract_hidden_states": "it drafts nothing: leave it out",
+}
+"""Method of vLLM's -> why it is rejected, and the alternative."""
 _MODEL_METHODS: Final = ("draft_model", "eagle3")
 _DEFAULT_DRAFTS: Final = 5
 _SUFFIX_DRAFTS: Final = 16
@@ -73,6 +85,8 @@ class SpeculativeConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.method, str) and self.method in REJECTED_METHODS:
+            raise ConfigError(f"speculative_config.method={self.method} is rejected: {REJECTED_METHODS[self.method]}")
         check_options(self, "speculative_config")
         lookup = (self.prompt_lookup_min, self.prompt_lookup_max)
         least, most = lookup[0] or lookup[1] or _LOOKUP_TOKENS, lookup[1] or lookup[0] or _LOOKUP_TOKENS

@@ -322,9 +322,11 @@ class SamplingParams(_Freezable):
             return
         first, num_rows = self.first_scored_row, num_tokens - 1 - self.first_scored_row
         if num_rows < 1:
+            rule = f"so it must be at most {num_tokens - 2}" if num_tokens > 1 else "and one token predicts none"
+            way_out = "give a smaller one, or a longer prompt" if num_tokens > 1 else "give a longer prompt"
             raise ValueError(
-                f"prompt_logprob_start={first} of a prompt of {num_tokens} tokens: row i predicts token i + 1, so it "
-                f"must be at most {num_tokens - 2}"
+                f"prompt_logprob_start={first} of a prompt of {num_tokens} tokens: row i predicts token i + 1, {rule}: "
+                f"{way_out}"
             )
         lists = self.prompt_logprob_token_ids
         if lists is not None and len(lists) not in (1, num_rows):
