@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_range_reads_only_its_own_pieces(tmp_path: Path, opened: Counter[tuple[s
             expected = set()
             for number, file in enumerate(index.files):
                 rows = [mark.row + 40 * number for mark in file.marks] + [40 * (number + 1)]
-                for piece, (first, end) in enumerate(zip(rows, rows[1:])):
+                for piece, (first, end) in enumerate(pairwise(rows)):
                     if first < stop and start < end and start < stop:
                         expected |= {(paths[number].name, byte) for byte in range(*file.piece(piece))}
             assert set(opened) == expected

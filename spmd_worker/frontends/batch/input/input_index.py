@@ -1,4 +1,4 @@
-"""Index of an input: the rows and digests of its pieces, so that a range of rows is read, and checked, without the rest.
+"""Index of an input: rows and digests of its pieces, so that a range of rows is read and checked without the rest.
 
 rows.jsonl            pieces of at least 1 MiB that begin with a line
 rows.jsonl.gz         one piece (.zst too): it is decompressed from its beginning
