@@ -11,9 +11,9 @@ from spmd_worker.base.metrics.prometheus import PrometheusFile
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.progress import Progress
-from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal, row_key
+from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, JournalRecord, RowJournal, RowKey, row_key
 from spmd_worker.frontends.openai.row import Row, RowError
-from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
+from spmd_worker.frontends.openai.row_parser import CustomIds, custom_id_digest, parse_row
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -48,7 +48,7 @@ class JobInput:
         self.has_ended = False
         self.may_read: Callable[[], bool] = lambda: True
         """Whether rows may be read; it may become true later."""
-        self.keys: dict[int, int] = {}
+        self.keys: dict[int, RowKey] = {}
         self._journal, self._input = journal, job.input
         self._num_unread_done = journal.num_rows
         self._max_rows, self._defaults, self._limits = job.max_rows, defaults, limits
@@ -83,13 +83,15 @@ class JobInput:
                 self.has_ended = True
                 return None
             self.num_rows += 1
-            row = self._custom_ids.check(parse_row(index, line, self._defaults, self._limits))
+            parsed = parse_row(index, line, self._defaults, self._limits)
+            row = self._custom_ids.check(parsed)
             for name in () if isinstance(row, RowError) else (row.adapter, row.prompt_adapter, row.model):
                 if name in self.num_rows_by_adapter:
                     self.num_rows_by_adapter[name] += 1
             key = row_key(line)
             if not self._journal.has(index):
-                self.keys[index] = key
+                custom_id = NO_CUSTOM_ID if parsed.custom_id is None else custom_id_digest(parsed.custom_id)
+                self.keys[index] = RowKey(key, custom_id, isinstance(parsed, RowError))
                 return InputRow(line, row)
             if self._journal.key_of(index) != key:
                 raise ConfigError(
@@ -145,7 +147,7 @@ class JobOutput:
     def __init__(
         self,
         journal: RowJournal,
-        keys: dict[int, int],
+        keys: dict[int, RowKey],
         progress: Progress,
         num_rows: int | None = None,
         prometheus: PrometheusFile | None = None,
