@@ -101,7 +101,7 @@ def test_interrupted_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool
         journal = opened(folder)
         journal.append(RowKey(105), answer(5))
         add = partial(append, journal) if is_broken else journal.append
-        is_interrupted = interrupted_after(number, partial(add, 109, answer(9)))
+        is_interrupted = interrupted_after(number, partial(add, RowKey(109), answer(9)))
         try:
             journal.close()
         except IndexError:
