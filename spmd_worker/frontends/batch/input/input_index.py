@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import JsonError, parse_json_object
+from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.frontends.batch.input.input_files import (
     PARQUET_SUFFIX,
     ParquetRows,
@@ -35,6 +35,8 @@ _BLOCK_BYTES: Final = 1 << 18
 _PIECE_BYTES: Final = 1 << 20
 _PIECE_SHIFT: Final = 16
 """A piece has at least one part in 2^16 of the bytes before it: a file of any size has few pieces."""
+_WAY_OUT: Final = "make the index again with spmd-worker-index, or leave it out"
+_MOST_INDEX_BYTES: Final = 1 << 30
 _MOST_HELD_BYTES: Final = 64 << 20
 """Pieces above this size are read twice, to check them and to use them."""
 
@@ -109,6 +111,19 @@ class InputIndex:
 def _file_of(value: dict[str, Any]) -> IndexedFile:
     marks = tuple([Mark(*mark) for mark in value["marks"]])
     return IndexedFile(value["path"], value["num_bytes"], value["num_rows"], marks)
+
+
+def read_index(path: Path, reader: RowReader) -> InputIndex:
+    """The index in `job.input_index`, of the reader's files. Raises ConfigError."""
+    key = f"job.input_index={path}"
+    try:
+        index = InputIndex.from_bytes(read_regular_file(path, _MOST_INDEX_BYTES))
+        RangeReader(reader, index)
+    except OSError as error:
+        raise ConfigError(f"{key} cannot be read ({error.strerror or error}): {_WAY_OUT}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{key} {error}: {_WAY_OUT}") from None
+    return index
 
 
 def index_input(reader: RowReader, is_over: Callable[[], bool] = lambda: False) -> InputIndex:
@@ -265,18 +280,17 @@ class _RowCounter:
 
 class RangeReader:
     """Reads ranges of the rows of `reader`: only the pieces that have rows of the range, whose digests are checked
-    before a row of them is yielded. Raises ConfigError for an index of other files.
+    before a row of them is yielded. Raises ConfigError, whose message is a predicate, for an index of other files.
     """
 
     def __init__(self, reader: RowReader, index: InputIndex) -> None:
         if index.max_line_bytes != reader.max_line_bytes:
             raise ConfigError(
-                f"the index of the input was made with limits.max_line_bytes={index.max_line_bytes}, and the job has "
-                f"{reader.max_line_bytes}: {_WAY_OUT}"
+                f"was made with limits.max_line_bytes={index.max_line_bytes}, and the job has {reader.max_line_bytes}"
             )
         paths = reader.paths or ()
         if len(paths) != len(index.files):
-            raise ConfigError(f"job.input has {len(paths)} files, and its index {len(index.files)}: {_WAY_OUT}")
+            raise ConfigError(f"describes {len(index.files)} files, and job.input has {len(paths)}")
         self._reader, self._files = reader, list(zip(paths, index.files))
         self._first_rows = [0, *accumulate(each.num_rows for each in index.files)]
 
@@ -333,9 +347,6 @@ class RangeReader:
         for number in pieces:
             _check_digest(path, file, stream, number)
             yield from parquet.lines([number])
-
-
-_WAY_OUT: Final = "make the index again (spmd-worker-index), or leave out job.input_index"
 
 
 def _changed(path: Path) -> ConfigError:

@@ -38,8 +38,8 @@ NO_CUSTOM_ID: Final = bytes(16)
 
 
 class RowKey(NamedTuple):
-    """The job's record of a row that it reads: digests of its line (`row_key`) and of its custom_id (zeros without one),
-    and whether the parser rejected the line.
+    """Record of a row that is read: digests of its line (`row_key`) and of its custom_id (zeros without one), and
+    whether the parser rejected the line.
     """
 
     line: int
@@ -190,11 +190,13 @@ class RowJournal:
         records = bytearray()
         for key, answer in self._pending:
             line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)
-            records += JournalRecord(
+            record = JournalRecord(
                 *(answer.index, key.line, offset, len(line), crc32(line)),
                 *counts,
-                *(answer.error_code, answer.media_digest, key.custom_id, key.is_rejected),
-            ).pack()
+                answer.error_code,
+                answer.media_digest,
+            )
+            records += record._replace(custom_id=key.custom_id, is_rejected=key.is_rejected).pack()
             self._offsets[answer.index - self._first_row] = offset
             offset += len(line)
         _write_all(self._lines, b"".join([answer.line for _, answer in self._pending]))

@@ -44,6 +44,7 @@ def write_provenance(
         "replicas": list(replicas),
         # Everything that answers depend on: the model's files, the input, the packages.
         "answers": manifest["answers"],
+        "shard": manifest["shard"],
         "overridden": manifest["overridden"],
         "starts": manifest["starts"],
     }
