@@ -224,6 +224,23 @@ def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     write_manifest(run_dir, {**manifest, "has_ended": True})
 
 
+def merged_manifest(manifests: Sequence[dict[str, Any]], output: Path) -> dict[str, Any]:
+    """The manifest of the merged output of all shards of a job, in order."""
+    job = {**manifests[0]["config"]["job"], "output": str(output)}
+    job |= dict.fromkeys(("shard", "run_dir", "prometheus_file"))
+    config = {**manifests[0]["config"], "job": job}
+    return {
+        **manifests[0],
+        "has_ended": True,
+        "config": config,
+        "config_hash": _digest(config),
+        "num_rows": sum(each["num_rows"] for each in manifests),
+        "shard": None,
+        "overridden": [entry for each in manifests for entry in each["overridden"]],
+        "starts": [start for each in manifests for start in each["starts"]],
+    }
+
+
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest; None for a missing file. Raises ConfigError for an invalid or damaged one; OSError."""
     way_out = "give another job.run_dir, or remove this one to start over"
