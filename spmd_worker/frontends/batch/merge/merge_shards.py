@@ -7,13 +7,11 @@ from heapq import merge
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import write_json
-from spmd_worker.frontends.batch.input.input_files import PARQUET_SUFFIX, open_input
 from spmd_worker.frontends.batch.merge.merged_lines import is_duplicate, later_duplicates, merged_lines
 from spmd_worker.frontends.batch.merge.shard_runs import ShardRun, read_shard_runs
-from spmd_worker.frontends.batch.output_file import write_lines
+from spmd_worker.frontends.batch.output_file import read_lines, write_lines
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME, KeptDigestsError, read_kept
 from spmd_worker.frontends.batch.run_dir.manifest import merged_manifest, read_manifest, write_manifest
@@ -90,22 +88,3 @@ def _checked_lines(run: ShardRun) -> Iterator[tuple[int, bytes]]:
             f"{digest.hexdigest()}; {expected['lines']} and {expected['sha256']} in its {PROVENANCE_NAME}): restore "
             f"it, or remove {run.folder} and run the shard again"
         )
-
-
-def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a job's output, of any format. Raises OSError."""
-    if path.suffix != PARQUET_SUFFIX:
-        with open_input(path) as stream:
-            yield from stream
-        return
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise_missing_package("pyarrow", "parquet", f"--merge {path}", error)
-    with open(path, "rb") as file:
-        try:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256, columns=["json"]):
-                for text in batch.column(0):
-                    yield text.as_py().encode() + b"\n"
-        except pyarrow.ArrowException as error:
-            raise OSError(f"{path} is damaged ({error})") from None
