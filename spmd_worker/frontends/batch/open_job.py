@@ -138,14 +138,14 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     check_files(resolved)
     if config.job.prometheus_file:
         require_prometheus(config.job.prometheus_file)
+    reader = RowReader.of(config.job.input or "", config.limits.num_line_bytes, partial(is_job_file, config.job))
+    index = None if config.job.input_index is None else read_index(Path(config.job.input_index), reader)
     run_dir = run_dir_of(config.job)
     lock = held.enter_context(RunLock(run_dir, output_of(config.job)))
     if watchdog is not None:
         watchdog.before_exit = partial(lock.note, ENDING)
     check_output(config.job)
     lock.note("reads the input")
-    reader = RowReader.of(config.job.input or "", config.limits.num_line_bytes, partial(is_job_file, config.job))
-    index = None if config.job.input_index is None else read_index(Path(config.job.input_index), reader)
     is_ranged = index is not None or config.job.shard is not None
     scan = InputScan(reader, config.job.max_rows, index, reads_are_checked=is_ranged)
     held.callback(scan.close)
