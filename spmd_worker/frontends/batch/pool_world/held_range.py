@@ -36,6 +36,7 @@ class HeldRange:
         self.pending: list[FinishedRow] = []
         """Answers to commit."""
         self.num_pending_bytes = 0
+        self._batch: list[FinishedRow] = []
         self._done = SpansDone(lease.log.spans)
         self._answered: set[int] = set()
         self._committed_s = time.monotonic()
@@ -55,11 +56,17 @@ class HeldRange:
         self.pending.append(row)
         self.num_pending_bytes += len(row.answer.line)
 
-    def take_pending(self) -> Sequence[FinishedRow]:
-        """Remove and return the answers to commit."""
-        taken, self.pending, self.num_pending_bytes = self.pending, [], 0
-        self._committed_s = time.monotonic()
-        return taken
+    def batch(self) -> Sequence[FinishedRow]:
+        """The answers to commit, which are the same until `end_batch`: a commit that was interrupted may be known to
+        other worlds.
+        """
+        if not self._batch:
+            self._batch, self.pending, self.num_pending_bytes = self.pending, [], 0
+            self._committed_s = time.monotonic()
+        return self._batch
+
+    def end_batch(self) -> None:
+        self._batch = []
 
     def is_due(self, commit_rows: int, commit_s: float, commit_bytes: int) -> bool:
         """Whether answers should be committed now: the range is finished, or there are many, or they have waited."""

@@ -1,7 +1,7 @@
-"""A world's work in a pool, next to its engine: leases ranges ahead, commits answers, hands back what is left.
+"""A world's work in a pool, next to its engine: joins it, leases ranges ahead, commits answers, hands back the rest.
 
-Everything that asks the store runs in a thread of its own (`start`), or by turns (`turn`): the engine never waits for
-it. Heartbeats are another thread's.
+Everything that asks the store runs in a thread (`start`), or by turns (`turn`): the engine never waits for it.
+Heartbeats are another thread's.
 """
 
 import threading
@@ -29,12 +29,14 @@ _STOP_S: Final = 30.0
 
 
 class PoolWorker:
-    """`open_rows` opens the rows of a lease. `append`, `records` and `tick` are a journal's, for `JobOutput`."""
+    """`join` joins the pool; it returns None until that is possible. `open_rows` opens the rows of a lease. Implements
+    `AnswerStore`.
+    """
 
     def __init__(
         self,
         store: PoolStore,
-        member: Member,
+        join: Callable[[], Member | None],
         open_rows: Callable[[LeaseLog], JobInput],
         commit_rows: int,
         commit_s: float,
@@ -44,26 +46,32 @@ class PoolWorker:
         self.num_dropped_rows = 0
         """Answers to rows of leases that were lost."""
         self.num_ranges = 0
-        self._store, self._member, self._open_rows = store, member, open_rows
+        self._store, self._join, self._open_rows = store, join, open_rows
+        self._member: Member | None = None
         self._commit_rows, self._commit_s = commit_rows, commit_s
         self._held: list[HeldRange] = []
         self._changes = threading.Lock()
         """Guards `_held` and its answers, for moments; never held while the store is asked."""
         self._turns = threading.Lock()
         """Held while the store is asked: the member is not thread-safe."""
-        self._wake, self._is_closing = threading.Event(), False
+        self._wake, self._is_closing, self._has_left = threading.Event(), False, False
         self._suspects: list[Lease] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run_turns, name="spmd-pool", daemon=True)
-        self._poll_s = min(_MAX_POLL_S, member.job.lease_s / _POLLS_A_LEASE)
 
     # The engine's thread.
 
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def member(self) -> Member:
+        """The worker in the pool, after it has joined."""
+        assert self._member is not None, "it has not joined"
+        return self._member
+
     def check(self) -> None:
-        """Raise the error that ended the thread: PoolError, OSError."""
+        """Raise the error that ended the thread: ConfigError for another job, PoolError, OSError."""
         if self._error is not None:
             raise self._error
 
@@ -111,14 +119,16 @@ class PoolWorker:
         try:
             for held in self.held():
                 if self._commit(held, pauses_s):
-                    run(self._store, protocol.hand_back(self._member, held.lease), pauses_s)
+                    run(self._store, protocol.hand_back(self.member, held.lease), pauses_s)
                 self._forget(held)
         finally:
             self._turns.release()
 
     def leave(self, end: dict[str, Any]) -> None:
-        """Record how this world ended, after `hand_back` or `stop`. Raises OSError."""
-        run(self._store, leave(self._member.worker, end), ())
+        """Record how this world ended, after `hand_back` or `stop`; once. Raises OSError."""
+        if self._member is not None and not self._has_left:
+            self._has_left = True
+            run(self._store, leave(self._member.worker, end), ())
 
     def stop(self) -> None:
         """End the thread, which has nothing to do. Raises as `check` does."""
@@ -131,15 +141,19 @@ class PoolWorker:
     # The thread.
 
     def turn(self) -> None:
-        """Commit what is due, and lease what may be leased. Raises PoolError, OSError."""
+        """Join the pool, commit what is due, and lease what may be leased. Raises ConfigError, PoolError, OSError."""
         with self._turns:
+            if self._member is None:
+                self._member = self._join()
+                if self._member is None:
+                    return
             self._give_up_suspects()
             for held in self.held():
                 with self._changes:
                     is_due = held.is_due(self._commit_rows, self._commit_s, _COMMIT_BYTES)
                 if is_due and not self._is_closing:
                     self._commit(held, PAUSES_S)
-            while not (self._is_closing or self.has_ended) and len(self._member.leases) < MAX_LEASES:
+            while not (self._is_closing or self.has_ended) and len(self.member.leases) < MAX_LEASES:
                 if not self._claim():
                     return
 
@@ -148,18 +162,26 @@ class PoolWorker:
             while not (self._is_closing or self.has_ended):
                 self._wake.clear()
                 self.turn()
-                self._wake.wait(_TURN_S if self._held else self._poll_s)
+                self._wake.wait(_TURN_S if self._held else self._poll_s())
         except Exception as error:  # raised in the engine's thread
             self._error = error
+
+    def _poll_s(self) -> float:
+        """Pause of a world that waits for others."""
+        return _TURN_S if self._member is None else min(_MAX_POLL_S, self._member.job.lease_s / _POLLS_A_LEASE)
 
     def _ask(self, steps: Steps[Any]) -> Any:
         return run(self._store, steps)
 
     def _claim(self) -> bool:
         """Lease a range, if there is one."""
-        lease = self._ask(protocol.claim(self._member))
+        lease = self._ask(protocol.claim(self.member))
         if isinstance(lease, Unleased):
-            self.has_ended = lease is Unleased.OVER
+            if lease is Unleased.OVER:
+                for held in self.held():
+                    # Lost, and done by others.
+                    self._forget(held)
+                self.has_ended = True
             return False
         held = HeldRange(lease, self._open_rows(lease.log))
         with self._changes:
@@ -168,23 +190,26 @@ class PoolWorker:
         return True
 
     def _commit(self, held: HeldRange, pauses_s: Sequence[float]) -> bool:
-        """Commit the answers of a range. Returns whether the lease is still held, or was finished."""
-        with self._changes:
-            rows = held.take_pending()
-        if not rows:
-            return not held.lease.is_lost
-        spans = spans_of(each.answer.index for each in rows)
-        is_held: bool = run(self._store, protocol.commit(self._member, held.lease, spans, encode_part(rows)), pauses_s)
-        if not is_held or held.lease.log.is_over:
-            self._forget(held)
-        return is_held and not held.lease.log.is_over
+        """Commit the answers of a range. Returns whether it is still held: it was neither lost nor finished."""
+        lease = held.lease
+        while True:
+            with self._changes:
+                rows = held.batch()
+            if not rows:
+                return True
+            spans = spans_of(each.answer.index for each in rows)
+            is_held = run(self._store, protocol.commit(self.member, lease, spans, encode_part(rows)), pauses_s)
+            if not is_held or lease.log.is_over:
+                self._forget(held)
+                return False
+            held.end_batch()
 
     def _give_up_suspects(self) -> None:
         while self._suspects:
             lease = self._suspects.pop()
             for held in self.held():
                 if held.lease is lease and not self._ask(protocol.still_holds(lease)):
-                    self._ask(protocol.hand_back(self._member, lease))
+                    self._ask(protocol.hand_back(self.member, lease))
                     self._forget(held)
 
     def _forget(self, held: HeldRange) -> None:
