@@ -143,6 +143,8 @@ class PoolWorker:
     def turn(self) -> None:
         """Join the pool, commit what is due, and lease what may be leased. Raises ConfigError, PoolError, OSError."""
         with self._turns:
+            if self._is_closing:
+                return
             if self._member is None:
                 self._member = self._join()
                 if self._member is None:

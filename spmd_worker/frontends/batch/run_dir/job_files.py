@@ -16,6 +16,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
+from spmd_worker.frontends.batch.pool_world.world_files import check_pool, world_dir
 from spmd_worker.frontends.batch.run_dir.file_names import (
     Claim,
     Name,
@@ -45,10 +46,13 @@ def check_job(job: JobConfig) -> None:
         raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
         raise ConfigError("job.output is not set: give the file to write")
+    check_pool(job)
 
 
 def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, else `<output>.run` next to the output."""
+    """`job.run_dir`, else `<output>.run` next to the output; of a world of a pool its own."""
+    if job.pool is not None:
+        return world_dir(job)
     return Path(job.run_dir) if job.run_dir else Path(f"{Path(job.output or '')}.run")
 
 

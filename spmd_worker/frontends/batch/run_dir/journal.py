@@ -69,8 +69,13 @@ class JournalRecord(NamedTuple):
     def of(key: RowKey, answer: RowAnswer, offset: int) -> "JournalRecord":
         """Record of an answer whose line is at `offset`."""
         line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)
-        end = (answer.error_code, answer.media_digest, key.custom_id, key.is_rejected)
-        return JournalRecord(answer.index, key.line, offset, len(line), crc32(line), *counts, *end)
+        return JournalRecord(
+            *(answer.index, key.line, offset, len(line), crc32(line)),
+            *counts,
+            *(answer.error_code, answer.media_digest),
+            custom_id=key.custom_id,
+            is_rejected=key.is_rejected,
+        )
 
     def pack(self) -> bytes:
         code = (self.error_code or "").encode("ascii")
