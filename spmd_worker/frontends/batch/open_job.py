@@ -21,6 +21,7 @@ from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input_check import InputCheck
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
+from spmd_worker.frontends.batch.job_run import WrittenOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, write_lines
 from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
@@ -33,6 +34,7 @@ from spmd_worker.frontends.batch.run_dir.job_files import (
     check_files,
     check_output,
     is_job_file,
+    run_dir_of,
 )
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
 from spmd_worker.frontends.batch.run_dir.kept_digests import keep_digests
@@ -43,8 +45,9 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
     set_arithmetic,
     write_manifest,
 )
+from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
-from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of, run_dir_of
+from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ _SCAN_S: Final = 1.0
 
 
 class OpenRun:
-    """Rank 0's state while the job runs: `agree`, `open_rows`, `commit`, `write_output` and `end`, in this order."""
+    """The `JobRun` of a local job, whose answers are in a journal."""
 
     def __init__(
         self,
@@ -66,6 +69,9 @@ class OpenRun:
     ) -> None:
         self.lock, self.manifest, self.run_dir = lock, manifest, journal.folder
         self._job, self._journal, self._check = job, journal, check
+
+    def earlier_output(self) -> WrittenOutput | None:
+        return None
 
     def before_exit(self) -> None:
         """Commit finished rows, and record in the lock that it will be free."""
@@ -92,16 +98,15 @@ class OpenRun:
         progress = Progress(num_rows, rows_before=self._journal.num_rows)
         output = JobOutput(self._journal, rows.keys, progress, num_rows, prometheus)
         self._check.expect = output.expect
+        self._rows, self._output = rows, output
         return rows, output
 
     def commit(self) -> None:
         """Make all answers durable. Raises OSError."""
         self._journal.commit()
 
-    def write_output(self, engine: Engine, num_rows: int) -> dict[str, Any]:
-        """Write the output of `num_rows` rows once the input is known to be unchanged. Returns a digest of its lines.
-        Raises OSError, ConfigError for a changed input.
-        """
+    def write_output(self, engine: Engine) -> WrittenOutput:
+        """Write the output once the input is known to be unchanged. Raises OSError, ConfigError for a changed input."""
         while not self._check.is_recorded(timeout_s=_SCAN_S):
             engine.times.heartbeat.enter("reading the input")
         self._check.check_unchanged()
@@ -110,18 +115,15 @@ class OpenRun:
         if self.manifest["shard"] is not None:
             kept = keep_digests(self.run_dir, self._journal.committed())
             self.manifest["shard"] |= {"kept": kept, "vectors": vectors}
-        return write_lines(self._lines(num_rows), output_of(self._job), vectors)
+        digest = write_lines(self._lines(), output_of(self._job), vectors)
+        return WrittenOutput(digest, chained_digest(self._journal.media_digests()), self._output.counts.error_rows)
 
-    def _lines(self, num_rows: int) -> Iterator[bytes]:
+    def _lines(self) -> Iterator[bytes]:
         num_lines = 0
         for line in self._journal.lines(self._check.first_row):
             num_lines += 1
             yield line
-        assert num_lines == num_rows, (num_lines, num_rows)
-
-    def media_digests(self) -> list[tuple[int, str]]:
-        """(row, digest of its images) of the rows with images, in order of the rows."""
-        return self._journal.media_digests()
+        assert num_lines == self._rows.num_rows, (num_lines, self._rows.num_rows)
 
     def end(self) -> None:
         """Mark the job as ended, when nothing is left that could fail or be interrupted: starting an ended run

@@ -31,7 +31,7 @@ JOURNAL_NAME: Final = "journal"
 _HEADER: Final = b"SPMDJNL3"
 _RECORD: Final = struct.Struct("<QQQIIIII40s16s16s?")
 _CHECKSUM: Final = struct.Struct("<I")
-_RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
+RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
 _READ_BYTES: Final = 1 << 20
 _MOST_ROWS: Final = 1 << 48
 NO_CUSTOM_ID: Final = bytes(16)
@@ -65,6 +65,18 @@ class JournalRecord(NamedTuple):
     custom_id: bytes = NO_CUSTOM_ID
     is_rejected: bool = False
 
+    @staticmethod
+    def of(key: RowKey, answer: RowAnswer, offset: int) -> "JournalRecord":
+        """Record of an answer whose line is at `offset`."""
+        line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)
+        return JournalRecord(
+            *(answer.index, key.line, offset, len(line), crc32(line)),
+            *counts,
+            *(answer.error_code, answer.media_digest),
+            custom_id=key.custom_id,
+            is_rejected=key.is_rejected,
+        )
+
     def pack(self) -> bytes:
         code = (self.error_code or "").encode("ascii")
         assert len(code) <= 40, self.error_code
@@ -74,7 +86,7 @@ class JournalRecord(NamedTuple):
     @staticmethod
     def unpack(data: bytes) -> "JournalRecord | None":
         """Decode a record; None for an incomplete one."""
-        if len(data) != _RECORD_BYTES or _CHECKSUM.unpack(data[_RECORD.size :])[0] != crc32(data[: _RECORD.size]):
+        if len(data) != RECORD_BYTES or _CHECKSUM.unpack(data[_RECORD.size :])[0] != crc32(data[: _RECORD.size]):
             return None
         *numbers, code, digest, custom_id, is_rejected = _RECORD.unpack(data[: _RECORD.size])
         error_code = code.rstrip(b"\0").decode("ascii", "replace") or None
@@ -90,7 +102,7 @@ def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
         if records.read(len(_HEADER)) != _HEADER:
             raise JournalError(f"{folder / JOURNAL_NAME} is not a journal of this version")
         found = array("Q")
-        while (record := JournalRecord.unpack(records.read(_RECORD_BYTES))) is not None:
+        while (record := JournalRecord.unpack(records.read(RECORD_BYTES))) is not None:
             found.extend((record.row, record.offset, record.length, record.checksum))
         for start in sorted(range(0, len(found), 4), key=found.__getitem__):
             row, offset, length, checksum = found[start : start + 4]
@@ -189,16 +201,9 @@ class RowJournal:
     def _write_pending(self, offset: int) -> None:
         records = bytearray()
         for key, answer in self._pending:
-            line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)
-            record = JournalRecord(
-                *(answer.index, key.line, offset, len(line), crc32(line)),
-                *counts,
-                answer.error_code,
-                answer.media_digest,
-            )
-            records += record._replace(custom_id=key.custom_id, is_rejected=key.is_rejected).pack()
+            records += JournalRecord.of(key, answer, offset).pack()
             self._offsets[answer.index - self._first_row] = offset
-            offset += len(line)
+            offset += len(answer.line)
         _write_all(self._lines, b"".join([answer.line for _, answer in self._pending]))
         self._sync(self._lines)
         _write_all(self._records, bytes(records))
@@ -231,7 +236,7 @@ class RowJournal:
         return sorted([(each.row, each.media_digest) for each in self.committed() if each.media_digest])
 
     def _record(self, number: int) -> JournalRecord | None:
-        return JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
+        return JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * RECORD_BYTES, RECORD_BYTES))
 
     def lines(self, first_row: int = 0) -> Iterator[bytes]:
         """The committed lines in order of the rows from `first_row` on, up to the first missing row."""
@@ -275,7 +280,7 @@ class RowJournal:
         if head != _HEADER:
             raise JournalError(f"{path} is not a journal of this version")
         num_line_bytes = os.fstat(self._lines).st_size
-        while (record := JournalRecord.unpack(_read_at(self._records, end, _RECORD_BYTES))) is not None:
+        while (record := JournalRecord.unpack(_read_at(self._records, end, RECORD_BYTES))) is not None:
             is_complete = record.offset == lines_end and record.offset + record.length <= num_line_bytes
             if not is_complete or crc32(_read_at(self._lines, record.offset, record.length)) != record.checksum:
                 raise JournalError(
@@ -288,11 +293,11 @@ class RowJournal:
                 self._add(record.row, record.key, record.offset, record.length)
             except (OverflowError, MemoryError):
                 raise JournalError(f"{path}: row {record.row} is beyond any input's rows") from None
-            end += _RECORD_BYTES
+            end += RECORD_BYTES
             lines_end += record.length
         # A killed job leaves only a torn record at the end; valid records behind it are a disk fault.
-        behind = range(end + _RECORD_BYTES, size, _RECORD_BYTES)
-        num_lost = sum(JournalRecord.unpack(_read_at(self._records, at, _RECORD_BYTES)) is not None for at in behind)
+        behind = range(end + RECORD_BYTES, size, RECORD_BYTES)
+        num_lost = sum(JournalRecord.unpack(_read_at(self._records, at, RECORD_BYTES)) is not None for at in behind)
         if num_lost:
             logger.warning(
                 "%s is damaged at byte %d: %d finished rows behind it are not used, but recomputed", path, end, num_lost

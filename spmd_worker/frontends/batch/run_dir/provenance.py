@@ -11,15 +11,29 @@ from spmd_worker.frontends.batch.run_dir.job_files import PROVENANCE_NAME
 FORMAT_VERSION: Final = 1
 
 
+class DigestChain:
+    """Digest of the images of all rows, made row by row, in order (`chained_digest`)."""
+
+    def __init__(self) -> None:
+        self._chain, self._num_rows = b"", 0
+
+    def add(self, row: int, digest: str) -> None:
+        """Add a row with images."""
+        self._chain = blake2b(self._chain + row.to_bytes(8, "little") + bytes.fromhex(digest), digest_size=16).digest()
+        self._num_rows += 1
+
+    def value(self) -> dict[str, Any] | None:
+        return {"rows": self._num_rows, "digest": self._chain.hex()} if self._num_rows else None
+
+
 def chained_digest(digests: Iterable[tuple[int, str]]) -> dict[str, Any] | None:
     """Digest of the images of all rows, from (row, digest of its images) in order of the rows, and the number of those
     rows; None without any.
     """
-    chain, num_rows = b"", 0
+    chain = DigestChain()
     for row, digest in digests:
-        chain = blake2b(chain + row.to_bytes(8, "little") + bytes.fromhex(digest), digest_size=16).digest()
-        num_rows += 1
-    return {"rows": num_rows, "digest": chain.hex()} if num_rows else None
+        chain.add(row, digest)
+    return chain.value()
 
 
 def write_provenance(

@@ -69,7 +69,7 @@ def output_of(job: JobConfig) -> Path:
     return path if shard is None else shard.file(path)
 
 
-def run_dir_of(job: JobConfig) -> Path:
+def local_run_dir(job: JobConfig) -> Path:
     """`job.run_dir`, also with the shard's number, else `<output>.run` next to the output."""
     shard = Shard.of(job)
     if not job.run_dir:

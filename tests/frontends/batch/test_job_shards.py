@@ -18,8 +18,8 @@ from spmd_worker.frontends.batch.input import input_index
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
-from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
-from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of, run_dir_of
+from spmd_worker.frontends.batch.run_dir.job_files import is_job_file, run_dir_of
+from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
 from spmd_worker.frontends.tools.collect import main as collect
 from spmd_worker.frontends.tools.index import main as index
 from spmd_worker.frontends.tools.verify import main as verify
@@ -303,6 +303,7 @@ def test_shard_reads_only_its_rows_with_an_index(copied: list[Path], monkeypatch
             {"shard": "0/2", "input": "-"},
             r"^job\.shard=0/2 and job\.input=-: a stream .*: write them to a file, or leave",
         ),
+        ({"shard": "0/2", "pool": "pool"}, r"^job\.shard=0/2 and job\.pool=pool: .*: leave out"),
         ({"input_index": "absent"}, r"^job\.input_index=absent cannot be read .*: make the index again"),
         ({"input_index": "rows.jsonl"}, r"^job\.input_index=rows\.jsonl is not an index of .*: make the index again"),
         (
