@@ -33,9 +33,10 @@ from spmd_worker.frontends.batch.open_job import open_run
 from spmd_worker.frontends.batch.pool_world.open_world import open_world
 from spmd_worker.frontends.batch.progress import format_summary
 from spmd_worker.frontends.batch.row_source import AnswerSink, RowSource
-from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job, run_dir_of
+from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job
 from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
+from spmd_worker.frontends.batch.run_dir.shard import output_of, run_dir_of
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import check_world_size
@@ -172,7 +173,7 @@ def _answer(
 def _report(engine: Engine, run: JobRun, metrics: dict[str, Any], reports: list[bytes], written: WrittenOutput) -> None:
     """Write the run's metrics, provenance and stage times, and print the summary."""
     write_json(run.run_dir / METRICS_NAME, metrics)
-    output = {"path": engine.config.job.output or "", **written.digest}
+    output = {"path": str(output_of(engine.config.job)), **written.digest}
     write_provenance(run.run_dir, run.manifest, output, chain_heads(reports), written.images)
     if "stages" in metrics:
         write_stage_times(run.run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gzip
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.files import create_job_file, partial_path, rename_durably, sync_stream
+from spmd_worker.frontends.batch.input.input_files import open_input
 from spmd_worker.frontends.openai.decimals import read_decimals
 
 _GZIP_LEVEL: Final = 6
@@ -121,6 +122,25 @@ def write_lines(
             digest.update(line)
             num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
     return {"lines": num_lines, "bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a job's output, of any format. Raises OSError."""
+    if path.suffix != _PARQUET:
+        with open_input(path) as stream:
+            yield from stream
+        return
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise_missing_package("pyarrow", "parquet", f"output {path}", error)
+    with open(path, "rb") as file:
+        try:
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256, columns=["json"]):
+                for text in batch.column(0):
+                    yield text.as_py().encode() + b"\n"
+        except pyarrow.ArrowException as error:
+            raise OSError(f"{path} is damaged ({error})") from None
 
 
 class _PlainSink:

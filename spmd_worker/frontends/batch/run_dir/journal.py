@@ -38,8 +38,8 @@ NO_CUSTOM_ID: Final = bytes(16)
 
 
 class RowKey(NamedTuple):
-    """A job's record of a row that it reads: digests of its line (`row_key`) and of its custom_id (zeros without one),
-    and whether the parser rejected the line.
+    """Record of a row that is read: digests of its line (`row_key`) and of its custom_id (zeros without one), and
+    whether the parser rejected the line.
     """
 
     line: int

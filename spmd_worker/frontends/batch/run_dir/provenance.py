@@ -58,7 +58,33 @@ def write_provenance(
         "replicas": list(replicas),
         # Everything that answers depend on: the model's files, the input, the packages.
         "answers": manifest["answers"],
+        "shard": manifest["shard"],
         "overridden": manifest["overridden"],
         "starts": manifest["starts"],
     }
     write_json(run_dir / PROVENANCE_NAME, provenance)
+
+
+def merged_provenance(
+    manifest: Mapping[str, Any],
+    output: Mapping[str, Any],
+    shards: Sequence[Mapping[str, Any]],
+    num_duplicates: int,
+    images: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The provenance of a merged output; `shards` are those of its parts. `num_duplicates` rows were answered by a
+    shard, or rejected, and are error rows because an earlier row has their custom_id.
+    """
+    own = ("shard", "output", "config_hash", "layout", "replicas", "overridden", "starts")
+    return {
+        "format_version": FORMAT_VERSION,
+        "output": dict(output),
+        "images": None if images is None else dict(images),
+        "version": manifest["version"],
+        "config_hash": manifest["config_hash"],
+        "seed": manifest["config"]["seed"],
+        "answers": manifest["answers"],
+        "overridden": manifest["overridden"],
+        "duplicate_custom_ids": num_duplicates,
+        "shards": [{key: each[key] for key in own} for each in shards],
+    }
