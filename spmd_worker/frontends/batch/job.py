@@ -33,10 +33,10 @@ from spmd_worker.frontends.batch.open_job import open_run
 from spmd_worker.frontends.batch.pool_world.open_world import open_world
 from spmd_worker.frontends.batch.progress import format_summary
 from spmd_worker.frontends.batch.row_source import AnswerSink, RowSource
-from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job, run_dir_of
+from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job
 from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
-from spmd_worker.frontends.batch.run_dir.shard import output_of
+from spmd_worker.frontends.batch.run_dir.shard import output_of, run_dir_of
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import check_world_size

@@ -34,7 +34,6 @@ from spmd_worker.frontends.batch.run_dir.job_files import (
     check_files,
     check_output,
     is_job_file,
-    run_dir_of,
 )
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
 from spmd_worker.frontends.batch.run_dir.kept_digests import keep_digests
@@ -47,7 +46,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
 )
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
-from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of
+from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of, run_dir_of
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)

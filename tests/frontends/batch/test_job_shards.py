@@ -18,8 +18,8 @@ from spmd_worker.frontends.batch.input import input_index
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
-from spmd_worker.frontends.batch.run_dir.job_files import is_job_file, run_dir_of
-from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
+from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
+from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of, run_dir_of
 from spmd_worker.frontends.tools.collect import main as collect
 from spmd_worker.frontends.tools.index import main as index
 from spmd_worker.frontends.tools.verify import main as verify

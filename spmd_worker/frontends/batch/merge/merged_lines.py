@@ -31,7 +31,7 @@ def merged_lines(lines: Iterable[tuple[int, bytes]], duplicates: Sequence[int]) 
     for row, line in lines:
         if number < len(duplicates) and duplicates[number] == row:
             number += 1
-            yield _duplicate(row, line)
+            yield duplicate_line(row, line)
         else:
             yield line
 
@@ -42,7 +42,8 @@ def is_duplicate(duplicates: Sequence[int], row: int) -> bool:
     return slot < len(duplicates) and duplicates[slot] == row
 
 
-def _duplicate(row: int, line: bytes) -> bytes:
+def duplicate_line(row: int, line: bytes) -> bytes:
+    """The error line of a row whose custom_id an earlier one had, from its answer."""
     answer = json.loads(line)
     # Only OpenAI's rows have a response, also in errors.
     shape: ErrorShape = "openai" if "response" in answer else "plain"

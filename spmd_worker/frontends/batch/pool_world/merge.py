@@ -1,11 +1,11 @@
 """Merge of a pool: the lines of all ranges in order of the rows, as a job in one piece would have written them."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from spmd_worker.base.errors import PoolError
+from spmd_worker.frontends.batch.merge.merged_lines import duplicate_line
 from spmd_worker.frontends.batch.pool.driver import done_ranges
 from spmd_worker.frontends.batch.pool.members import Member
 from spmd_worker.frontends.batch.pool.records import DoneRecord, Part, digest_of
@@ -13,9 +13,7 @@ from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool_world.parts import decode_part
 from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, JournalRecord
 from spmd_worker.frontends.batch.run_dir.provenance import DigestChain
-from spmd_worker.frontends.openai.row import RowError
-from spmd_worker.frontends.openai.row_parser import duplicate_error
-from spmd_worker.frontends.openai.row_writer import format_error
+from spmd_worker.frontends.openai.row_parser import DUPLICATE_CODE
 
 
 class MergedRows:
@@ -42,21 +40,13 @@ class MergedRows:
         code, media_digest = record.error_code, record.media_digest
         if record.custom_id != NO_CUSTOM_ID:
             if record.custom_id in self._custom_ids and not record.is_rejected:
-                line, error = duplicate_line(line, record.row)
-                code, media_digest = error.code, ""
+                line, code, media_digest = duplicate_line(record.row, line), DUPLICATE_CODE, ""
             self._custom_ids.add(record.custom_id)
         if code is not None:
             self.error_codes[code] += 1
         if media_digest:
             self.images.add(record.row, media_digest)
         return line
-
-
-def duplicate_line(line: bytes, index: int) -> tuple[bytes, RowError]:
-    """The error line of a row whose custom_id an earlier one had, from its answer; and its error."""
-    answer = json.loads(line)
-    error = duplicate_error(index, answer["custom_id"], "plain" if "index" in answer else "openai")
-    return format_error(error), error
 
 
 def _rows_of(store: PoolStore, done: DoneRecord) -> list[tuple[JournalRecord, bytes]]:

@@ -20,7 +20,7 @@ from spmd_worker.base.metrics.prometheus import PrometheusFile, require_promethe
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch.file_lock import ENDING
 from spmd_worker.frontends.batch.input.input_files import is_stream
-from spmd_worker.frontends.batch.input.input_index import RangeReader
+from spmd_worker.frontends.batch.input.input_index import RangeReader, read_index
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
@@ -30,6 +30,7 @@ from spmd_worker.frontends.batch.output_file import write_lines
 from spmd_worker.frontends.batch.pool.driver import Heartbeats, new_worker, run
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.members import Lease, Member, difference, join
+from spmd_worker.frontends.batch.pool.posix_store import open_folder
 from spmd_worker.frontends.batch.pool.protocol import claim_merge, end_merge, still_holds
 from spmd_worker.frontends.batch.pool.records import (
     JOB_NAME,
@@ -49,9 +50,8 @@ from spmd_worker.frontends.batch.pool_world.merge import MergedRows
 from spmd_worker.frontends.batch.pool_world.pool_index import PoolIndex
 from spmd_worker.frontends.batch.pool_world.pool_input import PoolInput
 from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
-from spmd_worker.frontends.batch.pool_world.world_files import open_store
 from spmd_worker.frontends.batch.progress import Progress
-from spmd_worker.frontends.batch.run_dir.job_files import check_files, is_job_file, run_dir_of
+from spmd_worker.frontends.batch.run_dir.job_files import check_files, is_job_file
 from spmd_worker.frontends.batch.run_dir.manifest import (
     NOT_READ,
     end_manifest,
@@ -61,6 +61,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
 )
 from spmd_worker.frontends.batch.run_dir.provenance import FORMAT_VERSION
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock, make_folder
+from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ class PoolRun:
             return None
         most = self._job.max_rows
         num_rows = index.num_rows if most is None else min(index.num_rows, most)
-        set_input(self.run_dir, self.manifest, self._job.resume, index.digest, num_rows)
+        set_input(self.run_dir, self.manifest, self._job.resume, index.digest, num_rows, range(num_rows))
         self._ranges = RangeReader(self._reader, index)
         about = {
             "host": socket.gethostname(),
@@ -256,18 +257,19 @@ def open_world(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None
     check_files(resolved)
     if job.prometheus_file:
         require_prometheus(job.prometheus_file)
-    store = open_store(job.pool or "")
+    reader = RowReader.of(job.input or "", config.limits.num_line_bytes, partial(is_job_file, job))
+    own = None if job.input_index is None else read_index(Path(job.input_index), reader)
+    store = open_folder(Path(job.pool or ""))
     make_folder("the folder of job.output", Path(job.output or "").parent)
     run_dir = run_dir_of(job)
     lock = held.enter_context(RunLock(run_dir, None))
     if watchdog is not None:
         watchdog.before_exit = partial(lock.note, ENDING)
     lock.note("reads the input")
-    reader = RowReader.of(job.input or "", config.limits.num_line_bytes, partial(is_job_file, job))
     manifest = manifest_of(resolved, reader) | {"overridden": []}
     write_manifest(run_dir, manifest)
     clear_run_dir(run_dir)
-    index = PoolIndex(store, reader)
+    index = PoolIndex(store, reader, own)
     held.callback(index.close)
     run = PoolRun(resolved, lock, store, manifest, reader, index)
     held.callback(run.close)

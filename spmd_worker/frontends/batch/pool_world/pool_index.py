@@ -61,9 +61,9 @@ class PoolIndex:
             found = InputIndex.from_bytes(self._other)
         except ConfigError as error:
             raise PoolError(f"{INPUT_INDEX_NAME} of the pool {error}: give job.pool another folder") from None
-        if index is not None and index.num_rows and self._own is not None and found.digest != index.digest:
+        if self._own is not None and found.digest != self._own.digest:
             raise ConfigError(
-                f"job.input_index has {index.digest}, and the pool's index {found.digest}: give the index of the "
+                f"job.input_index has {self._own.digest}, and the pool's index {found.digest}: give the index of the "
                 f"pool's input, or another job.pool"
             )
         return found

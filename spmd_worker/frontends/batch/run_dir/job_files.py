@@ -16,7 +16,6 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
-from spmd_worker.frontends.batch.pool_world.world_files import check_pool, world_dir
 from spmd_worker.frontends.batch.run_dir.file_names import (
     Claim,
     Name,
@@ -27,13 +26,8 @@ from spmd_worker.frontends.batch.run_dir.file_names import (
     reject_same_file,
 )
 from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME
-from spmd_worker.frontends.batch.run_dir.shard import (
-    Shard,
-    local_run_dir,
-    other_shards_file,
-    output_of,
-    prometheus_of,
-)
+from spmd_worker.frontends.batch.run_dir.shard import Shard, other_shards_file, output_of, prometheus_of, run_dir_of
+from spmd_worker.frontends.batch.run_dir.world import check_pool
 from spmd_worker.resolved import ResolvedRun
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -64,17 +58,8 @@ def check_job(job: JobConfig) -> None:
         raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
         raise ConfigError("job.output is not set: give the file to write")
-    if Shard.of(job) is not None and job.pool is not None:
-        raise ConfigError(
-            f"job.shard={job.shard} and job.pool={job.pool}: the jobs of a pool share all rows by themselves: leave "
-            f"out one of them"
-        )
+    Shard.of(job)
     check_pool(job)
-
-
-def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, else `<output>.run` next to the output; of a shard, and of a world of a pool, its own."""
-    return local_run_dir(job) if job.pool is None else world_dir(job)
 
 
 def is_job_file(job: JobConfig, path: Path) -> bool:

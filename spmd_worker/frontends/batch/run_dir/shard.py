@@ -10,6 +10,7 @@ from typing import Final
 
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.batch.run_dir.world import world_dir
 
 _SHARD: Final = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
 _COMPRESSED: Final = (".gz", ".zst")
@@ -69,8 +70,10 @@ def output_of(job: JobConfig) -> Path:
     return path if shard is None else shard.file(path)
 
 
-def local_run_dir(job: JobConfig) -> Path:
-    """`job.run_dir`, also with the shard's number, else `<output>.run` next to the output."""
+def run_dir_of(job: JobConfig) -> Path:
+    """`job.run_dir`, also with the shard's number, else `<output>.run` next to the output; a world of a pool's own."""
+    if job.pool is not None:
+        return world_dir(job)
     shard = Shard.of(job)
     if not job.run_dir:
         return Path(f"{output_of(job)}.run")

@@ -1,4 +1,4 @@
-"""Files of a world of a pool: its run directory, and what is not allowed with a pool."""
+"""A world of a pool: its run directory, and keys that contradict a pool."""
 
 import os
 import re
@@ -8,23 +8,22 @@ from pathlib import Path
 
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.frontends.batch.pool.posix_store import open_folder
 from spmd_worker.frontends.batch.pool.records import WORLDS
-from spmd_worker.frontends.batch.pool.store import PoolStore
 
 
 def check_pool(job: JobConfig) -> None:
     """Raise ConfigError for keys that contradict a pool; the result is the same on every rank."""
-    if job.pool is not None and job.resume != "auto":
+    if job.pool is None:
+        return
+    if job.shard is not None:
+        raise ConfigError(
+            f"job.shard={job.shard} and job.pool={job.pool}: a pool divides the rows by itself: leave out one of them"
+        )
+    if job.resume != "auto":
         raise ConfigError(
             f"job.resume={job.resume} and job.pool={job.pool}: every job joins a pool that has the same job, and none "
             f"begins it again: leave out job.resume, or give another job.pool"
         )
-
-
-def open_store(pool: str) -> PoolStore:
-    """The store of a value of `job.pool`. Raises ConfigError for one that cannot be a pool."""
-    return open_folder(Path(pool))
 
 
 def world_dir(job: JobConfig, variables: Mapping[str, str] = os.environ) -> Path:
