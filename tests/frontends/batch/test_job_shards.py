@@ -319,17 +319,21 @@ def test_shard_reads_only_its_rows_with_an_index(copied: list[Path], monkeypatch
         ({"input_index": "rows.jsonl"}, r"^job\.input_index=rows\.jsonl is not an index of .*: make the index again"),
         (
             {"shard": "0/2", "input": "o*.jsonl"},
-            r"^job\.input=o\*\.jsonl has out-00001-of-00002\.jsonl, which is .*: give",
+            r"^job\.input=o\*\.jsonl has out-00001-of-00002\.jsonl, which a shard .*: give",
         ),
+        ({"shard": "1/3", "input": "*.run/*"}, r"^job\.input=.* has out-00000-of-00002.jsonl.run/manifest.json, which"),
     ],
 )
 def test_wrong_shard_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], why: str):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", ["x"])
     write_rows(tmp_path / "out-00001-of-00002.jsonl", ["x"])
+    (tmp_path / "out-00000-of-00002.jsonl.run").mkdir()
+    write_rows(tmp_path / "out-00000-of-00002.jsonl.run" / "manifest.json", ["x"])
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=why):
         run(config_of(Path(), **job))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-00001-of-00002.jsonl", "rows.jsonl"]
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
