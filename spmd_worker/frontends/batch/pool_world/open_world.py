@@ -61,7 +61,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
 )
 from spmd_worker.frontends.batch.run_dir.provenance import FORMAT_VERSION
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock, make_folder
-from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
+from spmd_worker.frontends.batch.run_dir.shard import prometheus_of, run_dir_of
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -125,10 +125,10 @@ class PoolRun:
 
     def open_rows(self, engine: Engine) -> tuple[PoolInput, JobOutput]:
         """The rows of the pool that this world will lease, and their answers' way into it."""
-        model, path = self._config.model, self._job.prometheus_file
+        model, path = self._config.model, prometheus_of(self._job)
         self._defaults = engine.default_sampling
         rows = PoolInput(self._worker, (*(model.adapters or ()), *(model.prompt_adapters or ())))
-        prometheus = PrometheusFile(Path(path)) if path else None
+        prometheus = None if path is None else PrometheusFile(path)
         self._rows, self._output = rows, JobOutput(self._worker, rows.keys, Progress(None), None, prometheus)
         self._worker.start()
         return rows, self._output
