@@ -14,7 +14,7 @@ from pooling_models import pooling_folder
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.frontends.batch.input import input_index
+from spmd_worker.frontends.batch.input import file_pieces, input_index
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
@@ -290,7 +290,7 @@ def test_shard_reads_only_its_rows_with_an_index(copied: list[Path], monkeypatch
     """Rows before it may even have changed; without the index they are counted, and its own are checked."""
     folder = copied[0].parent
     with monkeypatch.context() as small:
-        small.setattr(input_index, "_BLOCK_BYTES", 64)
+        small.setattr(file_pieces, "BLOCK_BYTES", 64)
         small.setattr(input_index, "_PIECE_BYTES", 64)
         index([str(folder / "rows.jsonl"), "--output", str(folder / "small")])
     before = (folder / "out-00002-of-00003.jsonl").read_bytes()
