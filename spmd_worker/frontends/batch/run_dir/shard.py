@@ -90,9 +90,22 @@ def prometheus_of(job: JobConfig) -> Path | None:
     return path if shard is None else shard.file(path)
 
 
-def other_shards_file(job: JobConfig, path: Path) -> bool:
-    """Whether the file is, or will become, the output of any shard of the job, in this number of shards or another."""
-    output = Path(job.output or "")
-    pattern = re.escape(str(Shard(0, 1).file(output).name)).replace("00000", r"\d{5,9}").replace("00001", r"\d{5,9}")
-    is_named_so = re.fullmatch(rf"{pattern}(\.partial)?", path.name) is not None
-    return is_named_so and path.resolve().parent == output.resolve().parent
+def is_of_a_shard(job: JobConfig, path: Path) -> bool:
+    """Whether the file is an output of a shard of the job, in any number of shards, or in the run directory of one."""
+    named = [
+        Shard(0, 1).file(Path(job.output or "")),
+        *([Shard(0, 1).folder(Path(job.run_dir))] if job.run_dir else []),
+    ]
+    patterns = [(_of_any_shard(each.name), each.resolve().parent) for each in named]
+    own = path.resolve()
+    return any(
+        pattern.fullmatch(each.name) is not None and each.parent == folder
+        for pattern, folder in patterns
+        for each in (own, own.parent)
+    )
+
+
+def _of_any_shard(name: str) -> re.Pattern[str]:
+    """Pattern of the names that shards have instead of the first of one."""
+    pattern = re.escape(name).replace("00000", r"\d{5,9}").replace("00001", r"\d{5,9}")
+    return re.compile(rf"{pattern}(\.partial|\.run)?")
