@@ -119,7 +119,7 @@ live_workers = members.live_workers
 last_live: dict[members.Member, frozenset[str]] = {}
 
 
-@pytest.mark.guarantee("Exactly once in a pool")
+@pytest.mark.control("Exactly once in a pool")
 @pytest.mark.parametrize(
     ("patched", "flaws", "has_jumps", "num_histories"),
     [
