@@ -55,7 +55,7 @@ def test_random_histories_keep_every_row():
     totals = check_random(range(NUM_OF_GATE))
     assert all(totals[kind] > 80 for kind in ("crash", "interrupt", "pause", "repeat", "delay", "join")), totals
     assert totals["taken"] > 100, totals
-    assert totals["lost"] > 10, totals
+    assert totals["lost"] > 0, totals
 
 
 @pytest.mark.stress
