@@ -268,10 +268,12 @@ def test_shard_is_shown_and_measured_by_itself(copied: list[Path], capsys: pytes
 
 
 def test_more_shards_than_rows_leave_some_empty(tmp_path: Path):
+    """The job in one piece reads its rows by the index too."""
     write_rows(tmp_path / "rows.jsonl", ROWS[:1])
     config = config_of(tmp_path, output=str(tmp_path / "out.jsonl.gz"), max_rows=1)
     folders = run_shards(config, 2)
-    run(config)
+    index([str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "index")])
+    run(replace(config, job=replace(config.job, input_index=str(tmp_path / "index"))))
     merge_shards(folders, tmp_path / "merged.jsonl.gz")
     assert (tmp_path / "merged.jsonl.gz").read_bytes() == (tmp_path / "out.jsonl.gz").read_bytes()
 
