@@ -17,8 +17,8 @@ from spmd_worker.base import errors
 from spmd_worker.base.metrics import prometheus
 from spmd_worker.base.metrics.stage_times import StageSpan
 from spmd_worker.base.metrics.step_stats import StepStats
+from spmd_worker.frontends.batch.job_counts import JobCounts
 from spmd_worker.frontends.batch.job_metrics import job_metrics
-from spmd_worker.frontends.batch.job_rows import JobCounts
 from spmd_worker.frontends.batch.run_dir.job_files import RESERVED_NAMES
 from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.openai import openai_stream
@@ -138,7 +138,7 @@ def test_every_file_of_a_run_is_named():
 
 def test_every_key_of_provenance_is_named(tmp_path: Path):
     manifest = {"config": {"seed": 0}, "starts": [{"layout": {}}]}
-    manifest |= dict.fromkeys(("version", "config_hash", "answers", "overridden"), "")
+    manifest |= dict.fromkeys(("version", "config_hash", "answers", "overridden", "shard"), "")
     write_provenance(tmp_path, manifest, {}, [])
     written = json.loads((tmp_path / "provenance.json").read_text())
     assert set(first_cells(section(FILES, "provenance.json"))) == set(written)
@@ -167,7 +167,7 @@ def raised_codes() -> dict[str, set[str]]:
 def row_codes() -> set[str]:
     ran = {outputs.NON_FINITE_LOGITS, outputs.NON_FINITE_VECTOR, outputs.GRAMMAR_FAILED}
     raised = {code for code, paths in raised_codes().items() if any("frontends/serve/" not in each for each in paths)}
-    return raised | ran | source_codes() | {REJECTED, "invalid_value"}
+    return raised | ran | source_codes() | {REJECTED, "duplicate_custom_id", "invalid_value"}
 
 
 def source_codes() -> set[str]:
