@@ -40,6 +40,17 @@ def num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
     return count
 
 
+def without(values: tuple[Value, ...], indices: Iterable[int]) -> tuple[Value, ...]:
+    """The values at all other indices than these ascending ones: a copy of each run between two of them."""
+    kept: list[Value] = []
+    start = 0
+    for index in indices:
+        kept += values[start:index]
+        start = index + 1
+    kept += values[start:]
+    return tuple(kept)
+
+
 def num_sampling(plan: StepPlan) -> int:
     """Number of sequences that the step samples for. Costs nothing, whatever numbers a plan claims."""
     return len(plan.continuing) + sum([data.num_samples for group in plan.groups for data in group.sequences])
@@ -100,11 +111,12 @@ class SampledIds(NamedTuple):
         return SampledIds.from_rows(self.rows()[num_sequences:])
 
     def without(self, indices: Sequence[int]) -> "SampledIds":
-        """Ids of all sequences but these."""
+        """Ids of all sequences but these, in ascending order."""
         if not indices:
             return self
-        left_out = dict.fromkeys(indices)
-        return SampledIds.from_rows([row for index, row in enumerate(self.rows()) if index not in left_out])
+        if not self.num_ids:
+            return SampledIds(without(self.token_ids, indices))
+        return SampledIds.from_rows(without(tuple(self.rows()), indices))
 
     def joined(self, later: "SampledIds") -> "SampledIds":
         """These ids, followed by those of later sequences."""

@@ -16,12 +16,14 @@ from kv_cache.block import BlockId
 from spmd_worker.replica.lockstep.wire.message import MessageError
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.sequence.request import RequestId
-from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sampled import SampledIds, without
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 
 _IS_SELECTION: Final = 1
 _ARE_SAMPLED: Final = 2
+_RUN: Final = 64
+"""Keys compared at once: those of a run that has changed are compared one by one."""
 
 Keys = tuple[SequenceKey, ...]
 
@@ -54,7 +56,7 @@ def read_continuing(
     dropped: list[int] = []
     if flags & _IS_SELECTION:
         dropped = _read_dropped(reader, len(last_keys))
-        keys = _without(last_keys, dropped)
+        keys = without(last_keys, dropped)
     else:
         keys = tuple([SequenceKey(RequestId(first), second) for first, second in read_pairs(reader)])
     if flags & _ARE_SAMPLED:
@@ -78,12 +80,31 @@ def read_pairs(reader: ByteReader) -> list[tuple[int, int]]:
 
 
 def _dropped_indices(keys: Keys, last_keys: Keys) -> list[int] | None:
-    """Indices in `last_keys` that are not in `keys`; None unless the others are `keys` in order."""
+    """Indices in `last_keys` that are left out in `keys`; None unless the others are `keys` in order.
+
+    Runs of equal keys are compared as slices: most keys are the same objects, so a run costs next to nothing.
+    """
+    if len(keys) > len(last_keys):
+        return None
     if keys == last_keys:
         return []
-    kept = dict.fromkeys(keys)
-    dropped = [index for index, key in enumerate(last_keys) if key not in kept]
-    return dropped if keys == _without(last_keys, dropped) else None
+    dropped: list[int] = []
+    position = 0
+    for start in range(0, len(keys), _RUN):
+        run = keys[start : start + _RUN]
+        if run == last_keys[position : position + len(run)]:
+            position += len(run)
+            continue
+        for key in run:
+            first = position
+            while position < len(last_keys) and last_keys[position] != key:
+                position += 1
+            dropped.extend(range(first, position))
+            position += 1
+        if position > len(last_keys):
+            return None
+    dropped.extend(range(position, len(last_keys)))
+    return dropped
 
 
 def _read_dropped(reader: ByteReader, num_keys: int) -> list[int]:
@@ -92,11 +113,3 @@ def _read_dropped(reader: ByteReader, num_keys: int) -> list[int]:
     if not is_ascending or (dropped and not 0 <= dropped[0] <= dropped[-1] < num_keys):
         raise MessageError(f"dropped indices {dropped[:10]} of {num_keys}")
     return dropped
-
-
-def _without(keys: Keys, dropped: list[int]) -> Keys:
-    """The keys at all other indices."""
-    if not dropped:
-        return keys
-    gone = dict.fromkeys(dropped)
-    return tuple([key for index, key in enumerate(keys) if index not in gone])
