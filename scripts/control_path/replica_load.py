@@ -38,7 +38,9 @@ class LoadedReplica:
         num_tokens = num_prompt_tokens + num_output_tokens
         num_blocks = (num_sequences + 64) * (-(-num_tokens // BLOCK_SIZE) + 2)
         limits = SchedulerLimits(num_sequences, max(8192, 2 * num_sequences), enable_prefix_caching=True)
-        self.scheduler = Scheduler(limits, CacheManager(num_blocks, BLOCK_SIZE), StopChecker((2,), 2 * num_tokens, None))
+        self.scheduler = Scheduler(
+            limits, CacheManager(num_blocks, BLOCK_SIZE), StopChecker((2,), 2 * num_tokens, None)
+        )
         self.mirror = Mirror(num_blocks, BLOCK_SIZE)
         self.times_us: dict[str, list[float]] = {part: [] for part in PARTS}
         self.num_bytes: list[int] = []
