@@ -14,6 +14,9 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 Value = TypeVar("Value")
 
+_RUN: Final = 64
+"""Keys compared at once: those of a run that has changed are compared one by one."""
+
 NON_FINITE: Final = -1
 """Replaces the id of a sequence whose logits are not finite: it ends there, without an id."""
 
@@ -49,6 +52,34 @@ def without(values: tuple[Value, ...], indices: Iterable[int]) -> tuple[Value, .
         start = index + 1
     kept += values[start:]
     return tuple(kept)
+
+
+def left_out(keys: tuple[SequenceKey, ...], last_keys: tuple[SequenceKey, ...]) -> list[int] | None:
+    """Indices in `last_keys` that are left out in `keys`; None unless the others are `keys` in order.
+
+    Runs of equal keys are compared as slices: most keys are the same objects, so a run costs next to nothing.
+    """
+    if len(keys) > len(last_keys):
+        return None
+    if keys == last_keys:
+        return []
+    dropped: list[int] = []
+    position = 0
+    for start in range(0, len(keys), _RUN):
+        run = keys[start : start + _RUN]
+        if run == last_keys[position : position + len(run)]:
+            position += len(run)
+            continue
+        for key in run:
+            first = position
+            while position < len(last_keys) and last_keys[position] != key:
+                position += 1
+            dropped.extend(range(first, position))
+            position += 1
+        if position > len(last_keys):
+            return None
+    dropped.extend(range(position, len(last_keys)))
+    return dropped
 
 
 def num_sampling(plan: StepPlan) -> int:

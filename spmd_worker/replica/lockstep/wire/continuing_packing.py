@@ -16,21 +16,19 @@ from kv_cache.block import BlockId
 from spmd_worker.replica.lockstep.wire.message import MessageError
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.sequence.request import RequestId
-from spmd_worker.replica.sequence.sampled import SampledIds, without
+from spmd_worker.replica.sequence.sampled import SampledIds, left_out, without
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 
 _IS_SELECTION: Final = 1
 _ARE_SAMPLED: Final = 2
-_RUN: Final = 64
-"""Keys compared at once: those of a run that has changed are compared one by one."""
 
 Keys = tuple[SequenceKey, ...]
 
 
 def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sampled: SampledIds) -> None:
     """`last_keys` are the `sampling_keys` of the plan before, `sampled` their ids."""
-    dropped = _dropped_indices(plan.continuing, last_keys)
+    dropped = left_out(plan.continuing, last_keys)
     are_sampled = False
     if dropped is not None:
         given = (sampled if last_keys else SampledIds()).without(dropped)
@@ -77,34 +75,6 @@ def read_pairs(reader: ByteReader) -> list[tuple[int, int]]:
     """The inverse of `write_pairs`."""
     count = reader.count()
     return list(zip(reader.dense(count), reader.column(count)))
-
-
-def _dropped_indices(keys: Keys, last_keys: Keys) -> list[int] | None:
-    """Indices in `last_keys` that are left out in `keys`; None unless the others are `keys` in order.
-
-    Runs of equal keys are compared as slices: most keys are the same objects, so a run costs next to nothing.
-    """
-    if len(keys) > len(last_keys):
-        return None
-    if keys == last_keys:
-        return []
-    dropped: list[int] = []
-    position = 0
-    for start in range(0, len(keys), _RUN):
-        run = keys[start : start + _RUN]
-        if run == last_keys[position : position + len(run)]:
-            position += len(run)
-            continue
-        for key in run:
-            first = position
-            while position < len(last_keys) and last_keys[position] != key:
-                position += 1
-            dropped.extend(range(first, position))
-            position += 1
-        if position > len(last_keys):
-            return None
-    dropped.extend(range(position, len(last_keys)))
-    return dropped
 
 
 def _read_dropped(reader: ByteReader, num_keys: int) -> list[int]:
