@@ -238,19 +238,24 @@ class Planner:
             served = self._decide_ahead(served, budget, decisions)
         if self._drafting is not None and self._drafting.is_on:
             served = self._decide_drafts(self._drafting, served, budget, decisions)
-        append, num_left = decisions.continuing.append, budget.num_tokens
+        append, append_id = decisions.continuing.append, decisions.last_ids.append
+        num_left = budget.num_tokens
         beginning: list[int] = []
         for sequence in served:
             if not num_left:
                 break
             # Hot path: a started block that is not shared needs no check.
-            num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
+            outputs, num_computed = sequence.output_token_ids, sequence.num_computed_tokens
+            num_outputs = len(outputs)
             num_tokens = sequence.num_prompt_tokens + num_outputs - num_computed
             is_decode = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
             if is_decode and num_computed % block_size and not sequence.shares_tail:
                 sequence.num_computed_tokens = num_computed + 1
+                # As `Decisions.proceed` does.
+                sequence.num_sent_tokens = num_outputs
                 num_left -= 1
                 append(sequence)
+                append_id(outputs[-1])
                 continue
             budget.num_tokens = num_left
             # Most blocks are allocated here: the token is the first of a new block, and nothing else needs deciding.
@@ -258,10 +263,10 @@ class Planner:
             if is_decode and is_full and not sequence.must_compile:
                 if self._are_blocks_counted(budget):
                     beginning.append(len(decisions.continuing))
-                    append(sequence)
+                    decisions.proceed(sequence)
                     budget.num_tokens -= 1
                 elif self._has_blocks(sequence, 1, budget):
-                    append(sequence)
+                    decisions.proceed(sequence)
                     self._begin_blocks([len(decisions.continuing) - 1], decisions.continuing, decisions.blocks)
                     budget.num_tokens -= 1
             else:
@@ -377,7 +382,7 @@ class Planner:
             if num_ids != 1:
                 decisions.uneven[len(decisions.continuing)] = num_ids
             decisions.blocks.extend((len(decisions.continuing), block_id) for block_id in decision.change.block_ids)
-            decisions.continuing.append(sequence)
+            decisions.proceed(sequence)
         else:
             decisions.others.append(decision)
 
