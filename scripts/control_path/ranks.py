@@ -65,8 +65,7 @@ def measure_replica(num_sequences: int, options: argparse.Namespace) -> dict[str
     gc.freeze()
     for _ in range(NUM_WARM_STEPS):
         replica.step()
-    for times in (*replica.times_us.values(), replica.num_bytes, replica.num_joined):
-        times.clear()
+    replica.forget_times()
     for _ in range(options.steps):
         replica.step()
     gc.unfreeze()

@@ -82,6 +82,13 @@ class LoadedReplica:
         self._last_events = agreed.events
         return plan
 
+    def forget_times(self) -> None:
+        """Begin to measure anew."""
+        for times in self.times_us.values():
+            times.clear()
+        self.num_bytes.clear()
+        self.num_joined.clear()
+
     def _measure(self, part: str, action: Callable[[], T]) -> T:
         started_s = time.thread_time()
         result = action()

@@ -140,6 +140,10 @@ def _accept_all(listener: socket.socket, ranks: list[int], token: bytes) -> _Ope
             connection, _ = listener.accept()
         except TimeoutError:
             break
+        except OSError as error:
+            # Such as a limit of open files below the number of ranks; ranks that come later only see a closed port.
+            logger.warning("%d ranks cannot be accepted: %s", len(ranks), error)
+            break
         rank = _greet(connection, token)
         if rank not in ranks or rank in connections:
             connection.close()

@@ -237,6 +237,18 @@ def test_ranks_use_gloo_when_tcp_fails(monkeypatch, caplog, place: str):
     check_messages_cross(channels)
 
 
+def test_limit_of_open_files_is_named(monkeypatch, caplog):
+    """As many ranks as a process may have files: the ranks use gloo, and rank 0 logs why."""
+
+    def accept(self: socket.socket) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    channels = open_all(3)
+    assert [type(channel) for channel in channels] == [GlooStepChannel] * 3
+    assert "2 ranks cannot be accepted: [Errno 24] Too many open files" in caplog.text
+
+
 def test_connections_are_closed_when_one_rank_cannot_connect(monkeypatch, caplog):
     right = socket.create_connection
 
