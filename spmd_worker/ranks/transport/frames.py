@@ -122,9 +122,13 @@ def receive_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -
 
 def _read_head(data: bytes | bytearray, kinds: type[IntEnum], max_bytes: int) -> tuple[IntEnum, int, int]:
     kind, number, length = _HEAD.unpack_from(data)
-    if kind not in kinds.__members__.values() or length > max_bytes:
+    try:
+        known = kinds(kind)
+    except ValueError:
+        known = None
+    if known is None or length > max_bytes:
         raise FrameError(f"kind {kind}, length {length}: not a frame of this protocol")
-    return kinds(kind), number, length
+    return known, number, length
 
 
 def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
@@ -143,7 +147,7 @@ def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _read_now(connection: socket.socket, num_bytes: int) -> bytes:
-    """What can be read without a wait, and without a poll before it."""
+    """Bytes that can be read without a wait, and without a poll before it."""
     if connection.gettimeout() is None:
         return b""
     try:
