@@ -1,5 +1,5 @@
 """What the control path costs: admission and preemption, the cache's bookkeeping, agreeing on a step, the journal,
-log-probabilities, the masks of forms, the batches of a device, the host's part of a step.
+log-probabilities, the masks of forms, the batches of a device, the host's part of a step, a thousand ranks.
 
     python scripts/bench_runtime.py admission [--share 0.3] [--rows 256]
     python scripts/bench_runtime.py cache [--blocks 1000,1000000] [--rounds 400]
@@ -9,6 +9,7 @@ log-probabilities, the masks of forms, the batches of a device, the host's part 
     python scripts/bench_runtime.py masks MODEL [KEY=VALUE...] [--rows 256] [--steps 40] [--turns 5]
     python scripts/bench_runtime.py batches [--sequences 256] [--contexts 400,4096] [--steps 60] [--turns 6]
     python scripts/bench_runtime.py host [--sequences 256] [--context 200] [--steps 40] [--turns 6]
+    python scripts/bench_runtime.py ranks [--ranks 1024] [--sequences 256,1024,4096] [--steps 200] [--rounds 100]
 
 Each prints a table and, as its last line, one JSON object; NAME --help says what is measured. Only `journal`,
 `logprobs` and `masks` run a model.
@@ -28,6 +29,7 @@ from control_path.journal import bench_journal
 from control_path.lockstep import bench_lockstep
 from control_path.logprobs import bench_logprobs
 from control_path.masks import bench_masks
+from control_path.ranks import bench_ranks
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,6 +89,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     host.add_argument("--context", type=int, default=200, help="tokens of each prompt (default 200)")
     host.add_argument("--steps", type=int, default=40, help="steps measured in each turn (default 40)")
     host.add_argument("--turns", type=int, default=6, help="turns of both ways (default 6)")
+    ranks = add("ranks", bench_ranks)
+    ranks.add_argument("--ranks", type=int, default=1024, help="of one replica (default 1024)")
+    ranks.add_argument("--sequences", type=parse_sizes, default=[256, 1024, 4096], help="default 256,1024,4096")
+    ranks.add_argument("--prompt-tokens", type=int, default=256, help="of each row (default 256)")
+    ranks.add_argument("--output-tokens", type=int, default=256, help="of each row (default 256)")
+    ranks.add_argument("--steps", type=int, default=200, help="of a replica (default 200)")
+    ranks.add_argument("--rounds", type=int, default=100, help="of an exchange (default 100)")
+    ranks.add_argument("--fanouts", type=parse_sizes, default=[4, 8, 16, 32], help="modelled (default 4,8,16,32)")
+    ranks.add_argument("--latency-us", type=float, default=60.0, help="of a hop, waking included (default 60)")
+    ranks.add_argument("--gigabits", type=float, default=25.0, help="of a link, a second (default 25)")
     return parser.parse_args(arguments)
 
 

@@ -247,6 +247,22 @@ def test_embed_bench_reports_speed_memory_and_equal_vectors(tmp_path: Path, monk
 
 @pytest.mark.stress
 @pytest.mark.timed
+def test_ranks_bench_measures_star_relays_and_models():
+    done = run("bench_runtime.py", "ranks", "--ranks", "9", "--sequences", "8", "--steps", "4", "--rounds", "3")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert [row["sequences"] for row in figures["replicas"]] == [8]
+    assert [(row["ranks"], row["group"], row["sockets"]) for row in figures["exchanges"]] == [
+        (9, 9, 8),
+        (9, 3, 4),
+        (3, 3, 2),
+    ]
+    assert [row["way"] for row in figures["models"]][:2] == ["star", "relays"]
+    assert all(row["step_us"] > row["exchange_us"] > 0 for row in figures["models"])
+
+
+@pytest.mark.stress
+@pytest.mark.timed
 def test_lockstep_bench_has_row_per_ranks_and_sequences():
     done = run("bench_runtime.py", "lockstep", "--ranks", "2", "--sequences", "4,16", "--steps", "5")
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ Each follower sends its answer, rank 0 its message: one small send each, without
 peer is detected at once. Rank 0's heartbeats contain the number of sent messages, so a lost one is detected within a
 second. A rank that fails sends an abort message before it leaves.
 
+With many ranks answers and messages pass through relays (`relay_channel.py`); the star carries all else.
 `ranks/transport/connect.py` makes the ends, which implement `replica/lockstep/channel.py`.
 """
 
@@ -13,7 +14,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError
@@ -45,37 +46,45 @@ class Abort(NamedTuple):
 
 
 class TcpLeader:
-    """Rank 0's end: one connection per follower."""
+    """Rank 0's end: one connection per follower, of which the `children` answer and get the messages. Also a relay's,
+    whose rank and whose followers' ranks are given.
+    """
 
-    def __init__(self, connections: list[socket.socket], timeout_s: float) -> None:
-        self.rank, self.size = 0, len(connections) + 1
+    def __init__(
+        self, connections: list[socket.socket], timeout_s: float, rank: int = 0, children: Sequence[int] | None = None
+    ) -> None:
+        """`children`: of the connections' ranks, which follow `rank`; None: all."""
+        self.rank, self.size = rank, len(connections) + 1
         self._connections = connections
         self._timeout_s = timeout_s
+        self._all = list(range(len(connections)))
+        self._children = self._all if children is None else [child - rank - 1 for child in children]
         self._num_sent = 0
         self._is_torn = False
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._heart = threading.Thread(target=self._send_heartbeats, name="spmd-heartbeat", daemon=True)
-        self._poll = select.poll()
+        # `poll` would look at each of a thousand connections in every call.
+        self._poll = select.epoll()
         self._indices = {connection.fileno(): index for index, connection in enumerate(connections)}
 
     def start(self) -> None:
         """Start to listen and to send heartbeats."""
         for connection in self._connections:
             connection.settimeout(self._timeout_s)
-            self._poll.register(connection, select.POLLIN)
+            self._poll.register(connection, select.EPOLLIN)
         self._heart.start()
 
     def collect(self, step: int) -> list[bytes]:
         """Raises RankFailedError naming the silent or dead ranks, AbortedError with a rank's abort message."""
-        return self._gather(FrameKind.ANSWER, step, f"no answer to step {step}")
+        return self._gather(FrameKind.ANSWER, step, f"no answer to step {step}", self._children)
 
     def send(self, payload: bytes) -> None:
         """Raises RankFailedError when a follower is gone or does not read."""
         with self._lock:
             number, self._num_sent = self._num_sent, self._num_sent + 1
             try:
-                self._send_all(FrameKind.MESSAGE, number, payload)
+                self._send_to(self._children, FrameKind.MESSAGE, number, payload)
             except BaseException:
                 # Some followers lack this message: only an abort message may follow.
                 self._is_torn = True
@@ -83,12 +92,12 @@ class TcpLeader:
 
     def exchange_records(self, record: bytes) -> list[bytes]:
         with self._lock:
-            self._send_all(FrameKind.RECORD_WANTED, self._num_sent, b"")
-        return [record, *self._gather(FrameKind.RECORD, 0, "no record of the step")]
+            self._send_to(self._all, FrameKind.RECORD_WANTED, self._num_sent, b"")
+        return [record, *self._gather(FrameKind.RECORD, 0, "no record of the step", self._all)]
 
     def send_diagnosis(self, text: str) -> None:
         with self._lock:
-            self._send_all(FrameKind.DIAGNOSIS, self._num_sent, text.encode())
+            self._send_to(self._all, FrameKind.DIAGNOSIS, self._num_sent, text.encode())
 
     def abort(self, text: str, is_divergence: bool) -> None:
         with self._lock:
@@ -97,7 +106,7 @@ class TcpLeader:
 
     def received_abort(self) -> Abort | None:
         """The first follower's abort message, which is passed on to the others."""
-        abort = _wait_for_abort(self._connections, first_rank=1)
+        abort = wait_for_abort(self._connections, first_rank=1)
         if abort is not None:
             self.abort(*abort)
         return abort
@@ -109,29 +118,46 @@ class TcpLeader:
             self._heart.join(_ABORT_WAIT_S)
         for connection in self._connections:
             connection.close()
+        self._poll.close()
 
-    def _gather(self, wanted: FrameKind, number: int, missing: str) -> list[bytes]:
-        """One frame of each follower, in rank order. A dead rank is detected while waiting for others."""
+    def _gather(self, wanted: FrameKind, number: int, missing: str, indices: list[int]) -> list[bytes]:
+        """One frame of each of these followers, in rank order. Any dead rank is detected while waiting for others."""
         deadline_s = time.monotonic() + self._timeout_s
         payloads: dict[int, bytes] = {}
-        while len(payloads) < len(self._connections):
-            ready = self._poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000)
+        while len(payloads) < len(indices):
+            ready = self._poll.poll(max(deadline_s - time.monotonic(), 0.0))
             if not ready:
-                silent = [index + 1 for index in range(len(self._connections)) if index not in payloads]
+                silent = [self._rank_of(index) for index in indices if index not in payloads]
+                if wanted is FrameKind.ANSWER:
+                    silent = self._silent(silent)
                 raise RankFailedError(f"{_listed(silent)} silent: {missing} in {self._timeout_s:g} s")
             for descriptor, _ in ready:
-                index = self._indices[descriptor]
+                index = self._indices.get(descriptor)
+                if index is None:
+                    self._read_other()
+                    continue
                 frame = self._frame_of(index, missing, deadline_s)
                 if frame.kind is not wanted or frame.number != number or index in payloads:
                     raise LostMessageError(
-                        f"rank {index + 1} and rank 0 are not at the same step: {frame.kind.name} {frame.number} where "
-                        f"{wanted.name} {number} comes next"
+                        f"rank {self._rank_of(index)} and rank {self.rank} are not at the same step: {frame.kind.name} "
+                        f"{frame.number} where {wanted.name} {number} comes next"
                     )
                 payloads[index] = frame.payload
-        return [payloads[index] for index in range(len(self._connections))]
+        return [payloads[index] for index in indices]
+
+    def _rank_of(self, index: int) -> int:
+        return self.rank + 1 + index
+
+    def _silent(self, ranks: list[int]) -> list[int]:
+        """Those of `ranks`, whose answers are missing, that are silent themselves."""
+        return ranks
+
+    def _read_other(self) -> None:
+        """Read a registered connection that is not a follower's."""
+        raise AssertionError("no other connection is registered")
 
     def _frame_of(self, index: int, missing: str, deadline_s: float) -> Frame:
-        connection, rank = self._connections[index], index + 1
+        connection, rank = self._connections[index], self._rank_of(index)
         connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
         try:
             frame = receive_frame(connection)
@@ -140,22 +166,23 @@ class TcpLeader:
         except PeerGoneError as error:
             raise RankFailedError(f"rank {rank} is gone: {missing} ({error})") from None
         except FrameError as error:
-            raise LostMessageError(f"rank 0 cannot read what rank {rank} sent: {error}") from None
+            raise LostMessageError(f"rank {self.rank} cannot read what rank {rank} sent: {error}") from None
         if frame.kind is FrameKind.ABORT:
             raise AbortedError(*Abort.unpack(frame.payload))
         return frame
 
-    def _send_all(self, kind: FrameKind, number: int, payload: bytes) -> None:
-        for index, connection in enumerate(self._connections):
+    def _send_to(self, indices: list[int], kind: FrameKind, number: int, payload: bytes) -> None:
+        for index in indices:
+            connection, rank = self._connections[index], self._rank_of(index)
             # A receive has changed the timeout.
             connection.settimeout(self._timeout_s)
             try:
                 send_frame(connection, kind, number, payload)
             except (PeerGoneError, TimeoutError) as error:
-                abort = _read_abort(connection, index + 1)
+                abort = read_abort(connection, rank)
                 if abort is not None:
                     raise AbortedError(*abort) from None
-                raise RankFailedError(f"rank {index + 1} is gone: {error}") from None
+                raise RankFailedError(f"rank {rank} is gone: {error}") from None
 
     def _send_heartbeats(self) -> None:
         while not self._is_closed.wait(_HEARTBEAT_S):
@@ -163,7 +190,7 @@ class TcpLeader:
 
     def _send_heartbeat(self) -> None:
         with self._lock:
-            for connection in self._connections if not self._is_torn else ():
+            for connection in [self._connections[index] for index in self._children] if not self._is_torn else ():
                 # A follower that does not read between steps has enough heartbeats; a partial frame would corrupt the
                 # stream. A dead follower is detected by `collect`.
                 if _is_writable(connection):
@@ -177,11 +204,12 @@ class TcpFollower:
     def __init__(self, connection: socket.socket, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._connection, self._timeout_s = connection, timeout_s
-        self._num_received = 0
+        self._num_received = self._last_step = 0
         self._record: Callable[[], bytes] | None = None
 
     def answer(self, step: int, payload: bytes) -> None:
         """Raises RankFailedError if rank 0 is gone."""
+        self._last_step = step
         self._send(FrameKind.ANSWER, step, payload)
 
     def receive(self) -> bytes:
@@ -189,23 +217,31 @@ class TcpFollower:
         reveal a lost message but do not extend the wait, because a hanging rank 0 may still send them.
         """
         deadline_s = time.monotonic() + self._timeout_s
-        while True:
-            frame = self._next_frame(deadline_s)
-            if frame.kind is FrameKind.HEARTBEAT:
-                self._check_number(frame.number)
-            elif frame.kind is FrameKind.MESSAGE:
-                self._check_number(frame.number)
-                self._num_received += 1
-                return frame.payload
-            elif frame.kind is FrameKind.RECORD_WANTED:
-                assert self._record is not None, "rank 0 asks for a record before any step"
-                self._send(FrameKind.RECORD, 0, self._record())
-            elif frame.kind is FrameKind.DIAGNOSIS:
-                raise AbortedError(frame.payload.decode("utf-8", "replace"), is_divergence=True)
-            elif frame.kind is FrameKind.ABORT:
-                raise AbortedError(*Abort.unpack(frame.payload))
-            else:
-                raise LostMessageError(f"rank {self.rank} received {frame.kind.name} where a message comes next")
+        payload = None
+        while payload is None:
+            payload = self._take(self._next_frame(deadline_s))
+        return payload
+
+    def _take(self, frame: Frame) -> bytes | None:
+        """Handle a frame; returns the payload of a message."""
+        if frame.kind is FrameKind.HEARTBEAT:
+            self._check_number(frame.number)
+        elif frame.kind is FrameKind.MESSAGE:
+            self._check_number(frame.number)
+            self._num_received += 1
+            return frame.payload
+        elif frame.kind is FrameKind.RECORD_WANTED:
+            assert self._record is not None, "rank 0 asks for a record before any step"
+            self._send(FrameKind.RECORD, 0, self._record())
+        elif frame.kind is FrameKind.STEP_WANTED:
+            self._send(FrameKind.STEP, self._last_step, b"")
+        elif frame.kind is FrameKind.DIAGNOSIS:
+            raise AbortedError(frame.payload.decode("utf-8", "replace"), is_divergence=True)
+        elif frame.kind is FrameKind.ABORT:
+            raise AbortedError(*Abort.unpack(frame.payload))
+        else:
+            raise LostMessageError(f"rank {self.rank} received {frame.kind.name} where a message comes next")
+        return None
 
     def offer_record(self, record: Callable[[], bytes]) -> None:
         self._record = record
@@ -215,7 +251,7 @@ class TcpFollower:
 
     def received_abort(self) -> Abort | None:
         """The abort message of rank 0, or one that it passed on."""
-        return _wait_for_abort([self._connection], first_rank=0)
+        return wait_for_abort([self._connection], first_rank=0)
 
     def close(self) -> None:
         self._connection.close()
@@ -242,7 +278,7 @@ class TcpFollower:
         try:
             send_frame(self._connection, kind, number, payload)
         except (PeerGoneError, TimeoutError) as error:
-            abort = _read_abort(self._connection, 0)
+            abort = read_abort(self._connection, 0)
             if abort is not None:
                 raise AbortedError(*abort) from None
             raise RankFailedError(f"rank 0 is gone ({error})") from None
@@ -320,18 +356,19 @@ def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
         send_frame(connection, FrameKind.ABORT, number, abort.pack())
 
 
-def _wait_for_abort(connections: list[socket.socket], first_rank: int) -> Abort | None:
+def wait_for_abort(connections: list[socket.socket], first_rank: int) -> Abort | None:
+    """An abort message of one of these ranks, which are consecutive; None if none comes within a few seconds."""
     deadline_s = time.monotonic() + _ABORT_WAIT_S
     while True:
         # At least once, also after a pause of this process: what was said lies there.
         for rank, connection in enumerate(connections, first_rank):
-            if (abort := _read_abort(connection, rank)) is not None:
+            if (abort := read_abort(connection, rank)) is not None:
                 return abort
         if time.monotonic() >= deadline_s:
             return None
 
 
-def _read_abort(connection: socket.socket, rank: int) -> Abort | None:
+def read_abort(connection: socket.socket, rank: int) -> Abort | None:
     """Read frames up to a peer's abort message; None if there is none yet."""
     while True:
         try:

@@ -4,14 +4,14 @@ A plan is checked completely before it changes anything: a rejected plan leaves 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from kv_cache.block import BlockId
 from kv_cache.state_ops import StateOps
 from spmd_worker.replica.mirror.comparison_check import check_comparisons, check_repeated
+from spmd_worker.replica.mirror.last_rows import LastRows
 from spmd_worker.replica.mirror.media_check import MediaCheck
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
@@ -32,31 +32,9 @@ class _Sampling(NamedTuple):
 
     step: int
     rows: tuple[ScheduledSequence, ...]
-    outputs: list[list[int]]
+    outputs: Sequence[list[int]]
     nums_outputs: list[int]
     is_single: bool
-
-
-class _Decoding(NamedTuple):
-    """A step in which sequences continue by one id each, and nothing else happens. Their lists of output tokens and of
-    blocks, and their numbers of tokens after the step.
-    """
-
-    keys: tuple[SequenceKey, ...]
-    sequences: list[MirroredSequence]
-    scheduled: tuple[ScheduledSequence, ...]
-    outputs: list[list[int]]
-    tables: list[list[BlockId]]
-    ends: list[int]
-
-    @classmethod
-    def of(
-        cls, keys: tuple[SequenceKey, ...], sequences: list[MirroredSequence], scheduled: tuple[ScheduledSequence, ...]
-    ) -> "_Decoding":
-        outputs = [sequence.output_token_ids for sequence in sequences]
-        tables = [sequence.block_ids for sequence in sequences]
-        ends = [sequence.num_computed_tokens + sequence.num_scheduled_tokens for sequence in sequences]
-        return cls(keys, sequences, scheduled, outputs, tables, ends)
 
 
 class Mirror:
@@ -89,10 +67,7 @@ class Mirror:
         # Those of all groups.
         self._sequences: dict[SequenceKey, MirroredSequence] = {}
         self._sampling: deque[_Sampling] = deque()
-        # Of the last plan.
-        self._last_rows: tuple[ScheduledSequence, ...] = ()
-        # The last step, if sequences only continued in it.
-        self._decoding: _Decoding | None = None
+        self._last = LastRows()
         # Ids of sequences that continue after their ids are read.
         self._read_ids: dict[MirroredSequence, int] = {}
 
@@ -102,23 +77,19 @@ class Mirror:
 
         Raises MirrorError, and changes nothing, if the plan does not follow from the plans before it.
         """
-        decoding = self._decoding
-        if decoding is None or not self._is_same_decoding(plan, decoding):
+        last = self._last
+        if not last.are_plain or not self._is_same_decoding(plan, last):
             return self._apply(plan)
         self._step = plan.step
         self._move_states(plan.state_ops)
         for index, block_id in plan.continuing_blocks:
-            decoding.tables[index].append(block_id)
-        for outputs, token_id in zip(decoding.outputs, self._appended_ids(plan, decoding.sequences), strict=True):
-            outputs.append(token_id)
-        for sequence in decoding.sequences:
-            sequence.num_computed_tokens += 1
-        decoding.ends[:] = [end + 1 for end in decoding.ends]
+            last.tables[index].append(block_id)
+        last.advance(self._appended_ids(plan, last.sequences))
         if self._num_steps_ahead:
-            self._await(plan.step, decoding.scheduled)
-        return decoding.scheduled
+            self._await(plan.step, last)
+        return last.scheduled
 
-    def _is_same_decoding(self, plan: StepPlan, last: _Decoding) -> bool:
+    def _is_same_decoding(self, plan: StepPlan, last: LastRows) -> bool:
         """Whether the plan only advances the last one's sequences by a token, and each has a block for it."""
         num_rows, num_new = len(last.sequences), {}
         if (
@@ -142,21 +113,19 @@ class Mirror:
         if plan.continuing_blocks:
             sizes = (self.num_blocks, self.block_size)
             num_new = PlanCheck(plan, self._groups, {}, *sizes, num_groups=self.num_groups).num_new_blocks()
-        size, num_groups = self.block_size, self.num_groups
-        lacking = [index for index, end in enumerate(last.ends) if end % size == 0]
-        return all(
-            index in num_new for index in lacking if last.ends[index] * num_groups >= len(last.tables[index]) * size
-        )
+        return all(index in num_new for index in last.to_check(self.block_size, self.num_groups))
 
     def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
         """`apply` for any plan."""
         sizes = (self.num_blocks, self.block_size)
-        state = (self._groups, self._sequences, *sizes, self._step, self._last_rows)
+        following = None if plan.continuing_num_ids else self._last.following(plan.continuing)
+        state = (self._groups, self._sequences, *sizes, self._step, self._last.scheduled)
         check = PlanCheck(
             *(plan, *state),
             allows_ahead=self._num_steps_ahead > 0,
             adapters=self._adapters,
             num_groups=self.num_groups,
+            following=following,
         )
         continuing = check.check()
         self._state_check(plan).check(continuing)
@@ -166,23 +135,28 @@ class Mirror:
         self._step = plan.step
         self._forget(plan)
         self._move_states(plan.state_ops)
-        continuing_rows = self._continue(plan, continuing)
+        for index, block_id in plan.continuing_blocks:
+            continuing[index].block_ids.append(block_id)
+        if plan.continuing_num_ids:
+            last = LastRows().joined(tuple(self._continue_unevenly(plan, continuing)))
+        else:
+            if following is None:
+                following = LastRows().joined(tuple([sequence.decode_row for sequence in continuing]))
+            last = following.advance(self._appended_ids(plan, continuing))
         sequences: list[MirroredSequence] = []
         for group in plan.groups:
             if isinstance(group, SequenceGroupMetadata):
                 self._replace(group, sequences)
             else:
                 self._append(group, sequences)
-        rows = [data for group in plan.groups for data in group.sequences]
-        columns = (sequences, [data.num_scheduled_tokens for data in rows], [data.num_samples for data in rows])
-        others = map(ScheduledSequence._make, zip(*columns, strict=True))
-        scheduled = (*continuing_rows, *others)
-        is_decoding = bool(continuing) and not plan.groups and not plan.continuing_num_ids
-        self._last_rows = scheduled
-        self._decoding = _Decoding.of(plan.continuing, continuing, scheduled) if is_decoding else None
+        if sequences:
+            rows = [data for group in plan.groups for data in group.sequences]
+            columns = (sequences, [data.num_scheduled_tokens for data in rows], [data.num_samples for data in rows])
+            last = last.joined(tuple(map(ScheduledSequence._make, zip(*columns, strict=True))))
+        self._last = last
         if self._num_steps_ahead:
-            self._await(plan.step, scheduled)
-        return scheduled
+            self._await(plan.step, last)
+        return last.scheduled
 
     def request(self, request_id: RequestId) -> Request:
         """The request of a sequence that it holds."""
@@ -222,30 +196,15 @@ class Mirror:
             else:
                 self._read_ids[row.sequence] = max(token_id, 0)
 
-    def _await(self, step: int, scheduled: tuple[ScheduledSequence, ...]) -> None:
+    def _await(self, step: int, last: LastRows) -> None:
         self._read_ids.clear()
-        decoding = self._decoding
-        outputs = [row.sequence.output_token_ids for row in scheduled] if decoding is None else decoding.outputs
-        self._sampling.append(_Sampling(step, scheduled, outputs, list(map(len, outputs)), decoding is not None))
+        sampling = _Sampling(step, last.scheduled, last.outputs, list(map(len, last.outputs)), last.are_plain)
+        self._sampling.append(sampling)
         # One step that is read and one that is not; older ones belong to a step that failed.
         while len(self._sampling) > 1 + self._num_steps_ahead:
             self._sampling.popleft()
 
-    def _continue(self, plan: StepPlan, continuing: list[MirroredSequence]) -> list[ScheduledSequence]:
-        for index, block_id in plan.continuing_blocks:
-            continuing[index].block_ids.append(block_id)
-        num_single = plan.num_ahead if plan.continuing_num_ids else len(continuing)
-        for sequence in continuing:
-            if sequence.draft_token_ids:
-                sequence.draft_token_ids = ()
-        for sequence, token_id in zip(continuing[:num_single], self._appended_ids(plan, continuing)):
-            sequence.output_token_ids.append(token_id)
-            sequence.num_computed_tokens += sequence.num_scheduled_tokens
-            sequence.num_scheduled_tokens = 1
-        rows = [sequence.decode_row for sequence in continuing[:num_single]]
-        return rows + self._continue_unevenly(plan, continuing[num_single:]) if plan.continuing_num_ids else rows
-
-    def _appended_ids(self, plan: StepPlan, continuing: list[MirroredSequence]) -> Iterable[int]:
+    def _appended_ids(self, plan: StepPlan, continuing: Sequence[MirroredSequence]) -> Iterable[int]:
         """Ids of those that go ahead, as far as they are read, then the plan's."""
         read_ids, ahead = self._read_ids, islice(continuing, plan.num_ahead)
         known = (
@@ -253,14 +212,19 @@ class Mirror:
         )
         return chain(known, plan.continuing_token_ids)
 
-    def _continue_unevenly(self, plan: StepPlan, continuing: list[MirroredSequence]) -> list[ScheduledSequence]:
-        """Each computes its given ids, or recomputes its last token if it was given none."""
+    def _continue_unevenly(self, plan: StepPlan, continuing: Sequence[MirroredSequence]) -> list[ScheduledSequence]:
+        """Those that go ahead compute one id, each other its given ids, or its last token again if it got none."""
+        num_ahead = plan.num_ahead
+        rows = LastRows().joined(tuple([sequence.decode_row for sequence in continuing[:num_ahead]]))
+        ahead = rows.advance(islice(self._appended_ids(plan, continuing), num_ahead)).scheduled
         given = SampledIds(plan.continuing_token_ids, plan.continuing_num_ids).rows()
-        for sequence, token_ids in zip(continuing, given):
+        for sequence, token_ids in zip(continuing[num_ahead:], given):
+            sequence.draft_token_ids = ()
             sequence.output_token_ids += token_ids
             sequence.num_scheduled_tokens = max(len(token_ids), 1)
             sequence.num_computed_tokens = sequence.num_tokens - sequence.num_scheduled_tokens
-        return [ScheduledSequence(sequence, sequence.num_scheduled_tokens, 1) for sequence in continuing]
+        others = continuing[num_ahead:]
+        return [*ahead, *[ScheduledSequence(sequence, sequence.num_scheduled_tokens, 1) for sequence in others]]
 
     def _state_check(self, plan: StepPlan) -> StateCheck:
         return StateCheck(plan, self._groups, self._owners)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from kv_cache.block import BlockId
+from spmd_worker.replica.mirror.last_rows import LastRows
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.replica.sequence.metadata import (
     GroupUpdate,
@@ -44,13 +45,15 @@ class PlanCheck:
         allows_ahead: bool = False,
         adapters: AdapterRules | None = None,
         num_groups: int = 1,
+        following: LastRows | None = None,
     ) -> None:
+        """`following`: the rows of the continuing sequences in the step before, if all were there in this order."""
         self._plan, self._groups, self._sequences = plan, groups, sequences
         self._step, self._last_rows = step, last_rows
         self._num_blocks, self._block_size, self._allows_ahead = num_blocks, block_size, allows_ahead
-        self._adapters, self._num_groups = adapters, num_groups
+        self._adapters, self._num_groups, self._following = adapters, num_groups, following
 
-    def check(self) -> list[MirroredSequence]:
+    def check(self) -> Sequence[MirroredSequence]:
         """Raise MirrorError unless all of the plan follows from the mirror's state; returns the continuing rows."""
         plan = self._plan
         if self._step is not None and plan.step != self._step + 1:
@@ -95,14 +98,14 @@ class PlanCheck:
             self._reject("continuing_blocks", f"at indices {indices}", rule)
         return num_new_blocks
 
-    def _check_continuing(self) -> list[MirroredSequence]:
+    def _check_continuing(self) -> Sequence[MirroredSequence]:
         """The continuing sequences; the mirror must hold each with all its tokens computed."""
         plan = self._plan
         num_ids = self._check_continuing_ids()
         num_new_blocks = self.num_new_blocks()
-        sequences = self._held(plan.continuing)
+        sequences, to_check = self._held_and_to_check()
         # Hot path: most get one id, and have a block for it.
-        for index in range(len(sequences)) if num_ids else self._to_check(sequences):
+        for index in range(len(sequences)) if num_ids else to_check:
             key, sequence = plan.continuing[index], sequences[index]
             end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
             if end != sequence.num_tokens:
@@ -111,7 +114,8 @@ class PlanCheck:
             last = end - 1 + (num_ids[index] if num_ids else 1)
             if last >= self._num_covered(len(sequence.block_ids) + num_new_blocks.get(index, 0)):
                 self._reject("continuing", f"without a block for token {last}", "a block for it", *key)
-        self._check_listed_once()
+        if not self._are_listed_once():
+            self._check_listed_once()
         if plan.num_ahead:
             sampling = [row.sequence for row in self._last_rows if row.num_samples == 1] if self._allows_ahead else []
             known = dict.fromkeys(sampling)
@@ -122,6 +126,27 @@ class PlanCheck:
                 rule = "one that the step before samples one id for"
                 self._reject("continuing", "ahead of its id", rule, *outside[0])
         return sequences
+
+    def _held_and_to_check(self) -> tuple[Sequence[MirroredSequence], list[int]]:
+        """The continuing sequences, and the indices of those whose tokens and blocks must be looked at."""
+        if self._following is not None:
+            return self._following.sequences, self._following.to_check(self._block_size, self._num_groups)
+        sequences = self._held(self._plan.continuing)
+        return sequences, self._to_check(sequences)
+
+    def _are_listed_once(self) -> bool:
+        """Whether it is certain at once that no sequence is listed twice: rows of the step before were not, and what is
+        listed or has ended is left out of them, or unknown.
+        """
+        plan, following = self._plan, self._following
+        if following is None:
+            return False
+        listed = [(group.request_id, data.sample_index) for group in plan.groups for data in group.sequences]
+        listed += plan.finished_sequences
+        for request_id in plan.finished_request_ids:
+            group = self._groups.get(request_id)
+            listed += [] if group is None else [(request_id, index) for index in group.sequences]
+        return all(key in following.dropped or key not in self._sequences for key in listed)
 
     def _held(self, keys: tuple[SequenceKey, ...]) -> list[MirroredSequence]:
         sequences = []

@@ -25,7 +25,7 @@ class StateCheck:
     ) -> None:
         self._plan, self._groups, self._owners = plan, groups, owners
 
-    def check(self, continuing: list[MirroredSequence]) -> None:
+    def check(self, continuing: Sequence[MirroredSequence]) -> None:
         """Raise MirrorError, before anything has changed, for a slot that does not exist or is not the row's."""
         if not self._owners:
             self._check_stateless()

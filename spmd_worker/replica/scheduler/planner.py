@@ -238,39 +238,63 @@ class Planner:
             served = self._decide_ahead(served, budget, decisions)
         if self._drafting is not None and self._drafting.is_on:
             served = self._decide_drafts(self._drafting, served, budget, decisions)
+        append, append_id = decisions.continuing.append, decisions.last_ids.append
+        num_left = budget.num_tokens
+        beginning: list[int] = []
         for sequence in served:
-            if not budget.num_tokens:
+            if not num_left:
                 break
-            num_outputs, num_computed = len(sequence.output_token_ids), sequence.num_computed_tokens
+            # Hot path: a started block that is not shared needs no check.
+            outputs, num_computed = sequence.output_token_ids, sequence.num_computed_tokens
+            num_outputs = len(outputs)
             num_tokens = sequence.num_prompt_tokens + num_outputs - num_computed
             is_decode = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
-            # A started block that is not shared needs no check.
             if is_decode and num_computed % block_size and not sequence.shares_tail:
-                sequence.num_computed_tokens += 1
-                budget.num_tokens -= 1
-                decisions.continuing.append(sequence)
+                sequence.num_computed_tokens = num_computed + 1
+                # As `Decisions.proceed` does.
+                sequence.num_sent_tokens = num_outputs
+                num_left -= 1
+                append(sequence)
+                append_id(outputs[-1])
+                continue
+            budget.num_tokens = num_left
             # Most blocks are allocated here: the token is the first of a new block, and nothing else needs deciding.
-            elif (
-                is_decode
-                and num_computed * num_groups == len(sequence.table.block_ids) * block_size
-                and not sequence.must_compile
-            ):
-                if self._has_blocks(sequence, 1, budget):
-                    self._begin_block(sequence, len(decisions.continuing), decisions.blocks)
+            is_full = num_computed * num_groups == len(sequence.table.block_ids) * block_size
+            if is_decode and is_full and not sequence.must_compile:
+                if self._are_blocks_counted(budget):
+                    beginning.append(len(decisions.continuing))
+                    decisions.proceed(sequence)
                     budget.num_tokens -= 1
-                    decisions.continuing.append(sequence)
-            elif num_tokens:
-                self._continue(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
-            elif allows_ahead and num_outputs < sequence.num_outputs_ahead:
-                # Blocks of drafts are in the table already.
-                if num_computed % block_size or num_computed * num_groups < len(sequence.table.block_ids) * block_size:
-                    sequence.num_computed_tokens += 1
                 elif self._has_blocks(sequence, 1, budget):
-                    self._begin_block(sequence, len(decisions.ahead), decisions.ahead_blocks)
-                else:
-                    continue
-                budget.num_tokens -= 1
-                decisions.ahead.append(sequence)
+                    decisions.proceed(sequence)
+                    self._begin_blocks([len(decisions.continuing) - 1], decisions.continuing, decisions.blocks)
+                    budget.num_tokens -= 1
+            else:
+                # Blocks are taken in service order.
+                self._begin_blocks(beginning, decisions.continuing, decisions.blocks)
+                beginning = []
+                self._decide_other(sequence, num_tokens, budget, decisions)
+            num_left = budget.num_tokens
+        budget.num_tokens = num_left
+        self._begin_blocks(beginning, decisions.continuing, decisions.blocks)
+
+    def _decide_other(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
+        """Decide for a sequence that computes several tokens, shares its block, or goes ahead of its id."""
+        num_computed, block_size = sequence.num_computed_tokens, self._cache.block_size
+        if num_tokens:
+            self._continue(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
+        elif self._allows_ahead and len(sequence.output_token_ids) < sequence.num_outputs_ahead:
+            has_block = num_computed * self._cache.num_groups < len(sequence.table.block_ids) * block_size
+            # Blocks of drafts are in the table already.
+            if num_computed % block_size or has_block:
+                sequence.num_computed_tokens += 1
+            elif self._has_blocks(sequence, 1, budget):
+                new_blocks = self._allocator.begin_blocks([sequence])
+                decisions.ahead_blocks.extend([(len(decisions.ahead), block_id) for block_id in new_blocks])
+            else:
+                return
+            budget.num_tokens -= 1
+            decisions.ahead.append(sequence)
 
     def _decide_drafts(
         self, drafting: Drafting, served: list[Sequence], budget: StepBudget, decisions: Decisions
@@ -293,8 +317,12 @@ class Planner:
             decisions.others.append(decision._replace(num_drafts=len(drafts)))
         return others
 
-    def _begin_block(self, sequence: Sequence, index: int, blocks: list[tuple[int, BlockId]]) -> None:
-        blocks.extend([(index, block_id) for block_id in self._allocator.begin_blocks((sequence,))])
+    def _begin_blocks(self, indices: list[int], sequences: list[Sequence], blocks: list[tuple[int, BlockId]]) -> None:
+        """Compute the next token of the sequences at these indices, in new blocks, which are added to `blocks`."""
+        if indices:
+            new_blocks = self._allocator.begin_blocks([sequences[index] for index in indices])
+            repeated = [index for index in indices for _ in range(self._cache.num_groups)]
+            blocks.extend(zip(repeated, new_blocks, strict=True))
 
     def _decide_ahead(self, running: list[Sequence], budget: StepBudget, decisions: Decisions) -> list[Sequence]:
         """Decide for all that go ahead of their ids, at once, and return the others. If the budget may be short, decide
@@ -323,16 +351,11 @@ class Planner:
             others = running[num_leading:]
             beginning = [index for index in beginning if index < num_leading]
             del ahead[num_leading:]
-        num_groups = self._cache.num_groups
-        if len(ahead) > budget.num_tokens or len(beginning) * num_groups > self._cache.num_free_blocks:
+        if len(ahead) > budget.num_tokens or len(beginning) * self._cache.num_groups > self._cache.num_free_blocks:
             ahead.clear()
             return running
-        begun: dict[int, None] = {}
-        if beginning:
-            new_blocks = self._allocator.begin_blocks([ahead[index] for index in beginning])
-            indices = [index for index in beginning for _ in range(num_groups)]
-            decisions.ahead_blocks.extend(zip(indices, new_blocks, strict=True))
-            begun = dict.fromkeys(beginning)
+        self._begin_blocks(beginning, ahead, decisions.ahead_blocks)
+        begun = dict.fromkeys(beginning)
         for index, sequence in enumerate(ahead):
             if index not in begun:
                 sequence.num_computed_tokens += 1
@@ -359,7 +382,7 @@ class Planner:
             if num_ids != 1:
                 decisions.uneven[len(decisions.continuing)] = num_ids
             decisions.blocks.extend((len(decisions.continuing), block_id) for block_id in decision.change.block_ids)
-            decisions.continuing.append(sequence)
+            decisions.proceed(sequence)
         else:
             decisions.others.append(decision)
 
@@ -367,12 +390,16 @@ class Planner:
         """Whether blocks for the next tokens are free. False only if no sequence is left to preempt: transfers or steps
         in flight hold the blocks, and finish by themselves.
         """
-        # Tokens of a skipped sequence go to others, whose blocks were not counted.
-        is_counted = self._limits.num_in_flight == 1 and not budget.has_skipped
-        if is_counted and len(self._queues.running) > 1:
+        if self._are_blocks_counted(budget):
             return True
         first = sequence.num_computed_tokens
         return self._cache.can_extend(sequence.table, first, first + num_tokens)
+
+    def _are_blocks_counted(self, budget: StepBudget) -> bool:
+        """Whether the running sequences' blocks were counted before the first was decided on, and suffice."""
+        # Tokens of a skipped sequence go to others, whose blocks were not counted.
+        is_counted = self._limits.num_in_flight == 1 and not budget.has_skipped
+        return is_counted and len(self._queues.running) > 1
 
     def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
         # A sequence that has not forked yet counts as all its samples.

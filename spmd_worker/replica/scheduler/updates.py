@@ -37,13 +37,14 @@ class Decision(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """All decisions of a step: sequences that go ahead of their ids, those that continue with their given ids, the
-    blocks allocated to either (index in its list, block), and all others. `uneven` maps an index in `continuing` to its
-    number of given ids where that is not one.
+    blocks allocated to either (index in its list, block), and all others. `last_ids` are the last ids of those that
+    continue; `uneven` maps an index in `continuing` to its number of given ids where that is not one.
     """
 
     ahead: list[Sequence] = field(default_factory=list)
     ahead_blocks: list[tuple[int, BlockId]] = field(default_factory=list)
     continuing: list[Sequence] = field(default_factory=list)
+    last_ids: list[int] = field(default_factory=list)
     blocks: list[tuple[int, BlockId]] = field(default_factory=list)
     others: list[Decision] = field(default_factory=list)
     uneven: dict[int, int] = field(default_factory=dict)
@@ -58,6 +59,13 @@ class Decisions:
     def has_drafts(self) -> bool:
         return any(decision.num_drafts for decision in self.others)
 
+    def proceed(self, sequence: Sequence) -> None:
+        """Let a sequence continue with its given ids, which are marked as sent."""
+        outputs = sequence.output_token_ids
+        sequence.num_sent_tokens = len(outputs)
+        self.continuing.append(sequence)
+        self.last_ids.append(outputs[-1] if outputs else 0)
+
     def all_continuing(self) -> tuple[list[Sequence], list[tuple[int, BlockId]]]:
         """`StepPlan.continuing` with those that go ahead first, and their blocks."""
         if not self.ahead:
@@ -68,19 +76,18 @@ class Decisions:
 
 
 def given_ids(decisions: Decisions) -> SampledIds:
-    """Ids to append for each continuing sequence that does not go ahead. Marks them as sent, and those of sequences
-    that go ahead: the mirrors get these from the devices.
+    """Ids to append for each continuing sequence that does not go ahead. Marks the ids of those that do as sent: the
+    mirrors get these from the devices.
     """
     for sequence in decisions.ahead:
         sequence.num_sent_tokens += 1
-    if decisions.uneven:
-        rows = [sequence.output_token_ids[sequence.num_sent_tokens :] for sequence in decisions.continuing]
-        for sequence, row in zip(decisions.continuing, rows):
-            sequence.num_sent_tokens += len(row)
-        return SampledIds.from_rows(rows)
-    for sequence in decisions.continuing:
-        sequence.num_sent_tokens += 1
-    return SampledIds(tuple([sequence.output_token_ids[-1] for sequence in decisions.continuing]))
+    if not decisions.uneven:
+        return SampledIds(tuple(decisions.last_ids))
+    rows = []
+    for index, sequence in enumerate(decisions.continuing):
+        outputs = sequence.output_token_ids
+        rows.append(outputs[len(outputs) - decisions.uneven.get(index, 1) :])
+    return SampledIds.from_rows(rows)
 
 
 def group_updates(decisions: Sized[Decision]) -> tuple[GroupUpdate, ...]:

@@ -14,6 +14,9 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 Value = TypeVar("Value")
 
+_RUN: Final = 64
+"""Keys compared at once: those of a run that has changed are compared one by one."""
+
 NON_FINITE: Final = -1
 """Replaces the id of a sequence whose logits are not finite: it ends there, without an id."""
 
@@ -38,6 +41,45 @@ def num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
             break
         count += 1
     return count
+
+
+def without(values: tuple[Value, ...], indices: Iterable[int]) -> tuple[Value, ...]:
+    """The values at all other indices than these ascending ones: a copy of each run between two of them."""
+    kept: list[Value] = []
+    start = 0
+    for index in indices:
+        kept += values[start:index]
+        start = index + 1
+    kept += values[start:]
+    return tuple(kept)
+
+
+def left_out(keys: tuple[SequenceKey, ...], last_keys: tuple[SequenceKey, ...]) -> list[int] | None:
+    """Indices in `last_keys` that are left out in `keys`; None unless the others are `keys` in order.
+
+    Runs of equal keys are compared as slices: most keys are the same objects, so a run costs next to nothing.
+    """
+    if len(keys) > len(last_keys):
+        return None
+    if keys == last_keys:
+        return []
+    dropped: list[int] = []
+    position = 0
+    for start in range(0, len(keys), _RUN):
+        run = keys[start : start + _RUN]
+        if run == last_keys[position : position + len(run)]:
+            position += len(run)
+            continue
+        for key in run:
+            first = position
+            while position < len(last_keys) and last_keys[position] != key:
+                position += 1
+            dropped.extend(range(first, position))
+            position += 1
+        if position > len(last_keys):
+            return None
+    dropped.extend(range(position, len(last_keys)))
+    return dropped
 
 
 def num_sampling(plan: StepPlan) -> int:
@@ -100,11 +142,12 @@ class SampledIds(NamedTuple):
         return SampledIds.from_rows(self.rows()[num_sequences:])
 
     def without(self, indices: Sequence[int]) -> "SampledIds":
-        """Ids of all sequences but these."""
+        """Ids of all sequences but these, in ascending order."""
         if not indices:
             return self
-        left_out = dict.fromkeys(indices)
-        return SampledIds.from_rows([row for index, row in enumerate(self.rows()) if index not in left_out])
+        if not self.num_ids:
+            return SampledIds(without(self.token_ids, indices))
+        return SampledIds.from_rows(without(tuple(self.rows()), indices))
 
     def joined(self, later: "SampledIds") -> "SampledIds":
         """These ids, followed by those of later sequences."""

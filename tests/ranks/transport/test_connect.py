@@ -17,6 +17,7 @@ from waiting import wait_until
 from spmd_worker.ranks.transport import connect
 from spmd_worker.ranks.transport.connect import open_step_channel
 from spmd_worker.ranks.transport.frames import FrameKind, send_frame
+from spmd_worker.ranks.transport.relay_channel import TcpLeaf, TcpRelay, TreeLeader
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel, TcpFollower, TcpLeader
 
 TIMEOUT_S = 20.0
@@ -44,12 +45,19 @@ def open_sockets() -> int:
     return sum(link.startswith("socket:") for link in open_links())
 
 
-def open_all(size: int, before_broadcast: Callable[[bytes], None] = lambda payload: None, master: str | None = None):
+def open_all(
+    size: int,
+    before_broadcast: Callable[[bytes], None] = lambda payload: None,
+    master: str | None = None,
+    min_relayed_ranks: int | None = None,
+):
     """Every rank's channel; `before_broadcast` sees rank 0's address before the others do."""
     controls = thread_controls(size)
     controls[0].table.before_broadcast = before_broadcast
-    with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(open_step_channel, control, master, TIMEOUT_S) for control in controls]
+    with ThreadPoolExecutor(size) as pool:
+        futures = [
+            pool.submit(open_step_channel, control, master, TIMEOUT_S, min_relayed_ranks) for control in controls
+        ]
         return [future.result(60) for future in futures]
 
 
@@ -60,7 +68,7 @@ def close_all(channels) -> None:
 
 def check_messages_cross(channels) -> None:
     leader, *followers = channels
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(len(channels)) as pool:
         answers = [pool.submit(follower.answer, 1, bytes([follower.rank])) for follower in followers]
         assert leader.collect(1) == [bytes([rank]) for rank in range(1, len(channels))]
         received = [pool.submit(follower.receive) for follower in followers]
@@ -74,6 +82,33 @@ def test_every_rank_connects_to_rank_0_over_tcp(size: int):
     channels = open_all(size)
     assert [type(channel) for channel in channels] == [TcpLeader] + [TcpFollower] * (size - 1)
     assert [channel.rank for channel in channels] == list(range(size))
+    check_messages_cross(channels)
+    close_all(channels)
+
+
+def test_ranks_of_groups_connect_to_their_relays():
+    channels = open_all(8, min_relayed_ranks=2)
+    kinds = [TreeLeader, TcpFollower, TcpFollower, TcpRelay, TcpLeaf, TcpLeaf, TcpRelay, TcpLeaf]
+    assert [type(channel) for channel in channels] == kinds
+    check_messages_cross(channels)
+    close_all(channels)
+
+
+@pytest.mark.parametrize("place", ["create_connection", "create_server"])
+def test_ranks_without_relays_are_a_star(monkeypatch, caplog, place: str):
+    """The first of a group cannot listen, or another not connect to it."""
+    right, lock, numbers = getattr(socket, place), threading.Lock(), iter(range(100))
+
+    def refuse_later_ones(*arguments, **options) -> socket.socket:
+        with lock:
+            is_first = next(numbers) < (3 if place == "create_connection" else 1)
+        return right(*arguments, **options) if is_first else refuse()
+
+    monkeypatch.setattr(socket, place, refuse_later_ones)
+    monkeypatch.setattr(connect, "_CONNECT_S", 0.3)
+    channels = open_all(4, min_relayed_ranks=2)
+    assert [type(channel) for channel in channels] == [TcpLeader, *[TcpFollower] * 3]
+    assert "rank 0 sends its step messages to every rank itself, which is slower: rank" in caplog.text
     check_messages_cross(channels)
     close_all(channels)
 
@@ -200,6 +235,18 @@ def test_ranks_use_gloo_when_tcp_fails(monkeypatch, caplog, place: str):
     (record,) = caplog.records
     assert record.getMessage().startswith("step messages go over gloo, which is slower: ")
     check_messages_cross(channels)
+
+
+def test_limit_of_open_files_is_named(monkeypatch, caplog):
+    """As many ranks as a process may have files: the ranks use gloo, and rank 0 logs why."""
+
+    def accept(self: socket.socket) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    channels = open_all(3)
+    assert [type(channel) for channel in channels] == [GlooStepChannel] * 3
+    assert "2 ranks cannot be accepted: [Errno 24] Too many open files" in caplog.text
 
 
 def test_connections_are_closed_when_one_rank_cannot_connect(monkeypatch, caplog):

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ from spmd_worker.base.liveness.signals import EndingSignals
 from spmd_worker.engine import startup as engine_start
 from spmd_worker.engine import step_interval
 from spmd_worker.frontends import rank_program
-from spmd_worker.ranks.transport import connect, step_channel
+from spmd_worker.ranks.transport import connect, relay_channel, relay_tree, step_channel
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
 from spmd_worker.replica.lockstep.wire import codec
 from spmd_worker.replica.scheduler.allocator import Allocator, PreemptionPolicy
@@ -362,6 +363,41 @@ def sampled_id(place: Place, arguments: list[str]) -> None:
         return result
 
     ModelRunner.sample = sample
+
+
+@plant
+def relays(place: Place, arguments: list[str]) -> None:
+    """None: messages take the way that those of many ranks take."""
+    relay_tree.MIN_RELAYED_RANKS = 2
+    right = relay_channel.TcpLeaf.receive
+
+    def receive(self: relay_channel.TcpLeaf) -> bytes:
+        place.strike()
+        return right(self)
+
+    relay_channel.TcpLeaf.receive = receive
+
+
+@plant
+def relayed_sampled_id(place: Place, arguments: list[str]) -> None:
+    relay_tree.MIN_RELAYED_RANKS = 2
+    sampled_id(place, arguments)
+
+
+@plant
+def killed_relay(place: Place, arguments: list[str]) -> None:
+    """The last relay of 4 ranks or more, before it passes a message on."""
+    relay_tree.MIN_RELAYED_RANKS = 2
+    right = step_channel.TcpFollower.receive
+
+    def receive(self: step_channel.TcpFollower) -> bytes:
+        payload = right(self)
+        if self._num_received == STEP and isinstance(self, relay_channel.TcpRelay):
+            place.strike()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return payload
+
+    step_channel.TcpFollower.receive = receive
 
 
 @plant

@@ -229,6 +229,35 @@ def test_divergence_is_named_over_gloo(tmp_path):
     check_records_show_what_was_named(tmp_path, 2)
 
 
+@pytest.mark.stress
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_job_with_relays_has_the_same_output(tmp_path, num_ranks):
+    outputs = []
+    for name in ("nothing", "relays"):
+        folder = tmp_path / name
+        folder.mkdir()
+        job = run(name, folder, num_ranks=num_ranks)
+        assert job.exit_codes == (0,) * num_ranks, job.output
+        assert job.has_struck == (name == "relays")
+        outputs.append((folder / "out.jsonl").read_bytes())
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.stress
+def test_divergence_is_named_through_relays(tmp_path):
+    job = run("relayed_sampled_id", tmp_path, num_ranks=4)
+    check_step(job, tmp_path, IN_A_STEP["sampled_id"])
+
+
+@pytest.mark.stress
+def test_killed_relay_is_named_by_rank_0(tmp_path):
+    job = run("killed_relay", tmp_path, num_ranks=4)
+    assert job.has_struck
+    assert job.exit_codes[2] == -9
+    assert all(code not in (0, None) for code in job.exit_codes), job.output
+    assert "rank 2 is gone" in job.stderr[0], job.output
+
+
 def test_divergence_under_torchrun_lets_ranks_exit_70(tmp_path):
     """A rank that waits in a collective learns why only when its peer leaves, and is sent SIGTERM at that moment."""
     check_torchrun("dropped_message", tmp_path, 2)

@@ -16,6 +16,7 @@ from spmd_worker.replica.lockstep.wire.message import MessageError
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.lockstep.wire.record_codec import Codec, RecordCodec, _ListCodec, codec_of
 from spmd_worker.replica.sequence.record_checks import NOT_SENT, Integer65
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 words = st.integers(-(2**63), 2**63 - 1)
 small = st.integers(0, 3)
@@ -350,3 +351,22 @@ def test_comparison_detects_bytes_of_another_record(monkeypatch: pytest.MonkeyPa
     expected = [written(RecordCodec(Holder), values) for values in holders()]
     monkeypatch.setattr(_ListCodec, "_write", careless)
     assert [written(kept, values) for values in holders()] != expected
+
+
+def test_equal_parameters_are_read_as_one_record():
+    codec = codec_of(SamplingParams)
+
+    def read_back(*given: SamplingParams) -> list[SamplingParams]:
+        writer = ByteWriter()
+        codec.write(writer, given)
+        return codec.read(ByteReader(bytes(writer.data), len(writer.data)), len(given))
+
+    one, other = SamplingParams(temperature=0.5), SamplingParams(temperature=0.5, frequency_penalty=-0.0, seed=1)
+    first, second, third = read_back(one, one, other)
+    assert first is second
+    assert (first, third) == (one, other)
+    assert read_back(other)[0] is third
+    assert read_back(SamplingParams(temperature=0.5, frequency_penalty=0.0, seed=1))[0] is not third
+    # Shared, so nobody may change it.
+    with pytest.raises(AttributeError):
+        first.temperature = 1.0

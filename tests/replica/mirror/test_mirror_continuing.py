@@ -10,6 +10,7 @@ from mirror_state import mirror_state
 from step_records import every_change
 from test_mirror import BLOCK_SIZE, NUM_BLOCKS, delta, frozen, plan, snapshot
 
+from spmd_worker.replica.mirror.last_rows import LastRows
 from spmd_worker.replica.mirror.mirror import Mirror, MirrorError
 from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.replica.sequence.sampled import SampledIds
@@ -298,3 +299,33 @@ def test_sequence_without_id_may_copy_its_last_block(mirror):
         mirror.apply(plan(8, delta(1, SequenceDataDelta(0, (1,), 1, (8,), 4, 2, 1))))
     (row,) = mirror.apply(plan(8, repeats))
     assert (row.num_scheduled_tokens, row.sequence.num_computed_tokens) == (1, 4)
+
+
+# Rows of the step before, in order, are not looked at one by one.
+
+
+def outcome(mirror: Mirror, given: StepPlan) -> object:
+    """The state after the plan, or why it was rejected."""
+    try:
+        rows = mirror.apply(given)
+    except MirrorError as error:
+        return str(error)
+    return mirror_state(mirror), [(row.sequence.key, row.num_scheduled_tokens, row.num_samples) for row in rows]
+
+
+@pytest.mark.parametrize("name", [*REFUSALS, "right"])
+def test_rows_in_order_are_judged_like_others(mirror, monkeypatch, name):
+    given = steady(8, *BOTH, blocks=((1, 6),)) if name == "right" else REFUSALS[name][0]
+    other = copy.deepcopy(mirror)
+    followed = outcome(mirror, given)
+    monkeypatch.setattr(LastRows, "following", lambda self, keys: None)
+    assert outcome(other, given) == followed
+
+
+def test_full_row_lacks_a_block_however_it_got_there(mirror):
+    """Row 1 has room for 8 tokens; its row is found by column from its second token on."""
+    mirror.apply(steady(8, *BOTH, blocks=((1, 6),)))
+    for step in (9, 10):
+        mirror.apply(steady(step, (KEY_OF_1, step), groups=(CHUNK_OF_2,) if step == 9 else ()))
+    with pytest.raises(MirrorError, match="request 1, sample 0: field continuing is without a block for token 8"):
+        mirror.apply(steady(11, (KEY_OF_1, 11), (KEY_OF_2, 11)))

@@ -11,7 +11,14 @@ from spmd_worker.replica.sequence.metadata import (
     SequenceGroupMetadataDelta,
 )
 from spmd_worker.replica.sequence.request import Request
-from spmd_worker.replica.sequence.sampled import SampledIds, num_sampling, sample_indices, sampling_keys
+from spmd_worker.replica.sequence.sampled import (
+    SampledIds,
+    left_out,
+    num_sampling,
+    sample_indices,
+    sampling_keys,
+    without,
+)
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
@@ -80,3 +87,28 @@ def test_empty_ids_differ_from_one_empty_row():
 def test_inconsistent_id_counts_are_rejected(num_ids):
     with pytest.raises(ValueError, match=r"StepResult\.num_token_ids shares out"):
         StepResult(1, (5, 6, 7), num_token_ids=num_ids)
+
+
+keys = st.lists(st.integers(0, 400), unique=True, max_size=150).map(
+    lambda numbers: tuple([SequenceKey(number, 0) for number in numbers])
+)
+
+
+@given(keys, st.data())
+def test_left_out_keys_are_found_in_order(last_keys, data):
+    dropped = sorted(data.draw(st.sets(st.sampled_from(range(len(last_keys)))))) if last_keys else []
+    kept = tuple([key for index, key in enumerate(last_keys) if index not in dropped])
+    # Equal keys need not be the same objects.
+    copies = tuple([SequenceKey(*key) for key in kept])
+    assert without(last_keys, dropped) == kept
+    assert left_out(kept, last_keys) == left_out(copies, last_keys) == dropped
+
+
+@given(keys, keys)
+def test_other_keys_are_not_left_out_of_some(some, last_keys):
+    dropped = left_out(some, last_keys)
+    if dropped is None:
+        rest = iter(last_keys)
+        assert not all(key in rest for key in some)
+    else:
+        assert without(last_keys, dropped) == some

@@ -16,7 +16,7 @@ from kv_cache.block import BlockId
 from spmd_worker.replica.lockstep.wire.message import MessageError
 from spmd_worker.replica.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.replica.sequence.request import RequestId
-from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sampled import SampledIds, left_out, without
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 
@@ -28,7 +28,7 @@ Keys = tuple[SequenceKey, ...]
 
 def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sampled: SampledIds) -> None:
     """`last_keys` are the `sampling_keys` of the plan before, `sampled` their ids."""
-    dropped = _dropped_indices(plan.continuing, last_keys)
+    dropped = left_out(plan.continuing, last_keys)
     are_sampled = False
     if dropped is not None:
         given = (sampled if last_keys else SampledIds()).without(dropped)
@@ -54,7 +54,7 @@ def read_continuing(
     dropped: list[int] = []
     if flags & _IS_SELECTION:
         dropped = _read_dropped(reader, len(last_keys))
-        keys = _without(last_keys, dropped)
+        keys = without(last_keys, dropped)
     else:
         keys = tuple([SequenceKey(RequestId(first), second) for first, second in read_pairs(reader)])
     if flags & _ARE_SAMPLED:
@@ -77,26 +77,9 @@ def read_pairs(reader: ByteReader) -> list[tuple[int, int]]:
     return list(zip(reader.dense(count), reader.column(count)))
 
 
-def _dropped_indices(keys: Keys, last_keys: Keys) -> list[int] | None:
-    """Indices in `last_keys` that are not in `keys`; None unless the others are `keys` in order."""
-    if keys == last_keys:
-        return []
-    kept = dict.fromkeys(keys)
-    dropped = [index for index, key in enumerate(last_keys) if key not in kept]
-    return dropped if keys == _without(last_keys, dropped) else None
-
-
 def _read_dropped(reader: ByteReader, num_keys: int) -> list[int]:
     dropped = list(reader.counted())
     is_ascending = all(before < after for before, after in pairwise(dropped))
     if not is_ascending or (dropped and not 0 <= dropped[0] <= dropped[-1] < num_keys):
         raise MessageError(f"dropped indices {dropped[:10]} of {num_keys}")
     return dropped
-
-
-def _without(keys: Keys, dropped: list[int]) -> Keys:
-    """The keys at all other indices."""
-    if not dropped:
-        return keys
-    gone = dict.fromkeys(dropped)
-    return tuple([key for index, key in enumerate(keys) if index not in gone])

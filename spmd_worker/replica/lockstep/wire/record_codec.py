@@ -24,11 +24,11 @@ reader checks numbers of values against the bytes: where `is_dense`, each value 
 import struct
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, is_dataclass
 from functools import cache
 from itertools import chain, islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
 from spmd_worker.replica.lockstep.wire.message import MessageError
@@ -90,7 +90,8 @@ def codec_of(hint: Any) -> Codec:
 
 class RecordCodec(Codec):
     """A dataclass, without the fields `without`, which the caller writes, and local ones (`NOT_SENT`). The bytes of the
-    last record of many fields are kept, by its number in a column: rows mostly share their sampling parameters.
+    last record of many fields are kept, by its number in a column, and the last one that was read: rows mostly share
+    their sampling parameters.
     """
 
     def __init__(self, record: Any, without: tuple[str, ...] = ()) -> None:
@@ -105,8 +106,10 @@ class RecordCodec(Codec):
         self._dense_name = required[0] if required and self._codecs[required[0]].can_be_dense else None
         self.can_be_dense = self._dense_name is not None
         self.layout = f"{record.__name__}({', '.join(map(self._field_layout, self._names))})"
-        # Assigned at once: several threads may write.
+        # Assigned at once: several threads may write and read.
         self._kept: tuple[Any, dict[tuple[int, bool], bytes]] = (None, {})
+        self._last_read: tuple[tuple[str, ...], tuple[Any, ...], str, Any] = ((), (), "", None)
+        self._is_freezable = hasattr(record, "frozen")
 
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
         if not values:
@@ -152,9 +155,24 @@ class RecordCodec(Codec):
                 return [self._record()] * num_values
             if self._takes_positions and len(columns) == len(self._names):
                 return list(map(self._record, *columns.values()))
-            return [self._record(**dict(zip(columns, row))) for row in zip(*columns.values())]
+            names = tuple(columns)
+            if len(self._names) < _MANY_FIELDS:
+                return [self._record(**dict(zip(names, row))) for row in zip(*columns.values())]
+            return [self._shared(names, row) for row in zip(*columns.values())]
         except ValueError as error:
             raise MessageError(f"{self._record.__name__} is invalid: {error}") from error
+
+    def _shared(self, names: tuple[str, ...], row: tuple[Any, ...]) -> Any:
+        """The record of these values; the last one where it has the same, which is immutable then."""
+        kept_names, kept_row, text, record = self._last_read
+        # The text distinguishes -0.0 from 0.0.
+        if names == kept_names and row == kept_row and repr(row) == text:
+            return record
+        record = self._record(**dict(zip(names, row)))
+        if self._is_freezable:
+            record = record.frozen()
+        self._last_read = (names, row, repr(row), record)
+        return record
 
     def read_fields(self, reader: ByteReader) -> dict[str, Any]:
         """The fields of one record that are not at their defaults, by name: for callers that have those `without`."""
@@ -247,13 +265,18 @@ class _RowCodec(Codec):
 
     def __init__(self, name: str, columns: list[Codec], make: Callable[[Any], Any] | None) -> None:
         self._columns, self._make = columns, make
+        self._getters = [itemgetter(index) for index in range(len(columns))]
         self.can_be_dense = columns[0].can_be_dense
         self.layout = f"{name}({', '.join([codec.layout for codec in columns])})"
 
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
         if not values:
             return
-        for index, (codec, column) in enumerate(zip(self._columns, zip(*values, strict=True), strict=True)):
+        # A named tuple has all its positions; `zip` of thousands of rows takes several times as long.
+        columns: Iterable[Sequence[Any]] = (
+            zip(*values, strict=True) if self._make is None else [list(map(get, values)) for get in self._getters]
+        )
+        for index, (codec, column) in enumerate(zip(self._columns, columns, strict=True)):
             codec.write(writer, column, is_dense=is_dense and index == 0)
 
     def read(self, reader: ByteReader, num_values: int, *, is_dense: bool = False) -> list[Any]:
