@@ -5,6 +5,7 @@ name is created once. Heartbeats and clocks only decide when another worker may 
 operations on the store; they know neither threads nor clocks.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 from enum import Enum
 from typing import Final
@@ -131,13 +132,19 @@ def _read_open(member: Member) -> Steps[None]:
     """Bring `member.open` up to date: listings of the blocks that have open ranges, and reads of logs that grew."""
     if member.open is None:
         member.open = dict.fromkeys(range(member.next_number))
-    for block in sorted({number // BLOCK_RANGES for number in member.open}):
-        for number in (yield from _list_numbers(DONE, block)):
-            member.open.pop(number, None)
-        if any(number // BLOCK_RANGES == block for number in member.open):
+    blocks: defaultdict[int, list[int]] = defaultdict(list)
+    for number in member.open:
+        blocks[number // BLOCK_RANGES].append(number)
+    for block, numbers in blocks.items():
+        done = yield from _list_numbers(DONE, block)
+        for number in numbers:
+            if number in done:
+                del member.open[number]
+        if any(number not in done for number in numbers):
             entries = yield from _list_numbers(RANGES, block)
-            for number in [number for number in member.open if number // BLOCK_RANGES == block]:
-                yield from _read_log(member, number, entries.get(number, 1))
+            for number in numbers:
+                if number not in done:
+                    yield from _read_log(member, number, entries.get(number, 1))
 
 
 def _list_numbers(folder: str, block: int) -> Steps[dict[int, int]]:
