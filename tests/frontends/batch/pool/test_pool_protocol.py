@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from pool_simulator import MemoryStore
+from simulated_worker import MemoryStore
 
 from spmd_worker.base.errors import ConfigError, PoolError
 from spmd_worker.frontends.batch.pool.members import Lease, Member, heartbeat, join, leave
