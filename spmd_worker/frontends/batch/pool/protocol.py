@@ -202,9 +202,11 @@ def hand_back(member: Member, lease: Lease) -> Steps[bool]:
     """Hand a lease back: another worker takes it up at once, with the parts that it has. False: it was lost before."""
     if not (yield from _settle(member, lease)):
         return False
-    if lease.log.is_over or lease.log.holder is None:
+    if lease.log.is_over:
         return True
-    is_handed_back = yield from _append(member, lease, Entry("handback", member.worker, next(member.nonces)))
+    is_handed_back = lease.log.holder is None or (
+        yield from _append(member, lease, Entry("handback", member.worker, next(member.nonces)))
+    )
     forget(member, lease)
     return is_handed_back
 
@@ -264,7 +266,8 @@ def read_done(member: Member, number: int, start: int) -> Steps[DoneRecord]:
 def remove_garbage(block: int, named: frozenset[str]) -> Steps[int]:
     """Delete the parts of a block's ranges that no entry names. Only when all of them are done. Returns how many."""
     listed: list[Listed] = yield List(block_prefix(PARTS, block))
-    garbage = [each.name for each in listed if each.name not in named]
+    found = [(each.name, number_and_entry(each.name)) for each in listed if each.name not in named]
+    garbage = [name for name, number in found if number is not None and number[0] // BLOCK_RANGES == block]
     for name in garbage:
         yield Delete(name)
     return len(garbage)
