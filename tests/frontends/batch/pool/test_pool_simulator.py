@@ -82,7 +82,7 @@ def test_every_interleaving_keeps_every_row(scenario: str, num_faults: int, dept
 
 @pytest.mark.stress
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize(("num_faults", "depth"), [(1, 30), (2, 12), (3, 7)])
+@pytest.mark.parametrize(("num_faults", "depth"), [(1, 24), (2, 9), (3, 6)])
 def test_deep_interleavings_keep_every_row(scenario: str, num_faults: int, depth: int):
     found = explore(lambda: two_workers(scenario, num_faults), depth)
     print(f"\nPOOL INTERLEAVINGS {scenario}, {num_faults} faults, depth {depth}: {found} states, histories", end="")
