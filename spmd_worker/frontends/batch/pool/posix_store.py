@@ -16,7 +16,7 @@ from typing import Final
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import is_plain_name, make_folder_durably, sync_folder, sync_stream
-from spmd_worker.frontends.batch.pool.records import CLOCK, FOLDERS, INPUT_INDEX_NAME, JOB_NAME, WORKERS
+from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, WORKERS
 from spmd_worker.frontends.batch.pool.store import Listed
 
 _TEMPORARY: Final = "tmp"
@@ -180,7 +180,7 @@ def _check_contents(folder: Path) -> None:
 def _check_links(folder: Path) -> None:
     with temporary_file(folder, b"", is_durable=False) as temporary:
         # In another folder, as objects are; hidden, so that nobody lists it.
-        probe = folder / CLOCK / f".{temporary.name}"
+        probe = folder / FOLDERS[0] / f".{temporary.name}"
         try:
             os.link(temporary, probe)
             os.link(temporary, probe)
