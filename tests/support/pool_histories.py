@@ -2,7 +2,7 @@
 
     pool_histories.py FOLDER FIRST NUMBER AT_ONCE LEASE_S [FLAW | launches]
 
-With `launches` the processes are launches of the demo model under any layout, else answers are digests (pool_worlds.py).
+With `launches` the processes are launches of the demo model under any layout, else answers are digests.
 Prints one JSON object with figures of all histories; a failed one leaves its folder and its traceback in it.
 """
 
@@ -34,7 +34,7 @@ from spmd_worker.frontends.batch.pool_world import merge
 SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
 MAX_WORLDS = 6
 TICK_S = 0.05
-LIMIT_S = 180.0
+MOST_TICKS = 6000
 
 
 class History:
@@ -44,8 +44,9 @@ class History:
         self.random, self.folder, self.seed = random.Random(seed), folder, seed
         self.figures = dict.fromkeys(("worlds", "kills", "pauses", "terms", "rows", "computed", "lost"), 0)
         self._lease_s = lease_s
-        self._running: dict[int, float] = {}
-        """Worlds that run, and when a paused one goes on."""
+        self._tick = 0
+        self._running: dict[int, int] = {}
+        """Worlds that run, and the tick at which a paused one goes on."""
         num_rows = self.random.randint(40, 160)
         write_rows(folder / "rows.jsonl", num_rows)
         self.figures["rows"] = num_rows
@@ -62,11 +63,9 @@ class History:
 
     def run(self) -> dict[str, Any]:
         num_faults = self.random.randint(0, 8)
-        until_s = time.monotonic() + LIMIT_S
         self._add()
         while not self._has_ended():
-            assert time.monotonic() < until_s, "the pool does not end"
-            time.sleep(TICK_S)
+            self._wait("the pool")
             self._reap()
             if num_faults and self.random.random() < 0.25:
                 num_faults -= 1
@@ -74,11 +73,15 @@ class History:
             if not [pid for pid, until in self._running.items() if not until]:
                 self._add()
         while self._running:
-            assert time.monotonic() < until_s, "a world does not end"
+            self._wait("a world")
             self._reap()
-            time.sleep(TICK_S)
         self._check()
         return self.figures
+
+    def _wait(self, what: str) -> None:
+        self._tick += 1
+        assert self._tick < MOST_TICKS, f"{what} does not end"
+        time.sleep(TICK_S)
 
     def _has_ended(self) -> bool:
         return any((self.folder / "pool" / "merged").glob("merge.*")) and b'"end"' in b"".join(
@@ -89,7 +92,7 @@ class History:
         if len(self._running) >= MAX_WORLDS:
             return
         self.figures["worlds"] += 1
-        self._running[self._start()] = 0.0
+        self._running[self._start()] = 0
 
     def _start(self) -> int:
         seed, step_s = self.random.random(), self.random.choice([0.005, 0.02, 0.1])
@@ -126,12 +129,13 @@ class History:
         if (pid := self._victim()) is not None:
             self.figures["pauses"] += 1
             os.killpg(pid, signal.SIGSTOP)
-            self._running[pid] = time.monotonic() + self._lease_s * self.random.choice([0.3, 1.3, 2.0])
+            pause_s = self._lease_s * self.random.choice([0.3, 1.3, 2.0])
+            self._running[pid] = self._tick + 1 + int(pause_s / TICK_S)
 
     def _reap(self) -> None:
-        for pid, until_s in list(self._running.items()):
-            if until_s and time.monotonic() >= until_s:
-                self._running[pid] = 0.0
+        for pid, until in list(self._running.items()):
+            if until and self._tick >= until:
+                self._running[pid] = 0
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGCONT)
             done, status = os.waitpid(pid, os.WNOHANG)
