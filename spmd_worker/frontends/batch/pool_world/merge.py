@@ -25,7 +25,8 @@ from spmd_worker.frontends.batch.pool.records import (
 from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool_world.parts import decode_part
 from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, JournalRecord
-from spmd_worker.frontends.batch.run_dir.provenance import DigestChainfrom spmd_worker.frontends.openai.row_parser import DUPLICATE_CODE
+from spmd_worker.frontends.batch.run_dir.provenance import DigestChain
+from spmd_worker.frontends.openai.row_parser import DUPLICATE_CODE
 
 PROVENANCE: Final = f"{MERGED}/provenance.json"
 """The provenance of the output, in the pool."""
