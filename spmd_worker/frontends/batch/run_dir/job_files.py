@@ -64,6 +64,8 @@ def check_job(job: JobConfig) -> None:
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
     """Whether the job makes the file, next to its output: a pattern for its input may match it too."""
+    if job.pool is not None and Path(job.pool).resolve() in path.resolve().parents:
+        return True
     partial = partial_path(output_of(job))
     if not _is_reserved(path) and path.name != partial.name and not path.is_symlink():
         return False
