@@ -627,6 +627,12 @@ class JobConfig:
     max_error_rows: int | None = command_option(
         None, "more error rows than this fail the job (its output is complete)", least=0, is_common=True
     )
+    window_rows: int = command_option(
+        8192,
+        "rows read ahead: those with a common beginning are computed together, before the prefix cache forgets it; 1: in "
+        "the order of the file",
+        least=1,
+    )
     commit_rows: int = command_option(256, "finished rows are made durable every N rows", least=1)
     commit_s: float = command_option(5.0, "and every N seconds", least=0)
     step_log: bool = command_option(

@@ -41,6 +41,7 @@ from spmd_worker.frontends.batch.job_metrics import (
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.batch.output_file import OutputFile, VectorColumn
+from spmd_worker.frontends.batch.prefix_window import in_prefix_order
 from spmd_worker.frontends.batch.progress import Progress, format_summary
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
@@ -276,11 +277,12 @@ def _lead(
     job, run_dir = config.job, run.journal.folder
     num_rows, model_name = run.manifest["num_rows"], run.manifest["model_name"]
     adapters = (*(config.model.adapters or ()), *(config.model.prompt_adapters or ()))
-    rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal, adapters)
-    rows.may_read = run.check.may_read
+    source = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal, adapters)
+    source.may_read = run.check.may_read
+    rows = in_prefix_order(source, config)
     prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
     progress = Progress(num_rows, rows_before=run.journal.num_rows)
-    output = JobOutput(run.journal, rows.keys, progress, num_rows, prometheus)
+    output = JobOutput(run.journal, source.keys, progress, num_rows, prometheus)
     run.check.expect = output.expect
     with (
         output,
@@ -344,7 +346,7 @@ def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: Vecto
     return {"lines": num_lines, "bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
-def _answer_alone(engine: Engine, rows: JobInput, output: JobOutput, model_name: str) -> float:
+def _answer_alone(engine: Engine, rows: JobInput | PrefixWindow, output: JobOutput, model_name: str) -> float:
     """Returns the seconds without a row to compute while images or audio were prepared."""
     runner, window = RowRunner(engine, model_name), MediaWindow.of(engine)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.

@@ -23,10 +23,11 @@ _MAX_SKIP_S: Final = 0.1
 
 
 class InputRow(NamedTuple):
-    """A line, parsed: a row, or the error in it."""
+    """A line, parsed: a row, or the error in it. Neighbours with a common beginning have one in `key` too."""
 
     line: bytes
     row: Row | RowError
+    key: bytes = b""
 
 
 class JobInput:
