@@ -629,9 +629,9 @@ class JobConfig:
     )
     window_rows: int = command_option(
         8192,
-        "rows read ahead: those with a common beginning are computed together, before the prefix cache forgets it; 1: in "
-        "the order of the file",
-        least=1,
+        "rows read ahead: those with a common beginning are computed together, before the prefix cache forgets it; 0 "
+        "or 1: in the order of the file",
+        least=0,
     )
     commit_rows: int = command_option(256, "finished rows are made durable every N rows", least=1)
     commit_s: float = command_option(5.0, "and every N seconds", least=0)

@@ -41,7 +41,7 @@ from spmd_worker.frontends.batch.job_metrics import (
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.batch.output_file import OutputFile, VectorColumn
-from spmd_worker.frontends.batch.prefix_window import in_prefix_order
+from spmd_worker.frontends.batch.prefix_window import PrefixWindow, in_prefix_order
 from spmd_worker.frontends.batch.progress import Progress, format_summary
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
@@ -366,7 +366,7 @@ def _answer_alone(engine: Engine, rows: JobInput | PrefixWindow, output: JobOutp
 
 
 def _admit(
-    rows: JobInput,
+    rows: JobInput | PrefixWindow,
     window: MediaWindow,
     runner: RowRunner,
     output: JobOutput,

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from zlib import crc32
 
-from spmd_worker.frontends.openai.row import ChatPrompt, EncoderPrompt, Prompt, ReadPrompt, Row, TextPrompt, TokensPrompt
+from spmd_worker.frontends.openai.row import (
+    ChatPrompt,
+    EncoderPrompt,
+    Prompt,
+    ReadPrompt,
+    Row,
+    TextPrompt,
+    TokensPrompt,
+)
 
 _NUM_EXACT_BYTES: Final = 2048
 _PIECE_BYTES: Final = 256

@@ -26,11 +26,11 @@ _ROWS_PER_CALL: Final = 256
 
 
 class _Waiting(NamedTuple):
-    """A row in the order of the window; indices are unique, so rows are never compared."""
+    """A row in the order of the window; indices are unique, so what was read is never compared."""
 
     priority: int
     key: bytes
-    index: int
+    row_index: int
     found: InputRow
 
     @property

@@ -12,6 +12,7 @@ from typing import Final
 from spmd_worker.engine.data_parallel.round import share_of
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.prefix_key import share_beginning
+from spmd_worker.frontends.batch.prefix_window import PrefixWindow
 from spmd_worker.frontends.openai.row import ChatPrompt, EncoderPrompt, Prompt, ReadPrompt, Row, RowError, TextPrompt
 
 _MAX_ROWS: Final = 4096
@@ -44,7 +45,7 @@ class _ReadRow:
 class RowWindow:
     """Window over the rows of `source`; `reject` is called with invalid ones."""
 
-    def __init__(self, source: JobInput, reject: Callable[[RowError], None]) -> None:
+    def __init__(self, source: JobInput | PrefixWindow, reject: Callable[[RowError], None]) -> None:
         self._source, self._reject = source, reject
         self._read: list[_ReadRow] = []
         self._num_read_bytes = 0
