@@ -25,10 +25,21 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 BLOCK_SIZE: Final = 16
 VOCABULARY: Final = 512
 MODEL: Final = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 32},
-    **{"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
-    **{"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True},
-    **{"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32"},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
 }
 FIGURES: Final = ("computed_prompt_tokens", "steps", "preemptions", "generate_s", "wall_s", "peak_memory_bytes")
 
@@ -136,7 +147,9 @@ def run_job(folder: Path, keys: Sequence[str]) -> dict[str, Any]:
     given = [f"model.path={folder / 'model'}", "model.load_format=dummy", "model.dtype=float32", "device=cpu"]
     given += [f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", "job.resume=never"]
     given += [f"cache.block_size={BLOCK_SIZE}", "scheduler.max_num_seqs=32", *keys]
-    done = subprocess.run([sys.executable, str(ROOT / "launch.py"), *given], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *given], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     run_dir = folder / "out.jsonl.run"

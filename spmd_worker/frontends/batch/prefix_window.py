@@ -1,6 +1,6 @@
 """Rows that wait, in the order of their beginnings: those with a common prefix are admitted one after another.
 
-The window is kept full while rows are handed out, and passed from its smallest key to its largest, again and again, as
+The window is filled while rows are handed out, and passed from its smallest key to its largest, again and again, as
 an elevator passes floors: a row that is read behind the present key waits for the next pass. So a pass finds about
 twice the rows of each beginning that a window which is emptied before it is filled again would find. Every row is
 handed out: a pass ends because the input does.
@@ -21,8 +21,11 @@ from spmd_worker.frontends.openai.row import RowError
 
 _MAX_BYTES: Final = 64 << 20
 """Bytes of the lines and keys that wait; the rows read from them take a few times as much."""
+_FIRST_ROWS: Final = 1024
+"""Rows that are read before the first is handed out: a pass that begins with few of each beginning shares little."""
 _ROWS_PER_CALL: Final = 256
-"""Most rows read per call: the caller has steps to run in between."""
+_ROWS_PER_ROW: Final = 4
+"""Most rows read per call, before the first row is handed out and later: the caller has steps to run in between."""
 
 
 class _Waiting(NamedTuple):
@@ -50,8 +53,7 @@ class PrefixWindow:
         self._behind: list[_Waiting] = []
         self._position: tuple[int, bytes] = (0, b"")
         self._num_bytes = 0
-        # The first rows are handed out when the window is full: the passes would begin with few of each beginning.
-        self._is_filling = True
+        self._is_starting = True
 
     @property
     def num_rows(self) -> int:
@@ -85,15 +87,16 @@ class PrefixWindow:
         """The next row in the order of the window, or an error; None when there is none yet, or none any more. A row
         of a slow stream is handed out although the window is not full.
         """
-        for _ in range(_ROWS_PER_CALL):
+        for _ in range(_ROWS_PER_CALL if self._is_starting else _ROWS_PER_ROW):
             if self._is_full or self._source.has_ended or (found := self._source.next_row()) is None:
                 break
             if isinstance(found.row, RowError):
                 return found
             self._put(found, found.row.priority, prefix_key(found.row))
-        if self._is_filling and self._num_waiting:
-            self._is_filling = not self._is_full and not self._source.has_ended and self._source.is_ready()
-        return self._pop() if self._num_waiting and not self._is_filling else None
+        if self._is_starting and self._num_waiting:
+            has_few = self._num_waiting < _FIRST_ROWS and not self._is_full
+            self._is_starting = has_few and not self._source.has_ended and self._source.is_ready()
+        return self._pop() if self._num_waiting and not self._is_starting else None
 
     @property
     def _is_full(self) -> bool:
