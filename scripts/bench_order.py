@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         for _ in range(options.pairs):
             for window in options.windows:
                 keys = [f"job.window_rows={window}", f"cache.num_blocks={num_blocks}", *options.keys]
-                figures[window].append(run_job(folder, keys))
+                figures[window].append(run_job(folder, keys, options.replicas))
                 print(window, figures[window][-1], flush=True)
     least = least_tokens(prompts)
     print(f"{len(prompts)} rows, cache of {num_blocks} blocks, least computed prompt tokens {least:,}")
@@ -75,6 +75,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--beginnings", type=int, default=200, help="default 200")
     parser.add_argument("--windows", type=parse_sizes, default=[1, 8192], help="job.window_rows, default 1,8192")
     parser.add_argument("--pairs", type=int, default=1, help="runs with each window, in turns (default 1)")
+    parser.add_argument("--replicas", type=int, default=1, help="data-parallel ranks (default 1)")
     parser.add_argument("--blocks", type=int, help="of the cache; default: for a tenth of the beginnings, or 2048")
     for name, default in (("beginning-tokens", 256), ("own-tokens", 32), ("output-tokens", 2), ("seed", 1)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
@@ -141,7 +142,7 @@ def write_inputs(folder: Path, prompts: Iterable[Sequence[int]], output_tokens: 
             stream.write(json.dumps(row) + "\n")
 
 
-def run_job(folder: Path, keys: Sequence[str]) -> dict[str, Any]:
+def run_job(folder: Path, keys: Sequence[str], num_replicas: int = 1) -> dict[str, Any]:
     """Figures of one job; its processor seconds are those of its process from start to end."""
     before = processor_s()
     given = [f"model.path={folder / 'model'}", "model.load_format=dummy", "model.dtype=float32", "device=cpu"]
