@@ -148,9 +148,12 @@ def run_job(folder: Path, keys: Sequence[str], num_replicas: int = 1) -> dict[st
     given = [f"model.path={folder / 'model'}", "model.load_format=dummy", "model.dtype=float32", "device=cpu"]
     given += [f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", "job.resume=never"]
     given += [f"cache.block_size={BLOCK_SIZE}", "scheduler.max_num_seqs=32", *keys]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch.py"), *given], capture_output=True, text=True, check=False
-    )
+    start = []
+    if num_replicas > 1:
+        given.append(f"parallel.data_parallel_size={num_replicas}")
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_replicas)]
+    command = [sys.executable, *start, str(ROOT / "launch.py"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
     run_dir = folder / "out.jsonl.run"

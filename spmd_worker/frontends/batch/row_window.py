@@ -73,22 +73,23 @@ class RowWindow:
                 self._read.append(_ReadRow(expected_length(found.row), line, found.key))
                 self._num_read_bytes += len(found.line)
 
-    def take(self, num_replicas: int, most: int) -> list[NumberedLine]:
-        """The next chunk, at most `most` rows; empty if no row is available, though more may come. Pieces that fit it
-        are not divided.
+    def take(self, num_replicas: int, most: int, most_alike: int = 0) -> list[NumberedLine]:
+        """The next chunk, at most `most` rows, or `most_alike` if they begin alike; empty if no row is available, though
+        more may come.
         """
         if not self._pieces:
-            self._pieces = _pieces(self._read, most)
+            self._pieces = _pieces(self._read, max(most, most_alike))
             self._num_sorted = len(self._read)
             self._read, self._num_read_bytes = [], 0
-        size = min(most, self._num_sorted)
+        size, size_alike = most, max(most, most_alike)
         if self._source.has_ended:
-            size = share_of(self._num_sorted + len(self._read), num_replicas, size)
+            num_left = self._num_sorted + len(self._read)
+            size, size_alike = (share_of(num_left, num_replicas, each) for each in (size, size_alike))
         chunk: list[NumberedLine] = []
         num_bytes = 0
-        while self._pieces and len(chunk) < size and (not chunk or len(chunk) + len(self._pieces[-1]) <= size):
+        while self._pieces and (not chunk or len(chunk) + len(self._pieces[-1]) <= size):
             piece = self._pieces[-1]
-            while piece and len(chunk) < size:
+            while piece and len(chunk) < size_alike:
                 num_bytes += len(piece[-1].line)
                 if chunk and num_bytes > _MAX_CHUNK_BYTES:
                     break
