@@ -10,8 +10,9 @@ import base64
 import contextlib
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
@@ -100,6 +101,19 @@ class OutputFile:
             self.close()
         else:
             self.discard()
+
+
+def write_lines(lines: Iterable[bytes], path: Path, vectors: VectorColumn | None = None) -> dict[str, Any]:
+    """Write all lines to a file that appears when it is complete. Returns their number, bytes and a digest of the
+    uncompressed lines: for plain JSONL as `sha256sum`. Raises as `OutputFile.open` does.
+    """
+    digest, num_lines, num_bytes = sha256(), 0, 0
+    with OutputFile.open(path, vectors) as output:
+        for line in lines:
+            output.write(line)
+            digest.update(line)
+            num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
+    return {"lines": num_lines, "bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
 class _PlainSink:

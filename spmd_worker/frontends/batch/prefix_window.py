@@ -10,13 +10,13 @@ block can be found as soon as the step that fills it is planned), and while a pr
 their tokens, so no row that would compute the same joins beside it (tests/replica/scheduler/test_shared_work.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from spmd_worker.base.config.schema import RunConfig
-from spmd_worker.frontends.batch.job_rows import InputRow, JobInput
 from spmd_worker.frontends.batch.prefix_key import prefix_key
+from spmd_worker.frontends.batch.row_source import InputRow, RowSource
 from spmd_worker.frontends.openai.row import RowError
 
 _MAX_BYTES: Final = 64 << 20
@@ -46,7 +46,7 @@ class PrefixWindow:
     rows that begin alike together. Errors of rows do not wait.
     """
 
-    def __init__(self, source: JobInput, max_rows: int) -> None:
+    def __init__(self, source: RowSource, max_rows: int) -> None:
         self._source, self._max_rows = source, max_rows
         # What the present pass has before it, and what waits for the next one: heaps.
         self._ahead: list[_Waiting] = []
@@ -56,20 +56,12 @@ class PrefixWindow:
         self._is_starting = True
 
     @property
-    def num_rows(self) -> int:
-        return self._source.num_rows
-
-    @property
-    def keys(self) -> dict[int, int]:
+    def keys(self) -> Mapping[int, object]:
         return self._source.keys
 
     @property
-    def num_rows_by_adapter(self) -> dict[str, int]:
+    def num_rows_by_adapter(self) -> Mapping[str, int]:
         return self._source.num_rows_by_adapter
-
-    @property
-    def may_read(self) -> Callable[[], bool]:
-        return self._source.may_read
 
     @property
     def has_ended(self) -> bool:
@@ -79,8 +71,10 @@ class PrefixWindow:
     def _num_waiting(self) -> int:
         return len(self._ahead) + len(self._behind)
 
+    def may_read(self) -> bool:
+        return self._source.may_read()
+
     def is_ready(self) -> bool:
-        """Whether `next_row` would not wait for a stream."""
         return self._num_waiting > 0 or self._source.is_ready()
 
     def next_row(self) -> InputRow | None:
@@ -116,7 +110,7 @@ class PrefixWindow:
         return waiting.found
 
 
-def in_prefix_order(source: JobInput, config: RunConfig) -> JobInput | PrefixWindow:
+def in_prefix_order(source: RowSource, config: RunConfig) -> RowSource:
     """The source of a job's rows, by `job.window_rows`; in the order of the file where no prefix is kept."""
     max_rows = config.job.window_rows
     return PrefixWindow(source, max_rows) if max_rows > 1 and config.cache.enable_prefix_caching else source

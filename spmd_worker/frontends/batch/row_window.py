@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from spmd_worker.engine.data_parallel.round import share_of
-from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.prefix_key import share_beginning
-from spmd_worker.frontends.batch.prefix_window import PrefixWindow
+from spmd_worker.frontends.batch.row_source import RowSource
 from spmd_worker.frontends.openai.row import ChatPrompt, EncoderPrompt, Prompt, ReadPrompt, Row, RowError, TextPrompt
 
 _MAX_ROWS: Final = 4096
@@ -45,7 +44,7 @@ class _ReadRow:
 class RowWindow:
     """Window over the rows of `source`; `reject` is called with invalid ones."""
 
-    def __init__(self, source: JobInput | PrefixWindow, reject: Callable[[RowError], None]) -> None:
+    def __init__(self, source: RowSource, reject: Callable[[RowError], None]) -> None:
         self._source, self._reject = source, reject
         self._read: list[_ReadRow] = []
         self._num_read_bytes = 0
@@ -74,7 +73,7 @@ class RowWindow:
                 self._num_read_bytes += len(found.line)
 
     def take(self, num_replicas: int, most: int, most_alike: int = 0) -> list[NumberedLine]:
-        """The next chunk, at most `most` rows, or `most_alike` if they begin alike; empty if no row is available, though
+        """The next chunk, at most `most` rows, or `most_alike` that begin alike; empty if no row is available, though
         more may come.
         """
         if not self._pieces:

@@ -1,0 +1,236 @@
+"""Rank 0's state of a job, from its checked files to the complete output: locks, manifest, input, journal."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.config.schema import JobConfig
+from spmd_worker.base.errors import ConfigError, JournalError
+from spmd_worker.base.files import sync_folder
+from spmd_worker.base.liveness.error_file import clear_records
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.metrics.prometheus import PrometheusFile, require_prometheus
+from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.startup import package_versions
+from spmd_worker.frontends.batch.file_lock import ENDING
+from spmd_worker.frontends.batch.input.input_scan import InputScan
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.input.stream_lines import StreamLines
+from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
+from spmd_worker.frontends.batch.output_file import VectorColumn, write_lines
+from spmd_worker.frontends.batch.progress import Progress
+from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
+from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
+from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
+from spmd_worker.frontends.batch.run_dir.job_files import (
+    METRICS_NAME,
+    PROVENANCE_NAME,
+    adapter_folders,
+    check_files,
+    check_output,
+    is_job_file,
+    run_dir_of,
+)
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
+from spmd_worker.frontends.batch.run_dir.manifest import (
+    check_manifest,
+    end_manifest,
+    make_manifest,
+    set_arithmetic,
+    set_input,
+    write_manifest,
+)
+from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+from spmd_worker.resolved import ResolvedRun
+
+logger = logging.getLogger(__name__)
+
+_SCAN_S: Final = 1.0
+"""Time that a start waits for the scan of its input; then the scan continues in parallel."""
+
+
+class InputCheck:
+    """Records the scan of the input once it has ended, and calls `expect` with the number of rows. A resumed run reads
+    no row before: its input must be the same.
+    """
+
+    def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, is_resumed: bool) -> None:
+        self._scan, self._run_dir, self._manifest = scan, run_dir, manifest
+        self._resume, self._is_resumed = resume, is_resumed
+        self._is_recorded = False
+        self.expect: Callable[[int | None], None] = lambda num_rows: None
+
+    def may_read(self) -> bool:
+        """Whether rows may be read now. Raises as `is_recorded` does."""
+        return self.is_recorded() or not self._is_resumed
+
+    def is_recorded(self, timeout_s: float = 0.0) -> bool:
+        """Wait up to `timeout_s`; return whether the scan has ended and is in the manifest. Raises OSError for an
+        unreadable input, ConfigError for one that has changed.
+        """
+        found = None if self._is_recorded else self._scan.wait(timeout_s)
+        if found is not None:
+            # Else the manifest would describe other rows than were answered.
+            self.check_unchanged()
+            set_input(self._run_dir, self._manifest, self._resume, found.digest, found.num_rows)
+            self._is_recorded = True
+            self.expect(found.num_rows)
+        return self._is_recorded
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError if files changed while they were read: the manifest does not describe their rows."""
+        if self._scan.has_changed():
+            raise ConfigError(
+                f"job.input={self._manifest['config']['job']['input']} changed while the job read it. The answers are "
+                f"kept: start the job again with the unchanged input, or give another job.run_dir"
+            )
+
+
+class OpenRun:
+    """Rank 0's state while the job runs: `agree`, `open_rows`, `commit`, `write_output` and `end`, in this order."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        lock: RunLock,
+        journal: RowJournal,
+        manifest: dict[str, Any],
+        reader: RowReader,
+        check: InputCheck,
+    ) -> None:
+        self.lock, self.manifest, self.run_dir = lock, manifest, journal.folder
+        self._job, self._journal, self._reader, self._check = job, journal, reader, check
+
+    def before_exit(self) -> None:
+        """Commit finished rows, and record in the lock that it will be free."""
+        self.lock.note(ENDING)
+        self._journal.commit()
+
+    def agree(self, engine: Engine) -> None:
+        """Raise ConfigError if the engine computes other answers than the run has, or other adapters."""
+        arithmetic, policy = engine.executor.reports()[0].arithmetic, engine.numerical_policy()
+        set_arithmetic(self.run_dir, self.manifest, self._job.resume, arithmetic, policy)
+        check_adapters(engine, self.manifest)
+
+    def open_rows(self, engine: Engine) -> tuple[JobInput, JobOutput]:
+        """The rows that are not done, and the answers' way into the journal."""
+        job, model = self._job, engine.config.model
+        adapters = (*(model.adapters or ()), *(model.prompt_adapters or ()))
+        reader = self._reader
+        lines = StreamLines(iter(reader)) if reader.paths is None else reader
+        rows = JobInput(lines, job, engine.config.limits, engine.default_sampling, self._journal, adapters)
+        rows.may_read = self._check.may_read
+        prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
+        num_rows = self.manifest["num_rows"]
+        progress = Progress(num_rows, rows_before=self._journal.num_rows)
+        output = JobOutput(self._journal, rows.keys, progress, num_rows, prometheus)
+        self._check.expect = output.expect
+        return rows, output
+
+    def commit(self) -> None:
+        """Make all answers durable. Raises OSError."""
+        self._journal.commit()
+
+    def write_output(self, engine: Engine, num_rows: int) -> dict[str, Any]:
+        """Write the output of `num_rows` rows once the input is known to be unchanged. Returns a digest of its lines.
+        Raises OSError, ConfigError for a changed input.
+        """
+        while not self._check.is_recorded(timeout_s=_SCAN_S):
+            engine.times.heartbeat.enter("reading the input")
+        self._check.check_unchanged()
+        self.lock.note("writes the output")
+        return write_lines(self._lines(num_rows), Path(self._job.output or ""), vectors_of(engine))
+
+    def _lines(self, num_rows: int) -> Iterator[bytes]:
+        num_lines = 0
+        for line in self._journal.lines():
+            num_lines += 1
+            yield line
+        assert num_lines == num_rows, (num_lines, num_rows)
+
+    def media_digests(self) -> list[tuple[int, str]]:
+        """(row, digest of its images) of the rows with images, in order of the rows."""
+        return self._journal.media_digests()
+
+    def end(self) -> None:
+        """Mark the job as ended, when nothing is left that could fail or be interrupted: starting an ended run
+        recomputes it. Raises OSError.
+        """
+        end_manifest(self.run_dir, self.manifest)
+        self._journal.close()
+        remove_journal(self.run_dir)
+
+
+def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
+    """Open the run directory until `held` ends; its journal has the finished rows, also of an earlier start."""
+    config = resolved.config
+    check_files(resolved)
+    if config.job.prometheus_file:
+        require_prometheus(config.job.prometheus_file)
+    run_dir = run_dir_of(config.job)
+    lock = held.enter_context(RunLock(run_dir, Path(config.job.output or "")))
+    if watchdog is not None:
+        watchdog.before_exit = partial(lock.note, ENDING)
+    check_output(config.job)
+    lock.note("reads the input")
+    reader = RowReader.of(config.job.input or "", config.limits.num_line_bytes, partial(is_job_file, config.job))
+    scan = InputScan(reader, config.job.max_rows)
+    held.callback(scan.close)
+    manifest = manifest_of(resolved, reader)
+    # Most inputs are read quickly: their errors are raised before anything is loaded.
+    scan.wait(_SCAN_S)
+    is_resumed = check_manifest(run_dir, manifest, config.job.resume)
+    check = InputCheck(scan, run_dir, manifest, config.job.resume, is_resumed)
+    if not is_resumed:
+        # Left by an ended run. Removed before the manifest is written, which identifies the journal next to it.
+        remove_journal(run_dir)
+        sync_folder(run_dir)
+    write_manifest(run_dir, manifest)
+    check.is_recorded()
+    clear_run_dir(run_dir)
+    try:
+        journal = RowJournal(run_dir, config.job.commit_rows, config.job.commit_s)
+    except JournalError as error:
+        raise ConfigError(f"{error}: remove the run directory to start over, or give another job.run_dir") from None
+    held.callback(journal.close)
+    if journal.num_rows:
+        logger.info("the job is resumed: %d rows were answered before this start", journal.num_rows)
+    return OpenRun(config.job, lock, journal, manifest, reader, check)
+
+
+def manifest_of(resolved: ResolvedRun, reader: RowReader) -> dict[str, Any]:
+    """The manifest of this start; its input and arithmetic are added when they are known. Raises OSError."""
+    fingerprint = None if resolved.tokenizer is None else resolved.tokenizer.fingerprint()
+    return make_manifest(
+        *(resolved, package_versions(), fingerprint),
+        inputs=reader.paths,
+        adapters=adapter_digests(resolved.config.model),
+        media=image_answers(resolved) | audio_answers(resolved),
+    )
+
+
+def clear_run_dir(run_dir: Path) -> None:
+    """Remove the reports of an earlier start."""
+    clear_records(run_dir)
+    for name in (METRICS_NAME, PROVENANCE_NAME):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def check_adapters(engine: Engine, manifest: dict[str, Any]) -> None:
+    """Raise ConfigError for an adapter whose files changed before it was loaded: the manifest describes the others."""
+    model, prompts = engine.config.model, engine.prompt_adapters
+    loaded = {f"model.adapters.{name}": engine.adapters.digest_of_name(name) for name in model.adapters or ()}
+    loaded |= {f"model.prompt_adapters.{name}": prompts.of_name(name).digest for name in model.prompt_adapters or ()}
+    folders = adapter_folders(model)
+    for key, digest in loaded.items():
+        if manifest["answers"][key] != hex_digest(digest):
+            raise ConfigError(f"{key}={folders[key]} changed while the job started: start it again")
+
+
+def vectors_of(engine: Engine) -> VectorColumn | None:
+    """Column of the output's vectors; None for a model that generates."""
+    pooling = engine.limits.pooling
+    return None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
