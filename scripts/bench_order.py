@@ -112,7 +112,8 @@ def random_ids(source: random.Random, count: int) -> list[int]:
 def cache_blocks(options: argparse.Namespace) -> int:
     if options.kind == "base":
         return 2048
-    return options.beginnings // 10 * -(-options.beginning_tokens // BLOCK_SIZE)
+    num_blocks: int = options.beginnings // 10 * -(-options.beginning_tokens // BLOCK_SIZE)
+    return num_blocks
 
 
 def least_tokens(prompts: Sequence[Sequence[int]]) -> int:
