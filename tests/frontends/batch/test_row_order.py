@@ -47,7 +47,7 @@ def run(folder: Path, window_rows: int) -> tuple[bytes, int]:
     return output.read_bytes(), metrics["computed_prompt_tokens"]
 
 
-@pytest.mark.guarantee("Rows that begin alike are computed together")
+@pytest.mark.guarantee("Rows that begin alike are computed together", is_control_inside=True)
 def test_common_beginnings_are_computed_nearly_once(tmp_path: Path):
     answers, num_computed = run(tmp_path, JobConfig().window_rows)
     assert LEAST_TOKENS <= num_computed <= 1.2 * LEAST_TOKENS
