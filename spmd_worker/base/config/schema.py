@@ -627,6 +627,12 @@ class JobConfig:
     max_error_rows: int | None = command_option(
         None, "more error rows than this fail the job (its output is complete)", least=0, is_common=True
     )
+    window_rows: int = command_option(
+        8192,
+        "rows read ahead: those with a common beginning are computed together, before the prefix cache forgets it; 0 "
+        "or 1: in the order of the file",
+        least=0,
+    )
     pool: str | None = command_option(
         None,
         "folder that any number of jobs share, started any time on any machine: each leases ranges of the rows, the "

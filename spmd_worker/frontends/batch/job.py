@@ -32,6 +32,7 @@ from spmd_worker.frontends.batch.job_run import JobRun
 from spmd_worker.frontends.batch.open_job import open_run
 from spmd_worker.frontends.batch.output_file import WrittenOutput
 from spmd_worker.frontends.batch.pool_world.open_world import open_world
+from spmd_worker.frontends.batch.prefix_window import in_prefix_order
 from spmd_worker.frontends.batch.progress import format_summary
 from spmd_worker.frontends.batch.row_source import AnswerSink, RowSource
 from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job
@@ -164,6 +165,7 @@ def _answer(
     engine: Engine, replicas: Replicas | None, rows: RowSource, output: AnswerSink, model_name: str
 ) -> ReplicaCounts:
     """Answer all rows, in one replica or several. Returns the work of this one."""
+    rows = in_prefix_order(rows, engine.config)
     if replicas is not None:
         return lead_shared_job(replicas, rows, output, model_name)
     media_wait_s = answer_alone(engine, rows, output, model_name)

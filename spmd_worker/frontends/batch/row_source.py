@@ -13,10 +13,11 @@ from spmd_worker.frontends.openai.row_writer import RowAnswer
 
 
 class InputRow(NamedTuple):
-    """A line, parsed: a row, or the error in it."""
+    """A line, parsed: a row, or the error in it. Neighbours with a common beginning have one in `key` too."""
 
     line: bytes
     row: Row | RowError
+    key: bytes = b""
 
 
 class RowSource(Protocol):

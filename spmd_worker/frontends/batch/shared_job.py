@@ -138,7 +138,7 @@ class JobSharer:
             turn = TimeBudget(self._timeout_s)
             self._window.read_on(lambda: turn.is_over)
             for _ in range(_CHUNKS_AHEAD * self._round.num_replicas - self._sender.num_ahead):
-                rows = self._window.take(self._round.num_replicas, self._most_rows)
+                rows = self._window.take(self._round.num_replicas, self._most_rows, _MAX_CHUNK_ROWS)
                 if not rows:
                     break
                 self._sender.publish(rows)

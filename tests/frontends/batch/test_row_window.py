@@ -126,3 +126,42 @@ def test_row_length_covers_prompt_and_its_samples():
         Row(0, None, "plain", prompt, sampling) for prompt in (text, tokens, chat) for sampling in (SAMPLING, limited)
     ]
     assert [expected_length(row) for row in rows] == [10, 70] * 3
+
+
+def alike(index: int, length: int, beginning: str) -> InputRow:
+    return row_of(index, length)._replace(key=f"{beginning * 100}{index}".encode())
+
+
+def test_rows_that_begin_alike_are_one_chunk():
+    """Also where it is larger than a chunk of others; beginnings with the longest rows come first."""
+    rows = [alike(0, 2, "a"), alike(1, 5, "a"), row_of(2, 4), alike(3, 1, "b"), alike(4, 9, "b"), row_of(5, 3)]
+    window, _ = window_of(iter([*rows, *[row_of(6 + index, 1) for index in range(60)]]))
+    window.read_on()
+    chunks = [[each.index for each in window.take(2, 1, 8)] for _ in range(4)]
+    assert chunks == [[4, 3], [1, 0], [2], [5]]
+
+
+def test_chunk_holds_several_small_groups():
+    rows = [alike(index, 9 - index // 3, "abc"[index // 3]) for index in range(9)]
+    window, _ = window_of(iter([*rows, *[row_of(9 + index, 1) for index in range(90)]]))
+    window.read_on()
+    chunks = [[each.index for each in window.take(2, 7, 7)] for _ in range(2)]
+    assert chunks == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]]
+
+
+def test_large_group_is_cut_into_equal_adjacent_chunks():
+    window, _ = window_of(alike(index, 1 + index % 2, "a") for index in range(400))
+    window.read_on()
+    chunks = [[each.index for each in window.take(2, 4, 60)] for _ in range(5)]
+    assert [len(chunk) for chunk in chunks] == [52, 52, 52, 52, 48]
+    assert sorted(index for chunk in chunks for index in chunk) == list(range(256))
+
+
+def test_common_system_prompt_leaves_groups_together():
+    """The system prompt of all rows is half of each; three documents are most of the rest."""
+    keys = [f"{'s' * 200}{document * 160}{row}" for document in "abc" for row in range(4)]
+    rows = [row_of(index, 1)._replace(key=key.encode()) for index, key in enumerate(keys)]
+    window, _ = window_of(iter([*rows, *[row_of(12 + index, 1) for index in range(60)]]))
+    window.read_on()
+    chunks = [[each.index for each in window.take(1, 4, 5)] for _ in range(3)]
+    assert chunks == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]

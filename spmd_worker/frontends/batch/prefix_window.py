@@ -1,0 +1,116 @@
+"""Rows that wait, in the order of their beginnings: those with a common prefix are admitted one after another.
+
+The window is filled while rows are handed out, and passed from its smallest key to its largest, again and again, as
+an elevator passes floors: a row that is read behind the present key waits for the next pass. So a pass finds about
+twice the rows of each beginning that a window which is emptied before it is filled again would find. Every row is
+handed out: a pass ends because the input does.
+
+The prefix cache needs no more than this order. Rows of one step share what the first of them computes in that step (a
+block can be found as soon as the step that fills it is planned), and while a prompt takes several steps it uses up
+their tokens, so no row that would compute the same joins beside it (tests/replica/scheduler/test_shared_work.py).
+"""
+
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from typing import Final, NamedTuple
+
+from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.frontends.batch.prefix_key import prefix_key
+from spmd_worker.frontends.batch.row_source import InputRow, RowSource
+from spmd_worker.frontends.openai.row import RowError
+
+_MAX_BYTES: Final = 64 << 20
+"""Bytes of the lines and keys that wait; the rows read from them take a few times as much."""
+_FIRST_ROWS: Final = 1024
+"""Rows that are read before the first is handed out: a pass that begins with few of each beginning shares little."""
+_ROWS_PER_CALL: Final = 256
+_ROWS_PER_ROW: Final = 4
+"""Most rows read per call, before the first row is handed out and later: the caller has steps to run in between."""
+
+
+class _Waiting(NamedTuple):
+    """A row in the order of the window; indices are unique, so what was read is never compared."""
+
+    priority: int
+    key: bytes
+    row_index: int
+    found: InputRow
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.key) + len(self.found.line)
+
+
+class PrefixWindow:
+    """A source of the rows of `source`, at most `max_rows` of them read ahead: rows of lower priority numbers first,
+    rows that begin alike together. Errors of rows do not wait.
+    """
+
+    def __init__(self, source: RowSource, max_rows: int) -> None:
+        self._source, self._max_rows = source, max_rows
+        # What the present pass has before it, and what waits for the next one: heaps.
+        self._ahead: list[_Waiting] = []
+        self._behind: list[_Waiting] = []
+        self._position: tuple[int, bytes] = (0, b"")
+        self._num_bytes = 0
+        self._is_starting = True
+
+    @property
+    def keys(self) -> Mapping[int, object]:
+        return self._source.keys
+
+    @property
+    def num_rows_by_adapter(self) -> Mapping[str, int]:
+        return self._source.num_rows_by_adapter
+
+    @property
+    def has_ended(self) -> bool:
+        return self._source.has_ended and not self._num_waiting
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._ahead) + len(self._behind)
+
+    def may_read(self) -> bool:
+        return self._source.may_read()
+
+    def is_ready(self) -> bool:
+        return self._num_waiting > 0 or self._source.is_ready()
+
+    def next_row(self) -> InputRow | None:
+        """The next row in the order of the window, or an error; None when there is none yet, or none any more. A row
+        of a slow stream is handed out although the window is not full.
+        """
+        for _ in range(_ROWS_PER_CALL if self._is_starting else _ROWS_PER_ROW):
+            if self._is_full or self._source.has_ended or (found := self._source.next_row()) is None:
+                break
+            if isinstance(found.row, RowError):
+                return found
+            self._put(found, found.row.priority, prefix_key(found.row))
+        if self._is_starting and self._num_waiting:
+            has_few = self._num_waiting < _FIRST_ROWS and not self._is_full
+            self._is_starting = has_few and not self._source.has_ended and self._source.is_ready()
+        return self._pop() if self._num_waiting and not self._is_starting else None
+
+    @property
+    def _is_full(self) -> bool:
+        return self._num_waiting >= self._max_rows or self._num_bytes >= _MAX_BYTES
+
+    def _put(self, found: InputRow, priority: int, key: bytes) -> None:
+        waiting = _Waiting(priority, key, found.row.index, found._replace(key=key))
+        self._num_bytes += waiting.num_bytes
+        heappush(self._ahead if (priority, key) >= self._position else self._behind, waiting)
+
+    def _pop(self) -> InputRow:
+        if not self._ahead:
+            self._ahead, self._behind = self._behind, self._ahead
+        waiting = heappop(self._ahead)
+        self._position = (waiting.priority, waiting.key)
+        self._num_bytes -= waiting.num_bytes
+        return waiting.found
+
+
+def in_prefix_order(source: RowSource, config: RunConfig) -> RowSource:
+    """The source of a job's rows, by `job.window_rows`; in the order of the file where no prefix is kept."""
+    max_rows = config.job.window_rows
+    return PrefixWindow(source, max_rows) if max_rows > 1 and config.cache.enable_prefix_caching else source
