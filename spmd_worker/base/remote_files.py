@@ -10,12 +10,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, Final
 
 from spmd_worker.base.remote_names import is_remote as is_remote
 from spmd_worker.base.remote_names import scheme_of
 from spmd_worker.base.remote_names import shown_name as shown_name
-from spmd_worker.base.remote_names import suffix_of as suffix_of
 from spmd_worker.base.remote_store import RemoteChangedError, RemoteError, Store, is_transient, open_store, status_of
 
 _BLOCK_BYTES: Final = 1 << 20
@@ -215,7 +215,7 @@ def read_range(store: Store, state: RemoteState, start: int, stop: int) -> bytes
     """
     pieces: list[bytes] = []
     while start < stop:
-        piece = store.retried(lambda: _read_once(store, state, start, stop))
+        piece = store.retried(partial(_read_once, store, state, start, stop))
         if not piece:
             raise RemoteError(store.name, f"ends before byte {start} of {state.num_bytes}: give the complete file")
         # A short answer: the rest is asked for, of the same version.

@@ -13,8 +13,14 @@ from urllib.parse import urlsplit
 from spmd_worker.base.errors import ConfigError
 
 PACKAGES: Final = {
-    **{"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"},
-    **{"memory": "fsspec", "file": "fsspec"},
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "az": "adlfs",
+    "hf": "huggingface_hub",
+    "https": "aiohttp",
+    "http": "aiohttp",
+    "memory": "fsspec",
+    "file": "fsspec",
 }
 """Package that each scheme needs, besides fsspec."""
 READ_ONLY: Final = ("https", "http", "hf")
@@ -23,14 +29,62 @@ READ_ONLY: Final = ("https", "http", "hf")
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _USER: Final = re.compile(r"(://)[^/@\s]+@")
 _QUERY: Final = re.compile(r"(\b(?:https?|s3|gs|az|hf)://[^\s?'\"]*\?)[^\s'\")]+")
-_SECRET_NAME: Final = re.compile(r"secret|token|password|account_?key|access_?key|connection_string|sas|^key$|^pass$", re.I)
+_SECRET_NAME: Final = re.compile(
+    r"secret|token|password|(account|access)_?key|connection_string|sas|^key$|^pass$", re.IGNORECASE
+)
 _LEAST_SECRET: Final = 6
 """Shorter values are too likely a part of a word."""
 
 
-def is_remote(name: str | Path) -> bool:
+class RemotePath:
+    """A remote name that stands where a local path may. As text it has no credentials; `raw` has."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: str) -> None:
+        self.raw = raw
+
+    @property
+    def suffix(self) -> str:
+        return path_in(self.raw).suffix
+
+    @property
+    def name(self) -> str:
+        return path_in(self.raw).name
+
+    def with_name(self, name: str) -> "RemotePath":
+        """Another file of the same folder."""
+        return RemotePath(f"{self.raw.rpartition('/')[0]}/{name}")
+
+    def __str__(self) -> str:
+        return shown_name(self.raw)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and self.raw == other.raw
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
+
+
+FilePath = Path | RemotePath
+
+
+def file_path(name: str) -> FilePath:
+    """The path that a name means, on this machine or not."""
+    return RemotePath(name) if is_remote(name) else Path(name)
+
+
+def absolute_name(path: FilePath) -> str:
+    """The path as text, without credentials, independent of the working directory."""
+    return str(path if isinstance(path, RemotePath) else path.resolve())
+
+
+def is_remote(name: str) -> bool:
     """Whether it is `scheme://...`: no path of this machine."""
-    return isinstance(name, str) and _SCHEME.match(name) is not None
+    return _SCHEME.match(name) is not None
 
 
 def scheme_of(name: str) -> str:
@@ -49,7 +103,9 @@ def check_writable(key: str, name: str) -> None:
     """Raise ConfigError for a scheme that is only read."""
     if scheme_of(name) in READ_ONLY:
         others = ", ".join(f"{each}://" for each in PACKAGES if each not in READ_ONLY)
-        raise ConfigError(f"{key}={shown_name(name)}: {scheme_of(name)}:// is only read: give a path, or one of {others}")
+        raise ConfigError(
+            f"{key}={shown_name(name)}: {scheme_of(name)}:// is only read: give a path, or one of {others}"
+        )
 
 
 def path_in(name: str) -> PurePosixPath:
@@ -59,14 +115,8 @@ def path_in(name: str) -> PurePosixPath:
     return PurePosixPath(f"{parts.hostname}{rest}" if scheme_of(name) in ("http", "https") else rest)
 
 
-def suffix_of(name: str | Path) -> str:
-    """Suffix of a local or remote name: `.jsonl`."""
-    return path_in(name).suffix if isinstance(name, str) and is_remote(name) else Path(name).suffix
-
-
-def shown_name(name: str | Path) -> str:
+def shown_name(text: str) -> str:
     """The name without user and query, which may hold a password or a signature; a local path is unchanged."""
-    text = str(name)
     return _QUERY.sub(r"\1...", _USER.sub(r"\1", text)) if _SCHEME.match(text) else text
 
 

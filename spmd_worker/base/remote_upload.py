@@ -8,7 +8,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from spmd_worker.base.remote_names import check_writable, shown_name
 from spmd_worker.base.remote_store import Store, open_store
@@ -41,6 +41,12 @@ class RemoteUpload:
 
     def tell(self) -> int:
         return self._writer.num_bytes
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
 
     @property
     def closed(self) -> bool:
@@ -152,7 +158,9 @@ class _S3Writer:
         number = len(self._parts) + 1
         body = bytes(self._buffer[:num_bytes])
         answer = self._call("upload_part", UploadId=self._upload, PartNumber=number, Body=body)
-        checksums = {key: value for key, value in answer.items() if key.startswith("Checksum") and key != "ChecksumType"}
+        checksums = {
+            key: value for key, value in answer.items() if key.startswith("Checksum") and key != "ChecksumType"
+        }
         self._parts.append({"PartNumber": number, "ETag": answer["ETag"], **checksums})
         del self._buffer[:num_bytes]
 
@@ -174,7 +182,7 @@ class _PlainWriter:
     def __init__(self, store: Store) -> None:
         self.num_bytes = 0
         self._store = store
-        self._file: BinaryIO | Any = None
+        self._file: Any = None
 
     def write(self, data: Any) -> None:
         self.begin()

@@ -18,6 +18,7 @@ from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.numerical_policy import NumericalPolicy
+from spmd_worker.base.remote_names import FilePath, absolute_name, shown_name
 from spmd_worker.base.version import code_fingerprint, version
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.model.weights.safetensors_header import read_header
@@ -51,7 +52,7 @@ def make_manifest(
     resolved: ResolvedRun,
     packages: Mapping[str, str],
     tokenizer: str | None,
-    inputs: Sequence[Path] | None,
+    inputs: Sequence[FilePath] | None,
     adapters: Mapping[str, str],
     media: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -63,6 +64,9 @@ def make_manifest(
     """
     config = resolved.config
     settings = asdict(config)
+    for group, key in (("job", "input"), ("job", "output"), ("model", "path")):
+        # A name may hold a password or a signature.
+        settings[group][key] = settings[group][key] and shown_name(settings[group][key])
     answers: dict[str, Any] = {key: reduce(getitem, key.split("."), settings) for key in _ANSWER_KEYS}
     answers |= {f"{group}.{key}": value for group in ("sampling", "limits") for key, value in settings[group].items()}
     answers["device"] = resolved.device_type
@@ -84,7 +88,7 @@ def make_manifest(
         "config_hash": _digest(settings),
         "num_rows": None,
         "version": version(),
-        "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
+        "input": config.job.input if inputs is None else list(map(absolute_name, inputs)),
         "model": str(resolved.model_folder.resolve()),
         "model_revision": resolved.location.commit,
         "model_name": resolved.location.name,
