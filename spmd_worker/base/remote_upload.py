@@ -8,6 +8,8 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from spmd_worker.base.remote_names import check_writable, shown_name
@@ -66,6 +68,8 @@ class RemoteUpload:
             except OSError as error:
                 logger.warning("%s: an incomplete upload could not be removed: %s", self.name, error)
 
+    abandon = discard
+
     def __enter__(self) -> "RemoteUpload":
         return self
 
@@ -87,15 +91,17 @@ def write_remote(name: str) -> RemoteUpload:
 
 
 def remove_leftovers(name: str) -> int:
-    """Abort uploads of this name that killed writers left behind; returns their number. Raises OSError."""
+    """Abort uploads of this name, or of parts (a `*` in it), that killed writers left behind; returns their number.
+    Raises OSError.
+    """
     store = open_store(name)
     if not store.is_s3:
         return 0
-    where = store.bucket_and_key()
+    bucket, pattern = store.bucket_and_key().values()
     num_aborted = 0
     for upload in _uploads(store):
-        if upload["Key"] == where["Key"]:
-            _abort(store, upload["UploadId"])
+        if fnmatchcase(upload["Key"], pattern):
+            _abort(replace(store, path=f"{bucket}/{upload['Key']}"), upload["UploadId"])
             num_aborted += 1
     return num_aborted
 
@@ -222,7 +228,7 @@ def _uploads(store: Store) -> Iterator[dict[str, Any]]:
     bucket, key = store.bucket_and_key().values()
     marks: dict[str, str] = {}
     while True:
-        arguments = {"Bucket": bucket, "Prefix": key, **marks}
+        arguments = {"Bucket": bucket, "Prefix": key.partition("*")[0], **marks}
         answer = store.retried(lambda: store.fs.call_s3("list_multipart_uploads", **arguments))  # noqa: B023
         yield from answer.get("Uploads", ())
         if not answer.get("IsTruncated"):

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 BUCKET = "bucket"
 KEY, SECRET = "PLANTEDKEYID", "plantedsecretvalue"
-_THROTTLED = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_THROTTLED = (
+    b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
 
 
 @dataclass

@@ -31,7 +31,7 @@ from spmd_worker.frontends.batch.job_metrics import (
 from spmd_worker.frontends.batch.open_job import OpenRun, open_run
 from spmd_worker.frontends.batch.progress import format_summary
 from spmd_worker.frontends.batch.row_source import AnswerSink, RowSource
-from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job, run_dir_of
+from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job, output_path, run_dir_of
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, write_provenance
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
@@ -164,7 +164,7 @@ def _report(
     """Write the run's metrics, provenance and stage times, and print the summary."""
     write_json(run.run_dir / METRICS_NAME, metrics)
     images = chained_digest(run.media_digests())
-    output = {"path": engine.config.job.output or "", **written}
+    output = {"path": str(output_path(engine.config.job)), **written}
     write_provenance(run.run_dir, run.manifest, output, chain_heads(reports), images)
     if "stages" in metrics:
         write_stage_times(run.run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)

@@ -21,6 +21,8 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, write_lines
+from spmd_worker.frontends.batch.output_parts import PARTS_NAME, is_parts
+from spmd_worker.frontends.batch.parts_thread import PartsThread
 from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
 from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
@@ -32,6 +34,7 @@ from spmd_worker.frontends.batch.run_dir.job_files import (
     check_files,
     check_output,
     is_job_file,
+    output_path,
     run_dir_of,
 )
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
@@ -103,6 +106,7 @@ class OpenRun:
     ) -> None:
         self.lock, self.manifest, self.run_dir = lock, manifest, journal.folder
         self._job, self._journal, self._reader, self._check = job, journal, reader, check
+        self._parts: PartsThread | None = None
 
     def before_exit(self) -> None:
         """Commit finished rows, and record in the lock that it will be free."""
@@ -128,6 +132,9 @@ class OpenRun:
         progress = Progress(num_rows, rows_before=self._journal.num_rows)
         output = JobOutput(self._journal, rows.keys, progress, num_rows, prometheus)
         self._check.expect = output.expect
+        if is_parts(output_path(job)):
+            write = partial(write_lines, path=output_path(job), vectors=vectors_of(engine), part_rows=job.part_rows)
+            self._parts = PartsThread(self._journal, partial(write, run_dir=self.run_dir))
         return rows, output
 
     def commit(self) -> None:
@@ -142,7 +149,14 @@ class OpenRun:
             engine.times.heartbeat.enter("reading the input")
         self._check.check_unchanged()
         self.lock.note("writes the output")
-        return write_lines(self._lines(num_rows), Path(self._job.output or ""), vectors_of(engine))
+        if self._parts is None:
+            return write_lines(self._lines(num_rows), output_path(self._job), vectors_of(engine))
+        return self._parts.end(num_rows, lambda: engine.times.heartbeat.enter("writing the output"))
+
+    def close(self) -> None:
+        """Stop writing parts, with the last one discarded if it is not complete."""
+        if self._parts is not None:
+            self._parts.close()
 
     def _lines(self, num_rows: int) -> Iterator[bytes]:
         num_lines = 0
@@ -171,7 +185,7 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     if config.job.prometheus_file:
         require_prometheus(config.job.prometheus_file)
     run_dir = run_dir_of(config.job)
-    lock = held.enter_context(RunLock(run_dir, Path(config.job.output or "")))
+    lock = held.enter_context(RunLock(run_dir, output_path(config.job)))
     if watchdog is not None:
         watchdog.before_exit = partial(lock.note, ENDING)
     check_output(config.job)
@@ -187,6 +201,7 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     if not is_resumed:
         # Left by an ended run. Removed before the manifest is written, which identifies the journal next to it.
         remove_journal(run_dir)
+        (run_dir / PARTS_NAME).unlink(missing_ok=True)
         sync_folder(run_dir)
     write_manifest(run_dir, manifest)
     check.is_recorded()
@@ -198,7 +213,9 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("the job is resumed: %d rows were answered before this start", journal.num_rows)
-    return OpenRun(config.job, lock, journal, manifest, reader, check)
+    run = OpenRun(config.job, lock, journal, manifest, reader, check)
+    held.callback(run.close)
+    return run
 
 
 def manifest_of(resolved: ResolvedRun, reader: RowReader) -> dict[str, Any]:

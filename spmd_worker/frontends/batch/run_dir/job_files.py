@@ -1,11 +1,12 @@
 """Paths of a job's input and output, checked before anything is started."""
 
 import glob
+import logging
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from fnmatch import fnmatch
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch, fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
@@ -14,8 +15,12 @@ from spmd_worker.base.config.plain_values import plain_folder
 from spmd_worker.base.config.schema import JobConfig, ModelOptions
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
+from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, file_path, is_remote, shown_name
+from spmd_worker.base.remote_upload import check_creatable, remove_leftovers
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
+from spmd_worker.frontends.batch.output_parts import MANIFEST_NAME as PARTS_MANIFEST_NAME
+from spmd_worker.frontends.batch.output_parts import PARTS_NAME, is_parts
 from spmd_worker.frontends.batch.run_dir.file_names import (
     Claim,
     Name,
@@ -27,12 +32,14 @@ from spmd_worker.frontends.batch.run_dir.file_names import (
 )
 from spmd_worker.resolved import ResolvedRun
 
+logger = logging.getLogger(__name__)
+
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
 PROVENANCE_NAME: Final = "provenance.json"
 _REPORT_NAMES: Final = ("report.html", "timeline.json")
 _JOB_NAMES: Final = (
-    *("lock", "journal", "rows.part", MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME, "*.partial"),
+    *("lock", "journal", "rows.part", PARTS_NAME, MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME, "*.partial"),
     *("steps.csv", "stages.csv", "steps.log*", "records.*", "error.rank*", "stacks.rank*", "nccl_trace.rank*"),
 )
 RESERVED_NAMES: Final = (*_JOB_NAMES, *_REPORT_NAMES)
@@ -45,15 +52,37 @@ def check_job(job: JobConfig) -> None:
         raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
         raise ConfigError("job.output is not set: give the file to write")
+    if is_remote(job.output):
+        check_writable("job.output", job.output)
+    if is_remote(job.run_dir or ""):
+        raise ConfigError(
+            f"job.run_dir={shown_name(job.run_dir or '')}: the run directory must be local: give a folder"
+        )
+    if job.output.count("*") > is_parts(output_path(job)):
+        raise ConfigError(
+            f"job.output={output_path(job)}: parts have one * in their file's name, for the number: give such as "
+            f"answers/part-*.jsonl"
+        )
+
+
+def output_path(job: JobConfig) -> FilePath:
+    """`job.output`, on this machine or not."""
+    return file_path(job.output or "")
 
 
 def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, else `<output>.run` next to the output."""
-    return Path(job.run_dir) if job.run_dir else Path(f"{Path(job.output or '')}.run")
+    """`job.run_dir`, else `<output>.run`, next to a local output; of parts without the `*`."""
+    if job.run_dir:
+        return Path(job.run_dir)
+    output = output_path(job)
+    name = f"{output.name.replace('*', '')}.run" if is_parts(output) else f"{output.name}.run"
+    return Path(name) if isinstance(output, RemotePath) else output.with_name(name)
 
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
     """Whether the job makes the file, next to its output: a pattern for its input may match it too."""
+    if is_remote(job.output or ""):
+        return _is_reserved(path) and path.resolve().parent == run_dir_of(job).resolve()
     partial_name = partial_path(Path(job.output or "")).name
     if not _is_reserved(path) and path.name != partial_name and not path.is_symlink():
         return False
@@ -69,7 +98,10 @@ def _is_reserved(path: Path) -> bool:
 def check_files(resolved: ResolvedRun) -> None:
     """Check existing files, on rank 0. Raises ConfigError if the job would fail late, or overwrite another file."""
     job, run_dir, model_path = resolved.config.job, run_dir_of(resolved.config.job), resolved.config.model.path
-    files = [_claim("job.output", job.output or "")]
+    output = output_path(job)
+    files = [] if isinstance(output, RemotePath) else [_claim("job.output", job.output or "")]
+    if files and is_parts(output):
+        files.append(_claim("job.output", str(output.with_name(PARTS_MANIFEST_NAME))))
     if job.prometheus_file:
         files.append(_claim("job.prometheus_file", job.prometheus_file))
     run = Name(f"job.run_dir={run_dir}", run_dir, "give another job.run_dir")
@@ -80,9 +112,11 @@ def check_files(resolved: ResolvedRun) -> None:
     if is_stream(job.input or ""):
         read = [claim.name for claim in _redirected("job.input=-", "standard input", sys.stdin)]
     else:
-        read = [
-            Name(f"job.input={job.input}", path) for path in find_inputs(job.input or "", partial(is_job_file, job))
-        ]
+        paths = find_inputs(job.input or "", partial(is_job_file, job))
+        _reject_remote_output(job, paths)
+        read = [Name(f"job.input={job.input}", path) for path in paths if isinstance(path, Path)]
+        if is_parts(output) and not isinstance(output, RemotePath):
+            _reject_parts(output, read)
     # The names in a model folder may be links to files elsewhere; sentence-transformers has modules in subfolders.
     in_model = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file()]
     read += [Name(f"{path.relative_to(folder)} of model.path={model_path}", path) for path in in_model]
@@ -108,6 +142,25 @@ def check_files(resolved: ResolvedRun) -> None:
         raise ConfigError(
             f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
         )
+
+
+def _reject_remote_output(job: JobConfig, paths: Sequence[FilePath]) -> None:
+    """Raise ConfigError if a remote file that is read would be written."""
+    output = output_path(job)
+    for path in paths:
+        if isinstance(path, RemotePath) and isinstance(output, RemotePath) and fnmatchcase(path.raw, output.raw):
+            raise ConfigError(
+                f"job.output={output} is also read (job.input={path}) and would be replaced: give another"
+            )
+
+
+def _reject_parts(output: Path, read: Sequence[Name]) -> None:
+    """Raise ConfigError if a file that is read has a part's name."""
+    for name in read:
+        if matches(str(output), name.path):
+            raise ConfigError(
+                f"job.output={output} would replace {name.path}, which is read ({name.key}): give another"
+            )
 
 
 def adapter_folders(model: ModelOptions) -> dict[str, str]:
@@ -177,8 +230,22 @@ def check_run_dir(run_dir: Name) -> None:
 
 def check_output(job: JobConfig) -> None:
     """Begin and abandon the output file; with the locks held. Raises ConfigError for a file that cannot be written."""
-    path = Path(job.output or "")
+    path = output_path(job)
     try:
+        if isinstance(path, RemotePath):
+            _check_remote(path)
         OutputFile.open(path).abandon()
     except OSError as error:
         raise ConfigError(f"job.output={path} cannot be written ({error.strerror}): give another file") from None
+
+
+def _check_remote(path: RemotePath) -> None:
+    """Begin a file in the store, after removing what killed writers left. Raises OSError."""
+    try:
+        num_left = remove_leftovers(path.raw)
+    except PermissionError as error:
+        logger.warning("incomplete uploads of killed jobs cannot be looked for: %s", error)
+        num_left = 0
+    if num_left:
+        logger.info("job.output=%s: %d incomplete uploads of killed jobs were removed", path, num_left)
+    check_creatable(path.raw)

@@ -114,12 +114,15 @@ class RowJournal:
         self._pending: list[tuple[int, RowAnswer]] = []
         self._failure: Exception | None = None
         self.num_rows = 0
+        self.num_leading = 0
+        """Rows from the first that are committed without a gap."""
         self._lines = _open_to_append(folder / LINES_NAME)
         self._records = _open_to_append(folder / JOURNAL_NAME)
         self._recover()
         # Both names must be durable before a record is written.
         sync_folder(folder)
         self.num_recovered = self.num_rows
+        self._count_leading()
         self._last_commit_s = time.monotonic()
 
     def has(self, index: int) -> bool:
@@ -157,6 +160,7 @@ class RowJournal:
             try:
                 self._write_pending(ends[0])
                 self._pending = []
+                self._count_leading()
             except Exception as error:  # raised by every commit from now on
                 self._failure = error
                 raise
@@ -204,6 +208,17 @@ class RowJournal:
 
     def _record(self, number: int) -> JournalRecord | None:
         return JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
+
+    def _count_leading(self) -> None:
+        """Count on, while no row is pending."""
+        number = self.num_leading
+        while self.has(number):
+            number += 1
+        self.num_leading = number
+
+    def line_of(self, index: int) -> bytes:
+        """Line of a committed row. Thread-safe."""
+        return _read_at(self._lines, self._offsets[index], self._lengths[index])
 
     def lines(self) -> Iterator[bytes]:
         """The committed lines in order of the rows, up to the first missing row."""

@@ -6,6 +6,7 @@ from typing import Final
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import make_folder_durably, partial_path
+from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.frontends.batch.file_lock import FileLock
 
 LOCK_NAME: Final = "lock"
@@ -18,28 +19,35 @@ class RunLock:
     the run directory, or a folder that cannot be made.
     """
 
-    def __init__(self, run_dir: Path, output: Path) -> None:
+    def __init__(self, run_dir: Path, output: FilePath) -> None:
         self._run_dir, self._output = run_dir, output
         self._lock = FileLock(run_dir / LOCK_NAME, f"job.run_dir={run_dir}", "give another job.run_dir")
         self._held = ExitStack()
 
     def __enter__(self) -> "RunLock":
-        # The output's partial file is its lock: no other file is left next to the output.
-        partial, owned = partial_path(self._output), f"job.output={self._output}"
-        output = FileLock(partial, owned, "give another file", is_temporary=True)
-        make_folder("the folder of job.output", self._output.parent)
+        output = self._output_lock()
         with ExitStack() as held:
             has_lock = (self._run_dir / LOCK_NAME).exists()
             if has_lock:
                 held.enter_context(self._lock)
-            held.enter_context(output)
+            if output is not None:
+                held.enter_context(output)
             if not has_lock:
                 make_folder("job.run_dir", self._run_dir)
                 held.enter_context(self._lock)
             self._lock.note("starting")
-            output.note("runs the job")
+            if output is not None:
+                output.note("runs the job")
             self._held = held.pop_all()
         return self
+
+    def _output_lock(self) -> FileLock | None:
+        """The output's partial file: no other file is left next to the output. Remote stores have no locks."""
+        if isinstance(self._output, RemotePath):
+            return None
+        make_folder("the folder of job.output", self._output.parent)
+        owned = f"job.output={self._output}"
+        return FileLock(partial_path(self._output), owned, "give another file", is_temporary=True)
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
