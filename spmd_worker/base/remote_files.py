@@ -75,7 +75,7 @@ def states_below(folder: str) -> dict[str, RemoteState]:
             return {}
         base = store.path.rstrip("/") + "/"
         return {
-            path[len(base) :]: _state_in(store, info) for path, info in sorted(listed.items()) if path.startswith(base)
+            path[len(base) :]: state_in(store, info) for path, info in sorted(listed.items()) if path.startswith(base)
         }
 
     return store.retried(found)
@@ -263,12 +263,13 @@ def _http_condition(state: RemoteState) -> dict[str, Any]:
 def _state(store: Store) -> RemoteState:
     def found() -> RemoteState:
         store.fs.invalidate_cache()
-        return _state_in(store, store.fs.info(store.path))
+        return state_in(store, store.fs.info(store.path))
 
     return store.retried(found)
 
 
-def _state_in(store: Store, info: dict[str, Any]) -> RemoteState:
+def state_in(store: Store, info: dict[str, Any]) -> RemoteState:
+    """State in a description of fsspec. Raises FileNotFoundError for a folder, RemoteError for an unknown size."""
     if info.get("type") == "directory":
         raise FileNotFoundError(store.path)
     if info.get("size") is None:

@@ -29,7 +29,16 @@ _MOST_PAUSE_S: Final = 8.0
 _TRANSIENT_STATUS: Final = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 _TRANSIENT_CODES: Final = ("SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "Throttl")
 _TRANSIENT_MODULES: Final = ("aiohttp", "botocore", "urllib3", "aiobotocore", "httpx", "requests")
-_TRANSIENT_WORDS: Final = ("Connection", "Timeout", "Disconnected", "Payload", "IncompleteRead", "Parse", "Protocol")
+_TRANSIENT_WORDS: Final = (
+    "Connection",
+    "Timeout",
+    "Disconnected",
+    "Payload",
+    "IncompleteRead",
+    "Parse",
+    "Protocol",
+    "HTTPClient",
+)
 """Errors of these packages with such a word in their class's name."""
 _QUIET_LOGGERS: Final = ("botocore", "aiobotocore", "s3fs", "gcsfs", "adlfs", "azure", "fsspec", "urllib3")
 
@@ -156,8 +165,8 @@ def _s3_options(core: Any) -> dict[str, Any]:
 def _quieten() -> None:
     """Raise the level of loggers that write headers of requests."""
     for name in _QUIET_LOGGERS:
-        if logging.getLogger(name).getEffectiveLevel() < logging.INFO:
-            logging.getLogger(name).setLevel(logging.INFO)
+        quiet = logging.getLogger(name)
+        quiet.setLevel(max(quiet.level, logging.INFO))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -174,15 +183,13 @@ def status_of(error: BaseException) -> int | None:
         response = getattr(each, "response", None)
         if isinstance(response, dict):
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-        if type(each).__module__.endswith("http_exceptions"):
-            # aiohttp's for an answer that it cannot parse: a broken connection.
-            continue
-        # aiohttp's, gcsfs's, azure's, huggingface_hub's.
-        names = ("status", "code", "status_code")
-        values = [getattr(each, name, None) for name in names] + [getattr(response, "status_code", None)]
-        status = next((value for value in values if isinstance(value, int)), None)
-        if status is not None:
-            return status
+        if any(kind.__name__ == "HTTPClientError" for kind in type(each).__mro__):
+            # botocore's without an answer. One that cannot be parsed would be 400 to aiohttp.
+            return None
+        # aiohttp's, azure's, gcsfs's, huggingface_hub's.
+        for of, name in ((each, "status"), (each, "status_code"), (each, "code"), (response, "status_code")):
+            if isinstance(getattr(of, name, None), int):
+                return int(getattr(of, name))
     return None
 
 

@@ -5,8 +5,8 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
-BUCKET = "bucket"
 KEY, SECRET = "PLANTEDKEYID", "plantedsecretvalue"
 _THROTTLED = (
     b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
@@ -21,6 +21,8 @@ class S3Server:
 
     requests: list[tuple[str, str]] = field(default_factory=list)
     fault: Callable[[int, str, str], str | None] | None = None
+    bucket: str = ""
+    """URL of the test's bucket."""
 
     def start(self) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app
@@ -49,7 +51,7 @@ class S3Server:
                     environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(_THROTTLED)))]
                 start_response("503 Slow Down", headers)
-                return [_THROTTLED]
+                return [] if environ["REQUEST_METHOD"] == "HEAD" else [_THROTTLED]
             # One at a time: the real S3 decides between two conditional writes, and moto looks and then writes.
             body = b"".join(self._moto(environ, start_response))
         if fault in ("reset", "lost"):
@@ -57,20 +59,39 @@ class S3Server:
         return [body]
 
     def _broken(self, environ, body):
-        yield body[: len(body) // 2]
+        if body:
+            yield body[: len(body) // 2]
         with contextlib.suppress(OSError):
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+
+    def environment(self) -> dict[str, str]:
+        """Variables by which fsspec and botocore find it."""
+        return {
+            "FSSPEC_S3_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
 
     def stop(self) -> None:
         self._server.shutdown()
 
 
-def use_server(monkeypatch, url: str) -> None:
-    """Let fsspec's s3 find the server, in this process and in those it starts."""
+def use_server(server: S3Server, monkeypatch, test: str):
+    """Let fsspec's s3 find the server, in this process and in those it starts, for one test."""
     import fsspec.config
 
-    monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": url})
+    from spmd_worker.base import remote_store
+
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server.url})
+    monkeypatch.setattr(remote_store, "_FIRST_PAUSE_S", 0.0)
+    server.fault = None
+    bucket = f"b{blake2b(test.encode(), digest_size=8).hexdigest()}"
+    server.bucket = f"s3://{bucket}"
+    remote_store.open_store(f"{server.bucket}/x").fs.call_s3("create_bucket", Bucket=bucket)
+    server.requests.clear()
+    yield server
+    server.fault = None
