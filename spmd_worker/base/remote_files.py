@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, Final
 
@@ -36,7 +36,7 @@ class RemoteState:
 
     num_bytes: int
     version: str
-    time_s: float | None = None
+    time_s: float | None = field(default=None, compare=False)
 
 
 def state_of(name: str) -> RemoteState:
@@ -98,24 +98,17 @@ def replace_remote(name: str, data: bytes) -> None:
 
 
 def create_remote(name: str, data: bytes) -> bool:
-    """Create a small file, whole; False if the name exists. A create whose answer was lost is recognised by its
-    content, which must not be another writer's. Raises OSError.
+    """Create a small file, whole; False if the name exists with other bytes: those of two writers must differ. Raises
+    OSError.
     """
     store = open_store(name)
     _make_parents(store)
-
-    def create() -> bool:
-        store.fs.pipe_file(store.path, data, mode="create")
-        return True
-
-    def was_created() -> bool | None:
-        found = read_remote(name)
-        return None if found is None else found == data
-
     try:
-        return store.retried(create, on_retry=was_created)
+        store.retried(lambda: store.fs.pipe_file(store.path, data, mode="create"))
     except FileExistsError:
-        return False
+        # Perhaps made by a try of this call whose answer was lost; aiohttp repeats a request by itself, too.
+        return read_remote(name) == data
+    return True
 
 
 def delete_remote(name: str) -> None:

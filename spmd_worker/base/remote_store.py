@@ -40,6 +40,8 @@ _TRANSIENT_WORDS: Final = (
     "HTTPClient",
 )
 """Errors of these packages with such a word in their class's name."""
+_BROKEN: Final = ("HTTPClientError", "ClientPayloadError", "HttpProcessingError")
+"""Errors of botocore and aiohttp without a complete answer."""
 _QUIET_LOGGERS: Final = ("botocore", "aiobotocore", "s3fs", "gcsfs", "adlfs", "azure", "fsspec", "urllib3")
 
 
@@ -183,8 +185,8 @@ def status_of(error: BaseException) -> int | None:
         response = getattr(each, "response", None)
         if isinstance(response, dict):
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-        if any(kind.__name__ == "HTTPClientError" for kind in type(each).__mro__):
-            # botocore's without an answer. One that cannot be parsed would be 400 to aiohttp.
+        if any(kind.__name__ in _BROKEN for kind in type(each).__mro__):
+            # To aiohttp an answer that cannot be parsed has the status 400.
             return None
         # aiohttp's, azure's, gcsfs's, huggingface_hub's.
         for of, name in ((each, "status"), (each, "status_code"), (each, "code"), (response, "status_code")):
