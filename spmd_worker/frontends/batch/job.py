@@ -28,12 +28,15 @@ from spmd_worker.frontends.batch.job_metrics import (
     report_of_replica,
     stages_of,
 )
-from spmd_worker.frontends.batch.open_job import OpenRun, open_run
+from spmd_worker.frontends.batch.job_run import JobRun, WrittenOutput
+from spmd_worker.frontends.batch.open_job import open_run
+from spmd_worker.frontends.batch.pool_world.open_world import open_world
 from spmd_worker.frontends.batch.progress import format_summary
 from spmd_worker.frontends.batch.row_source import AnswerSink, RowSource
-from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job, output_path, run_dir_of
-from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, write_provenance
+from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_job
+from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
+from spmd_worker.frontends.batch.run_dir.shard import output_of, run_dir_of
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import check_world_size
@@ -71,17 +74,26 @@ def run_job(
         # Several engines would all read the same rows and write the same file.
         check_world_size(resolved.layout, environment.world_size)
     with ExitStack() as held:
-        run = open_run(resolved, held, watchdog) if environment.is_leader else None
+        run = _open(resolved, held, watchdog) if environment.is_leader else None
+        if environment.world_size == 1 and run is not None and (ended := run.earlier_output()) is not None:
+            # Other ranks would wait for this one.
+            _check_error_rows(ended.num_error_rows, config.job.max_error_rows)
+            return
         _run(resolved, environment, watchdog, run, moments)
         if run is not None:
             run.end()
+
+
+def _open(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> JobRun:
+    open_ = open_run if resolved.config.job.pool is None else open_world
+    return open_(resolved, held, watchdog)
 
 
 def _run(
     resolved: ResolvedRun,
     environment: RankEnvironment,
     watchdog: Watchdog | None,
-    run: OpenRun | None,
+    run: JobRun | None,
     moments: Moments,
 ) -> None:
     if run is not None:
@@ -118,7 +130,7 @@ def _follow(engine: Engine, replicas: Replicas | None) -> None:
     engine.engine_channel.gather(report_of_rank(engine) if counts is None else report_of_replica(engine, counts))
 
 
-def _lead(engine: Engine, replicas: Replicas | None, run: OpenRun, moments: Moments) -> None:
+def _lead(engine: Engine, replicas: Replicas | None, run: JobRun, moments: Moments) -> None:
     rows, output = run.open_rows(engine)
     with (
         output,
@@ -135,7 +147,7 @@ def _lead(engine: Engine, replicas: Replicas | None, run: OpenRun, moments: Mome
         reports = engine.engine_channel.gather(report_of_replica(engine, counts))
         if replicas is not None:
             replicas.forget_round()
-        written = run.write_output(engine, rows.num_rows)
+        written = run.write_output(engine)
         output.is_complete = True
     metrics = job_metrics(output.counts, reports) | {
         "load_s": moments.loaded_s - moments.started_s,
@@ -144,7 +156,7 @@ def _lead(engine: Engine, replicas: Replicas | None, run: OpenRun, moments: Mome
         "adapters": rows.num_rows_by_adapter,
     }
     _report(engine, run, metrics, reports, written)
-    _check_error_rows(output.counts.error_rows, engine.config.job.max_error_rows)
+    _check_error_rows(written.num_error_rows, engine.config.job.max_error_rows)
 
 
 def _answer(
@@ -158,14 +170,11 @@ def _answer(
     return ReplicaCounts(num_answered, engine.counters.num_output_tokens, media_wait_s)
 
 
-def _report(
-    engine: Engine, run: OpenRun, metrics: dict[str, Any], reports: list[bytes], written: dict[str, Any]
-) -> None:
+def _report(engine: Engine, run: JobRun, metrics: dict[str, Any], reports: list[bytes], written: WrittenOutput) -> None:
     """Write the run's metrics, provenance and stage times, and print the summary."""
     write_json(run.run_dir / METRICS_NAME, metrics)
-    images = chained_digest(run.media_digests())
-    output = {"path": str(output_path(engine.config.job)), **written}
-    write_provenance(run.run_dir, run.manifest, output, chain_heads(reports), images)
+    output = {"path": str(output_of(engine.config.job)), **written.digest}
+    write_provenance(run.run_dir, run.manifest, output, chain_heads(reports), written.images)
     if "stages" in metrics:
         write_stage_times(run.run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
     print(format_summary(metrics), file=sys.stderr)

@@ -11,10 +11,10 @@ from spmd_worker.base.remote_names import shown_name
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_counts import JobCounts
 from spmd_worker.frontends.batch.progress import Progress
-from spmd_worker.frontends.batch.row_source import InputRow
-from spmd_worker.frontends.batch.run_dir.journal import RowJournal, row_key
+from spmd_worker.frontends.batch.row_source import AnswerStore, DoneRows, InputRow
+from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, RowKey, row_key
 from spmd_worker.frontends.openai.row import RowError
-from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
+from spmd_worker.frontends.openai.row_parser import CustomIds, custom_id_digest, parse_row
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -25,7 +25,7 @@ _MAX_SKIP_S: Final = 0.1
 
 class JobInput:
     """Parses `lines`, with the indices of their rows, one by one, up to `job.max_rows`, and remembers every custom id.
-    Rows in `journal` are skipped; `keys` are of the returned rows that are not done. `adapters` are the names that are
+    Rows in `done` are skipped; `keys` are of the returned rows without an answer. `adapters` are the names that are
     counted in `num_rows_by_adapter`.
     """
 
@@ -35,16 +35,16 @@ class JobInput:
         job: JobConfig,
         limits: RowLimits,
         defaults: SamplingParams,
-        journal: RowJournal,
+        done: DoneRows,
         adapters: Iterable[str] = (),
     ) -> None:
         self.num_rows = 0
         self.num_rows_by_adapter = dict.fromkeys(adapters, 0)
         self.has_ended = False
         self.may_read: Callable[[], bool] = lambda: True
-        self.keys: dict[int, int] = {}
-        self._journal, self._input = journal, shown_name(job.input or "")
-        self._num_unread_done = journal.num_rows
+        self.keys: dict[int, RowKey] = {}
+        self._done, self._input = done, shown_name(job.input or "")
+        self._num_unread_done = done.num_rows
         self._max_rows, self._defaults, self._limits = job.max_rows, defaults, limits
         # A slow stream must not delay the rows that it has already written.
         self._stream = lines if isinstance(lines, StreamLines) else None
@@ -77,15 +77,17 @@ class JobInput:
                 self.has_ended = True
                 return None
             self.num_rows += 1
-            row = self._custom_ids.check(parse_row(index, line, self._defaults, self._limits))
+            parsed = parse_row(index, line, self._defaults, self._limits)
+            row = self._custom_ids.check(parsed)
             for name in () if isinstance(row, RowError) else (row.adapter, row.prompt_adapter, row.model):
                 if name in self.num_rows_by_adapter:
                     self.num_rows_by_adapter[name] += 1
             key = row_key(line)
-            if not self._journal.has(index):
-                self.keys[index] = key
+            if not self._done.has(index):
+                custom_id = NO_CUSTOM_ID if parsed.custom_id is None else custom_id_digest(parsed.custom_id)
+                self.keys[index] = RowKey(key, custom_id, isinstance(parsed, RowError))
                 return InputRow(line, row)
-            if self._journal.key_of(index) != key:
+            if self._done.key_of(index) not in (key, None):
                 raise ConfigError(
                     f"job.input={self._input}: row {index} has changed since it was answered: give the input that the "
                     f"run began with, or another job.run_dir"
@@ -94,6 +96,11 @@ class JobInput:
             if time.monotonic() >= until_s:
                 break
         return None
+
+    def close(self) -> None:
+        """End the thread that reads ahead, if there is one."""
+        if self._stream is not None:
+            self._stream.close()
 
 
 class JobOutput:
@@ -105,8 +112,8 @@ class JobOutput:
 
     def __init__(
         self,
-        journal: RowJournal,
-        keys: dict[int, int],
+        journal: AnswerStore,
+        keys: dict[int, RowKey],
         progress: Progress,
         num_rows: int | None = None,
         prometheus: PrometheusFile | None = None,

@@ -1,7 +1,7 @@
 """Rank 0's state of a job, from its checked files to the complete output: locks, manifest, input, journal."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,12 @@ from spmd_worker.base.metrics.prometheus import PrometheusFile, require_promethe
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import package_versions
 from spmd_worker.frontends.batch.file_lock import ENDING
+from spmd_worker.frontends.batch.input.input_index import read_index
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
-from spmd_worker.frontends.batch.input.stream_lines import StreamLines
+from spmd_worker.frontends.batch.input_check import InputCheck
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
+from spmd_worker.frontends.batch.job_run import WrittenOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, write_lines
 from spmd_worker.frontends.batch.output_parts import PARTS_NAME, is_parts
 from spmd_worker.frontends.batch.parts_thread import PartsThread
@@ -34,19 +36,19 @@ from spmd_worker.frontends.batch.run_dir.job_files import (
     check_files,
     check_output,
     is_job_file,
-    output_path,
-    run_dir_of,
 )
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
+from spmd_worker.frontends.batch.run_dir.kept_digests import keep_digests
 from spmd_worker.frontends.batch.run_dir.manifest import (
     check_manifest,
     end_manifest,
     make_manifest,
     set_arithmetic,
-    set_input,
     write_manifest,
 )
+from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of, run_dir_of
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -55,45 +57,8 @@ _SCAN_S: Final = 1.0
 """Time that a start waits for the scan of its input; then the scan continues in parallel."""
 
 
-class InputCheck:
-    """Records the scan of the input once it has ended, and calls `expect` with the number of rows. A resumed run reads
-    no row before: its input must be the same.
-    """
-
-    def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, is_resumed: bool) -> None:
-        self._scan, self._run_dir, self._manifest = scan, run_dir, manifest
-        self._resume, self._is_resumed = resume, is_resumed
-        self._is_recorded = False
-        self.expect: Callable[[int | None], None] = lambda num_rows: None
-
-    def may_read(self) -> bool:
-        """Whether rows may be read now. Raises as `is_recorded` does."""
-        return self.is_recorded() or not self._is_resumed
-
-    def is_recorded(self, timeout_s: float = 0.0) -> bool:
-        """Wait up to `timeout_s`; return whether the scan has ended and is in the manifest. Raises OSError for an
-        unreadable input, ConfigError for one that has changed.
-        """
-        found = None if self._is_recorded else self._scan.wait(timeout_s)
-        if found is not None:
-            # Else the manifest would describe other rows than were answered.
-            self.check_unchanged()
-            set_input(self._run_dir, self._manifest, self._resume, found.digest, found.num_rows)
-            self._is_recorded = True
-            self.expect(found.num_rows)
-        return self._is_recorded
-
-    def check_unchanged(self) -> None:
-        """Raise ConfigError if files changed while they were read: the manifest does not describe their rows."""
-        if self._scan.has_changed():
-            raise ConfigError(
-                f"job.input={self._manifest['config']['job']['input']} changed while the job read it. The answers are "
-                f"kept: start the job again with the unchanged input, or give another job.run_dir"
-            )
-
-
 class OpenRun:
-    """Rank 0's state while the job runs: `agree`, `open_rows`, `commit`, `write_output` and `end`, in this order."""
+    """The `JobRun` of a local job, whose answers are in a journal."""
 
     def __init__(
         self,
@@ -101,12 +66,14 @@ class OpenRun:
         lock: RunLock,
         journal: RowJournal,
         manifest: dict[str, Any],
-        reader: RowReader,
         check: InputCheck,
     ) -> None:
         self.lock, self.manifest, self.run_dir = lock, manifest, journal.folder
-        self._job, self._journal, self._reader, self._check = job, journal, reader, check
+        self._job, self._journal, self._check = job, journal, check
         self._parts: PartsThread | None = None
+
+    def earlier_output(self) -> WrittenOutput | None:
+        return None
 
     def before_exit(self) -> None:
         """Commit finished rows, and record in the lock that it will be free."""
@@ -123,17 +90,19 @@ class OpenRun:
         """The rows that are not done, and the answers' way into the journal."""
         job, model = self._job, engine.config.model
         adapters = (*(model.adapters or ()), *(model.prompt_adapters or ()))
-        reader = self._reader
-        lines = StreamLines(iter(reader)) if reader.paths is None else reader
-        rows = JobInput(lines, job, engine.config.limits, engine.default_sampling, self._journal, adapters)
+        rows = JobInput(
+            self._check.lines(), job, engine.config.limits, engine.default_sampling, self._journal, adapters
+        )
         rows.may_read = self._check.may_read
-        prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
+        path = prometheus_of(job)
+        prometheus = None if path is None else PrometheusFile(path)
         num_rows = self.manifest["num_rows"]
         progress = Progress(num_rows, rows_before=self._journal.num_rows)
         output = JobOutput(self._journal, rows.keys, progress, num_rows, prometheus)
         self._check.expect = output.expect
-        if is_parts(output_path(job)):
-            write = partial(write_lines, path=output_path(job), vectors=vectors_of(engine), part_rows=job.part_rows)
+        self._rows, self._output = rows, output
+        if is_parts(output_of(job)):
+            write = partial(write_lines, path=output_of(job), vectors=vectors_of(engine), part_rows=job.part_rows)
             self._parts = PartsThread(self._journal, partial(write, run_dir=self.run_dir))
         return rows, output
 
@@ -141,33 +110,33 @@ class OpenRun:
         """Make all answers durable. Raises OSError."""
         self._journal.commit()
 
-    def write_output(self, engine: Engine, num_rows: int) -> dict[str, Any]:
-        """Write the output of `num_rows` rows once the input is known to be unchanged. Returns a digest of its lines.
-        Raises OSError, ConfigError for a changed input.
-        """
+    def write_output(self, engine: Engine) -> WrittenOutput:
+        """Write the output once the input is known to be unchanged. Raises OSError, ConfigError for a changed input."""
         while not self._check.is_recorded(timeout_s=_SCAN_S):
             engine.times.heartbeat.enter("reading the input")
         self._check.check_unchanged()
         self.lock.note("writes the output")
+        vectors = vectors_of(engine)
+        if self.manifest["shard"] is not None:
+            kept = keep_digests(self.run_dir, self._journal.committed())
+            self.manifest["shard"] |= {"kept": kept, "vectors": vectors}
         if self._parts is None:
-            return write_lines(self._lines(num_rows), output_path(self._job), vectors_of(engine))
-        return self._parts.end(num_rows, lambda: engine.times.heartbeat.enter("writing the output"))
+            digest = write_lines(self._lines(), output_of(self._job), vectors)
+        else:
+            digest = self._parts.end(self._rows.num_rows, lambda: engine.times.heartbeat.enter("writing the output"))
+        return WrittenOutput(digest, chained_digest(self._journal.media_digests()), self._output.counts.error_rows)
 
     def close(self) -> None:
         """Stop writing parts, with the last one discarded if it is not complete."""
         if self._parts is not None:
             self._parts.close()
 
-    def _lines(self, num_rows: int) -> Iterator[bytes]:
+    def _lines(self) -> Iterator[bytes]:
         num_lines = 0
-        for line in self._journal.lines():
+        for line in self._journal.lines(self._check.first_row):
             num_lines += 1
             yield line
-        assert num_lines == num_rows, (num_lines, num_rows)
-
-    def media_digests(self) -> list[tuple[int, str]]:
-        """(row, digest of its images) of the rows with images, in order of the rows."""
-        return self._journal.media_digests()
+        assert num_lines == self._rows.num_rows, (num_lines, self._rows.num_rows)
 
     def end(self) -> None:
         """Mark the job as ended, when nothing is left that could fail or be interrupted: starting an ended run
@@ -184,20 +153,22 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     check_files(resolved)
     if config.job.prometheus_file:
         require_prometheus(config.job.prometheus_file)
+    reader = RowReader.of(config.job.input or "", config.limits.num_line_bytes, partial(is_job_file, config.job))
+    index = None if config.job.input_index is None else read_index(Path(config.job.input_index), reader)
     run_dir = run_dir_of(config.job)
-    lock = held.enter_context(RunLock(run_dir, output_path(config.job)))
+    lock = held.enter_context(RunLock(run_dir, output_of(config.job)))
     if watchdog is not None:
         watchdog.before_exit = partial(lock.note, ENDING)
     check_output(config.job)
     lock.note("reads the input")
-    reader = RowReader.of(config.job.input or "", config.limits.num_line_bytes, partial(is_job_file, config.job))
-    scan = InputScan(reader, config.job.max_rows)
+    is_ranged = index is not None or config.job.shard is not None
+    scan = InputScan(reader, config.job.max_rows, index, reads_are_checked=is_ranged)
     held.callback(scan.close)
     manifest = manifest_of(resolved, reader)
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
     is_resumed = check_manifest(run_dir, manifest, config.job.resume)
-    check = InputCheck(scan, run_dir, manifest, config.job.resume, is_resumed)
+    check = InputCheck(config.job, reader, scan, run_dir, manifest, is_resumed=is_resumed, is_ranged=is_ranged)
     if not is_resumed:
         # Left by an ended run. Removed before the manifest is written, which identifies the journal next to it.
         remove_journal(run_dir)
@@ -213,7 +184,7 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("the job is resumed: %d rows were answered before this start", journal.num_rows)
-    run = OpenRun(config.job, lock, journal, manifest, reader, check)
+    run = OpenRun(config.job, lock, journal, manifest, check)
     held.callback(run.close)
     return run
 

@@ -10,7 +10,7 @@ import base64
 import contextlib
 import gzip
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +23,7 @@ from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.files import create_job_file, partial_path, rename_durably, sync_stream
 from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.base.remote_upload import write_remote
+from spmd_worker.frontends.batch.input.input_files import open_bytes, open_input
 from spmd_worker.frontends.batch.output_parts import PART_ROWS, CommittedParts, LineDigest, Part, is_parts, write_parts
 from spmd_worker.frontends.openai.decimals import read_decimals
 
@@ -71,15 +72,17 @@ class OutputFile:
         self._stream, self._sink = stream, sink
 
     @staticmethod
-    def open(path: FilePath, vectors: VectorColumn | None = None, first_row: int = 0) -> "OutputFile":
-        """Begin the file, of rows from `first_row`; `vectors` for pooling rows. Raises OSError if it cannot be created,
-        FileExistsError if another kind of file exists, and ConfigError if its format needs a missing package.
+    def open(path: FilePath, vectors: VectorColumn | None = None, writer: str | None = None) -> "OutputFile":
+        """Begin the file; `vectors` for pooling rows. A `writer` has a partial file of its own.
+
+        Raises OSError if it cannot be created, FileExistsError if another kind of file exists, and ConfigError if its
+        format needs a missing package.
         """
-        return OutputFile.over(open_whole(path), path.suffix, vectors, first_row)
+        return OutputFile.over(open_whole(path, writer), path.suffix, vectors)
 
     @staticmethod
     def over(stream: WholeStream, suffix: str, vectors: VectorColumn | None = None, first_row: int = 0) -> "OutputFile":
-        """`open` with an open stream, which is discarded on an error."""
+        """`open` with an open stream, which is discarded on an error, of rows from `first_row`."""
         try:
             return OutputFile(stream, _sink_of(suffix, cast(BinaryIO, stream), vectors, first_row))
         except BaseException:
@@ -124,6 +127,7 @@ def write_lines(
     vectors: VectorColumn | None = None,
     part_rows: int = PART_ROWS,
     run_dir: Path | None = None,
+    writer: str | None = None,
 ) -> dict[str, Any]:
     """Write all lines to a file that appears when it is complete, or to parts of `part_rows` lines. Returns their
     number, bytes and a digest of the uncompressed lines: for plain JSONL as `sha256sum`. Parts that `run_dir` records
@@ -132,18 +136,19 @@ def write_lines(
     digest = LineDigest()
     counted = digest.read(lines)
     if is_parts(path):
-        write_parts(
-            counted, digest, CommittedParts.open(path, part_rows, run_dir), partial(_write_part, vectors=vectors)
-        )
+        parts = CommittedParts.open(path, part_rows, run_dir)
+        write_parts(counted, digest, parts, partial(_write_part, vectors=vectors, writer=writer))
     else:
-        with OutputFile.open(path, vectors) as output:
+        with OutputFile.open(path, vectors, writer) as output:
             for line in counted:
                 output.write(line)
     return digest.as_dict()
 
 
-def _write_part(lines: Iterable[bytes], path: FilePath, first_row: int, vectors: VectorColumn | None) -> Part:
-    num_rows, stream = 0, _DigestedStream(open_whole(path), str(path))
+def _write_part(
+    lines: Iterable[bytes], path: FilePath, first_row: int, vectors: VectorColumn | None, writer: str | None
+) -> Part:
+    num_rows, stream = 0, _DigestedStream(open_whole(path, writer), str(path))
     with OutputFile.over(stream, path.suffix, vectors, first_row) as output:
         for line in lines:
             output.write(line)
@@ -182,19 +187,24 @@ class _DigestedStream:
         return True
 
 
-def open_whole(path: FilePath) -> WholeStream:
+def open_whole(path: FilePath, writer: str | None = None) -> WholeStream:
     """Begin a file. Raises OSError if it cannot be created, FileExistsError if another kind of file exists."""
-    return write_remote(path.raw) if isinstance(path, RemotePath) else _LocalStream(path)
+    return write_remote(path.raw) if isinstance(path, RemotePath) else _LocalStream(path, writer)
+
+
+def own_partial(path: Path, writer: str | None) -> Path:
+    """Partial file of a writer next to others."""
+    return partial_path(path if writer is None else path.with_name(f"{path.name}.{writer}"))
 
 
 class _LocalStream:
     """`<name>.partial`, which `close` renames."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writer: str | None) -> None:
         if path.exists() and not path.is_file():
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
-        self._path = path
-        self._stream = create_job_file(partial_path(path), buffering=-1)
+        self._path, self._partial = path, own_partial(path, writer)
+        self._stream = create_job_file(self._partial, buffering=-1)
         self.name = str(path)
         self.write, self.flush, self.tell = self._stream.write, self._stream.flush, self._stream.tell
         self.readable, self.writable = self._stream.readable, self._stream.writable
@@ -207,11 +217,30 @@ class _LocalStream:
     def close(self) -> None:
         sync_stream(self._stream)
         self._stream.close()
-        rename_durably(partial_path(self._path), self._path)
+        rename_durably(self._partial, self._path)
 
     def discard(self) -> None:
         self._stream.close()
-        partial_path(self._path).unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
+
+
+def read_lines(path: FilePath) -> Iterator[bytes]:
+    """The lines of a job's output, of any format. Raises OSError."""
+    if path.suffix != _PARQUET:
+        with open_input(path) as stream:
+            yield from stream
+        return
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise_missing_package("pyarrow", "parquet", f"output {path}", error)
+    with open_bytes(path) as file:
+        try:
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256, columns=["json"]):
+                for text in batch.column(0):
+                    yield text.as_py().encode() + b"\n"
+        except pyarrow.ArrowException as error:
+            raise OSError(f"{path} is damaged ({error})") from None
 
 
 class _PlainSink:

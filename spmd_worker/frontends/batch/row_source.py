@@ -3,10 +3,11 @@
 A local job, a shard and a world of a pool implement both; what answers rows knows neither files nor journals.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from spmd_worker.frontends.batch.job_counts import JobCounts
+from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowKey
 from spmd_worker.frontends.openai.row import Row, RowError
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 
@@ -41,6 +42,31 @@ class RowSource(Protocol):
 
     def next_row(self) -> InputRow | None:
         """The next row; None when there are no more (`has_ended`), or none yet."""
+
+
+class DoneRows(Protocol):
+    """Rows that have their answers already."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def has(self, index: int) -> bool: ...
+
+    def key_of(self, index: int) -> int | None:
+        """Key of the row's input line when it was done; None if it cannot have changed."""
+
+
+class AnswerStore(Protocol):
+    """Keeps answers: a journal, or the parts of a pool."""
+
+    def append(self, key: RowKey, answer: RowAnswer) -> None:
+        """Keep the answer to a row. Raises OSError."""
+
+    def tick(self) -> None:
+        """Commit if a commit is due. Raises OSError."""
+
+    def records(self) -> Iterator[JournalRecord]:
+        """Rows that were done before this start."""
 
 
 class AnswerSink(Protocol):

@@ -1,11 +1,11 @@
-"""Index of an input: rows and digests of its pieces, so that a range of rows is read, and checked, without the rest.
+"""Index of an input: rows and digests of its pieces, so that a range of rows is read and checked without the rest.
 
 rows.jsonl            pieces of at least 1 MiB that begin with a line
 rows.jsonl.gz         one piece (.zst too): it is decompressed from its beginning
 rows.parquet          a piece per row group, and one for the footer, which has no rows
 
-Everything is made in one pass, without parsing a row, and is a function of the bytes of the files and of
-`max_line_bytes` alone (a blank line that is too long is a row).
+Everything is made in one pass, without parsing a row, and is a function of the bytes of the files; only blank lines of
+more than `max_line_bytes` depend on that limit: they are rows.
 """
 
 import io
@@ -18,7 +18,7 @@ from itertools import accumulate, islice
 from typing import Any, BinaryIO, Final
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import JsonError, parse_json_object
+from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.base.remote_names import FilePath
 from spmd_worker.frontends.batch.input.input_files import (
     PARQUET_SUFFIX,
@@ -35,6 +35,8 @@ _BLOCK_BYTES: Final = 1 << 18
 _PIECE_BYTES: Final = 1 << 20
 _PIECE_SHIFT: Final = 16
 """A piece has at least one part in 2^16 of the bytes before it: a file of any size has few pieces."""
+_WAY_OUT: Final = "make the index again with spmd-worker-index, or leave it out"
+_MOST_INDEX_BYTES: Final = 1 << 30
 _MOST_HELD_BYTES: Final = 64 << 20
 """Pieces above this size are read twice, to check them and to use them."""
 
@@ -65,27 +67,29 @@ class IndexedFile:
 
 @dataclass(frozen=True, slots=True)
 class InputIndex:
-    """Files of an input, in order. `digest` is of the pieces' digests, without the names of the files. A line of more
-    than `max_line_bytes` is too long.
+    """Files of an input, in order. `digest` is of the pieces' digests, without the names of the files. Blank lines have
+    at most `most_blank_bytes`, and are rows above `max_line_bytes`.
     """
 
     files: tuple[IndexedFile, ...]
     num_rows: int
     digest: str
     max_line_bytes: int
+    most_blank_bytes: int
 
     @staticmethod
-    def of(files: Sequence[IndexedFile], max_line_bytes: int) -> "InputIndex":
+    def of(files: Sequence[IndexedFile], max_line_bytes: int, most_blank_bytes: int) -> "InputIndex":
         num_rows, num_bytes = sum(each.num_rows for each in files), sum(each.num_bytes for each in files)
         content = [[each.num_bytes, each.num_rows, [astuple(mark) for mark in each.marks]] for each in files]
         digest = blake2b(json.dumps(content).encode(), digest_size=_HASH_BYTES).hexdigest()
         text = f"{num_bytes} bytes in {len(files)} file{'s' * (len(files) != 1)}, {digest}"
-        return InputIndex(tuple(files), num_rows, text, max_line_bytes)
+        return InputIndex(tuple(files), num_rows, text, max_line_bytes, most_blank_bytes)
 
     def to_bytes(self) -> bytes:
         files = [asdict(each) | {"marks": [astuple(mark) for mark in each.marks]} for each in self.files]
         head = {"format_version": FORMAT_VERSION, "num_rows": self.num_rows, "digest": self.digest}
-        return json.dumps({**head, "max_line_bytes": self.max_line_bytes, "files": files}).encode("ascii") + b"\n"
+        head |= {"max_line_bytes": self.max_line_bytes, "most_blank_bytes": self.most_blank_bytes}
+        return json.dumps({**head, "files": files}).encode("ascii") + b"\n"
 
     @staticmethod
     def from_bytes(data: bytes) -> "InputIndex":
@@ -95,7 +99,7 @@ class InputIndex:
             if value.get("format_version") != FORMAT_VERSION:
                 raise ConfigError(f"is not an index of version {FORMAT_VERSION} of an input")
             files = [_file_of(each) for each in value["files"]]
-            index = InputIndex.of(files, value["max_line_bytes"])
+            index = InputIndex.of(files, value["max_line_bytes"], value["most_blank_bytes"])
             is_whole = (index.digest, index.num_rows) == (value["digest"], value["num_rows"])
         except (JsonError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
@@ -111,26 +115,40 @@ def _file_of(value: dict[str, Any]) -> IndexedFile:
     return IndexedFile(value["path"], value["num_bytes"], value["num_rows"], marks)
 
 
+def read_index(path: FilePath, reader: RowReader) -> InputIndex:
+    """The index in `job.input_index`, of the reader's files. Raises ConfigError."""
+    key = f"job.input_index={path}"
+    try:
+        index = InputIndex.from_bytes(read_regular_file(path, _MOST_INDEX_BYTES))
+        RangeReader(reader, index)
+    except OSError as error:
+        raise ConfigError(f"{key} cannot be read ({error.strerror or error}): {_WAY_OUT}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{key} {error}: {_WAY_OUT}") from None
+    return index
+
+
 def index_input(reader: RowReader, is_over: Callable[[], bool] = lambda: False) -> InputIndex:
     """Index the reader's files; of a part of them once `is_over`. Raises OSError, and ConfigError for a Parquet file
     that has no rows of a job.
     """
     assert reader.paths is not None, "a stream can be read only once"
-    files = [_index_file(path, reader.max_line_bytes, is_over) for path in reader.paths]
-    return InputIndex.of(files, reader.max_line_bytes)
+    counters = [_RowCounter(reader.max_line_bytes) for _ in reader.paths]
+    files = [_index_file(path, counter, is_over) for path, counter in zip(reader.paths, counters)]
+    return InputIndex.of(files, reader.max_line_bytes, max([each.most_blank_bytes for each in counters], default=0))
 
 
-def _index_file(path: FilePath, max_line_bytes: int, is_over: Callable[[], bool]) -> IndexedFile:
+def _index_file(path: FilePath, counter: "_RowCounter", is_over: Callable[[], bool]) -> IndexedFile:
     if path.suffix == PARQUET_SUFFIX:
-        return _index_parquet(path, max_line_bytes, is_over)
+        return _index_parquet(path, counter.max_line_bytes, is_over)
     with open_bytes(path) as file:
         if is_compressed(path):
-            return _index_compressed(path, file, max_line_bytes, is_over)
-        return _index_lines(path, file, max_line_bytes, is_over)
+            return _index_compressed(path, file, counter, is_over)
+        return _index_lines(path, file, counter, is_over)
 
 
-def _index_lines(path: FilePath, file: BinaryIO, max_line_bytes: int, is_over: Callable[[], bool]) -> IndexedFile:
-    counter, marks = _RowCounter(max_line_bytes), []
+def _index_lines(path: FilePath, file: BinaryIO, counter: "_RowCounter", is_over: Callable[[], bool]) -> IndexedFile:
+    marks: list[Mark] = []
     row = start = num_bytes = 0
     digest = blake2b(digest_size=_HASH_BYTES)
     while (block := _read_block(file)) and not is_over():
@@ -150,8 +168,10 @@ def _index_lines(path: FilePath, file: BinaryIO, max_line_bytes: int, is_over: C
     return IndexedFile(str(path), num_bytes, counter.end(), tuple(marks))
 
 
-def _index_compressed(path: FilePath, file: BinaryIO, max_line_bytes: int, is_over: Callable[[], bool]) -> IndexedFile:
-    counter, read = _RowCounter(max_line_bytes), _DigestedReads(file)
+def _index_compressed(
+    path: FilePath, file: BinaryIO, counter: "_RowCounter", is_over: Callable[[], bool]
+) -> IndexedFile:
+    read = _DigestedReads(file)
     stream = decompressed(path, io.BufferedReader(read))
     while (block := _read_block(stream)) and not is_over():
         counter.add(block)
@@ -223,7 +243,8 @@ class _RowCounter:
     def __init__(self, max_line_bytes: int) -> None:
         self.num_rows = 0
         """Rows whose lines have ended."""
-        self._max_line_bytes = max_line_bytes
+        self.most_blank_bytes = 0
+        self.max_line_bytes = max_line_bytes
         self._is_start = True
         # Of the line that has not ended: its length, whether it is blank, and as much of it as a mark has.
         self._length, self._is_blank, self._last = 0, True, b""
@@ -239,10 +260,9 @@ class _RowCounter:
         if lines:
             self._extend(lines[0])
             self._end_line()
-            most = self._max_line_bytes
-            self.num_rows += sum(
-                [1 for line in islice(lines, 1, None) if line.strip(JSON_SPACE) or len(line.removesuffix(b"\r")) > most]
-            )
+            blanks = [len(each.removesuffix(b"\r")) for each in islice(lines, 1, None) if not each.strip(JSON_SPACE)]
+            self.num_rows += len(lines) - 1 - len(blanks)
+            self._add_blanks(blanks)
         self._extend(rest)
 
     def end(self) -> int:
@@ -258,25 +278,32 @@ class _RowCounter:
             self._last = part[-1:]
 
     def _end_line(self) -> None:
-        length = self._length - (self._last == b"\r")
-        self.num_rows += not self._is_blank or length > self._max_line_bytes
+        if self._is_blank:
+            self._add_blanks([self._length - (self._last == b"\r")])
+        else:
+            self.num_rows += 1
         self._length, self._is_blank, self._last = 0, True, b""
+
+    def _add_blanks(self, lengths: Sequence[int]) -> None:
+        self.num_rows += sum(length > self.max_line_bytes for length in lengths)
+        self.most_blank_bytes = max([self.most_blank_bytes, *lengths])
 
 
 class RangeReader:
     """Reads ranges of the rows of `reader`: only the pieces that have rows of the range, whose digests are checked
-    before a row of them is yielded. Raises ConfigError for an index of other files.
+    before a row of them is yielded. Raises ConfigError, whose message is a predicate, for an index of other files.
     """
 
     def __init__(self, reader: RowReader, index: InputIndex) -> None:
-        if index.max_line_bytes != reader.max_line_bytes:
+        limits = index.max_line_bytes, reader.max_line_bytes
+        if limits[0] != limits[1] and index.most_blank_bytes > min(limits):
             raise ConfigError(
-                f"the index of the input was made with limits.max_line_bytes={index.max_line_bytes}, and the job has "
-                f"{reader.max_line_bytes}: {_WAY_OUT}"
+                f"has blank lines of {index.most_blank_bytes} bytes, which are rows or not by limits.max_line_bytes: "
+                f"{limits[0]} in the index, {limits[1]} in the job"
             )
         paths = reader.paths or ()
         if len(paths) != len(index.files):
-            raise ConfigError(f"job.input has {len(paths)} files, and its index {len(index.files)}: {_WAY_OUT}")
+            raise ConfigError(f"describes {len(index.files)} files, and job.input has {len(paths)}")
         self._reader, self._files = reader, list(zip(paths, index.files))
         self._first_rows = [0, *accumulate(each.num_rows for each in index.files)]
 
@@ -337,9 +364,6 @@ class RangeReader:
         for number in pieces:
             _check_digest(path, file, stream, number)
             yield from parquet.lines([number])
-
-
-_WAY_OUT: Final = "make the index again (spmd-worker-index), or leave out job.input_index"
 
 
 def _changed(path: FilePath) -> ConfigError:

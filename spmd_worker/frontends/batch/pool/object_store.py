@@ -6,6 +6,7 @@ time of an object's last write, in whole seconds on S3.
 
 import errno
 import secrets
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError
@@ -18,9 +19,10 @@ from spmd_worker.base.remote_files import (
     state_in,
     state_of,
 )
-from spmd_worker.base.remote_names import check_writable, shown_name
+from spmd_worker.base.remote_names import check_writable, is_remote, shown_name
 from spmd_worker.base.remote_store import Store, open_store
-from spmd_worker.frontends.batch.pool.store import Listed
+from spmd_worker.frontends.batch.pool.posix_store import open_folder
+from spmd_worker.frontends.batch.pool.store import Listed, PoolStore
 
 _PROBE: Final = "tmp/probe"
 
@@ -64,6 +66,11 @@ class ObjectStore:
 
     def _name(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def open_pool_store(name: str) -> PoolStore:
+    """The store of `job.pool`: a folder or an object store. Raises ConfigError for one that is not usable."""
+    return open_objects(name) if is_remote(name) else open_folder(Path(name))
 
 
 def open_objects(root: str) -> ObjectStore:

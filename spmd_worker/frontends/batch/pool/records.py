@@ -23,6 +23,8 @@ from spmd_worker.base.files import JsonError, parse_json_object
 JOB_NAME: Final = "job.json"
 INPUT_INDEX_NAME: Final = "input.index"
 RANGES, PARTS, DONE, WORKERS, MERGED, CLOCK = FOLDERS = ("ranges", "parts", "done", "workers", "merged", "clock")
+WORLDS: Final = "worlds"
+"""Folder of the worlds' run directories, which are no objects of the pool."""
 MERGE_LOG: Final = f"{MERGED}/merge"
 BLOCK_RANGES: Final = 1000
 """Ranges are listed in blocks of this many: those whose number begins with the same digits."""

@@ -15,7 +15,7 @@ from spmd_worker.base.config.plain_values import plain_folder
 from spmd_worker.base.config.schema import JobConfig, ModelOptions
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
-from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, file_path, is_remote, shown_name
+from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, is_remote, shown_name
 from spmd_worker.base.remote_upload import check_creatable, remove_leftovers
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
@@ -30,6 +30,9 @@ from spmd_worker.frontends.batch.run_dir.file_names import (
     reject_reserved_names,
     reject_same_file,
 )
+from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME
+from spmd_worker.frontends.batch.run_dir.shard import Shard, other_shards_file, output_of, prometheus_of, run_dir_of
+from spmd_worker.frontends.batch.run_dir.world import check_pool
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,18 @@ METRICS_NAME: Final = "metrics.json"
 PROVENANCE_NAME: Final = "provenance.json"
 _REPORT_NAMES: Final = ("report.html", "timeline.json")
 _JOB_NAMES: Final = (
-    *("lock", "journal", "rows.part", PARTS_NAME, MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME, "*.partial"),
+    *(
+        "lock",
+        "journal",
+        "rows.part",
+        CUSTOM_IDS_NAME,
+        MEDIA_NAME,
+        PARTS_NAME,
+        MANIFEST_NAME,
+        METRICS_NAME,
+        PROVENANCE_NAME,
+        "*.partial",
+    ),
     *("steps.csv", "stages.csv", "steps.log*", "records.*", "error.rank*", "stacks.rank*", "nccl_trace.rank*"),
 )
 RESERVED_NAMES: Final = (*_JOB_NAMES, *_REPORT_NAMES)
@@ -52,43 +66,39 @@ def check_job(job: JobConfig) -> None:
         raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
         raise ConfigError("job.output is not set: give the file to write")
-    if is_remote(job.output):
-        check_writable("job.output", job.output)
+    check_names(job)
+    Shard.of(job)
+    check_pool(job)
+
+
+def check_names(job: JobConfig) -> None:
+    """Raise ConfigError for a remote name that cannot be written, or parts that cannot be named."""
+    output = output_of(job)
+    if isinstance(output, RemotePath):
+        check_writable("job.output", output.raw)
     if is_remote(job.run_dir or ""):
+        shown = shown_name(job.run_dir or "")
+        raise ConfigError(f"job.run_dir={shown}: the run directory must be local: give a folder")
+    if str(output).count("*") > is_parts(output):
         raise ConfigError(
-            f"job.run_dir={shown_name(job.run_dir or '')}: the run directory must be local: give a folder"
-        )
-    if job.output.count("*") > is_parts(output_path(job)):
-        raise ConfigError(
-            f"job.output={output_path(job)}: parts have one * in their file's name, for the number: give such as "
+            f"job.output={output}: parts have one * in their file's name, for the number: give such as "
             f"answers/part-*.jsonl"
         )
-
-
-def output_path(job: JobConfig) -> FilePath:
-    """`job.output`, on this machine or not."""
-    return file_path(job.output or "")
-
-
-def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, else `<output>.run`, next to a local output; of parts without the `*`."""
-    if job.run_dir:
-        return Path(job.run_dir)
-    output = output_path(job)
-    name = f"{output.name.replace('*', '')}.run" if is_parts(output) else f"{output.name}.run"
-    return Path(name) if isinstance(output, RemotePath) else output.with_name(name)
+    if is_parts(output) and job.shard is not None:
+        raise ConfigError(f"job.output={output} and job.shard={job.shard}: a shard writes one file: leave out the *")
 
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
     """Whether the job makes the file, next to its output: a pattern for its input may match it too."""
-    if is_remote(job.output or ""):
+    output = output_of(job)
+    if isinstance(output, RemotePath):
         return _is_reserved(path) and path.resolve().parent == run_dir_of(job).resolve()
-    partial_name = partial_path(Path(job.output or "")).name
-    if not _is_reserved(path) and path.name != partial_name and not path.is_symlink():
+    partial = partial_path(output)
+    if not _is_reserved(path) and path.name != partial.name and not path.is_symlink():
         return False
     resolved = path.resolve()
     is_in_run_dir = resolved.parent == run_dir_of(job).resolve()
-    return resolved == partial_path(Path(job.output or "")).resolve() or (is_in_run_dir and _is_reserved(path))
+    return resolved == partial.resolve() or (is_in_run_dir and _is_reserved(path))
 
 
 def _is_reserved(path: Path) -> bool:
@@ -98,12 +108,13 @@ def _is_reserved(path: Path) -> bool:
 def check_files(resolved: ResolvedRun) -> None:
     """Check existing files, on rank 0. Raises ConfigError if the job would fail late, or overwrite another file."""
     job, run_dir, model_path = resolved.config.job, run_dir_of(resolved.config.job), resolved.config.model.path
-    output = output_path(job)
-    files = [] if isinstance(output, RemotePath) else [_claim("job.output", job.output or "")]
-    if files and is_parts(output):
-        files.append(_claim("job.output", str(output.with_name(PARTS_MANIFEST_NAME))))
-    if job.prometheus_file:
-        files.append(_claim("job.prometheus_file", job.prometheus_file))
+    check_shard(job)
+    output, prometheus, files = output_of(job), prometheus_of(job), []
+    if not isinstance(output, RemotePath):
+        paths = [output, *([output.with_name(PARTS_MANIFEST_NAME)] if is_parts(output) else [])]
+        files += [_claim("job.output", job.output or "", path) for path in paths]
+    if prometheus is not None:
+        files.append(_claim("job.prometheus_file", job.prometheus_file or "", prometheus))
     run = Name(f"job.run_dir={run_dir}", run_dir, "give another job.run_dir")
     if os.path.lexists(run_dir) and not run_dir.is_dir():
         raise ConfigError(f"{run.key} exists and is not a folder: give another")
@@ -112,9 +123,9 @@ def check_files(resolved: ResolvedRun) -> None:
     if is_stream(job.input or ""):
         read = [claim.name for claim in _redirected("job.input=-", "standard input", sys.stdin)]
     else:
-        paths = find_inputs(job.input or "", partial(is_job_file, job))
-        _reject_remote_output(job, paths)
-        read = [Name(f"job.input={job.input}", path) for path in paths if isinstance(path, Path)]
+        inputs = find_inputs(job.input or "", partial(is_job_file, job))
+        _reject_remote_output(output, inputs)
+        read = [Name(f"job.input={job.input}", path) for path in inputs if isinstance(path, Path)]
         if is_parts(output) and not isinstance(output, RemotePath):
             _reject_parts(output, read)
     # The names in a model folder may be links to files elsewhere; sentence-transformers has modules in subfolders.
@@ -122,7 +133,8 @@ def check_files(resolved: ResolvedRun) -> None:
     read += [Name(f"{path.relative_to(folder)} of model.path={model_path}", path) for path in in_model]
     for key, adapter in adapter_folders(resolved.config.model).items():
         reject_in_folder([*files, Claim(run, (run_dir,))], Name(f"{key}={adapter}", Path(adapter)))
-    placement = resolved.config.parallel.expert_placement
+    placement, index = resolved.config.parallel.expert_placement, job.input_index
+    read += [] if index is None else [Name(f"job.input_index={index}", Path(index))]
     reject_read_and_written(files, [*read, Name(f"parallel.expert_placement={placement}", Path(placement))])
     reject_same_file([*files, Claim(run, (run_dir,), is_folder=True)])
     named_streams = {"standard output": sys.stdout, "standard error": sys.stderr}
@@ -131,8 +143,8 @@ def check_files(resolved: ResolvedRun) -> None:
         for claim in files:
             reject_same_file([claim, stream])
     reject_reserved_names([*files, *streams], run, RESERVED_NAMES)
-    pattern, name = job.input or "", job.prometheus_file
-    if name and glob.has_magic(pattern) and matches(pattern, Path(name)):
+    pattern, name = job.input or "", prometheus
+    if name and glob.has_magic(pattern) and matches(pattern, name):
         # A resumed run would read the first run's file.
         raise ConfigError(
             f"job.prometheus_file={name} matches job.input={pattern}, and would be read too: give another file"
@@ -144,23 +156,36 @@ def check_files(resolved: ResolvedRun) -> None:
         )
 
 
-def _reject_remote_output(job: JobConfig, paths: Sequence[FilePath]) -> None:
-    """Raise ConfigError if a remote file that is read would be written."""
-    output = output_path(job)
-    for path in paths:
-        if isinstance(path, RemotePath) and isinstance(output, RemotePath) and fnmatchcase(path.raw, output.raw):
+def check_shard(job: JobConfig) -> None:
+    """Raise ConfigError for an input that cannot be cut, or that has outputs of the job's shards."""
+    keys = [f"job.{key}={value}" for key in ("shard", "input_index") if (value := getattr(job, key)) is not None]
+    if not keys:
+        return
+    if is_stream(job.input or ""):
+        raise ConfigError(
+            f"{keys[0]} and job.input={job.input}: a stream is read once, from its beginning, so its rows cannot be "
+            f"counted and cut: write them to a file, or leave out {' and '.join(keys)}"
+        )
+    for path in find_inputs(job.input or "", partial(is_job_file, job)):
+        if job.shard is not None and other_shards_file(job, path):
             raise ConfigError(
-                f"job.output={output} is also read (job.input={path}) and would be replaced: give another"
+                f"job.input={job.input} has {path}, which is the output of a shard of this job, so that every shard "
+                f"would read other rows: give another input, or job.output in another folder"
             )
+
+
+def _reject_remote_output(output: FilePath, inputs: Sequence[FilePath]) -> None:
+    """Raise ConfigError if a remote file that is read would be written."""
+    for path in inputs:
+        if isinstance(path, RemotePath) and isinstance(output, RemotePath) and fnmatchcase(path.raw, output.raw):
+            raise ConfigError(f"job.output={output} is also read ({path}) and would be replaced: give another")
 
 
 def _reject_parts(output: Path, read: Sequence[Name]) -> None:
     """Raise ConfigError if a file that is read has a part's name."""
     for name in read:
         if matches(str(output), name.path):
-            raise ConfigError(
-                f"job.output={output} would replace {name.path}, which is read ({name.key}): give another"
-            )
+            raise ConfigError(f"job.output={output} would replace {name.path}, which is read: give another")
 
 
 def adapter_folders(model: ModelOptions) -> dict[str, str]:
@@ -176,9 +201,9 @@ def adapter_folders(model: ModelOptions) -> dict[str, str]:
     return folders
 
 
-def _claim(key: str, value: str) -> Claim:
+def _claim(key: str, value: str, path: Path) -> Claim:
     """A file and its partial file. Raises ConfigError for a name that cannot be written."""
-    path, way_out = Path(value), "give another file"
+    way_out = "give another file"
     if path.exists() and not path.is_file():
         raise ConfigError(f"{key}={value} exists and is not a regular file: {way_out} to write")
     if value.endswith(os.sep):
@@ -206,7 +231,7 @@ def _redirected(key: str, name: str, stream: TextIO | None) -> Iterator[Claim]:
 
 def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
     """Raise ConfigError for a report that would overwrite other files of the run, JobFileError for a link."""
-    claims = [_claim("--output", str(page)), _claim("--output", str(timeline))]
+    claims = [_claim("--output", str(page), page), _claim("--output", str(timeline), timeline)]
     for claim in claims:
         fault = job_file_fault(claim.name.path)
         if fault is not None:
@@ -230,7 +255,7 @@ def check_run_dir(run_dir: Name) -> None:
 
 def check_output(job: JobConfig) -> None:
     """Begin and abandon the output file; with the locks held. Raises ConfigError for a file that cannot be written."""
-    path = output_path(job)
+    path = output_of(job)
     try:
         if isinstance(path, RemotePath):
             _check_remote(path)

@@ -13,41 +13,36 @@ LOCK_NAME: Final = "lock"
 
 
 class RunLock:
-    """The locks of a job, held from `__enter__` to `__exit__`; on rank 0.
+    """The locks of a job, held from `__enter__` to `__exit__`; on rank 0. `output` is None if others may write it too.
 
     `__enter__` makes the folders. It raises ConfigError naming the process that holds a lock, with nothing changed in
     the run directory, or a folder that cannot be made.
     """
 
-    def __init__(self, run_dir: Path, output: FilePath) -> None:
-        self._run_dir, self._output = run_dir, output
+    def __init__(self, run_dir: Path, output: FilePath | None) -> None:
+        # Remote stores have no locks.
+        self._run_dir, self._output = run_dir, None if isinstance(output, RemotePath) else output
         self._lock = FileLock(run_dir / LOCK_NAME, f"job.run_dir={run_dir}", "give another job.run_dir")
         self._held = ExitStack()
 
     def __enter__(self) -> "RunLock":
-        output = self._output_lock()
+        if self._output is not None:
+            make_folder("the folder of job.output", self._output.parent)
         with ExitStack() as held:
             has_lock = (self._run_dir / LOCK_NAME).exists()
             if has_lock:
                 held.enter_context(self._lock)
-            if output is not None:
-                held.enter_context(output)
+            if self._output is not None:
+                # The output's partial file is its lock: no other file is left next to the output.
+                partial, owned = partial_path(self._output), f"job.output={self._output}"
+                lock = held.enter_context(FileLock(partial, owned, "give another file", is_temporary=True))
+                lock.note("runs the job")
             if not has_lock:
                 make_folder("job.run_dir", self._run_dir)
                 held.enter_context(self._lock)
             self._lock.note("starting")
-            if output is not None:
-                output.note("runs the job")
             self._held = held.pop_all()
         return self
-
-    def _output_lock(self) -> FileLock | None:
-        """The output's partial file: no other file is left next to the output. Remote stores have no locks."""
-        if isinstance(self._output, RemotePath):
-            return None
-        make_folder("the folder of job.output", self._output.parent)
-        owned = f"job.output={self._output}"
-        return FileLock(partial_path(self._output), owned, "give another file", is_temporary=True)
 
     def __exit__(self, *_: object) -> None:
         self._held.close()

@@ -1,0 +1,68 @@
+"""Merge of a pool: the lines of all ranges in order of the rows, as a job in one piece would have written them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from spmd_worker.base.errors import PoolError
+from spmd_worker.frontends.batch.merge.merged_lines import duplicate_line
+from spmd_worker.frontends.batch.pool.driver import done_ranges
+from spmd_worker.frontends.batch.pool.members import Member
+from spmd_worker.frontends.batch.pool.records import DoneRecord, Part, digest_of
+from spmd_worker.frontends.batch.pool.store import PoolStore
+from spmd_worker.frontends.batch.pool_world.parts import decode_part
+from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, JournalRecord
+from spmd_worker.frontends.batch.run_dir.provenance import DigestChain
+from spmd_worker.frontends.openai.row_parser import DUPLICATE_CODE
+
+
+class MergedRows:
+    """Iterates the output lines, once, and sums up what is known afterwards.
+
+    A world sees the custom_ids of a range, not those of other ranges: the second row with one becomes an error row
+    here. Raises PoolError for missing or damaged rows, OSError.
+    """
+
+    def __init__(self, store: PoolStore, member: Member, advance: Callable[[], Any] = lambda: None) -> None:
+        """`advance` is called between two ranges."""
+        self.error_codes: Counter[str] = Counter()
+        self.images = DigestChain()
+        self._store, self._member, self._advance = store, member, advance
+        self._custom_ids: set[bytes] = set()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for done in done_ranges(self._store, self._member):
+            self._advance()
+            for record, line in _rows_of(self._store, done):
+                yield self._line(record, line)
+
+    def _line(self, record: JournalRecord, line: bytes) -> bytes:
+        code, media_digest = record.error_code, record.media_digest
+        if record.custom_id != NO_CUSTOM_ID:
+            if record.custom_id in self._custom_ids and not record.is_rejected:
+                line, code, media_digest = duplicate_line(record.row, line), DUPLICATE_CODE, ""
+            self._custom_ids.add(record.custom_id)
+        if code is not None:
+            self.error_codes[code] += 1
+        if media_digest:
+            self.images.add(record.row, media_digest)
+        return line
+
+
+def _rows_of(store: PoolStore, done: DoneRecord) -> list[tuple[JournalRecord, bytes]]:
+    """(record, line) of the rows of a range, in order."""
+    rows = [each for part in done.parts for each in decode_part(part.name, _read_part(store, part))]
+    rows.sort(key=lambda each: each[0].row)
+    if [record.row for record, _ in rows] != list(range(done.start, done.stop)):
+        raise PoolError(f"the pool's parts do not have the rows {done.start} to {done.stop}: {_WAY_OUT}")
+    return rows
+
+
+def _read_part(store: PoolStore, part: Part) -> bytes:
+    data = store.read(part.name)
+    if data is None or len(data) != part.num_bytes or digest_of(data) != part.digest:
+        raise PoolError(f"{part.name} of the pool is {'missing' if data is None else 'damaged'}: {_WAY_OUT}")
+    return data
+
+
+_WAY_OUT: Final = "restore the pool's folder from before, or give job.pool another"
