@@ -26,7 +26,7 @@ from spmd_worker.frontends.batch.run_dir.journal import (
 )
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 
-RECORD_BYTES = journal_module._RECORD_BYTES
+RECORD_BYTES = journal_module.RECORD_BYTES
 HEADER_BYTES = len(journal_module._HEADER)
 
 

@@ -120,11 +120,12 @@ def read_index(path: FilePath, reader: RowReader) -> InputIndex:
     key = f"job.input_index={path}"
     try:
         index = InputIndex.from_bytes(read_regular_file(path, _MOST_INDEX_BYTES))
-        RangeReader(reader, index)
     except OSError as error:
         raise ConfigError(f"{key} cannot be read ({error.strerror or error}): {_WAY_OUT}") from None
     except ConfigError as error:
         raise ConfigError(f"{key} {error}: {_WAY_OUT}") from None
+    # Before anything is loaded.
+    RangeReader(reader, index)
     return index
 
 
@@ -291,19 +292,23 @@ class _RowCounter:
 
 class RangeReader:
     """Reads ranges of the rows of `reader`: only the pieces that have rows of the range, whose digests are checked
-    before a row of them is yielded. Raises ConfigError, whose message is a predicate, for an index of other files.
+    before a row of them is yielded. Raises ConfigError for an index of other files.
     """
 
     def __init__(self, reader: RowReader, index: InputIndex) -> None:
         limits = index.max_line_bytes, reader.max_line_bytes
         if limits[0] != limits[1] and index.most_blank_bytes > min(limits):
             raise ConfigError(
-                f"has blank lines of {index.most_blank_bytes} bytes, which are rows or not by limits.max_line_bytes: "
-                f"{limits[0]} in the index, {limits[1]} in the job"
+                f"job.input has blank lines of {index.most_blank_bytes} bytes, which are rows or not by "
+                f"limits.max_line_bytes, {limits[0]} in its index and {limits[1]} in the job: remove those lines, or "
+                f"leave out the index"
             )
         paths = reader.paths or ()
         if len(paths) != len(index.files):
-            raise ConfigError(f"describes {len(index.files)} files, and job.input has {len(paths)}")
+            raise ConfigError(
+                f"job.input has {len(paths)} files, and its index {len(index.files)}: give the input that the index "
+                f"was made of, or make the index again with spmd-worker-index"
+            )
         self._reader, self._files = reader, list(zip(paths, index.files))
         self._first_rows = [0, *accumulate(each.num_rows for each in index.files)]
 

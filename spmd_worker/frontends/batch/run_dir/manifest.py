@@ -155,7 +155,12 @@ def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
 
 
 def set_input(
-    run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None, rows: range
+    run_dir: Path,
+    manifest: dict[str, Any],
+    resume: str,
+    digest: str | None,
+    num_rows: int | None,
+    rows: range = range(0),
 ) -> None:
     """Set the input's digest and number of rows, and write the manifest. `rows` are those of a shard. Raises
     ConfigError if they differ from the last run's, unless `resume` is force; the file is unchanged then.

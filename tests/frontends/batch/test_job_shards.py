@@ -303,6 +303,7 @@ def test_shard_reads_only_its_rows_with_an_index(copied: list[Path], monkeypatch
             {"shard": "0/2", "input": "-"},
             r"^job\.shard=0/2 and job\.input=-: a stream .*: write them to a file, or leave",
         ),
+        ({"shard": "0/2", "pool": "pool"}, r"^job\.shard=0/2 and job\.pool=pool: .*: leave out"),
         ({"input_index": "absent"}, r"^job\.input_index=absent cannot be read .*: make the index again"),
         ({"input_index": "rows.jsonl"}, r"^job\.input_index=rows\.jsonl is not an index of .*: make the index again"),
         (
