@@ -77,9 +77,11 @@ def file_path(name: str) -> FilePath:
     return RemotePath(name) if is_remote(name) else Path(name)
 
 
-def absolute_name(path: FilePath) -> str:
+def absolute_name(path: FilePath, *, follows_links: bool = True) -> str:
     """The path as text, without credentials, independent of the working directory."""
-    return str(path if isinstance(path, RemotePath) else path.resolve())
+    if isinstance(path, RemotePath):
+        return str(path)
+    return str(path.resolve() if follows_links else path.absolute())
 
 
 def is_remote(name: str) -> bool:

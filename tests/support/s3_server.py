@@ -21,6 +21,8 @@ class S3Server:
 
     requests: list[tuple[str, str]] = field(default_factory=list)
     fault: Callable[[int, str, str], str | None] | None = None
+    has_conditions: bool = True
+    """Whether a conditional write is one."""
     bucket: str = ""
     """URL of the test's bucket."""
 
@@ -43,6 +45,8 @@ class S3Server:
     def _answer(self, environ, start_response):
         if environ["PATH_INFO"].startswith("/moto-api"):
             return self._moto(environ, start_response)
+        if not self.has_conditions:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
         with self._lock:
             self.requests.append((environ["REQUEST_METHOD"], f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"))
             fault = self.fault and self.fault(len(self.requests), *self.requests[-1])
@@ -88,7 +92,7 @@ def use_server(server: S3Server, monkeypatch, test: str):
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server.url})
     monkeypatch.setattr(remote_store, "_FIRST_PAUSE_S", 0.0)
-    server.fault = None
+    server.fault, server.has_conditions = None, True
     bucket = f"b{blake2b(test.encode(), digest_size=8).hexdigest()}"
     server.bucket = f"s3://{bucket}"
     remote_store.open_store(f"{server.bucket}/x").fs.call_s3("create_bucket", Bucket=bucket)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from hashlib import blake2b
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from spmd_worker.base.errors import ConfigError
@@ -115,7 +116,7 @@ def _file_of(value: dict[str, Any]) -> IndexedFile:
     return IndexedFile(value["path"], value["num_bytes"], value["num_rows"], marks)
 
 
-def read_index(path: FilePath, reader: RowReader) -> InputIndex:
+def read_index(path: Path, reader: RowReader) -> InputIndex:
     """The index in `job.input_index`, of the reader's files. Raises ConfigError."""
     key = f"job.input_index={path}"
     try:

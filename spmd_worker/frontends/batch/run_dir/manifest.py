@@ -128,7 +128,7 @@ def _shard_record(job: JobConfig) -> dict[str, Any] | None:
     shard = Shard.of(job)
     if shard is None:
         return None
-    output = str(output_of(job).absolute())
+    output = absolute_name(output_of(job), follows_links=False)
     return {"index": shard.index, "count": shard.count, "output": output, "start": None, "stop": None}
 
 
@@ -233,7 +233,7 @@ def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     write_manifest(run_dir, {**manifest, "has_ended": True})
 
 
-def merged_manifest(manifests: Sequence[dict[str, Any]], output: Path) -> dict[str, Any]:
+def merged_manifest(manifests: Sequence[dict[str, Any]], output: FilePath) -> dict[str, Any]:
     """The manifest of the merged output of all shards of a job, in order."""
     job = {**manifests[0]["config"]["job"], "output": str(output)}
     job |= dict.fromkeys(("shard", "run_dir", "prometheus_file"))

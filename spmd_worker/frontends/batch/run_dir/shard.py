@@ -81,7 +81,7 @@ def run_dir_of(job: JobConfig) -> Path:
     if not job.run_dir:
         output = output_of(job)
         name = f"{output.name.replace('*', '')}.run"
-        return Path(name) if isinstance(output, RemotePath) else Path(f"{output}.run").with_name(name)
+        return Path(name) if isinstance(output, RemotePath) else output.with_name(name)
     return Path(job.run_dir) if shard is None else shard.folder(Path(job.run_dir))
 
 
