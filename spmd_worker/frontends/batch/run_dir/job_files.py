@@ -107,7 +107,11 @@ def _is_reserved(path: Path) -> bool:
 
 def check_files(resolved: ResolvedRun) -> None:
     """Check existing files, on rank 0. Raises ConfigError if the job would fail late, or overwrite another file."""
-    job, run_dir, model_path = resolved.config.job, run_dir_of(resolved.config.job), resolved.config.model.path
+    job, run_dir, model_path = (
+        resolved.config.job,
+        run_dir_of(resolved.config.job),
+        shown_name(resolved.config.model.path or ""),
+    )
     check_shard(job)
     output, prometheus, files = output_of(job), prometheus_of(job), []
     if not isinstance(output, RemotePath):
