@@ -5,11 +5,10 @@ fault is retried for a known time, and errors come without credentials.
 """
 
 import errno
-import importlib
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeVar
@@ -128,12 +127,15 @@ def open_store(name: str) -> Store:
     Credentials are found as each library finds them; fsspec's own configuration (FSSPEC_S3_ENDPOINT_URL=...) counts.
     """
     scheme = scheme_of(name)
-    core = _import("fsspec.core", "fsspec", name)
-    _import(PACKAGES[scheme], PACKAGES[scheme], name)
-    _quieten()
-    options = _s3_options(core) if scheme == "s3" else {}
     try:
-        fs, path = core.url_to_fs(name, **options)
+        from fsspec.config import conf
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise_missing_package("fsspec", "remote", shown_name(name), error)
+    _quieten()
+    options = _s3_options(conf.get("s3", {})) if scheme == "s3" else {}
+    try:
+        fs, path = url_to_fs(name, **options)
     except ImportError as error:
         raise_missing_package(PACKAGES[scheme], "remote", shown_name(name), error)
     except (ValueError, TypeError, KeyError) as error:
@@ -143,24 +145,10 @@ def open_store(name: str) -> Store:
     return Store(name, fs, path)
 
 
-def _import(module: str, package: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise_missing_package(package, "remote", shown_name(name), error)
-
-
-def _s3_options(core: Any) -> dict[str, Any]:
-    """Options of s3fs: one try a request, and time limits."""
-    given = core.conf.get("s3", {}).get("config_kwargs", {}) if hasattr(core, "conf") else {}
-    return {
-        "config_kwargs": {
-            "connect_timeout": 10,
-            "read_timeout": 60,
-            **given,
-            "retries": {"mode": "standard", "total_max_attempts": 1},
-        }
-    }
+def _s3_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of s3fs besides fsspec's configuration: one try a request, and time limits."""
+    limits = {"connect_timeout": 10, "read_timeout": 60, **given.get("config_kwargs", {})}
+    return {"config_kwargs": {**limits, "retries": {"mode": "standard", "total_max_attempts": 1}}}
 
 
 @lru_cache(maxsize=1)

@@ -241,7 +241,9 @@ def test_names_that_are_only_read_are_rejected_for_writing():
         open_store("ftp://host/rows.jsonl")
 
 
-@pytest.mark.parametrize(("module", "name"), [("s3fs", "s3://b/x"), ("gcsfs", "gs://b/x"), ("fsspec.core", "s3://b/x")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("adlfs", "az://b/x"), ("gcsfs", "gs://b/x"), ("fsspec.core", "s3://b/x")]
+)
 def test_missing_package_is_named(monkeypatch, module, name):
     monkeypatch.setitem(sys.modules, module, None)
     package = module.partition(".")[0]
