@@ -31,7 +31,7 @@ from spmd_worker.frontends.batch.run_dir.file_names import (
     reject_same_file,
 )
 from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME
-from spmd_worker.frontends.batch.run_dir.shard import Shard, other_shards_file, output_of, prometheus_of, run_dir_of
+from spmd_worker.frontends.batch.run_dir.shard import Shard, is_of_a_shard, output_of, prometheus_of, run_dir_of
 from spmd_worker.frontends.batch.run_dir.world import check_pool
 from spmd_worker.resolved import ResolvedRun
 
@@ -171,10 +171,10 @@ def check_shard(job: JobConfig) -> None:
             f"counted and cut: write them to a file, or leave out {' and '.join(keys)}"
         )
     for path in find_inputs(job.input or "", partial(is_job_file, job)):
-        if job.shard is not None and other_shards_file(job, path):
+        if job.shard is not None and is_of_a_shard(job, path):
             raise ConfigError(
-                f"job.input={job.input} has {path}, which is the output of a shard of this job, so that every shard "
-                f"would read other rows: give another input, or job.output in another folder"
+                f"job.input={job.input} has {path}, which a shard of this job writes, so that shards would read "
+                f"different rows: give another input, or job.output in another folder"
             )
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.remote_names import FilePath, RemotePath, file_path, is_remote
+from spmd_worker.base.remote_names import FilePath, RemotePath, file_path
 from spmd_worker.frontends.batch.run_dir.world import world_dir
 
 _SHARD: Final = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
@@ -93,11 +93,23 @@ def prometheus_of(job: JobConfig) -> Path | None:
     return path if shard is None else path.with_name(shard.file(path).name)
 
 
-def other_shards_file(job: JobConfig, path: FilePath) -> bool:
-    """Whether the file is, or will become, the output of any shard of the job, in this number of shards or another."""
-    if not isinstance(path, Path) or is_remote(job.output or ""):
-        return False
-    output = Path(job.output or "")
-    pattern = re.escape(str(Shard(0, 1).file(output).name)).replace("00000", r"\d{5,9}").replace("00001", r"\d{5,9}")
-    is_named_so = re.fullmatch(rf"{pattern}(\.partial)?", path.name) is not None
-    return is_named_so and path.resolve().parent == output.resolve().parent
+def is_of_a_shard(job: JobConfig, path: FilePath) -> bool:
+    """Whether the file is an output of a shard of the job, in any number of shards, or in the run directory of one."""
+    output = Shard(0, 1).file(file_path(job.output or ""))
+    if isinstance(path, RemotePath):
+        is_beside = isinstance(output, RemotePath) and output.with_name(path.name) == path
+        return is_beside and _of_any_shard(output.name).fullmatch(path.name) is not None
+    named = [output, *([Shard(0, 1).folder(Path(job.run_dir))] if job.run_dir else [])]
+    patterns = [(_of_any_shard(each.name), each.resolve().parent) for each in named if isinstance(each, Path)]
+    own = path.resolve()
+    return any(
+        pattern.fullmatch(each.name) is not None and each.parent == folder
+        for pattern, folder in patterns
+        for each in (own, own.parent)
+    )
+
+
+def _of_any_shard(name: str) -> re.Pattern[str]:
+    """Pattern of the names that shards have instead of the first of one."""
+    pattern = re.escape(name).replace("00000", r"\d{5,9}").replace("00001", r"\d{5,9}")
+    return re.compile(rf"{pattern}(\.partial|\.run)?")
