@@ -12,18 +12,20 @@ last one. A worker's local state depends only on the answers that it received: `
 `Flaws` break a rule on purpose. Knows nothing of models or files.
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
+from unittest import mock
 
 from spmd_worker.frontends.batch.pool import members, protocol
 from spmd_worker.frontends.batch.pool.lease_log import spans_of
 from spmd_worker.frontends.batch.pool.members import Lease, Member
 from spmd_worker.frontends.batch.pool.protocol import Unleased
-from spmd_worker.frontends.batch.pool.records import DONE, Merged, PoolJob, digest_of
+from spmd_worker.frontends.batch.pool.records import Merged, PoolJob, digest_of, done_name
 from spmd_worker.frontends.batch.pool.store import Create, Delete, List, Listed, Now, Operation, Read, Touch
 
 TICKS_A_LEASE = 4
@@ -67,8 +69,8 @@ class Violation(AssertionError):
 
 
 class Action(NamedTuple):
-    """`kind` is step, heartbeat, tick, crash, interrupt, repeat, pause, jump or join. `worker` is an index. `has_effect`:
-    the worker's operation took effect before it crashed or was interrupted.
+    """`kind` is step, heartbeat, tick, time, crash, interrupt, repeat, pause, lapse, jump or join. `worker` is an index.
+    `has_effect`: the worker's operation took effect before it crashed or was interrupted.
     """
 
     kind: str
@@ -149,8 +151,9 @@ class Worker:
     slept_at: int = -1
     is_halfway: bool = False
     clock_error: int = 0
+    is_observed: bool = False
     observed: int = 0
-    """Hash of the answers that it received."""
+    """Hash of the answers that it received, if `is_observed`."""
 
     def start(self) -> None:
         self.main = self._work()
@@ -165,7 +168,8 @@ class Worker:
 
     def answer(self, thread: str, answer: Any) -> None:
         """Give a thread the result of its operation, and take the next one."""
-        self.observed = hash((self.observed, thread, repr(answer)))
+        if self.is_observed:
+            self.observed = hash((self.observed, thread, repr(answer)))
         try:
             if thread == "main":
                 assert self.main is not None
@@ -245,9 +249,9 @@ class Worker:
         lines: dict[int, bytes] = {}
         named, start = [], 0
         for number in range(member.next_number):
-            if self.flaws.merges_early and (yield Read(f"{DONE}/{number:08}")) is None:
+            if self.flaws.merges_early and (yield Read(done_name(number))) is None:
                 continue
-            record = yield from protocol.read_done(member, number, 0 if self.flaws.merges_early else start)
+            record = yield from protocol.read_done(member, number, start)
             start = record.stop
             for part in record.parts:
                 data = yield Read(part.name)
@@ -320,6 +324,11 @@ class History:
                 found += [Action("jump", index)] if self.has_jumps else []
         return found
 
+    def may_step(self, index: int) -> bool:
+        worker = self.workers[index]
+        is_awake = worker.main is not None and worker.paused_until <= self.store.now
+        return is_awake and self._may_go(worker, "main", worker.next_main)
+
     def _may_go(self, worker: Worker, thread: str, operation: Any) -> bool:
         if not isinstance(operation, Sleep):
             return True
@@ -329,7 +338,23 @@ class History:
     def _last_heartbeat(self, worker: Worker) -> int:
         return self.store.objects[f"workers/{worker.name}.beat"][1]
 
+    def steps(self) -> list[Action]:
+        """What the workers' main threads may do next; time passes only when they wait."""
+        found = [Action("step", index) for index in range(len(self.workers)) if self.may_step(index)]
+        return found or [Action("time")] if any(worker.is_running for worker in self.workers) else []
+
+    def mishaps(self) -> list[Action]:
+        """What may go wrong next, where a pause ends before anything else happens."""
+        return [each._replace(kind="lapse") if each.kind == "pause" else each for each in self.faults()]
+
     # Events.
+
+    def pass_time(self) -> None:
+        """Send every heartbeat that is due, and let a tick pass."""
+        for worker in self.workers:
+            while worker.next_heartbeat and worker.paused_until <= self.store.now > self._last_heartbeat(worker):
+                self._step(worker, "heartbeat")
+        self.store.now += 1
 
     def do(self, action: Action) -> None:
         """Let it happen. Raises Violation; and what a worker raises, which is one too."""
@@ -338,6 +363,8 @@ class History:
         worker = self.workers[action.worker]
         if action.kind == "tick":
             self.store.now += 1
+        elif action.kind == "time":
+            self.pass_time()
         elif action.kind == "step":
             self._step(worker, "main")
         elif action.kind == "heartbeat":
@@ -354,9 +381,11 @@ class History:
             worker.clock_error += 2 * TICKS_A_LEASE
         elif action.kind == "repeat":
             self._perform(worker, worker.next_main)
-        elif action.kind == "pause":
+        elif action.kind in ("pause", "lapse"):
             self.num_losses += 1
             worker.paused_until = self.store.now + TICKS_A_LEASE + 1
+            while action.kind == "lapse" and self.store.now < worker.paused_until:
+                self.pass_time()
         else:
             self.num_losses += 1
             if action.has_effect:
@@ -409,19 +438,31 @@ class History:
 
     def finish(self) -> None:
         """Let every worker go on in turn to its end, and one more if none has finished the job. Then `check`."""
-        while self.workers:
-            while actions := self.actions():
-                for action in [each for each in actions if each.kind != "tick"] or actions:
-                    if action in self.actions():
-                        self.do(action)
-            require(not any(worker.is_running for worker in self.workers), "every worker waits")
-            if self.output is not None and "merged/merge.0001" in self.store.objects and self._has_ended():
-                break
+        self._go_on()
+        while not self._has_ended():
             self._join(Plan())
+            self._go_on()
         self.check()
+
+    def _go_on(self) -> None:
+        while steps := self.steps():
+            for action in steps:
+                self.do(action)
+        require(not any(worker.is_running for worker in self.workers), "every worker waits")
 
     def _has_ended(self) -> bool:
         return any(b'"end"' in data for name, (data, _) in self.store.objects.items() if name.startswith("merged/"))
+
+    @property
+    def num_takeovers(self) -> int:
+        """Leases of ranges after the first."""
+        found = (data for name, (data, _) in self.store.objects.items() if name.startswith("ranges/"))
+        return sum(b'"lease"' in data for data in found)
+
+    @property
+    def num_lost(self) -> int:
+        """Leases that heartbeats found to be lost."""
+        return sum(len(worker.lost) for worker in self.workers)
 
     def check(self) -> None:
         """The promises at the end of a history."""
@@ -449,8 +490,6 @@ def count_ranges(store: MemoryStore) -> Iterator[int]:
 
 def rows_of_log(store: MemoryStore, number: int) -> list[int]:
     """Committed rows of a range, by rules of its own: nothing of `LeaseLog`."""
-    import json
-
     name = f"ranges/{number:08}"
     first = json.loads(store.objects[name][0])
     holder, rows = first["worker"], []
@@ -461,7 +500,9 @@ def rows_of_log(store: MemoryStore, number: int) -> list[int]:
         if record["kind"] == "lease":
             holder = record["worker"]
         else:
-            require(record["worker"] == holder, f"{name}.{entry:04}: {record['worker']} commits, {holder} has the lease")
+            require(
+                record["worker"] == holder, f"{name}.{entry:04}: {record['worker']} commits, {holder} has the lease"
+            )
             holder = None if record["kind"] == "handback" else holder
         for start, stop in record.get("part", {}).get("spans", []):
             require(first["start"] <= start < stop <= first["stop"], f"rows {start} to {stop} are not of {name}")
@@ -478,40 +519,45 @@ def random_history(seed: int, flaws: Flaws | None = None, has_jumps: bool = Fals
     history = History(job, plans, flaws, draw.randint(0, 5), has_jumps)
     fault_rate = draw.choice((0.02, 0.05, 0.15))
     favourite = draw.randrange(len(plans))
-    while actions := history.actions():
-        if history.faults_left and draw.random() < fault_rate:
-            faults = [*history.faults(), Action("join")]
-            history.do(draw.choice(faults))
-            continue
-        # One worker is often faster: long runs of one, not only fair mixtures.
-        quick = [each for each in actions if each.worker == favourite and each.kind == "step"]
-        history.do(quick[0] if quick and draw.random() < 0.3 else draw.choice(actions))
-        if draw.random() < 0.02:
-            favourite = draw.randrange(len(history.workers))
-    history.faults_left = 0
-    history.finish()
+    with mock.patch.object(protocol, "_RANGES_A_WORKER", draw.choice((1, 1, 2, 4))):
+        while True:
+            if history.faults_left and draw.random() < fault_rate:
+                history.do(draw.choice([*history.faults(), Action("join")]))
+                continue
+            # One worker is often faster: long runs of one, not only fair mixtures.
+            if draw.random() < 0.02:
+                favourite = draw.randrange(len(history.workers))
+            chance = draw.random()
+            index = favourite if chance < 0.3 else int(draw.random() * len(history.workers))
+            if chance < 0.9 and history.may_step(index):
+                history.do(Action("step", index))
+            elif actions := history.actions():
+                history.do(draw.choice(actions))
+            else:
+                break
+        history.faults_left = 0
+        history.finish()
     return history
 
 
-def explore(make: Callable[[], History], depth: int, visit: Callable[[History], None]) -> tuple[int, int]:
+def explore(make: Callable[[], History], depth: int) -> tuple[int, int]:
     """Every interleaving up to `depth` events, with every fault at every moment; equal states once. The rest of each
     history is fair and without faults. Returns (states, histories).
     """
-    seen: set[Any] = set()
+    seen: set[int] = set()
     num_histories = 0
 
     def go(history: History, path: tuple[Action, ...]) -> None:
         nonlocal num_histories
-        state = history.state()
+        state = hash(history.state())
         if state in seen:
             return
         seen.add(state)
-        actions = [*history.actions(), *history.faults()] if len(path) < depth else []
+        actions = [*history.steps(), *history.mishaps()] if len(path) < depth else []
         if not actions:
             num_histories += 1
             history.faults_left = 0
             history.finish()
-            visit(history)
             return
         for index, action in enumerate(actions):
             if index:

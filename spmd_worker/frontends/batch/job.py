@@ -28,8 +28,9 @@ from spmd_worker.frontends.batch.job_metrics import (
     report_of_replica,
     stages_of,
 )
-from spmd_worker.frontends.batch.job_run import JobRun, WrittenOutput
+from spmd_worker.frontends.batch.job_run import JobRun
 from spmd_worker.frontends.batch.open_job import open_run
+from spmd_worker.frontends.batch.output_file import WrittenOutput
 from spmd_worker.frontends.batch.pool_world.open_world import open_world
 from spmd_worker.frontends.batch.progress import format_summary
 from spmd_worker.frontends.batch.row_source import AnswerSink, RowSource

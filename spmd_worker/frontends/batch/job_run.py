@@ -1,24 +1,13 @@
 """Interface to what rank 0 has open while a job runs: files of a local run, or a pool."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch.job_rows import JobOutput
+from spmd_worker.frontends.batch.output_file import WrittenOutput
 from spmd_worker.frontends.batch.row_source import RowSource
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenOutput:
-    """The complete output: a digest of its lines (`write_lines`), of the images of its rows (`chained_digest`), and the
-    number of its error rows.
-    """
-
-    digest: dict[str, Any]
-    images: dict[str, Any] | None
-    num_error_rows: int
 
 
 class JobRun(Protocol):

@@ -21,8 +21,7 @@ from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input_check import InputCheck
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
-from spmd_worker.frontends.batch.job_run import WrittenOutput
-from spmd_worker.frontends.batch.output_file import VectorColumn, write_lines
+from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput, write_lines
 from spmd_worker.frontends.batch.output_parts import PARTS_NAME, is_parts
 from spmd_worker.frontends.batch.parts_thread import PartsThread
 from spmd_worker.frontends.batch.progress import Progress

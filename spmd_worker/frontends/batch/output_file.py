@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -36,6 +37,17 @@ _PARQUET_BYTES: Final = 64 << 20
 
 VectorColumn = tuple[str, int]
 """Name and length of the vectors of a Parquet file: a list column of fixed size, float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenOutput:
+    """A complete output: a digest of its lines (`write_lines`), of the images of its rows (`chained_digest`), and the
+    number of its error rows.
+    """
+
+    digest: dict[str, Any]
+    images: dict[str, Any] | None
+    num_error_rows: int
 
 
 class LineSink(Protocol):

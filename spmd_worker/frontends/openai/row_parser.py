@@ -167,9 +167,6 @@ def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:
     return chat_prompt(value, template_kwargs)
 
 
-DUPLICATE_CODE: Final = "duplicate_custom_id"
-
-
 def custom_id_digest(custom_id: str) -> bytes:
     """Digest of 16 bytes. Two ids of the billions that a job may have share one with a probability below 1e-18."""
     return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -178,7 +175,7 @@ def custom_id_digest(custom_id: str) -> bytes:
 def duplicate_error(index: int, custom_id: str | None, shape: ErrorShape) -> RowError:
     """Error of a row whose custom_id an earlier row had."""
     message = f"custom_id={shown(custom_id)} was used by an earlier row: every custom_id must be unique"
-    return RowError(index, custom_id, shape, DUPLICATE_CODE, message)
+    return RowError(index, custom_id, shape, "duplicate_custom_id", message)
 
 
 class CustomIds:

@@ -1,19 +1,83 @@
 """Merge of a pool: the lines of all ranges in order of the rows, as a job in one piece would have written them."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from spmd_worker.base.errors import PoolError
+from spmd_worker.base.remote_names import FilePath, RemotePath
+from spmd_worker.base.remote_upload import remove_leftovers
 from spmd_worker.frontends.batch.merge.merged_lines import duplicate_line
-from spmd_worker.frontends.batch.pool.driver import done_ranges
-from spmd_worker.frontends.batch.pool.members import Member
-from spmd_worker.frontends.batch.pool.records import DoneRecord, Part, digest_of
+from spmd_worker.frontends.batch.output_file import VectorColumn, own_partial, write_lines
+from spmd_worker.frontends.batch.output_parts import PART_ROWS, is_parts
+from spmd_worker.frontends.batch.pool.driver import done_ranges, run
+from spmd_worker.frontends.batch.pool.members import Lease, Member
+from spmd_worker.frontends.batch.pool.protocol import end_merge, still_holds
+from spmd_worker.frontends.batch.pool.records import (
+    MERGED,
+    WORKERS,
+    DoneRecord,
+    Merged,
+    Part,
+    digest_of,
+    free_record,
+    worker_and_kind,
+)
 from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool_world.parts import decode_part
 from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, JournalRecord
 from spmd_worker.frontends.batch.run_dir.provenance import DigestChain
-from spmd_worker.frontends.openai.row_parser import DUPLICATE_CODE
+
+PROVENANCE: Final = f"{MERGED}/provenance.json"
+"""The provenance of the output, in the pool."""
+
+
+def merge_pool(
+    store: PoolStore,
+    member: Member,
+    lease: Lease,
+    output: FilePath,
+    vectors: VectorColumn | None,
+    record: Mapping[str, Any],
+    advance: Callable[[], Any],
+    part_rows: int = PART_ROWS,
+) -> None:
+    """Write the output and the pool's provenance, with `record`, and end the pool; nothing if the lease was lost.
+    `advance` is called between two ranges. Raises PoolError, OSError.
+    """
+    rows = MergedRows(store, member, advance)
+    try:
+        digest = write_lines(rows, output, vectors, part_rows, writer=member.worker)
+    except OSError:
+        if run(store, still_holds(lease)):
+            raise
+        # Another world writes the same output, and has removed this one's partial file.
+        return
+    merged = {
+        **record,
+        "output": {"path": str(output), **digest},
+        "images": rows.images.value(),
+        "error_codes": dict(rows.error_codes),
+        "merged_by": member.worker,
+    }
+    store.touch(PROVENANCE, free_record(merged))
+    if run(store, end_merge(member, lease, Merged(**digest))):
+        _remove_partials(store, output)
+
+
+def _remove_partials(store: PoolStore, output: FilePath) -> None:
+    """Remove what worlds left that died while they merged."""
+    if isinstance(output, RemotePath):
+        with contextlib.suppress(PermissionError):
+            remove_leftovers(output.raw)
+        return
+    for listed in store.list(f"{WORKERS}/"):
+        worker, kind = worker_and_kind(listed.name) or ("", "")
+        if kind == "json":
+            own = own_partial(output, worker)
+            for path in output.parent.glob(own.name) if is_parts(output) else [own]:
+                path.unlink(missing_ok=True)
 
 
 class MergedRows:
@@ -40,7 +104,7 @@ class MergedRows:
         code, media_digest = record.error_code, record.media_digest
         if record.custom_id != NO_CUSTOM_ID:
             if record.custom_id in self._custom_ids and not record.is_rejected:
-                line, code, media_digest = duplicate_line(record.row, line), DUPLICATE_CODE, ""
+                line, code, media_digest = duplicate_line(record.row, line), "duplicate_custom_id", ""
             self._custom_ids.add(record.custom_id)
         if code is not None:
             self.error_codes[code] += 1

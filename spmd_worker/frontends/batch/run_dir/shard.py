@@ -11,7 +11,7 @@ from typing import Final
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_names import FilePath, RemotePath, file_path
-from spmd_worker.frontends.batch.run_dir.world import world_dir
+from spmd_worker.frontends.batch.run_dir.world import world_dir, world_file
 
 _SHARD: Final = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
 _COMPRESSED: Final = (".gz", ".zst")
@@ -86,9 +86,11 @@ def run_dir_of(job: JobConfig) -> Path:
 
 
 def prometheus_of(job: JobConfig) -> Path | None:
-    """`job.prometheus_file`, also with the shard's number; None without."""
+    """`job.prometheus_file`, also with the shard's number or the name of a pool's world; None without."""
     if not job.prometheus_file:
         return None
+    if job.pool is not None:
+        return world_file(Path(job.prometheus_file))
     shard, path = Shard.of(job), Path(job.prometheus_file)
     return path if shard is None else path.with_name(shard.file(path).name)
 

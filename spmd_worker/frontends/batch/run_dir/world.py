@@ -37,6 +37,11 @@ def world_dir(job: JobConfig, variables: Mapping[str, str] = os.environ) -> Path
     return (Path(job.run_dir) if job.run_dir else pool / WORLDS) / _world_name(variables)
 
 
+def world_file(path: Path, variables: Mapping[str, str] = os.environ) -> Path:
+    """This launch's file of that name: each launch of a pool has the same command."""
+    return path.with_name(f"{path.stem}-{_world_name(variables)}{path.suffix}")
+
+
 def _world_name(variables: Mapping[str, str]) -> str:
     """Name from the launcher's variables; of a launch on one machine with its launcher's process."""
     host, world_size = socket.gethostname(), variables.get("WORLD_SIZE", "1")
