@@ -65,7 +65,7 @@ def parquet_bytes(lines) -> bytes:
 
 PACKED = {
     ".jsonl": b"".join,
-    ".jsonl.gz": lambda lines: gzip.compress(b"".join(lines)),
+    ".jsonl.gz": lambda lines: gzip.compress(b"".join(lines), mtime=0),
     ".jsonl.zst": lambda lines: zstandard.compress(b"".join(lines)),
     ".parquet": parquet_bytes,
 }
@@ -159,6 +159,19 @@ def test_resumed_parts_have_the_same_bytes(s3, answers, tmp_path, where):
     check_parts(folder, answers, 5)
     assert not [path for method, path in s3.requests if method in ("PUT", "POST") and "part-00000" in path]
     assert stamp is None or stamp == (tmp_path / "answers" / "part-00000.jsonl").stat().st_mtime_ns
+
+
+def test_pool_on_s3_writes_bytes_of_local_job(s3, answers, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))
+    job = {"input": str(tmp_path / "rows.jsonl"), "output": f"{s3.bucket}/out/part-*.jsonl", "part_rows": 5}
+    job |= {"pool": f"{s3.bucket}/pool", "lease_rows": 4, "run_dir": str(tmp_path / "worlds")}
+    s3.fault = lambda number, method, path: "throttle" if number % 7 == 0 else None
+    run(**job)
+    s3.fault = None
+    check_parts(f"{s3.bucket}/out", answers, 5)
+    # Another world finds it ended.
+    run(**job)
+    check_parts(f"{s3.bucket}/out", answers, 5)
 
 
 def wait_for_first_part(patch, record: Path, num_rows: int) -> None:
