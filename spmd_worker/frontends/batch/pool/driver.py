@@ -19,8 +19,10 @@ from spmd_worker.frontends.batch.pool.store import Operation, PoolStore, Steps, 
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 20.0)
-"""Pauses before an operation is repeated; after the last one its error is raised."""
+PAUSES_S: Final = (0.1, 0.3, 1.0, 3.0, *(10.0,) * 60)
+"""Pauses before an operation is repeated; after the last one, in ten minutes, its error is raised."""
+_MUCH_S: Final = 1.0
+"""A pause that is reported."""
 _HEARTBEATS_A_LEASE: Final = 4
 _PERMANENT: Final = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -47,7 +49,8 @@ def _perform(store: PoolStore, operation: Operation, pauses_s: Sequence[float]) 
         except OSError as error:
             if error.errno in _PERMANENT:
                 raise
-            logger.info("The pool's store failed (%s), and is asked again in %.1f s", error, pause_s)
+            log = logger.warning if pause_s >= _MUCH_S else logger.info
+            log("The pool's store failed (%s), and is asked again in %.1f s", error, pause_s)
             time.sleep(pause_s)
     return perform(store, operation)
 
@@ -77,7 +80,7 @@ def done_ranges(store: PoolStore, member: Member) -> Iterator[DoneRecord]:
 class Heartbeats:
     """A thread that shows that a worker is alive, from `__enter__` to `__exit__`, and notices leases that were lost.
 
-    `counts` returns what a heartbeat shows, and `lost` is called with each lost lease; both in the thread.
+    `counts` returns what a heartbeat shows, and `lost` is called once with each lost lease; both in the thread.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Heartbeats:
         lost: Callable[[Lease], None],
     ) -> None:
         self._store, self._member, self._counts, self._lost = store, member, counts, lost
+        self._reported: list[Lease] = []
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._send_all, name="pool heartbeats", daemon=True)
 
@@ -106,10 +110,11 @@ class Heartbeats:
         member = self._member
         member.counts = self._counts()
         # A copy: the main thread takes and ends leases meanwhile.
-        leases = list(member.leases.values())
+        leases = [lease for lease in list(member.leases.values()) if lease not in self._reported]
         # Without pauses: the next heartbeat is the next try.
         for lease in run(self._store, heartbeat(member.worker, member.counts, leases), pauses_s=()):
             logger.warning("The lease of %s was lost: this worker was silent for too long", lease.log.name)
+            self._reported.append(lease)
             self._lost(lease)
 
     def _send_all(self) -> None:
