@@ -50,7 +50,7 @@ def check_whole(found, whole) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.guarantee("A job over S3 killed at any request ends with the same bytes")
+@pytest.mark.guarantee("A job over S3 killed at any request ends with the same bytes", is_control_inside=True)
 @pytest.mark.parametrize("is_done", [True, False], ids=["done", "not done"])
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_job_killed_at_every_request(s3, tmp_path, kind, is_done):
@@ -70,6 +70,9 @@ def test_job_killed_at_every_request(s3, tmp_path, kind, is_done):
         run_to_end(s3, tmp_path / str(number), OUTPUTS[kind])
         assert objects(s3) == whole, number
         assert remove_leftovers(f"{s3.bucket}/{OUTPUTS[kind]}") == 0, number
+    with pytest.raises(AssertionError):
+        # A part that appears before it is whole.
+        check_whole(dict.fromkeys(whole, b"of another job") | {"manifest.json": b'{"parts": []}'}, whole)
     print(f"\n{kind}: killed at each of {num_killed} requests")
     assert num_killed > 10
 

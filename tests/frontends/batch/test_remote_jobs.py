@@ -109,7 +109,7 @@ def test_remote_rows_are_those_of_the_file(s3, suffix):
     assert scan.has_changed()
 
 
-@pytest.mark.guarantee("A job over S3 writes the bytes of a local one")
+@pytest.mark.guarantee("Faults of a remote store that pass change no byte")
 def test_remote_job_writes_bytes_of_local_job(s3, answers, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "plantedsessiontoken")
