@@ -23,6 +23,7 @@ from spmd_worker.frontends.batch import output_parts
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import write_lines
 from spmd_worker.frontends.batch.run_dir.job_files import check_job, run_dir_of
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal
@@ -169,6 +170,18 @@ def test_pool_on_s3_writes_bytes_of_local_job(s3, answers, tmp_path):
     run(**job)
     s3.fault = None
     check_parts(f"{s3.bucket}/out", answers, 5)
+
+
+@pytest.mark.stress
+def test_remote_shards_merge_to_the_local_job(s3, answers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    replace_remote(f"{s3.bucket}/rows.jsonl", b"".join(LINES))
+    for index in range(2):
+        run(input=f"{s3.bucket}/rows.jsonl", output=f"{s3.bucket}/a.jsonl.gz", shard=f"{index}/2")
+    names = [name.rpartition("/")[2] for name in list_remote(f"{s3.bucket}/a-*")]
+    assert names == ["a-00000-of-00002.jsonl.gz", "a-00001-of-00002.jsonl.gz"]
+    merge_shards([Path(f"{name}.run") for name in names], file_path(f"{s3.bucket}/merged.jsonl"))
+    assert read_remote(f"{s3.bucket}/merged.jsonl") == answers
 
 
 def wait_for_first_part(patch, record: Path, num_rows: int) -> None:
