@@ -63,7 +63,8 @@ whether it runs and how much memory it takes, from its `config.json` alone: see 
 ## Model folder
 
 `model.path` is a folder in Hugging Face's format, or a name on the hub such as `Qwen/Qwen3-0.6B`. A name is looked up
-in the local cache and downloaded if it is not there (`pip install 'spmd-worker[hub]'`).
+in the local cache and downloaded if it is not there (`pip install 'spmd-worker[hub]'`); so is a folder in a bucket
+(`s3://...`: [Remote files](../guides/remote.md)).
 
 | file | |
 | --- | --- |
