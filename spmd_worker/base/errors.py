@@ -252,6 +252,10 @@ class JournalError(SpmdError, ValueError):
     """An invalid journal, or one that contradicts itself before its end. The message names the file and the record."""
 
 
+class PoolError(SpmdError, ValueError):
+    """A pool whose objects are damaged, or contradict each other. The message names the object."""
+
+
 class StepStatsError(SpmdError, ValueError):
     """Invalid step statistics, or a file damaged before its last line. The message names file and line."""
 

@@ -41,7 +41,10 @@ WITH_TORCH = (
 """The exceptions to WITHOUT_TORCH: the cache's tensors."""
 TORCH_LATE = (
     *COMMANDS,
-    *(f"spmd_worker.frontends.{name}" for name in ("rank_program", "report", "tools", "serve.command", "batch.input")),
+    *(
+        f"spmd_worker.frontends.{name}"
+        for name in ("rank_program", "report", "tools", "serve.command", "batch.input", "batch.pool")
+    ),
     *("spmd_worker.executor.worker_process", "spmd_worker.worker.worker_wrapper"),
 )
 """They are imported without torch, by what plans, reports and explains on a machine that has none."""

@@ -1,0 +1,172 @@
+"""A pool's store in a folder of a POSIX file system, local or shared.
+
+An object is written to a temporary file and then linked to its name: link(2) is atomic and fails if the name exists, on
+NFS too. docs/internals/pools.md has what a file system must give, and mount options.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.files import is_plain_name, make_folder_durably, sync_folder, sync_stream
+from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME
+from spmd_worker.frontends.batch.pool.store import Listed
+
+_TEMPORARY: Final = "tmp"
+"""Folder of files that are not complete. A killed writer leaves its file, which means nothing."""
+_NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+"""Errors of link(2) on a file system without hard links."""
+
+
+class PosixStore:
+    """Implements `PoolStore`. The folder must exist: `open_folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        with temporary_file(self.folder, data, is_durable=True) as temporary:
+            make_folder_durably(path.parent)
+            try:
+                os.link(temporary, path, follow_symlinks=False)
+            except FileExistsError:
+                return False
+            # Also makes the names durable that others created before: a log has no holes after a power loss.
+            sync_folder(path.parent)
+        return True
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            with open(_open(self._path(name)), "rb") as stream:
+                return stream.read()
+        except FileNotFoundError:
+            return None
+
+    def list(self, prefix: str) -> list[Listed]:
+        folder, _, beginning = prefix.rpartition("/")
+        try:
+            names = sorted(os.listdir(self._path(folder) if folder else self.folder))
+        except FileNotFoundError:
+            return []
+        below = f"{folder}/" if folder else ""
+        names = [name for name in names if name.startswith(beginning) and is_plain_name(name) and name[0] != "."]
+        return [listed for name in names if (listed := self._listed(f"{below}{name}")) is not None]
+
+    def touch(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        with temporary_file(self.folder, data, is_durable=False) as temporary:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary, path)
+
+    def now_s(self, own: str) -> float:
+        self.touch(own, b"")
+        listed = self._listed(own)
+        if listed is None:
+            raise FileNotFoundError(errno.ENOENT, "was removed while it was read", str(self._path(own)))
+        return listed.time_s
+
+    def delete(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        parts = name.split("/")
+        assert parts[0] != _TEMPORARY, name
+        assert all(is_plain_name(part) and part[0] != "." for part in parts), name
+        return self.folder.joinpath(*parts)
+
+    def _listed(self, name: str) -> Listed | None:
+        """The object's size and time. The file is opened: an NFS client asks the server for attributes then, where a
+        stat may answer from its cache.
+        """
+        try:
+            descriptor = _open(self._path(name))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                return None
+            raise
+        try:
+            found = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        return Listed(name, found.st_size, found.st_mtime_ns / 1e9) if stat.S_ISREG(found.st_mode) else None
+
+
+@contextmanager
+def temporary_file(folder: Path, data: bytes, *, is_durable: bool) -> Iterator[Path]:
+    """A complete file in the store's folder, with the server's time; removed in the end. Raises OSError."""
+    path = folder / _TEMPORARY / f"{os.getpid()}.{secrets.token_hex(8)}"
+    path.parent.mkdir(exist_ok=True)
+    try:
+        with open(path, "xb") as stream:
+            stream.write(data)
+            stream.flush()
+            # An NFS client may have set a time of its own; without a given time the server sets its.
+            os.utime(stream.fileno())
+            if is_durable:
+                sync_stream(stream)
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def open_folder(folder: Path) -> PosixStore:
+    """The store in a folder, which is made if it is missing. Raises ConfigError for one that holds something else, that
+    cannot be written, or whose file system has no hard links.
+    """
+    try:
+        make_folder_durably(folder)
+        _check_contents(folder)
+        _check_links(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"job.pool={folder} cannot be written ({error.strerror}): give a folder that every world can write"
+        ) from None
+    return PosixStore(folder)
+
+
+def _check_contents(folder: Path) -> None:
+    if (folder / JOB_NAME).exists():
+        return
+    known = {INPUT_INDEX_NAME, JOB_NAME, _TEMPORARY, *FOLDERS}
+    foreign = sorted(name for name in os.listdir(folder) if name not in known and name[0] != ".")
+    if foreign:
+        raise ConfigError(
+            f"job.pool={folder} is not a pool: it has {foreign[0]!r} and no {JOB_NAME}: give an empty folder, or one "
+            f"that does not exist"
+        )
+
+
+def _check_links(folder: Path) -> None:
+    with temporary_file(folder, b"", is_durable=False) as temporary:
+        probe = temporary.with_name(f"{temporary.name}.link")
+        try:
+            os.link(temporary, probe)
+            os.link(temporary, probe)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    raise ConfigError(
+        f"job.pool={folder} is on a file system without hard links: give a folder on another file system, or a name "
+        f"in an object store"
+    )
+
+
+def _open(path: Path) -> int:
+    # O_NONBLOCK: a foreign FIFO must not block.
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
