@@ -121,9 +121,7 @@ class World:
 def pieces(missing: list[tuple[int, int]], num_rows: int) -> Spans:
     """Rows of a lease in four commits."""
     size = max(1, -(-num_rows // 4))
-    return tuple(
-        (first, min(first + size, stop)) for start, stop in missing for first in range(start, stop, size)
-    )
+    return tuple((first, min(first + size, stop)) for start, stop in missing for first in range(start, stop, size))
 
 
 def make_pool(num_rows: int, worlds: list[World], until_s: float = float("inf"), **job_values: float) -> TimedStore:

@@ -12,10 +12,7 @@ Exits with 0 for a run, or a pool, that ended well, 1 for one that did not, 2 if
 """
 
 import os
-import shutil
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +20,9 @@ from spmd_worker.base.errors import ConfigError, PoolError, StepStatsError
 from spmd_worker.base.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
 from spmd_worker.base.liveness.failure_diagnosis import status_lines
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
-from spmd_worker.frontends.batch.pool.pool_history import read_history
-from spmd_worker.frontends.batch.pool.pool_progress import make_progress
-from spmd_worker.frontends.batch.pool.store import PoolStore
-from spmd_worker.frontends.batch.pool.view import read_pool
 from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
-from spmd_worker.frontends.tools.pool_status import MIN_COLUMNS, status_lines
+from spmd_worker.frontends.tools.pool_status import watch_pool
 from spmd_worker.frontends.tools.pools import is_pool, open_pool
 from spmd_worker.frontends.tools.program import (
     add_run_dir_or_pool,
@@ -86,11 +79,13 @@ ADVICE = (
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("doctor", __doc__)
     add_run_dir_or_pool(parser)
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="report a pool again and again, until it has ended")
+    parser.add_argument(
+        "--watch", type=float, metavar="SECONDS", help="report a pool again and again, until it has ended"
+    )
     options = parser.parse_args(arguments)
     try:
         if is_pool(options.run_dir):
-            return watch_pool(open_pool(options.run_dir), options.watch)
+            return EXIT_WELL if watch_pool(open_pool(options.run_dir), options.watch) else EXIT_FAILED
         if options.watch is not None:
             parser.error(f"--watch is for a pool: {options.run_dir} is not one")
         lines, exit_code = examine(Path(options.run_dir))
@@ -101,25 +96,6 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_CANNOT_TELL
     print("\n".join(lines))
     return exit_code
-
-
-def watch_pool(store: PoolStore, every_s: float | None) -> int:
-    """Print the state of a pool, once or until it has ended. Returns the exit code."""
-    with suppress(KeyboardInterrupt):
-        while True:
-            progress = make_progress(read_pool(store))
-            has_deaths = bool(progress.with_status("dead", "failed"))
-            holdings = read_history(store).holdings if has_deaths else ()
-            columns = max(MIN_COLUMNS, shutil.get_terminal_size((100, 0)).columns)
-            # On a terminal each report replaces the one before.
-            clear = "\x1b[H\x1b[2J" if every_s is not None and sys.stdout.isatty() else ""
-            print(clear + "\n".join(status_lines(progress, holdings, columns)), flush=True)
-            if progress.state.merged is not None:
-                return EXIT_WELL
-            if every_s is None:
-                break
-            time.sleep(every_s)
-    return EXIT_FAILED
 
 
 def examine(run_dir: Path) -> tuple[list[str], int]:

@@ -1,14 +1,19 @@
 """A pool in words: how much is done, its workers as a table, and what needs attention. At most 100 columns."""
 
+import shutil
+import sys
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
-from spmd_worker.frontends.batch.pool.pool_history import Holding
-from spmd_worker.frontends.batch.pool.pool_progress import PoolProgress, WorkerProgress
-from spmd_worker.frontends.batch.pool.view import RangeState
+from spmd_worker.frontends.batch.pool.pool_history import Holding, read_history
+from spmd_worker.frontends.batch.pool.pool_progress import PoolProgress, WorkerProgress, make_progress
+from spmd_worker.frontends.batch.pool.store import PoolStore
+from spmd_worker.frontends.batch.pool.view import RangeState, read_pool
 from spmd_worker.frontends.report.text import compact, count, duration, share
 
-MIN_COLUMNS: Final = 80
+_MIN_COLUMNS: Final = 80
 _MAX_WORKERS: Final = 20
 """Rows of the table; those that need attention come first."""
 _MAX_NOTES: Final = 5
@@ -16,7 +21,25 @@ _HEADS: Final = ("worker", "state", "rows", "rows/s", "tokens/s", "ranges", "hea
 _ORDER: Final = ("dead", "failed", "slow", "alive", "ended")
 
 
-def status_lines(progress: PoolProgress, holdings: Sequence[Holding], columns: int = MIN_COLUMNS) -> list[str]:
+def watch_pool(store: PoolStore, every_s: float | None) -> bool:
+    """Print the state of a pool, once or until it has ended; on a terminal each report replaces the one before. Returns
+    whether it has ended well. Raises as `read_pool` does.
+    """
+    clear = "\x1b[H\x1b[2J" if every_s is not None and sys.stdout.isatty() else ""
+    columns = max(_MIN_COLUMNS, shutil.get_terminal_size((100, 0)).columns)
+    with suppress(KeyboardInterrupt):
+        while True:
+            progress = make_progress(read_pool(store))
+            has_deaths = bool(progress.with_status("dead", "failed"))
+            holdings = read_history(store).holdings if has_deaths else ()
+            print(clear + "\n".join(pool_lines(progress, holdings, columns)), flush=True)
+            if every_s is None or progress.state.merged is not None:
+                return progress.state.merged is not None
+            time.sleep(every_s)
+    return False
+
+
+def pool_lines(progress: PoolProgress, holdings: Sequence[Holding], columns: int = _MIN_COLUMNS) -> list[str]:
     """`holdings` are the pool's history, or empty if no worker has died."""
     lines = [_headline(progress), _pace(progress), _workers_line(progress)]
     if progress.workers:
@@ -34,13 +57,15 @@ def _headline(progress: PoolProgress) -> str:
         return f"The pool has ended well: {done}."
     if progress.with_status("alive", "slow"):
         return f"The pool is running: {done}."
-    return f"The pool has not ended, and no worker is alive: {done}. Start a worker: it goes on with the rest."
+    return f"The pool has not ended: {done}."
 
 
 def _pace(progress: PoolProgress) -> str:
     state = progress.state
     if state.merged is not None:
         return f"Output: {state.job.output}, {count(state.merged.lines, 'line')}, {count(state.merged.bytes, 'byte')}."
+    if not progress.with_status("alive", "slow"):
+        return "No worker is alive. Start the same command again: it goes on with the rest."
     if not progress.rows_per_s:
         return "No worker that is alive has finished a row yet."
     rates = f"{_rate(progress.rows_per_s)} rows and {_rate(progress.tokens_per_s)} output tokens per second"
@@ -116,7 +141,9 @@ def _fate(worker: str, holdings: Sequence[Holding]) -> str:
     names = list(dict.fromkeys(takers))
     to = names[0] if len(names) == 1 else f"{len(names)} workers"
     parts = [f"{count(len(takers), 'range')} went to {to}"] if takers else []
-    parts += [f"{count(num_waiting, 'range')} {'waits' if num_waiting == 1 else 'wait'} for a worker"] if num_waiting else []
+    parts += (
+        [f"{count(num_waiting, 'range')} {'waits' if num_waiting == 1 else 'wait'} for a worker"] if num_waiting else []
+    )
     return f"{' and '.join(parts)}."
 
 

@@ -58,6 +58,7 @@ class PoolProgress:
 
 
 def make_progress(state: PoolState) -> PoolProgress:
+    """The progress of a pool in this state."""
     counted = [_counted(worker, state) for worker in state.workers]
     rates = [worker.rows_per_s for worker in counted if worker.status == "alive" and worker.num_rows]
     usual = median(rates) if rates else 0.0
