@@ -67,8 +67,8 @@ class TimedStore:
 
 @dataclass
 class World:
-    """A world. Times are seconds since the pool began; it `pauses` from a second to another, heartbeats too. `fails`
-    and `ends_s` are an error and an order to leave.
+    """A world. Times are seconds since the pool began; it `pauses` from a second to another, heartbeats too. `ends_s` is
+    when a signal, or a failure, ends it.
     """
 
     name: str
@@ -78,11 +78,16 @@ class World:
     dies_s: float = float("inf")
     ends_s: float = float("inf")
     pauses: tuple[float, float] | None = None
-    error: str | None = None
+    fails: bool = False
+    num_ranges: int = 0
 
     def steps(self, store: TimedStore, job: PoolJob) -> Iterator[float]:
         """Act, and yield the seconds until the next act."""
-        about = {"host": self.name.split("-")[0], "pid": 4711, "layout": "tp 2, dp 4"}
+        about = {
+            "host": self.name.split("-")[0],
+            "pid": 4711,
+            "layout": {"tensor_parallel_size": 2, "data_parallel_size": 4},
+        }
         member = run(store, join(job, self.name, about))
         yield self.load_s
         while not isinstance(lease := run(store, claim(member)), Unleased):
@@ -96,23 +101,24 @@ class World:
                 yield 12.0
                 run(store, end_merge(member, merge, Merged(job.num_rows, 811 * job.num_rows, "ab" * 32)))
             yield 5.0
-        self._leave(store, member)
+        self._leave(store, member, "ended")
 
     def _compute(self, store: TimedStore, member: Member, lease: Lease) -> Iterator[float]:
+        self.num_ranges += 1
         for start, stop in pieces(lease.log.missing(), lease.log.stop - lease.log.start):
             yield (stop - start) / self.rows_per_s
             if store.now - STARTED_S >= self.ends_s:
                 run(store, hand_back(member, lease))
-                self._leave(store, member)
+                self._leave(store, member, "failed" if self.fails else "signalled")
                 yield float("inf")
             if not run(store, commit(member, lease, ((start, stop),), b"")):
                 return
             rows = int(member.counts.get("rows", 0)) + stop - start
-            member.counts = {"rows": rows, "output_tokens": rows * TOKENS_A_ROW}
+            member.counts = {"rows": rows, "output_tokens": rows * TOKENS_A_ROW, "ranges": self.num_ranges}
 
-    def _leave(self, store: TimedStore, member: Member) -> None:
+    def _leave(self, store: TimedStore, member: Member, how: str) -> None:
         run(store, heartbeat(member.worker, member.counts, ()))
-        run(store, leave(member.worker, {"error": self.error} if self.error else {"reason": "done"}))
+        run(store, leave(member.worker, {"how": how}))
 
     def is_silent(self, second: float) -> bool:
         return second >= self.dies_s or (self.pauses is not None and self.pauses[0] <= second < self.pauses[1])

@@ -18,7 +18,8 @@ _MAX_WORKERS: Final = 20
 """Rows of the table; those that need attention come first."""
 _MAX_NOTES: Final = 5
 _HEADS: Final = ("worker", "state", "rows", "rows/s", "tokens/s", "ranges", "heartbeat")
-_ORDER: Final = ("dead", "failed", "slow", "alive", "ended")
+_ORDER: Final = ("dead", "failed", "slow", "alive", "left", "ended")
+"""Order of the table."""
 
 
 def watch_pool(store: PoolStore, every_s: float | None) -> bool:
@@ -79,7 +80,7 @@ def _workers_line(progress: PoolProgress) -> str:
     numbers["alive"] += numbers["slow"]
     slow = f" ({numbers['slow']} slow)" if numbers["slow"] else ""
     words = [f"{numbers['alive']} alive{slow}"]
-    words += [f"{numbers[status]} {status}" for status in ("dead", "failed", "ended") if numbers[status]]
+    words += [f"{numbers[status]} {status}" for status in ("dead", "failed", "left", "ended") if numbers[status]]
     return f"{count(len(progress.workers), 'worker')}: {', '.join(words)}."
 
 
@@ -108,7 +109,7 @@ def _table(progress: PoolProgress, columns: int) -> list[str]:
 
 def _cells(worker: WorkerProgress) -> tuple[str, ...]:
     rows, tokens = _rate(worker.rows_per_s), _rate(worker.tokens_per_s)
-    is_gone = worker.status in ("ended", "failed")
+    is_gone = worker.state.end is not None
     heartbeat = "" if is_gone else f"{_age(worker.state.age_s)} ago"
     ranges = "" if is_gone and not worker.ranges else str(len(worker.ranges))
     return (worker.name, worker.status, compact(worker.num_rows), rows, tokens, ranges, heartbeat)
@@ -121,7 +122,7 @@ def _death_notes(progress: PoolProgress, holdings: Sequence[Holding]) -> list[st
     for worker in dead[:_MAX_NOTES]:
         reason = f"is dead: no heartbeat for {duration(worker.state.age_s * 1e6)}"
         if worker.status == "failed":
-            reason = f"failed: {(worker.state.end or {}).get('error')}"
+            reason = "failed, and handed back what it held"
         notes.append(f"{worker.name} {reason}. {_fate(worker.name, holdings)}")
     return [*notes, *_more(len(dead) - _MAX_NOTES, "more workers died")]
 

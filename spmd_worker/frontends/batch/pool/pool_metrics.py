@@ -17,7 +17,7 @@ def values(state: PoolState) -> dict[str, float | None]:
         "pool_workers_alive": len(progress.with_status("alive", "slow")),
         "pool_workers_slow": len(progress.with_status("slow")),
         "pool_workers_dead": len(progress.with_status("dead")),
-        "pool_workers_ended": len(progress.with_status("ended", "failed")),
+        "pool_workers_ended": len(progress.with_status("ended", "failed", "left")),
         "pool_ranges_open": len(state.open_ranges),
         "pool_ranges_waiting": len(progress.waiting_ranges),
         "pool_merged": int(state.merged is not None),

@@ -12,7 +12,10 @@ SLOW_FACTOR: Final = 3.0
 OLD_FACTOR: Final = 3.0
 """A lease is old that made no progress for this many times the median of all, and for two leases' time."""
 
-Status = Literal["alive", "slow", "dead", "ended", "failed"]
+_SIZES: Final = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "data_parallel_size": "dp"}
+
+Status = Literal["alive", "slow", "dead", "failed", "left", "ended"]
+"""`left`: it handed its ranges back on a signal; `ended`: every row was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,19 @@ class WorkerProgress:
     @property
     def name(self) -> str:
         return self.state.worker
+
+    @property
+    def num_ranges(self) -> int:
+        """Ranges that it leased."""
+        return _count(self.state.counts, "ranges")
+
+    @property
+    def layout(self) -> str:
+        """Such as `tp 2, dp 4`."""
+        sizes = self.state.about.get("layout")
+        sizes = sizes if isinstance(sizes, Mapping) else {}
+        words = [f"{short} {sizes[key]}" for key, short in _SIZES.items() if sizes.get(key, 1) != 1]
+        return ", ".join(words) or "one rank"
 
     @property
     def rows_per_s(self) -> float:
@@ -76,7 +92,8 @@ def make_progress(state: PoolState) -> PoolProgress:
 def _counted(worker: WorkerState, state: PoolState) -> WorkerProgress:
     status: Status = "alive" if worker.is_live else "dead"
     if worker.end is not None:
-        status = "failed" if worker.end.get("error") else "ended"
+        how = worker.end.get("how")
+        status = "failed" if how == "failed" else "left" if how == "signalled" else "ended"
     ranges = tuple(each for each in state.open_ranges if each.holder == worker.worker)
     # Between joining and the last heartbeat.
     active_s = max(worker.joined_age_s - worker.age_s, 0.0)
