@@ -67,8 +67,8 @@ class TimedStore:
 
 @dataclass
 class World:
-    """A world. Times are seconds since the pool began; it `pauses` from a second to another, heartbeats too. `ends_s` is
-    when a signal, or a failure, ends it.
+    """A world. Times are seconds since the pool began; it `pauses` from a second to another, heartbeats too. A
+    signal, or a failure, ends it at `ends_s`.
     """
 
     name: str
@@ -141,7 +141,7 @@ def make_pool(num_rows: int, worlds: list[World], until_s: float = float("inf"),
     ended = set()
     while queue:
         second, _, world, steps, is_heartbeat = heapq.heappop(queue)
-        if second > until_s or world.name in ended and is_heartbeat:
+        if second > until_s or (world.name in ended and is_heartbeat):
             continue
         store.now = STARTED_S + second
         if second >= world.dies_s:

@@ -9,8 +9,8 @@
 
 RUN_DIR is job.run_dir, by default <job.output>.run. The page needs only a browser; its charts need matplotlib
 (pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in ui.perfetto.dev. Also for a run
-or a pool that was killed, or is still running. Prints the paths of both and a summary; the last line is one JSON object. Exits
-with 2 for files that cannot be read or written.
+or a pool that was killed, or is still running. Prints the paths of both and a summary; the last line is one JSON
+object. Exits with 2 for files that cannot be read or written.
 """
 
 import json

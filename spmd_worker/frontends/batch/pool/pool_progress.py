@@ -97,8 +97,8 @@ def _counted(worker: WorkerState, state: PoolState) -> WorkerProgress:
     ranges = tuple(each for each in state.open_ranges if each.holder == worker.worker)
     # Between joining and the last heartbeat.
     active_s = max(worker.joined_age_s - worker.age_s, 0.0)
-    counts = [_count(worker.counts, name) for name in ("rows", "output_tokens")]
-    return WorkerProgress(worker, status, *counts, active_s, ranges)
+    num_rows, num_tokens = (_count(worker.counts, name) for name in ("rows", "output_tokens"))
+    return WorkerProgress(worker, status, num_rows, num_tokens, active_s, ranges)
 
 
 def _is_slow(worker: WorkerProgress, usual: float, lease_s: float) -> bool:

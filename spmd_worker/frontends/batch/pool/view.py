@@ -161,7 +161,8 @@ def _worker_states(listed: list[Listed], live: frozenset[str], now_s: float) -> 
             data: bytes | None = (yield Read(worker_name(worker, kind))) if (worker, kind) in times else None
             records.append(read_free_record(data))
         joined_s = times.get((worker, "json"), times.get((worker, "beat"), now_s))
-        ages = [max(now_s - time_s, 0.0) for time_s in (times.get((worker, "beat"), joined_s), joined_s)]
+        age_s = max(now_s - times.get((worker, "beat"), joined_s), 0.0)
         end = records[2] if (worker, "end") in times else None
-        states.append(WorkerState(worker, records[0], records[1], *ages, worker in live, end))
+        state = WorkerState(worker, records[0], records[1], age_s, max(now_s - joined_s, 0.0), worker in live, end)
+        states.append(state)
     return states
