@@ -171,7 +171,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     resolved = prefault_cache(config, environment)
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.frontends.batch.job import run_job
-    from spmd_worker.frontends.batch.run_dir.job_files import run_dir_of
+    from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 
     resume_collections()
     if config.job.private:

@@ -19,11 +19,11 @@ from spmd_worker.frontends.batch.progress import Progress
 
 kept = {}
 def append(self, key, answer):
-    self._add(answer.index, key, 0, len(answer.line))
+    self._add(answer.index, key.line, 0, len(answer.line))
     kept[answer.index] = answer.line
 RowJournal.append = append
 RowJournal.tick = RowJournal.commit = lambda self: None
-RowJournal.lines = lambda self: (kept[index] for index in sorted(kept))
+RowJournal.lines = lambda self, first_row: (kept[index] for index in sorted(kept))
 Progress.update = lambda self, rows, tokens: None
 sys.exit(launch.main())
 """

@@ -25,7 +25,7 @@ def run_job(options: Namespace) -> dict[str, Any]:
     memory at each mark.
     """
     import launch
-    from spmd_worker.frontends.batch.job_rows import JobCounts
+    from spmd_worker.frontends.batch.job_counts import JobCounts
 
     output = options.work / f"answers{options.output_format}"
     run_dir = options.work / "run"

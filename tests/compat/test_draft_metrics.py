@@ -7,8 +7,8 @@ from typing import Any
 
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.compat.metrics import Vector, engine_metrics
+from spmd_worker.frontends.batch.job_counts import JobCounts
 from spmd_worker.frontends.batch.job_metrics import job_metrics
-from spmd_worker.frontends.batch.job_rows import JobCounts
 from spmd_worker.frontends.batch.progress import format_summary
 from spmd_worker.frontends.serve.responses import prometheus_text
 from spmd_worker.replica.scheduler.counters import SchedulerCounters

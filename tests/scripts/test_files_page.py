@@ -17,8 +17,8 @@ from spmd_worker.base import errors
 from spmd_worker.base.metrics import prometheus
 from spmd_worker.base.metrics.stage_times import StageSpan
 from spmd_worker.base.metrics.step_stats import StepStats
+from spmd_worker.frontends.batch.job_counts import JobCounts
 from spmd_worker.frontends.batch.job_metrics import job_metrics
-from spmd_worker.frontends.batch.job_rows import JobCounts
 from spmd_worker.frontends.batch.run_dir.job_files import RESERVED_NAMES
 from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.openai import openai_stream

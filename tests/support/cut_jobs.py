@@ -15,7 +15,7 @@ def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     """The job raises Ended when so many rows are in the journal."""
     append = RowJournal.append
 
-    def counted(journal: RowJournal, key: int, answer: Any) -> None:
+    def counted(journal: RowJournal, key: Any, answer: Any) -> None:
         append(journal, key, answer)
         if journal.num_rows >= num_rows:
             raise Ended

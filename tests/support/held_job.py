@@ -24,7 +24,7 @@ import launch
 from spmd_worker.base import files
 from spmd_worker.base.liveness.heartbeat import Heartbeat
 from spmd_worker.base.liveness.watchdog import Watchdog
-from spmd_worker.frontends.batch import job
+from spmd_worker.frontends.batch import open_job
 from spmd_worker.frontends.batch.output_file import OutputFile
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 
@@ -81,10 +81,10 @@ def plant(moment: str, hold: Hold) -> None:
     elif moment == "renamed":
         after(files, "sync_folder", hold)
     elif moment == "end":
-        before(job, "end_manifest", hold)
+        before(open_job, "end_manifest", hold)
     else:
         assert moment == "ended", moment
-        before(job, "remove_journal", hold)
+        before(open_job, "remove_journal", hold)
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from power_loss import Disk, Operation, Tree, crashes, digest_of, read_recording
 
 import launch
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME
-from spmd_worker.frontends.batch.run_dir.journal import _HEADER, _RECORD_BYTES, JOURNAL_NAME, LINES_NAME, JournalRecord
+from spmd_worker.frontends.batch.run_dir.journal import _HEADER, JOURNAL_NAME, LINES_NAME, RECORD_BYTES, JournalRecord
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 ROWS = [{"prompt": f"add {index} 7 =", "max_tokens": 2 + index % 3, "ignore_eos": True} for index in range(8)]
@@ -128,7 +128,7 @@ def input_tree() -> Tree:
 def records_in(journal: bytes | None) -> list[JournalRecord]:
     """Whole ones from the start."""
     found: list[JournalRecord] = []
-    while record := JournalRecord.unpack((journal or b"")[len(_HEADER) + len(found) * _RECORD_BYTES :][:_RECORD_BYTES]):
+    while record := JournalRecord.unpack((journal or b"")[len(_HEADER) + len(found) * RECORD_BYTES :][:RECORD_BYTES]):
         found.append(record)
     return found
 
@@ -274,7 +274,7 @@ def resumed_case(folder: Path) -> Case:
     for state in states_of(folder, case, 0)[0]:
         journal = state.tree.get(JSONL.journal) or b""
         # The fifth record lies across the end of a sector.
-        if num_records(journal) == 4 and (len(journal) - len(_HEADER)) % _RECORD_BYTES and state.done.num_rows == 4:
+        if num_records(journal) == 4 and (len(journal) - len(_HEADER)) % RECORD_BYTES and state.done.num_rows == 4:
             return Case(case.job, state.tree, case.outputs)
     raise AssertionError("no crash leaves half of a record")
 

@@ -627,6 +627,26 @@ class JobConfig:
     max_error_rows: int | None = command_option(
         None, "more error rows than this fail the job (its output is complete)", least=0, is_common=True
     )
+    pool: str | None = command_option(
+        None,
+        "folder that any number of jobs share, started any time on any machine: each leases ranges of the rows, the "
+        "last one writes the output",
+        is_path=True,
+    )
+    lease_s: float = command_option(
+        60.0, "with `job.pool`: a job without a sign of life for this long loses its rows to the others", least=0.5
+    )
+    lease_rows: int = command_option(
+        4096, "with `job.pool`: most rows that a job leases, and others compute again after its death", least=2
+    )
+    shard: str | None = command_option(
+        None,
+        "`i/n`, i from 0: only part i of n of the rows, as `answers-00003-of-00007.jsonl`; "
+        "`spmd-worker-collect --merge` makes one output of all",
+    )
+    input_index: str | None = command_option(
+        None, "index of the input, of `spmd-worker-index`: shards need not count the rows before theirs", is_path=True
+    )
     commit_rows: int = command_option(256, "finished rows are made durable every N rows", least=1)
     commit_s: float = command_option(5.0, "and every N seconds", least=0)
     step_log: bool = command_option(

@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd_worker.base.metrics.stage_times import busy_shares
 from spmd_worker.engine.engine import Engine
-from spmd_worker.frontends.batch.job_rows import JobCounts
+from spmd_worker.frontends.batch.job_counts import JobCounts
 
 
 @dataclass(slots=True)

@@ -2,18 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.prometheus import PrometheusFile
-from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
+from spmd_worker.frontends.batch.job_counts import JobCounts
 from spmd_worker.frontends.batch.progress import Progress
-from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal, row_key
-from spmd_worker.frontends.openai.row import Row, RowError
-from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
+from spmd_worker.frontends.batch.row_source import AnswerStore, DoneRows, InputRow
+from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, RowKey, row_key
+from spmd_worker.frontends.openai.row import RowError
+from spmd_worker.frontends.openai.row_parser import CustomIds, custom_id_digest, parse_row
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -22,39 +22,32 @@ _MAX_SKIP_S: Final = 0.1
 """Bounds of the done rows skipped per call: the caller has steps to run in between."""
 
 
-class InputRow(NamedTuple):
-    """A line, parsed: a row, or the error in it."""
-
-    line: bytes
-    row: Row | RowError
-
-
 class JobInput:
-    """Reads rows one by one, up to `job.max_rows`, and remembers every custom id. Rows in `journal` are skipped; `keys`
-    are of the returned rows that are not done. `adapters` are the names that are counted in `num_rows_by_adapter`.
+    """Parses `lines`, with the indices of their rows, one by one, up to `job.max_rows`, and remembers every custom id.
+    Rows in `done` are skipped; `keys` are of the returned rows without an answer. `adapters` are the names that are
+    counted in `num_rows_by_adapter`.
     """
 
     def __init__(
         self,
-        reader: RowReader,
+        lines: Iterable[tuple[int, bytes]],
         job: JobConfig,
         limits: RowLimits,
         defaults: SamplingParams,
-        journal: RowJournal,
+        done: DoneRows,
         adapters: Iterable[str] = (),
     ) -> None:
         self.num_rows = 0
         self.num_rows_by_adapter = dict.fromkeys(adapters, 0)
         self.has_ended = False
         self.may_read: Callable[[], bool] = lambda: True
-        """Whether rows may be read; it may become true later."""
-        self.keys: dict[int, int] = {}
-        self._journal, self._input = journal, job.input
-        self._num_unread_done = journal.num_rows
+        self.keys: dict[int, RowKey] = {}
+        self._done, self._input = done, job.input
+        self._num_unread_done = done.num_rows
         self._max_rows, self._defaults, self._limits = job.max_rows, defaults, limits
         # A slow stream must not delay the rows that it has already written.
-        self._stream = StreamLines(iter(reader)) if reader.paths is None else None
-        self._lines: Iterator[tuple[int, bytes]] = self._stream or iter(reader)
+        self._stream = lines if isinstance(lines, StreamLines) else None
+        self._lines: Iterator[tuple[int, bytes]] = iter(lines)
         self._custom_ids = CustomIds()
 
     def is_ready(self) -> bool:
@@ -83,15 +76,17 @@ class JobInput:
                 self.has_ended = True
                 return None
             self.num_rows += 1
-            row = self._custom_ids.check(parse_row(index, line, self._defaults, self._limits))
+            parsed = parse_row(index, line, self._defaults, self._limits)
+            row = self._custom_ids.check(parsed)
             for name in () if isinstance(row, RowError) else (row.adapter, row.prompt_adapter, row.model):
                 if name in self.num_rows_by_adapter:
                     self.num_rows_by_adapter[name] += 1
             key = row_key(line)
-            if not self._journal.has(index):
-                self.keys[index] = key
+            if not self._done.has(index):
+                custom_id = NO_CUSTOM_ID if parsed.custom_id is None else custom_id_digest(parsed.custom_id)
+                self.keys[index] = RowKey(key, custom_id, isinstance(parsed, RowError))
                 return InputRow(line, row)
-            if self._journal.key_of(index) != key:
+            if self._done.key_of(index) not in (key, None):
                 raise ConfigError(
                     f"job.input={self._input}: row {index} has changed since it was answered: give the input that the "
                     f"run began with, or another job.run_dir"
@@ -101,38 +96,10 @@ class JobInput:
                 break
         return None
 
-
-@dataclass(slots=True)
-class JobCounts:
-    """Sums over the answered rows; `resumed_rows` and `resumed_output_tokens` are of an earlier start."""
-
-    rows: int = 0
-    resumed_rows: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    output_tokens: int = 0
-    resumed_output_tokens: int = 0
-    error_codes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def error_rows(self) -> int:
-        """Rows that did not run."""
-        return sum(self.error_codes.values())
-
-    def add(self, answer: RowAnswer) -> None:
-        self.rows += 1
-        self.prompt_tokens += answer.num_prompt_tokens
-        self.cached_prompt_tokens += answer.num_cached_tokens
-        self.output_tokens += answer.num_output_tokens
-        if answer.error_code is not None:
-            self.error_codes[answer.error_code] = self.error_codes.get(answer.error_code, 0) + 1
-
-    def add_record(self, record: JournalRecord) -> None:
-        """Count one row that an earlier start of the job answered."""
-        counts = (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens)
-        self.add(RowAnswer(record.row, b"", record.error_code, *counts))
-        self.resumed_rows += 1
-        self.resumed_output_tokens += record.num_output_tokens
+    def close(self) -> None:
+        """End the thread that reads ahead, if there is one."""
+        if self._stream is not None:
+            self._stream.close()
 
 
 class JobOutput:
@@ -144,8 +111,8 @@ class JobOutput:
 
     def __init__(
         self,
-        journal: RowJournal,
-        keys: dict[int, int],
+        journal: AnswerStore,
+        keys: dict[int, RowKey],
         progress: Progress,
         num_rows: int | None = None,
         prometheus: PrometheusFile | None = None,

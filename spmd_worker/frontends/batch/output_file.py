@@ -8,10 +8,12 @@ answers.parquet       one row per row: index, custom_id, outputs, token counts, 
 
 import base64
 import contextlib
+import functools
 import gzip
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.files import create_job_file, partial_path, rename_durably, sync_stream
+from spmd_worker.frontends.batch.input.input_files import open_input
 from spmd_worker.frontends.openai.decimals import read_decimals
 
 _GZIP_LEVEL: Final = 6
@@ -33,6 +36,17 @@ VectorColumn = tuple[str, int]
 """Name and length of the vectors of a Parquet file: a list column of fixed size, float32."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenOutput:
+    """A complete output: a digest of its lines (`write_lines`), of the images of its rows (`chained_digest`), and the
+    number of its error rows.
+    """
+
+    digest: dict[str, Any]
+    images: dict[str, Any] | None
+    num_error_rows: int
+
+
 class LineSink(Protocol):
     """Encodes lines as bytes of a file."""
 
@@ -44,27 +58,32 @@ class LineSink(Protocol):
 
 
 class OutputFile:
-    """Writes lines to `<name>.partial` next to the output, which `close` makes durable and renames. As a context
-    manager it closes on success and, on an exception, leaves neither output nor partial file.
+    """Writes lines to `partial` next to the output, which `close` makes durable and renames. As a context manager it
+    closes on success and, on an exception, leaves neither output nor partial file.
     """
 
-    def __init__(self, path: Path, stream: BinaryIO, sink: LineSink) -> None:
-        self.path, self._stream, self._sink = path, stream, sink
+    def __init__(self, path: Path, partial: Path, stream: BinaryIO, sink: LineSink) -> None:
+        self.path, self._partial, self._stream, self._sink = path, partial, stream, sink
 
     @staticmethod
-    def open(path: Path, vectors: VectorColumn | None = None) -> "OutputFile":
-        """Begin the file; `vectors` for pooling rows. Raises OSError if it cannot be created, FileExistsError if
-        another kind of file exists, and ConfigError if its format needs a missing package.
+    def open(path: Path, vectors: VectorColumn | None = None, partial: Path | None = None) -> "OutputFile":
+        """Begin the file; `vectors` for pooling rows. `partial` is `<name>.partial` unless given.
+
+        Raises OSError if it cannot be created, FileExistsError if another kind of file exists, and ConfigError if its
+        format needs a missing package.
         """
         if path.exists() and not path.is_file():
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
-        stream = create_job_file(partial_path(path), buffering=-1)
+        partial = partial or partial_path(path)
+        stream = create_job_file(partial, buffering=-1)
         try:
-            sink = partial(_ParquetSink, vectors=vectors) if path.suffix == _PARQUET else _SINKS.get(path.suffix)
-            return OutputFile(path, stream, (sink or _PlainSink)(stream))
+            sink = (
+                functools.partial(_ParquetSink, vectors=vectors) if path.suffix == _PARQUET else _SINKS.get(path.suffix)
+            )
+            return OutputFile(path, partial, stream, (sink or _PlainSink)(stream))
         except BaseException:
             stream.close()
-            partial_path(path).unlink()
+            partial.unlink()
             raise
 
     def write(self, line: bytes) -> None:
@@ -77,7 +96,7 @@ class OutputFile:
         self._sink.close()
         sync_stream(self._stream)
         self._stream.close()
-        rename_durably(partial_path(self.path), self.path)
+        rename_durably(self._partial, self.path)
 
     def abandon(self) -> None:
         """Close without renaming, for the next writer to begin the file again."""
@@ -90,7 +109,7 @@ class OutputFile:
             # A sink would write its buffer when it is garbage-collected, to a closed file.
             self._sink.close()
         self._stream.close()
-        partial_path(self.path).unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> "OutputFile":
         return self
@@ -100,6 +119,40 @@ class OutputFile:
             self.close()
         else:
             self.discard()
+
+
+def write_lines(
+    lines: Iterable[bytes], path: Path, vectors: VectorColumn | None = None, partial: Path | None = None
+) -> dict[str, Any]:
+    """Write all lines to a file that appears when it is complete. Returns their number, bytes and a digest of the
+    uncompressed lines: for plain JSONL as `sha256sum`. Arguments and errors are those of `OutputFile.open`.
+    """
+    digest, num_lines, num_bytes = sha256(), 0, 0
+    with OutputFile.open(path, vectors, partial) as output:
+        for line in lines:
+            output.write(line)
+            digest.update(line)
+            num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
+    return {"lines": num_lines, "bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a job's output, of any format. Raises OSError."""
+    if path.suffix != _PARQUET:
+        with open_input(path) as stream:
+            yield from stream
+        return
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise_missing_package("pyarrow", "parquet", f"output {path}", error)
+    with open(path, "rb") as file:
+        try:
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256, columns=["json"]):
+                for text in batch.column(0):
+                    yield text.as_py().encode() + b"\n"
+        except pyarrow.ArrowException as error:
+            raise OSError(f"{path} is damaged ({error})") from None
 
 
 class _PlainSink:

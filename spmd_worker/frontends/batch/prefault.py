@@ -12,6 +12,7 @@ from kv_cache import host_reserve
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.host_reserve import HostReserve
 from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.frontends.batch.run_dir.shard import Shard
 from spmd_worker.resolved import highest_num_seqs
 from spmd_worker.worker.memory import host
 
@@ -29,8 +30,10 @@ _FREE_MEMORY_DIVISOR: Final = 8
 
 def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:
     """Start the prefault; returns its bytes. `spec` is this rank's cache, `num_ranks` the node's ranks."""
+    shard = Shard.of(config.job)
     num_bytes = min(
         estimate_tokens(inputs, shares_prefixes=config.cache.enable_prefix_caching)
+        // (1 if shard is None else shard.count)
         // config.parallel.data_parallel_size
         // spec.block_size
         * spec.row_block_bytes,

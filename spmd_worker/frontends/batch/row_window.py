@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from spmd_worker.engine.data_parallel.round import share_of
-from spmd_worker.frontends.batch.job_rows import JobInput
+from spmd_worker.frontends.batch.row_source import RowSource
 from spmd_worker.frontends.openai.row import ChatPrompt, EncoderPrompt, Prompt, ReadPrompt, Row, RowError, TextPrompt
 
 _MAX_ROWS: Final = 4096
@@ -32,7 +32,7 @@ class NumberedLine:
 class RowWindow:
     """Window over the rows of `source`; `reject` is called with invalid ones."""
 
-    def __init__(self, source: JobInput, reject: Callable[[RowError], None]) -> None:
+    def __init__(self, source: RowSource, reject: Callable[[RowError], None]) -> None:
         self._source, self._reject = source, reject
         self._read: list[tuple[int, NumberedLine]] = []
         self._num_read_bytes = 0

@@ -14,10 +14,10 @@ from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.step_interval import TimeBudget, max_step_interval_s
 from spmd_worker.frontends.batch.job_metrics import ReplicaCounts
-from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.batch.row_exchange import RowClaimer, RowSender
 from spmd_worker.frontends.batch.row_runner import RowRunner
+from spmd_worker.frontends.batch.row_source import AnswerSink, RowSource
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.openai.row import Row, RowError
 from spmd_worker.frontends.openai.row_parser import parse_row
@@ -119,7 +119,7 @@ class ReplicaWork:
 class JobSharer:
     """Rank 0's part for all replicas: rows out, answers in."""
 
-    def __init__(self, engine: Engine, round_: ReplicaRound, rows: JobInput, output: JobOutput) -> None:
+    def __init__(self, engine: Engine, round_: ReplicaRound, rows: RowSource, output: AnswerSink) -> None:
         self._round, self._rows, self._output = round_, rows, output
         self._timeout_s = engine.config.executor.timeout_s
         self._sender = RowSender(round_)
@@ -130,7 +130,7 @@ class JobSharer:
 
     @property
     def is_done(self) -> bool:
-        return self._has_ended and self._output.counts.rows == self._rows.num_rows
+        return self._has_ended and not self._rows.keys
 
     def advance(self) -> None:
         # Also when all is published: `may_read` notices when the input is known.
@@ -156,7 +156,7 @@ class JobSharer:
         self._sender.forget()
 
 
-def lead_shared_job(replicas: Replicas, rows: JobInput, output: JobOutput, model_name: str) -> ReplicaCounts:
+def lead_shared_job(replicas: Replicas, rows: RowSource, output: AnswerSink, model_name: str) -> ReplicaCounts:
     """Run rank 0's part until every row is answered and every replica has ended. Returns its own replica's counts."""
     engine = replicas.engine
     with replicas.round() as round_:

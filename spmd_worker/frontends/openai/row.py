@@ -234,5 +234,9 @@ def images_of_row(row: Row) -> tuple[str | None, ...]:
 
 def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:
     """Error of a row, in the format of the row."""
-    shape: ErrorShape = "plain" if row.kind in ("plain", "pooled") else "openai"
-    return RowError(row.index, row.custom_id, shape, code, message)
+    return RowError(row.index, row.custom_id, shape_of(row), code, message)
+
+
+def shape_of(row: Row | EncodedRow) -> ErrorShape:
+    """Format of a row's error."""
+    return "plain" if row.kind in ("plain", "pooled") else "openai"

@@ -33,7 +33,7 @@ from spmd_worker.frontends.openai.row import (
     Prompt,
     Row,
     RowError,
-    row_error,
+    shape_of,
 )
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError
@@ -167,11 +167,19 @@ def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:
     return chat_prompt(value, template_kwargs)
 
 
-class CustomIds:
-    """Stores every custom_id of a run, 16 bytes of digest for each, and rejects the second row that has it.
+def custom_id_digest(custom_id: str) -> bytes:
+    """Digest of 16 bytes. Two ids of the billions that a job may have share one with a probability below 1e-18."""
+    return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
-    Two ids of the billions a file may contain share a digest with a probability below 1e-18.
-    """
+
+def duplicate_error(index: int, custom_id: str | None, shape: ErrorShape) -> RowError:
+    """Error of a row whose custom_id an earlier row had."""
+    message = f"custom_id={shown(custom_id)} was used by an earlier row: every custom_id must be unique"
+    return RowError(index, custom_id, shape, "duplicate_custom_id", message)
+
+
+class CustomIds:
+    """Stores every custom_id of a run, as its digest, and rejects the second row that has it."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
@@ -180,10 +188,9 @@ class CustomIds:
         """The row, or an error row when an earlier row had its custom_id. An error row is unchanged."""
         if row.custom_id is None:
             return row
-        digest = blake2b(row.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        digest = custom_id_digest(row.custom_id)
         is_duplicate = digest in self._seen
         self._seen.add(digest)
         if not is_duplicate or isinstance(row, RowError):
             return row
-        message = f"custom_id={shown(row.custom_id)} was used by an earlier row: every custom_id must be unique"
-        return row_error(row, "duplicate_custom_id", message)
+        return duplicate_error(row.index, row.custom_id, shape_of(row))

@@ -1,20 +1,26 @@
-"""Print the finished rows of a job that has not ended, in the order of the rows.
+"""Print the finished rows of a job that has not ended, in the order of the rows; or merge the outputs of its shards.
 
     python -m spmd_worker.tools.collect RUN_DIR > partial.jsonl
     python -m spmd_worker.tools.collect runs/demo | head
+    python -m spmd_worker.tools.collect --merge answers-*-of-00007.jsonl.run --output answers.jsonl
 
 RUN_DIR is job.run_dir, by default <job.output>.run. Reads the journal of a job that was killed or is still running, and
 changes nothing. Unfinished rows are left out; the number of finished ones is written to standard error. Exits with 2
 without a journal, also for a job that has ended: its rows are in its output.
+
+--merge writes one output of all shards of a job (job.shard), with the bytes of the job without shards, in the format of
+its suffix, and <output>.run/provenance.json. Exits with 2, and changes no output, unless every shard has ended, all are
+of one job, and their outputs are as they wrote them.
 """
 
 import sys
 from pathlib import Path
 
-from spmd_worker.base.errors import JournalError
+from spmd_worker.base.errors import ConfigError, JournalError
+from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
-from spmd_worker.frontends.tools.program import add_run_dir, ends_with_its_reader, make_parser, print_error
+from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, look_at_run
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
@@ -23,8 +29,32 @@ EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 @ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("collect", __doc__)
-    add_run_dir(parser)
-    run_dir = parser.parse_args(arguments).run_dir
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="?", help="a run's directory, such as runs/demo")
+    parser.add_argument(
+        "--merge", type=Path, metavar="RUN_DIR", nargs="+", help="run directories of all shards of a job"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the merged output")
+    options = parser.parse_args(arguments)
+    if (options.run_dir is None) == (options.merge is None) or (options.merge is None) != (options.output is None):
+        parser.error("give RUN_DIR, or --merge RUN_DIR... --output FILE")
+    return print_rows(options.run_dir) if options.merge is None else merge(options.merge, options.output)
+
+
+def merge(folders: list[Path], output: Path) -> int:
+    """Merge shards; returns the exit code."""
+    try:
+        found = merge_shards(folders, output)
+    except (ConfigError, OSError) as error:
+        print_error("collect", error)
+        return EXIT_CANNOT_TELL
+    rows, duplicates = found["output"]["lines"], found["duplicate_custom_ids"]
+    text = f", {duplicates} of them with the custom_id of an earlier row" if duplicates else ""
+    print(f"{rows} rows of {len(folders)} shards{text}", file=sys.stderr)
+    return EXIT_DONE
+
+
+def print_rows(run_dir: Path) -> int:
+    """Print a job's finished rows; returns the exit code."""
     num_rows, last_row = 0, -1
     try:
         check_folder(run_dir)

@@ -38,7 +38,7 @@ class RunState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory with the run's state. `output` is `job.output` as given to the job."""
+    """A run directory with the run's state. `output` is `job.output` as given to the job, or its shard's file."""
 
     folder: Path
     state: RunState
@@ -69,7 +69,7 @@ def look_at_run(folder: Path) -> Run:
     if manifest is None:
         return Run(folder, RunState.UNKNOWN)
     # An older version may lack it.
-    output = str(manifest.get("config", {}).get("job", {}).get("output", ""))
+    output = str((manifest.get("shard") or manifest.get("config", {}).get("job", {})).get("output", ""))
     if manifest["has_ended"]:
         return Run(folder, RunState.ENDED, output)
     if _is_locked(folder / LOCK_NAME):

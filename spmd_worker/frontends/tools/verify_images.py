@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +48,10 @@ def _digests(manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:
     config = manifest["config"]
     limits, root = RowLimits(**config["limits"]), manifest["answers"].get("job.media_root")
     inputs = RowReader([Path(each) for each in manifest["input"]], limits.num_line_bytes)
-    outputs = RowReader([Path(config["job"]["output"])], max_line_bytes=1 << 31)
+    shard = manifest.get("shard") or {"start": 0, "stop": None, "output": config["job"]["output"]}
+    outputs = RowReader([Path(shard["output"])], max_line_bytes=1 << 31)
     try:
-        for (index, line), (_, answer) in zip(inputs, outputs):
+        for (index, line), (_, answer) in zip(islice(inputs, shard["start"], shard["stop"]), outputs):
             row = parse_row(index, line, SamplingParams(), limits)
             sources = () if isinstance(row, RowError) else _sources(row, limits)
             if not sources or json.loads(answer).get("error") is not None:

@@ -9,9 +9,9 @@ from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.engine import step_interval as between_steps
 from spmd_worker.engine.step_interval import TimeBudget
 from spmd_worker.frontends.batch import media_window, shared_job
-from spmd_worker.frontends.batch.job import _admit
-from spmd_worker.frontends.batch.job_rows import InputRow
+from spmd_worker.frontends.batch.answer_rows import _admit
 from spmd_worker.frontends.batch.media_window import MediaWindow
+from spmd_worker.frontends.batch.row_source import InputRow
 from spmd_worker.frontends.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.frontends.batch.shared_job import ReplicaWork
 from spmd_worker.frontends.openai.row import Row, RowError, TextPrompt

@@ -18,7 +18,7 @@ from spmd_worker.compat.image_prompts import media_digest
 from spmd_worker.frontends.batch.run_dir import image_answers as answers_module
 from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import PROVENANCE_NAME
-from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal
+from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal, RowKey
 from spmd_worker.frontends.batch.run_dir.manifest import FORMAT_VERSION, _compare, write_manifest
 from spmd_worker.frontends.batch.run_dir.media_root import resolved_media_root
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
@@ -38,7 +38,7 @@ def test_journal_keeps_digests_in_row_order(tmp_path: Path):
         journal = RowJournal(tmp_path, 9, 1e9)
         for index in indices:
             digest = {0: ONE, 1: "", 2: OTHER}[index]
-            journal.append(7, RowAnswer(index, b"line\n", media_digest=digest))
+            journal.append(RowKey(7), RowAnswer(index, b"line\n", media_digest=digest))
         journal.commit()
         assert journal.media_digests() == [(0, ONE), (2, OTHER)]
         journal.close()

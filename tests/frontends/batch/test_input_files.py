@@ -14,6 +14,7 @@ import zstandard
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.input import input_files, row_reader
+from spmd_worker.frontends.batch.input.input_index import index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.openai.row import RowError
 from spmd_worker.frontends.openai.row_parser import parse_row
@@ -31,7 +32,7 @@ def test_compressed_files_are_read_as_their_content(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(CONTENT))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(CONTENT))
     assert rows_of(tmp_path / "a.jsonl.gz") == rows_of(tmp_path / "a.jsonl.zst") == ROWS
-    assert RowReader.of(str(tmp_path / "a.jsonl.zst")).count() == 5
+    assert index_input(RowReader.of(str(tmp_path / "a.jsonl.zst"))).num_rows == 5
 
 
 def test_compressed_file_may_have_several_parts(tmp_path):
@@ -72,7 +73,7 @@ def test_pattern_reads_files_by_name_and_numbers_on(tmp_path):
     (tmp_path / "c.jsonl").mkdir()
     reader = RowReader.of(str(tmp_path / "*.jsonl*"))
     assert list(reader) == [(0, b'"0"'), (1, b'"1"'), (2, b'"2"'), (3, b'"3"'), (4, b'"4"')]
-    assert reader.count() == 5
+    assert index_input(reader).num_rows == 5
 
 
 def test_existing_name_with_brackets_is_a_file(tmp_path):
@@ -110,7 +111,7 @@ def test_parquet_rows_are_objects_without_null_values(tmp_path):
         {"messages": [{"role": "user"}, None], "temperature": 0.5},
         {"prompt": "x"},
     ]
-    assert RowReader.of(str(tmp_path / "*.parquet")).count() == 6
+    assert index_input(RowReader.of(str(tmp_path / "*.parquet"))).num_rows == 6
 
 
 FRAME = pandas.DataFrame({"prompt": ["a", "b", "c", "d"], "max_tokens": [1, 2, 3, 4]})

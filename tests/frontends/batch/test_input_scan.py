@@ -18,7 +18,8 @@ import pytest
 import ranks
 from waiting import LIMIT_S, wait_until
 
-import spmd_worker.frontends.batch.job as job_module
+import spmd_worker.frontends.batch.media_window as media_window
+import spmd_worker.frontends.batch.open_job as open_job
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.requests import Requests
@@ -27,8 +28,9 @@ from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
-from spmd_worker.frontends.batch.job import InputCheck, run_job
+from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.job_rows import JobOutput
+from spmd_worker.frontends.batch.open_job import InputCheck
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
 from spmd_worker.frontends.batch.run_dir.manifest import NOT_READ
 from spmd_worker.ranks.environment import RankEnvironment
@@ -74,7 +76,7 @@ def slow_scan(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return scan(self)
 
     monkeypatch.setattr(InputScan, "_scan", late)
-    monkeypatch.setattr(job_module, "_SCAN_S", 0.01)
+    monkeypatch.setattr(open_job, "_SCAN_S", 0.01)
     yield may_end
     may_end.set()
 
@@ -141,8 +143,8 @@ def test_resumed_run_reads_no_row_before_input_check(tmp_path: Path, monkeypatch
     (tmp_path / "rows.jsonl").write_text("".join([*content().splitlines(True)[:5], content(7).splitlines(True)[5]]))
     may_end, scan = threading.Event(), InputScan._scan
     monkeypatch.setattr(InputScan, "_scan", lambda self: (may_end.wait(), scan(self))[1])
-    monkeypatch.setattr(job_module, "_SCAN_S", 0.01)
-    sleep, admitted = job_module.time.sleep, []
+    monkeypatch.setattr(open_job, "_SCAN_S", 0.01)
+    sleep, admitted = media_window.time.sleep, []
     admit = Requests.admit
 
     def pause(seconds: float) -> None:
@@ -155,7 +157,7 @@ def test_resumed_run_reads_no_row_before_input_check(tmp_path: Path, monkeypatch
         may_end.set()
         return admit(self, *given, **named)
 
-    monkeypatch.setattr(job_module.time, "sleep", pause)
+    monkeypatch.setattr(media_window.time, "sleep", pause)
     monkeypatch.setattr(Requests, "admit", noting)
     config = replace(config, job=replace(config.job, resume=resume))
     if resume == "force":
@@ -169,7 +171,7 @@ def test_resumed_run_reads_no_row_before_input_check(tmp_path: Path, monkeypatch
     # Negative control: without the gate rows are admitted before.
     monkeypatch.setattr(InputCheck, "may_read", lambda self: True)
     may_end.clear()
-    monkeypatch.setattr(job_module.time, "sleep", sleep)
+    monkeypatch.setattr(media_window.time, "sleep", sleep)
     with pytest.raises(ConfigError, match=r"^job\.input is"):
         run(config)
     assert admitted

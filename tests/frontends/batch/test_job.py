@@ -22,9 +22,10 @@ from spmd_worker.base.config.schema import (
     SchedulerConfig,
 )
 from spmd_worker.base.errors import ConfigError, JobError
+from spmd_worker.frontends.batch import answer_rows, row_runner
 from spmd_worker.frontends.batch import job as job_module
-from spmd_worker.frontends.batch import row_runner
 from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.openai import row_parser
 from spmd_worker.frontends.openai.row import TextPrompt
@@ -377,9 +378,9 @@ def test_exception_leaves_older_output_and_no_partial_one(tmp_path: Path, monkey
 
 def test_progress_is_shown_before_any_row_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shown: list[tuple[int, int]] = []
-    monkeypatch.setattr(job_module.Progress, "update", lambda self, rows, tokens: shown.append((rows, tokens)))
+    monkeypatch.setattr(Progress, "update", lambda self, rows, tokens: shown.append((rows, tokens)))
     # All rows begin in one step, however long it takes to read them.
-    monkeypatch.setattr(job_module, "TimeBudget", lambda timeout_s: SimpleNamespace(is_over=False))
+    monkeypatch.setattr(answer_rows, "TimeBudget", lambda timeout_s: SimpleNamespace(is_over=False))
     write_rows(tmp_path, ["bad", *({"prompt": "add 1 2 =", "max_tokens": 5, "ignore_eos": True} for _ in range(4))])
     run(config_of(tmp_path))
     assert [sum(column) for column in zip(*shown, strict=True)] == [5, 20]

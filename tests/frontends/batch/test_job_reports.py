@@ -166,7 +166,7 @@ def test_prometheus_file_reports_how_the_job_ended(tmp_path: Path):
 
 def test_failed_job_is_not_complete_for_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_rows(tmp_path)
-    monkeypatch.setattr("spmd_worker.frontends.batch.job._write_output", lambda *_: 1 / 0)
+    monkeypatch.setattr("spmd_worker.frontends.batch.open_job.write_lines", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(config_of(tmp_path, prometheus_file=str(tmp_path / "job.prom")))
     values = read_prometheus(tmp_path / "job.prom")

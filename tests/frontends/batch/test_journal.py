@@ -21,11 +21,12 @@ from spmd_worker.frontends.batch.run_dir.journal import (
     LINES_NAME,
     JournalRecord,
     RowJournal,
+    RowKey,
     read_journal,
 )
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 
-RECORD_BYTES = journal_module._RECORD_BYTES
+RECORD_BYTES = journal_module.RECORD_BYTES
 HEADER_BYTES = len(journal_module._HEADER)
 
 
@@ -41,7 +42,7 @@ def opened(folder: Path, commit_rows: int = 1000, **settings) -> RowJournal:
 def filled(folder: Path, indices: list[int], **settings) -> None:
     journal = opened(folder, **settings)
     for index in indices:
-        journal.append(100 + index, answer(index))
+        journal.append(RowKey(100 + index), answer(index))
     journal.close()
 
 
@@ -88,19 +89,19 @@ def interrupted_after(num_lines: int, call: Callable[[], None]) -> bool:
 def test_interrupted_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool):
     """Control: a row that is pending before it has a place took all others with it."""
 
-    def append(journal: RowJournal, key: int, made: RowAnswer) -> None:
+    def append(journal: RowJournal, key: RowKey, made: RowAnswer) -> None:
         with journal._lock:
             journal._pending.append((key, made))
-            journal._add(made.index, key, 0, len(made.line))
+            journal._add(made.index, key.line, 0, len(made.line))
 
     lost = []
     for number in range(100):
         folder = tmp_path / str(number)
         folder.mkdir()
         journal = opened(folder)
-        journal.append(105, answer(5))
+        journal.append(RowKey(105), answer(5))
         add = partial(append, journal) if is_broken else journal.append
-        is_interrupted = interrupted_after(number, partial(add, 109, answer(9)))
+        is_interrupted = interrupted_after(number, partial(add, RowKey(109), answer(9)))
         try:
             journal.close()
         except IndexError:
@@ -128,12 +129,12 @@ def test_commit_comes_after_enough_rows_or_seconds(tmp_path: Path, monkeypatch: 
     def on_disk() -> int:
         return ((tmp_path / JOURNAL_NAME).stat().st_size - HEADER_BYTES) // RECORD_BYTES
 
-    journal.append(0, answer(0))
-    journal.append(0, answer(1))
+    journal.append(RowKey(0), answer(0))
+    journal.append(RowKey(0), answer(1))
     assert on_disk() == 0
-    journal.append(0, answer(2))
+    journal.append(RowKey(0), answer(2))
     assert on_disk() == 3
-    journal.append(0, answer(3))
+    journal.append(RowKey(0), answer(3))
     now_s[0] = 4.9
     journal.tick()
     assert on_disk() == 3
@@ -151,7 +152,7 @@ def test_lines_are_durable_before_their_records(tmp_path: Path):
 
     journal = opened(tmp_path, sync=sync)
     synced.clear()
-    journal.append(0, answer(0))
+    journal.append(RowKey(0), answer(0))
     journal.commit()
     length = len(answer(0).line)
     assert synced == [(LINES_NAME, length, HEADER_BYTES), (JOURNAL_NAME, length, HEADER_BYTES + RECORD_BYTES)]
@@ -168,7 +169,7 @@ def test_torn_record_costs_only_its_row(tmp_path: Path):
         journal = opened(folder)
         assert [record.row for record in journal.records()] == [0, 1]
         assert (folder / LINES_NAME).read_bytes() == answer(0).line + answer(1).line
-        journal.append(102, answer(2))
+        journal.append(RowKey(102), answer(2))
         journal.close()
         assert {name: (folder / name).read_bytes() for name in whole} == whole
 
@@ -220,7 +221,7 @@ def test_interrupted_commit_is_undone_durably_records_first(tmp_path: Path):
     names: list[str] = []
     journal = opened(tmp_path, commit_rows=1, sync=synced_names(names, interrupted_at=3))
     with pytest.raises(KeyboardInterrupt):
-        journal.append(0, answer(0))
+        journal.append(RowKey(0), answer(0))
     assert names == [JOURNAL_NAME, LINES_NAME, JOURNAL_NAME, JOURNAL_NAME, LINES_NAME]
 
 
@@ -266,13 +267,13 @@ def test_failed_sync_is_error_and_stops_all_writes(tmp_path: Path, fails_at: int
             raise OSError(5, "Input/output error")
 
     journal = opened(tmp_path, commit_rows=1, sync=sync)
-    journal.append(0, answer(0))
+    journal.append(RowKey(0), answer(0))
     with pytest.raises(OSError, match="Input/output error"):
-        journal.append(1, answer(1))
+        journal.append(RowKey(1), answer(1))
     sizes = [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)]
     # Whoever tries again, the end of the job too, is told: what was not written must not be taken for written.
     with pytest.raises(OSError, match="Input/output error"):
-        journal.append(2, answer(2))
+        journal.append(RowKey(2), answer(2))
     with pytest.raises(OSError, match="Input/output error"):
         journal.commit()
     with pytest.raises(OSError, match="Input/output error"):
@@ -294,10 +295,10 @@ def test_interrupted_commit_loses_and_repeats_nothing(tmp_path: Path, at_call: i
             raise KeyboardInterrupt
 
     journal = opened(tmp_path, commit_rows=2, sync=sync)
-    journal.append(0, answer(0))
+    journal.append(RowKey(0), answer(0))
     with pytest.raises(KeyboardInterrupt):
-        journal.append(1, answer(1))
-    journal.append(2, answer(2))
+        journal.append(RowKey(1), answer(1))
+    journal.append(RowKey(2), answer(2))
     journal.close()
     assert [record.row for record in opened(tmp_path).records()] == [0, 1, 2]
     assert [row for row, _ in read_journal(tmp_path)] == [0, 1, 2]
@@ -314,8 +315,8 @@ def test_interrupted_last_commit_loses_nothing(tmp_path: Path, at_call: int):
             raise KeyboardInterrupt
 
     journal = opened(tmp_path, sync=sync)
-    journal.append(0, answer(0))
-    journal.append(1, answer(1))
+    journal.append(RowKey(0), answer(0))
+    journal.append(RowKey(1), answer(1))
     with pytest.raises(KeyboardInterrupt):
         journal.close()
     assert [row for row, _ in read_journal(tmp_path)] == [0, 1]
@@ -331,12 +332,12 @@ def test_full_disk_is_error_and_keeps_committed_rows(tmp_path: Path):
     script = f"""
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_journal import answer, opened
+from test_journal import RowKey, answer, opened
 from pathlib import Path
 journal = opened(Path({str(tmp_path)!r}), commit_rows=1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
 for index in range(1000):
-    journal.append(index, answer(index))
+    journal.append(RowKey(index), answer(index))
 """
     # Without its handler the signal would end the process, as the system's default is.
     ignore = f"import signal; signal.signal({int(signal.SIGXFSZ)}, signal.SIG_IGN)\n"

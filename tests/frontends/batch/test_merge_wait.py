@@ -13,10 +13,10 @@ TIMEOUT_S, MERGE_S = 10, 22
 JOB = f"""
 import sys, time
 import launch
-from spmd_worker.frontends.batch import job
+from spmd_worker.frontends.batch import open_job
 from spmd_worker.engine.engine import Engine
 
-write, close_followers = job._write_output, Engine.close_followers
+write, close_followers = open_job.write_lines, Engine.close_followers
 
 def take_time():
     # Busy all the while, not asleep.
@@ -35,7 +35,7 @@ def close_slowly(engine):
 if sys.argv.pop(1) == "while others wait":
     Engine.close_followers = close_slowly
 else:
-    job._write_output = write_slowly
+    open_job.write_lines = write_slowly
 sys.exit(launch.main())
 """
 

@@ -32,7 +32,7 @@ from spmd_worker.base.errors import ConfigError, JobError
 from spmd_worker.base.numerical_policy import NumericalPolicy, Region
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.requests import Requests
-from spmd_worker.frontends.batch import job_rows
+from spmd_worker.frontends.batch import answer_rows, job_rows, open_job
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.run_dir import journal as journal_module
@@ -101,17 +101,17 @@ def test_ended_run_is_never_resumed_from_its_leftovers(tmp_path: Path):
     write_rows(tmp_path)
     config = config_of(tmp_path, max_rows=4)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(job_module, "remove_journal", lambda folder: None)
+        monkeypatch.setattr(open_job, "remove_journal", lambda folder: None)
         run(config)
     assert (run_dir(config) / JOURNAL_NAME).exists()
-    config, write = replace(config, seed=1), job_module.write_manifest
+    config, write = replace(config, seed=1), open_job.write_manifest
 
     def write_and_end(*arguments: Any) -> None:
         write(*arguments)
         raise Ended
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(job_module, "write_manifest", write_and_end)
+        monkeypatch.setattr(open_job, "write_manifest", write_and_end)
         with pytest.raises(Ended):
             run(config)
     assert run(config)["resumed_rows"] == 0
@@ -281,8 +281,8 @@ def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], ob
             action(made[0].num_rows)
         return step(engine)
 
-    monkeypatch.setattr(job_module, "JobInput", Noted)
-    monkeypatch.setattr(job_module, "max_step_interval_s", lambda timeout_s: 0.0)
+    monkeypatch.setattr(open_job, "JobInput", Noted)
+    monkeypatch.setattr(answer_rows, "max_step_interval_s", lambda timeout_s: 0.0)
     monkeypatch.setattr(Engine, "step", noting)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from spmd_worker.frontends.batch import row_window
-from spmd_worker.frontends.batch.job_rows import InputRow
+from spmd_worker.frontends.batch.row_source import InputRow
 from spmd_worker.frontends.batch.row_window import RowWindow, expected_length
 from spmd_worker.frontends.openai.row import ChatPrompt, Row, RowError, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams

@@ -19,7 +19,7 @@ from spmd_worker.base.errors import JobError
 from spmd_worker.base.liveness.error_file import ErrorRecord, write_record
 from spmd_worker.base.liveness.failure_diagnosis import Diagnosis, RankStatus
 from spmd_worker.base.liveness.heartbeat import RankHeartbeat
-from spmd_worker.frontends.batch import job as job_module
+from spmd_worker.frontends.batch import open_job
 from spmd_worker.frontends.batch.file_lock import FileLock
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.tools.run_dir import RunState, look_at_run
@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.raises(JobError):
         run_job(config_of(folder / "failed", max_error_rows=0), RankEnvironment())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_module, "_write_output", kill)
+        patch.setattr(open_job, "write_lines", kill)
         with pytest.raises(KilledError):
             run_job(config_of(folder / "killed"), RankEnvironment())
     return folder

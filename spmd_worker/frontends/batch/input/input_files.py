@@ -102,21 +102,37 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     return others
 
 
+def open_bytes(path: Path) -> BinaryIO:
+    """The file's bytes as they are stored. Raises OSError."""
+    return open(path, "rb")
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the file is decompressed, and so read from its beginning."""
+    return path.suffix in _COMPRESSED
+
+
 def open_input(path: Path) -> BinaryIO:
     """The file's bytes, decompressed. Reading raises OSError, also for a damaged or truncated file."""
-    if path.suffix == ".gz":
-        return io.BufferedReader(_GzipFile(path), _BUFFER_BYTES)
-    if path.suffix == ".zst":
-        return io.BufferedReader(_ZstdFile(path), _BUFFER_BYTES)
-    return open(path, "rb")
+    return decompressed(path, open_bytes(path))
+
+
+def decompressed(path: Path, file: BinaryIO) -> BinaryIO:
+    """The bytes of an open file, decompressed; closed with it. Reading raises as that of `open_input` does."""
+    decompress = _COMPRESSED.get(path.suffix)
+    try:
+        return file if decompress is None else io.BufferedReader(decompress(path, file), _BUFFER_BYTES)
+    except BaseException:
+        file.close()
+        raise
 
 
 class _GzipFile(io.RawIOBase):
     """gzip's reader, with its exceptions unified."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._stream = gzip.open(path, "rb")  # noqa: SIM115  # closed with this stream
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._stream = gzip.GzipFile(fileobj=file, mode="rb")
 
     def readable(self) -> bool:
         return True
@@ -129,19 +145,19 @@ class _GzipFile(io.RawIOBase):
 
     def close(self) -> None:
         self._stream.close()
+        self._file.close()
         super().close()
 
 
 class _ZstdFile(io.RawIOBase):
     """Reads consecutive frames of zstd. The package's own reader accepts a truncated frame as the end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
         try:
             import zstandard
         except ImportError as error:
             raise_missing_package("zstandard", "zstd", f"job.input={path}", error)
-        self._path, self._module = path, zstandard
-        self._file = open(path, "rb")  # noqa: SIM115  # closed with this stream
+        self._path, self._module, self._file = path, zstandard, file
         self._frame: Any = None
         self._compressed = b""
         self._ready = memoryview(b"")
@@ -172,6 +188,9 @@ class _ZstdFile(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+_COMPRESSED: Final[dict[str, Callable[[Path, BinaryIO], io.RawIOBase]]] = {".gz": _GzipFile, ".zst": _ZstdFile}
 
 
 class ParquetRows:
@@ -208,6 +227,8 @@ class ParquetRows:
                 f"job.input={path} is not a complete Parquet file ({error}): give a complete one"
             ) from None
         self.num_rows = int(metadata.num_rows)
+        self.groups = tuple([_group_of(metadata.row_group(group)) for group in range(metadata.num_row_groups)])
+        """(number of rows, offset of the first byte) of each row group."""
         schema = self._plain.schema_arrow
         indices = _pandas_indices(schema.metadata, schema.names)
         if indices:
@@ -222,8 +243,12 @@ class ParquetRows:
 
     def __iter__(self) -> Iterator[bytes]:
         """Iterate the lines. Raises OSError."""
+        return self.lines(range(len(self.groups)))
+
+    def lines(self, groups: Sequence[int]) -> Iterator[bytes]:
+        """Lines of some row groups. Raises OSError."""
         try:
-            for group in range(self._plain.num_row_groups):
+            for group in groups:
                 for batch in self._batches(group):
                     yield from self._lines_of(batch)
         except self._pyarrow.ArrowException as error:
@@ -313,6 +338,13 @@ class ParquetRows:
             yield from self._flat(array.flatten())
         else:
             yield array
+
+
+def _group_of(group: Any) -> tuple[int, int]:
+    columns = [group.column(index) for index in range(group.num_columns)]
+    # Without a dictionary its offset is None; some writers say 0.
+    offsets = [each.dictionary_page_offset or each.data_page_offset for each in columns]
+    return int(group.num_rows), min(offsets, default=0)
 
 
 def _is_list(kind: Any, types: Any) -> bool:

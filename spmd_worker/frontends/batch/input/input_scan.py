@@ -5,33 +5,45 @@ Streams are read only once, by the job: nothing about them is known before.
 """
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from spmd_worker.frontends.batch.input.input_index import InputIndex, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 
-_HASH_BYTES: Final = 16
-_PIECE_BYTES: Final = 1 << 20
 _LEAVE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedInput:
-    """Number of rows to answer, and a digest of all bytes of the files; None for a stream."""
+    """Number of rows to answer, and the index of the files; None for a stream."""
 
     num_rows: int | None = None
-    digest: str | None = None
+    index: InputIndex | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of all bytes of the files."""
+        return None if self.index is None else self.index.digest
 
 
 class InputScan:
-    """Scan of the first `max_rows` rows (None: all), started at once. `close` ends it early."""
+    """Scan of the first `max_rows` rows (None: all), started at once. `close` ends it early. A given `index` is the
+    scan's result. `reads_are_checked`: rows are read by the index, which notices what changes later.
+    """
 
-    def __init__(self, reader: RowReader, max_rows: int | None) -> None:
-        self._reader, self._max_rows = reader, max_rows
+    def __init__(
+        self,
+        reader: RowReader,
+        max_rows: int | None,
+        index: InputIndex | None = None,
+        *,
+        reads_are_checked: bool = False,
+    ) -> None:
+        self._reader, self._max_rows, self._index = reader, max_rows, index
+        self._reads_are_checked = reads_are_checked
         # The result is None if the scan was stopped.
         self._future: Future[ScannedInput | None] = Future()
         # Before anybody reads a row.
@@ -52,10 +64,10 @@ class InputScan:
         unreadable file counts as unchanged.
         """
         found = self.wait(0)
-        if self._has_changed or found is None or not self._differ():
+        if self._has_changed or found is None or self._reads_are_checked or not self._differ():
             return self._has_changed
         try:
-            return self._digest(list(self._states)) != found.digest
+            return index_input(self._reader).digest != found.digest
         except OSError:
             return False
 
@@ -71,30 +83,17 @@ class InputScan:
             self._future.set_exception(error)
 
     def _scan(self) -> ScannedInput | None:
-        paths = self._reader.paths
-        if paths is None:
+        if self._reader.paths is None:
             return ScannedInput()
-        digest, num_rows = self._digest(paths), self._reader.count(self._stop.is_set)
-        self._has_changed = self._differ()
+        index = index_input(self._reader, self._stop.is_set) if self._index is None else self._index
+        self._has_changed = self._index is None and self._differ()
         if self._stop.is_set():
             return None
-        return ScannedInput(num_rows if self._max_rows is None else min(num_rows, self._max_rows), digest)
+        return ScannedInput(index.num_rows if self._max_rows is None else min(index.num_rows, self._max_rows), index)
 
     def _differ(self) -> bool:
         """Whether a file has another size or time than when the scan was started."""
         return any(_state_of(path) not in (state, None) for path, state in self._states.items())
-
-    def _digest(self, paths: Sequence[Path]) -> str:
-        digest = blake2b(digest_size=_HASH_BYTES)
-        num_bytes = 0
-        for path in paths:
-            with open(path, "rb") as stream:
-                while (piece := stream.read(_PIECE_BYTES)) and not self._stop.is_set():
-                    digest.update(piece)
-                    num_bytes += len(piece)
-            # Include file boundaries: a row ends with its file.
-            digest.update(f"\0{num_bytes}\0".encode())
-        return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"
 
 
 def _state_of(path: Path) -> tuple[int, int] | None:

@@ -17,10 +17,9 @@ from spmd_worker.frontends.batch.input.input_files import (
     open_stream,
 )
 
-_ROWS_PER_CHECK: Final = 4096
 _SKIP_BYTES: Final = 1024 * 1024
-_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-_JSON_SPACE: Final = b" \t\r"
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+JSON_SPACE: Final = b" \t\r"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +53,24 @@ class RowReader:
     def _lines(self) -> Iterator[bytes]:
         if self.paths is None:
             with open_stream(self.stream) as stream:
-                yield from _rows(stream, self.max_line_bytes)
+                yield from rows_in(stream, self.max_line_bytes)
         else:
             for path in self.paths:
-                yield from self._lines_of(path)
+                yield from self.lines_of(path)
 
-    def count(self, is_over: Callable[[], bool] = lambda: False) -> int:
-        """Number of rows in the files, or fewer once `is_over`."""
-        assert self.paths is not None, "a stream can be read only once"
-        num_rows = 0
-        for path in self.paths:
-            if path.suffix == PARQUET_SUFFIX:
-                num_rows += ParquetRows(path, self.max_line_bytes).num_rows
-                continue
-            for _ in self._lines_of(path):
-                num_rows += 1
-                if num_rows % _ROWS_PER_CHECK == 0 and is_over():
-                    return num_rows
-        return num_rows
-
-    def _lines_of(self, path: Path) -> Iterator[bytes]:
+    def lines_of(self, path: Path) -> Iterator[bytes]:
+        """Rows of one file."""
         if path.suffix == PARQUET_SUFFIX:
             yield from ParquetRows(path, self.max_line_bytes)
             return
         with open_input(path) as stream:
-            yield from _rows(stream, self.max_line_bytes)
+            yield from rows_in(stream, self.max_line_bytes)
 
 
-def _rows(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
-    for line in _bounded_lines(stream, max_line_bytes):
-        if len(line) > max_line_bytes or line.strip(_JSON_SPACE):
+def rows_in(stream: BinaryIO, max_line_bytes: int, *, is_start: bool = True) -> Iterator[bytes]:
+    """Rows of decompressed bytes, which begin with a line, the file's first if `is_start`."""
+    for line in _bounded_lines(stream, max_line_bytes, is_start):
+        if len(line) > max_line_bytes or line.strip(JSON_SPACE):
             yield line
         else:
             _skip_blank_lines(stream, max_line_bytes)
@@ -94,7 +81,7 @@ def _skip_blank_lines(stream: BinaryIO, max_line_bytes: int) -> None:
     if not isinstance(stream, io.BufferedReader):
         return
     while ahead := stream.peek():
-        num_blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip(_JSON_SPACE + b"\n"))) + 1
+        num_blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip(JSON_SPACE + b"\n"))) + 1
         # A line that is too long is a row, blank or not.
         is_too_long = num_blank > max_line_bytes and max(map(len, ahead[:num_blank].split(b"\n"))) > max_line_bytes
         if not num_blank or is_too_long:
@@ -102,16 +89,15 @@ def _skip_blank_lines(stream: BinaryIO, max_line_bytes: int) -> None:
         stream.read(num_blank)
 
 
-def _bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
+def _bounded_lines(stream: BinaryIO, max_line_bytes: int, is_first: bool) -> Iterator[bytes]:
     """Lines without their ends, each at most `max_line_bytes + 1` bytes."""
-    is_first = True
     # CRLF takes two bytes more than a line may have.
-    while line := stream.readline(max_line_bytes + 2 + (len(_BYTE_ORDER_MARK) if is_first else 0)):
+    while line := stream.readline(max_line_bytes + 2 + (len(BYTE_ORDER_MARK) if is_first else 0)):
         piece = line
         while piece and not piece.endswith(b"\n"):
             piece = stream.readline(_SKIP_BYTES)
         line = line.removesuffix(b"\n").removesuffix(b"\r")
         if is_first:
-            line = line.removeprefix(_BYTE_ORDER_MARK)
+            line = line.removeprefix(BYTE_ORDER_MARK)
             is_first = False
         yield line[: max_line_bytes + 1]

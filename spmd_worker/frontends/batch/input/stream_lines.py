@@ -18,7 +18,7 @@ class StreamLines:
         self._read: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
         self._error: Exception | None = None
-        self._has_ended = False
+        self._has_ended = self._is_closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -45,10 +45,20 @@ class StreamLines:
                 raise self._error
             raise StopIteration
 
+    def close(self) -> None:
+        """End the thread, once it has its next row: nothing is read on."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spmd-input", daemon=True)
             self._thread.start()
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._read) < _MOST_ROWS and self._num_bytes < _MOST_BYTES
 
     def _run(self) -> None:
         try:
@@ -57,7 +67,9 @@ class StreamLines:
                     self._read.append(row)
                     self._num_bytes += len(row[1])
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: len(self._read) < _MOST_ROWS and self._num_bytes < _MOST_BYTES)
+                    self._changed.wait_for(lambda: self._is_closed or self._has_room)
+                    if self._is_closed:
+                        break
         except Exception as error:  # any error is raised in the iterating thread
             self._error = error
         with self._changed:

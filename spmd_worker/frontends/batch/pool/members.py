@@ -60,9 +60,9 @@ def join(job: PoolJob, worker: str, about: Mapping[str, Any]) -> Steps[Member]:
     from the pool's job, PoolError.
     """
     data = yield from put_once(JOB_NAME, job.to_bytes())
-    difference = _difference(PoolJob.from_bytes(data), job)
-    if difference is not None:
-        raise ConfigError(difference)
+    text = difference(PoolJob.from_bytes(data), job)
+    if text is not None:
+        raise ConfigError(text)
     member = Member(check_worker(worker), job)
     # Before any lease: a holder without heartbeat counts as dead.
     yield Touch(worker_name(worker, "beat"), free_record(member.counts))
@@ -136,7 +136,7 @@ def read_existing(name: str) -> Steps[bytes]:
     raise PoolError(f"{name} of the pool exists but cannot be read: was it removed by hand?")
 
 
-def _difference(pool: PoolJob, own: PoolJob) -> str | None:
+def difference(pool: PoolJob, own: PoolJob) -> str | None:
     """The first difference between the pool's job and a worker's, as a message."""
     before, now = pool.values(), own.values()
     for key in dict.fromkeys((*before, *now)):

@@ -13,7 +13,7 @@ merged/merge.0001      log of the merge: lease, handback or end
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -23,6 +23,8 @@ from spmd_worker.base.files import JsonError, parse_json_object
 JOB_NAME: Final = "job.json"
 INPUT_INDEX_NAME: Final = "input.index"
 RANGES, PARTS, DONE, WORKERS, MERGED, CLOCK = FOLDERS = ("ranges", "parts", "done", "workers", "merged", "clock")
+WORLDS: Final = "worlds"
+"""Folder of the worlds' run directories, which are no objects of the pool."""
 MERGE_LOG: Final = f"{MERGED}/merge"
 BLOCK_RANGES: Final = 1000
 """Ranges are listed in blocks of this many: those whose number begins with the same digits."""
@@ -48,7 +50,7 @@ class PoolJob:
     lease_rows: int
 
     def to_bytes(self) -> bytes:
-        return _to_bytes({"format_version": _FORMAT_VERSION, **asdict(self), "lease_s": float(self.lease_s)})
+        return _to_bytes({"format_version": _FORMAT_VERSION, **_fields(self), "lease_s": float(self.lease_s)})
 
     @staticmethod
     def from_bytes(data: bytes) -> "PoolJob":
@@ -76,7 +78,7 @@ class RangeRecord:
     nonce: int
 
     def to_bytes(self) -> bytes:
-        return _to_bytes(asdict(self))
+        return _to_bytes(_fields(self))
 
     @staticmethod
     def from_bytes(name: str, data: bytes) -> "RangeRecord":
@@ -126,7 +128,7 @@ class Entry:
     merged: Merged | None = None
 
     def to_bytes(self) -> bytes:
-        return _to_bytes({name: value for name, value in asdict(self).items() if value is not None})
+        return _to_bytes({name: value for name, value in _fields(self).items() if value is not None})
 
     @staticmethod
     def from_bytes(name: str, data: bytes) -> "Entry":
@@ -154,7 +156,7 @@ class DoneRecord:
     parts: tuple[Part, ...]
 
     def to_bytes(self) -> bytes:
-        return _to_bytes(asdict(self))
+        return _to_bytes(_fields(self))
 
     @staticmethod
     def from_bytes(name: str, data: bytes) -> "DoneRecord":
@@ -226,11 +228,17 @@ def read_free_record(data: bytes | None) -> dict[str, Any]:
         return {}
 
 
+_ENCODER: Final = json.JSONEncoder(sort_keys=True, allow_nan=False, default=lambda record: _fields(record))
 _WAY_OUT: Final = "restore the pool's folder from before, or give job.pool another"
 
 
 def _to_bytes(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, sort_keys=True, allow_nan=False) + "\n").encode("ascii")
+    return (_ENCODER.encode(value) + "\n").encode("ascii")
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Names and values of a record's fields; `asdict` would copy the values."""
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def _object(name: str, data: bytes) -> dict[str, Any]:

@@ -25,6 +25,9 @@ from spmd_worker.frontends.batch.run_dir.file_names import (
     reject_reserved_names,
     reject_same_file,
 )
+from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME
+from spmd_worker.frontends.batch.run_dir.shard import Shard, other_shards_file, output_of, prometheus_of, run_dir_of
+from spmd_worker.frontends.batch.run_dir.world import check_pool
 from spmd_worker.resolved import ResolvedRun
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -32,7 +35,17 @@ METRICS_NAME: Final = "metrics.json"
 PROVENANCE_NAME: Final = "provenance.json"
 _REPORT_NAMES: Final = ("report.html", "timeline.json")
 _JOB_NAMES: Final = (
-    *("lock", "journal", "rows.part", MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME, "*.partial"),
+    *(
+        "lock",
+        "journal",
+        "rows.part",
+        CUSTOM_IDS_NAME,
+        MEDIA_NAME,
+        MANIFEST_NAME,
+        METRICS_NAME,
+        PROVENANCE_NAME,
+        "*.partial",
+    ),
     *("steps.csv", "stages.csv", "steps.log*", "records.*", "error.rank*", "stacks.rank*", "nccl_trace.rank*"),
 )
 RESERVED_NAMES: Final = (*_JOB_NAMES, *_REPORT_NAMES)
@@ -45,21 +58,18 @@ def check_job(job: JobConfig) -> None:
         raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
         raise ConfigError("job.output is not set: give the file to write")
-
-
-def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, else `<output>.run` next to the output."""
-    return Path(job.run_dir) if job.run_dir else Path(f"{Path(job.output or '')}.run")
+    Shard.of(job)
+    check_pool(job)
 
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
     """Whether the job makes the file, next to its output: a pattern for its input may match it too."""
-    partial_name = partial_path(Path(job.output or "")).name
-    if not _is_reserved(path) and path.name != partial_name and not path.is_symlink():
+    partial = partial_path(output_of(job))
+    if not _is_reserved(path) and path.name != partial.name and not path.is_symlink():
         return False
     resolved = path.resolve()
     is_in_run_dir = resolved.parent == run_dir_of(job).resolve()
-    return resolved == partial_path(Path(job.output or "")).resolve() or (is_in_run_dir and _is_reserved(path))
+    return resolved == partial.resolve() or (is_in_run_dir and _is_reserved(path))
 
 
 def _is_reserved(path: Path) -> bool:
@@ -69,9 +79,10 @@ def _is_reserved(path: Path) -> bool:
 def check_files(resolved: ResolvedRun) -> None:
     """Check existing files, on rank 0. Raises ConfigError if the job would fail late, or overwrite another file."""
     job, run_dir, model_path = resolved.config.job, run_dir_of(resolved.config.job), resolved.config.model.path
-    files = [_claim("job.output", job.output or "")]
-    if job.prometheus_file:
-        files.append(_claim("job.prometheus_file", job.prometheus_file))
+    check_shard(job)
+    files, prometheus = [_claim("job.output", job.output or "", output_of(job))], prometheus_of(job)
+    if prometheus is not None:
+        files.append(_claim("job.prometheus_file", job.prometheus_file or "", prometheus))
     run = Name(f"job.run_dir={run_dir}", run_dir, "give another job.run_dir")
     if os.path.lexists(run_dir) and not run_dir.is_dir():
         raise ConfigError(f"{run.key} exists and is not a folder: give another")
@@ -88,7 +99,8 @@ def check_files(resolved: ResolvedRun) -> None:
     read += [Name(f"{path.relative_to(folder)} of model.path={model_path}", path) for path in in_model]
     for key, adapter in adapter_folders(resolved.config.model).items():
         reject_in_folder([*files, Claim(run, (run_dir,))], Name(f"{key}={adapter}", Path(adapter)))
-    placement = resolved.config.parallel.expert_placement
+    placement, index = resolved.config.parallel.expert_placement, job.input_index
+    read += [] if index is None else [Name(f"job.input_index={index}", Path(index))]
     reject_read_and_written(files, [*read, Name(f"parallel.expert_placement={placement}", Path(placement))])
     reject_same_file([*files, Claim(run, (run_dir,), is_folder=True)])
     named_streams = {"standard output": sys.stdout, "standard error": sys.stderr}
@@ -97,8 +109,8 @@ def check_files(resolved: ResolvedRun) -> None:
         for claim in files:
             reject_same_file([claim, stream])
     reject_reserved_names([*files, *streams], run, RESERVED_NAMES)
-    pattern, name = job.input or "", job.prometheus_file
-    if name and glob.has_magic(pattern) and matches(pattern, Path(name)):
+    pattern, name = job.input or "", prometheus
+    if name and glob.has_magic(pattern) and matches(pattern, name):
         # A resumed run would read the first run's file.
         raise ConfigError(
             f"job.prometheus_file={name} matches job.input={pattern}, and would be read too: give another file"
@@ -108,6 +120,24 @@ def check_files(resolved: ResolvedRun) -> None:
         raise ConfigError(
             f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
         )
+
+
+def check_shard(job: JobConfig) -> None:
+    """Raise ConfigError for an input that cannot be cut, or that has outputs of the job's shards."""
+    keys = [f"job.{key}={value}" for key in ("shard", "input_index") if (value := getattr(job, key)) is not None]
+    if not keys:
+        return
+    if is_stream(job.input or ""):
+        raise ConfigError(
+            f"{keys[0]} and job.input={job.input}: a stream is read once, from its beginning, so its rows cannot be "
+            f"counted and cut: write them to a file, or leave out {' and '.join(keys)}"
+        )
+    for path in find_inputs(job.input or "", partial(is_job_file, job)):
+        if job.shard is not None and other_shards_file(job, path):
+            raise ConfigError(
+                f"job.input={job.input} has {path}, which is the output of a shard of this job, so that every shard "
+                f"would read other rows: give another input, or job.output in another folder"
+            )
 
 
 def adapter_folders(model: ModelOptions) -> dict[str, str]:
@@ -123,9 +153,9 @@ def adapter_folders(model: ModelOptions) -> dict[str, str]:
     return folders
 
 
-def _claim(key: str, value: str) -> Claim:
+def _claim(key: str, value: str, path: Path) -> Claim:
     """A file and its partial file. Raises ConfigError for a name that cannot be written."""
-    path, way_out = Path(value), "give another file"
+    way_out = "give another file"
     if path.exists() and not path.is_file():
         raise ConfigError(f"{key}={value} exists and is not a regular file: {way_out} to write")
     if value.endswith(os.sep):
@@ -153,7 +183,7 @@ def _redirected(key: str, name: str, stream: TextIO | None) -> Iterator[Claim]:
 
 def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
     """Raise ConfigError for a report that would overwrite other files of the run, JobFileError for a link."""
-    claims = [_claim("--output", str(page)), _claim("--output", str(timeline))]
+    claims = [_claim("--output", str(page), page), _claim("--output", str(timeline), timeline)]
     for claim in claims:
         fault = job_file_fault(claim.name.path)
         if fault is not None:
@@ -177,7 +207,7 @@ def check_run_dir(run_dir: Name) -> None:
 
 def check_output(job: JobConfig) -> None:
     """Begin and abandon the output file; with the locks held. Raises ConfigError for a file that cannot be written."""
-    path = Path(job.output or "")
+    path = output_of(job)
     try:
         OutputFile.open(path).abandon()
     except OSError as error:

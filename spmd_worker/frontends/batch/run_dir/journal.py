@@ -1,7 +1,7 @@
 """Finished rows on disk: committed rows survive any end of the job, and are not recomputed.
 
     rows.part    output lines, in the order in which rows ended
-    journal      a header, then a record per row: its index, its line's offset, its counts
+    journal      a header, then a record per row: its index, its line's offset, its counts, its custom_id's digest
 
 A commit makes lines durable before the records that name them, so an existing record can be relied on. Anything after
 the last complete record is truncated when the journal is reopened.
@@ -28,16 +28,28 @@ logger = logging.getLogger(__name__)
 
 LINES_NAME: Final = "rows.part"
 JOURNAL_NAME: Final = "journal"
-_HEADER: Final = b"SPMDJNL2"
-_RECORD: Final = struct.Struct("<QQQIIIII40s16s")
+_HEADER: Final = b"SPMDJNL3"
+_RECORD: Final = struct.Struct("<QQQIIIII40s16s16s?")
 _CHECKSUM: Final = struct.Struct("<I")
-_RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
+RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
 _READ_BYTES: Final = 1 << 20
+_MOST_ROWS: Final = 1 << 48
+NO_CUSTOM_ID: Final = bytes(16)
+
+
+class RowKey(NamedTuple):
+    """Record of a row that is read: digests of its line (`row_key`) and of its custom_id (zeros without one), and
+    whether the parser rejected the line.
+    """
+
+    line: int
+    custom_id: bytes = NO_CUSTOM_ID
+    is_rejected: bool = False
 
 
 class JournalRecord(NamedTuple):
     """A row that is done. `key` is its input line's, `checksum` its output line's, at [offset, offset + length).
-    `media_digest` is that of its images, "" without any.
+    `media_digest` is that of its images, "" without any; `custom_id` and `is_rejected` are as in RowKey.
     """
 
     row: int
@@ -50,21 +62,36 @@ class JournalRecord(NamedTuple):
     num_output_tokens: int
     error_code: str | None
     media_digest: str = ""
+    custom_id: bytes = NO_CUSTOM_ID
+    is_rejected: bool = False
+
+    @staticmethod
+    def of(key: RowKey, answer: RowAnswer, offset: int) -> "JournalRecord":
+        """Record of an answer whose line is at `offset`."""
+        line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)
+        return JournalRecord(
+            *(answer.index, key.line, offset, len(line), crc32(line)),
+            *counts,
+            *(answer.error_code, answer.media_digest),
+            custom_id=key.custom_id,
+            is_rejected=key.is_rejected,
+        )
 
     def pack(self) -> bytes:
         code = (self.error_code or "").encode("ascii")
         assert len(code) <= 40, self.error_code
-        data = _RECORD.pack(*self[:8], code, bytes.fromhex(self.media_digest))
+        data = _RECORD.pack(*self[:8], code, bytes.fromhex(self.media_digest), self.custom_id, self.is_rejected)
         return data + _CHECKSUM.pack(crc32(data))
 
     @staticmethod
     def unpack(data: bytes) -> "JournalRecord | None":
         """Decode a record; None for an incomplete one."""
-        if len(data) != _RECORD_BYTES or _CHECKSUM.unpack(data[_RECORD.size :])[0] != crc32(data[: _RECORD.size]):
+        if len(data) != RECORD_BYTES or _CHECKSUM.unpack(data[_RECORD.size :])[0] != crc32(data[: _RECORD.size]):
             return None
-        *numbers, code, digest = _RECORD.unpack(data[: _RECORD.size])
+        *numbers, code, digest, custom_id, is_rejected = _RECORD.unpack(data[: _RECORD.size])
         error_code = code.rstrip(b"\0").decode("ascii", "replace") or None
-        return JournalRecord._make([*numbers, error_code, digest.hex() if any(digest) else ""])
+        media_digest = digest.hex() if any(digest) else ""
+        return JournalRecord._make([*numbers, error_code, media_digest, custom_id, is_rejected])
 
 
 def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
@@ -75,7 +102,7 @@ def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
         if records.read(len(_HEADER)) != _HEADER:
             raise JournalError(f"{folder / JOURNAL_NAME} is not a journal of this version")
         found = array("Q")
-        while (record := JournalRecord.unpack(records.read(_RECORD_BYTES))) is not None:
+        while (record := JournalRecord.unpack(records.read(RECORD_BYTES))) is not None:
             found.extend((record.row, record.offset, record.length, record.checksum))
         for start in sorted(range(0, len(found), 4), key=found.__getitem__):
             row, offset, length, checksum = found[start : start + 4]
@@ -110,8 +137,10 @@ class RowJournal:
         self.folder = folder
         self._commit_rows, self._commit_s, self._sync = commit_rows, commit_s, sync
         self._lock = threading.Lock()
+        # Of the rows from _first_row on: a shard's may begin anywhere.
+        self._first_row = 0
         self._keys, self._offsets, self._lengths = array("Q"), array("Q"), array("I")
-        self._pending: list[tuple[int, RowAnswer]] = []
+        self._pending: list[tuple[RowKey, RowAnswer]] = []
         self._failure: Exception | None = None
         self.num_rows = 0
         self._lines = _open_to_append(folder / LINES_NAME)
@@ -123,19 +152,20 @@ class RowJournal:
         self._last_commit_s = time.monotonic()
 
     def has(self, index: int) -> bool:
-        return index < len(self._lengths) and self._lengths[index] > 0
+        slot = index - self._first_row
+        return 0 <= slot < len(self._lengths) and self._lengths[slot] > 0
 
     def key_of(self, index: int) -> int:
         """Key of the row's input line when it was done."""
         assert self.has(index), index
-        return self._keys[index]
+        return self._keys[index - self._first_row]
 
-    def append(self, key: int, answer: RowAnswer) -> None:
+    def append(self, key: RowKey, answer: RowAnswer) -> None:
         """Record that a row is done. Raises OSError when a commit fails."""
         assert not self.has(answer.index), f"row {answer.index} is done twice"
         with self._lock:
             # Ctrl-C may come between the two: a pending row must have its entry, or the commit of all rows would fail.
-            self._add(answer.index, key, 0, len(answer.line))
+            self._add(answer.index, key.line, 0, len(answer.line))
             self._pending.append((key, answer))
         self.tick()
 
@@ -171,12 +201,9 @@ class RowJournal:
     def _write_pending(self, offset: int) -> None:
         records = bytearray()
         for key, answer in self._pending:
-            line, counts = answer.line, (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens)
-            records += JournalRecord(
-                *(answer.index, key, offset, len(line), crc32(line)), *counts, answer.error_code, answer.media_digest
-            ).pack()
-            self._offsets[answer.index] = offset
-            offset += len(line)
+            records += JournalRecord.of(key, answer, offset).pack()
+            self._offsets[answer.index - self._first_row] = offset
+            offset += len(answer.line)
         _write_all(self._lines, b"".join([answer.line for _, answer in self._pending]))
         self._sync(self._lines)
         _write_all(self._records, bytes(records))
@@ -197,18 +224,25 @@ class RowJournal:
             assert record is not None, number
             yield record
 
+    def committed(self) -> Iterator[JournalRecord]:
+        """All committed rows, in the order in which they ended."""
+        for number in count():
+            if (record := self._record(number)) is None:
+                return
+            yield record
+
     def media_digests(self) -> list[tuple[int, str]]:
         """(row, digest of its images) of the committed rows with images, in order of the rows."""
-        committed = takewhile(bool, map(self._record, count()))
-        return sorted([(each.row, each.media_digest) for each in committed if each and each.media_digest])
+        return sorted([(each.row, each.media_digest) for each in self.committed() if each.media_digest])
 
     def _record(self, number: int) -> JournalRecord | None:
-        return JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
+        return JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * RECORD_BYTES, RECORD_BYTES))
 
-    def lines(self) -> Iterator[bytes]:
-        """The committed lines in order of the rows, up to the first missing row."""
-        for offset, length in zip(self._offsets, takewhile(bool, self._lengths)):
-            yield _read_at(self._lines, offset, length)
+    def lines(self, first_row: int = 0) -> Iterator[bytes]:
+        """The committed lines in order of the rows from `first_row` on, up to the first missing row."""
+        for row in takewhile(self.has, count(first_row)):
+            slot = row - self._first_row
+            yield _read_at(self._lines, self._offsets[slot], self._lengths[slot])
 
     def close(self) -> None:
         """Commit and close the files. Idempotent. Raises OSError when rows could not be committed, now or before."""
@@ -246,7 +280,7 @@ class RowJournal:
         if head != _HEADER:
             raise JournalError(f"{path} is not a journal of this version")
         num_line_bytes = os.fstat(self._lines).st_size
-        while (record := JournalRecord.unpack(_read_at(self._records, end, _RECORD_BYTES))) is not None:
+        while (record := JournalRecord.unpack(_read_at(self._records, end, RECORD_BYTES))) is not None:
             is_complete = record.offset == lines_end and record.offset + record.length <= num_line_bytes
             if not is_complete or crc32(_read_at(self._lines, record.offset, record.length)) != record.checksum:
                 raise JournalError(
@@ -259,11 +293,11 @@ class RowJournal:
                 self._add(record.row, record.key, record.offset, record.length)
             except (OverflowError, MemoryError):
                 raise JournalError(f"{path}: row {record.row} is beyond any input's rows") from None
-            end += _RECORD_BYTES
+            end += RECORD_BYTES
             lines_end += record.length
         # A killed job leaves only a torn record at the end; valid records behind it are a disk fault.
-        behind = range(end + _RECORD_BYTES, size, _RECORD_BYTES)
-        num_lost = sum(JournalRecord.unpack(_read_at(self._records, at, _RECORD_BYTES)) is not None for at in behind)
+        behind = range(end + RECORD_BYTES, size, RECORD_BYTES)
+        num_lost = sum(JournalRecord.unpack(_read_at(self._records, at, RECORD_BYTES)) is not None for at in behind)
         if num_lost:
             logger.warning(
                 "%s is damaged at byte %d: %d finished rows behind it are not used, but recomputed", path, end, num_lost
@@ -271,12 +305,29 @@ class RowJournal:
         self._truncate(lines_end, end)
 
     def _add(self, index: int, key: int, offset: int, length: int) -> None:
-        missing = index + 1 - len(self._lengths)
-        if missing > 0:
-            for numbers in (self._keys, self._offsets, self._lengths):
-                numbers.frombytes(bytes(numbers.itemsize * missing))
-        self._keys[index], self._offsets[index], self._lengths[index] = key, offset, length
+        if index >= _MOST_ROWS:
+            raise OverflowError(index)
+        self._make_room(index)
+        slot = index - self._first_row
+        self._keys[slot], self._offsets[slot], self._lengths[slot] = key, offset, length
         self.num_rows += 1
+
+    def _make_room(self, index: int) -> None:
+        if not self._lengths:
+            self._first_row = index
+        if (missing := self._first_row - index) > 0:
+            # As many as there are, so that rows in any order take linear time.
+            num = min(self._first_row, max(missing, len(self._lengths)))
+            columns = [array(each.typecode, bytes(each.itemsize * num)) + each for each in self._columns()]
+            # In one line: Ctrl-C comes behind calls.
+            self._first_row, (self._keys, self._offsets, self._lengths) = self._first_row - num, columns
+        missing = index - self._first_row + 1 - len(self._lengths)
+        if missing > 0:
+            for numbers in self._columns():
+                numbers.frombytes(bytes(numbers.itemsize * missing))
+
+    def _columns(self) -> "tuple[array[int], ...]":
+        return self._keys, self._offsets, self._lengths
 
 
 def _open_to_read(path: Path) -> BinaryIO:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.config.adapter_limits import MERGED
+from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.numerical_policy import NumericalPolicy
 from spmd_worker.base.version import code_fingerprint, version
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
+from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
 from spmd_worker.model.weights.safetensors_header import read_header
 from spmd_worker.model_config.tensor_names import INDEX_FILE
 from spmd_worker.resolved import ResolvedRun
@@ -83,6 +85,7 @@ def make_manifest(
         "config": settings,
         "config_hash": _digest(settings),
         "num_rows": None,
+        "shard": _shard_record(config.job),
         "version": version(),
         "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
         "model": str(resolved.model_folder.resolve()),
@@ -101,6 +104,7 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
     manifest["overridden"] = []
     if last is None or last["has_ended"]:
         return False
+    _check_shard(run_dir, last, manifest)
     now = manifest["answers"]
     # Until they are known the last run's values are kept: this one may end before.
     unknown = [key for key in (_INPUT_KEY, _ARITHMETIC_KEY, _POLICY_KEY) if now[key] == NOT_READ]
@@ -115,16 +119,47 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
     return True
 
 
+def _shard_record(job: JobConfig) -> dict[str, Any] | None:
+    """`start` and `stop` are its rows, of `num_job_rows`: known when the input is."""
+    shard = Shard.of(job)
+    if shard is None:
+        return None
+    output = str(output_of(job).absolute())
+    return {"index": shard.index, "count": shard.count, "output": output, "start": None, "stop": None}
+
+
+def _check_shard(run_dir: Path, last: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the last run had the same rows of the job."""
+    before, now = [shard_name(each) for each in (last, manifest)]
+    if before != now:
+        raise ConfigError(
+            f"job.run_dir={run_dir} holds a run of {before} that has not ended, and this is {now}: give another "
+            f"job.run_dir, or resume that run with its job.shard"
+        )
+
+
+def shard_name(manifest: Mapping[str, Any]) -> str:
+    """`shard 3/7`, or `all rows`."""
+    # Absent before there were shards.
+    shard = manifest.get("shard")
+    return "all rows" if shard is None else f"shard {shard['index']}/{shard['count']}"
+
+
 def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, which claims the journal: another job's must be durably removed before. Raises OSError."""
     write_json(run_dir / MANIFEST_NAME, {**manifest, _CHECKSUM_KEY: _digest(manifest)})
 
 
-def set_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
-    """Set the input's digest and number of rows, and write the manifest. Raises ConfigError if they differ from the
-    last run's, unless `resume` is force; the file is unchanged then.
+def set_input(
+    run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None, rows: range
+) -> None:
+    """Set the input's digest and number of rows, and write the manifest. `rows` are those of a shard. Raises
+    ConfigError if they differ from the last run's, unless `resume` is force; the file is unchanged then.
     """
     manifest["num_rows"] = num_rows
+    if manifest["shard"] is not None:
+        manifest["num_rows"] = len(rows)
+        manifest["shard"] |= {"start": rows.start, "stop": rows.stop, "num_job_rows": num_rows}
     _set(run_dir, manifest, resume, _INPUT_KEY, digest)
 
 
@@ -187,6 +222,23 @@ def _difference(run_dir: Path, key: str, earlier: Any, later: Any) -> str:
 def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     """Mark the job as ended: every row has its answer in the output. Raises OSError."""
     write_manifest(run_dir, {**manifest, "has_ended": True})
+
+
+def merged_manifest(manifests: Sequence[dict[str, Any]], output: Path) -> dict[str, Any]:
+    """The manifest of the merged output of all shards of a job, in order."""
+    job = {**manifests[0]["config"]["job"], "output": str(output)}
+    job |= dict.fromkeys(("shard", "run_dir", "prometheus_file"))
+    config = {**manifests[0]["config"], "job": job}
+    return {
+        **manifests[0],
+        "has_ended": True,
+        "config": config,
+        "config_hash": _digest(config),
+        "num_rows": sum(each["num_rows"] for each in manifests),
+        "shard": None,
+        "overridden": [entry for each in manifests for entry in each["overridden"]],
+        "starts": [start for each in manifests for start in each["starts"]],
+    }
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

@@ -12,32 +12,33 @@ LOCK_NAME: Final = "lock"
 
 
 class RunLock:
-    """The locks of a job, held from `__enter__` to `__exit__`; on rank 0.
+    """The locks of a job, held from `__enter__` to `__exit__`; on rank 0. `output` is None if others may write it too.
 
     `__enter__` makes the folders. It raises ConfigError naming the process that holds a lock, with nothing changed in
     the run directory, or a folder that cannot be made.
     """
 
-    def __init__(self, run_dir: Path, output: Path) -> None:
+    def __init__(self, run_dir: Path, output: Path | None) -> None:
         self._run_dir, self._output = run_dir, output
         self._lock = FileLock(run_dir / LOCK_NAME, f"job.run_dir={run_dir}", "give another job.run_dir")
         self._held = ExitStack()
 
     def __enter__(self) -> "RunLock":
-        # The output's partial file is its lock: no other file is left next to the output.
-        partial, owned = partial_path(self._output), f"job.output={self._output}"
-        output = FileLock(partial, owned, "give another file", is_temporary=True)
-        make_folder("the folder of job.output", self._output.parent)
+        if self._output is not None:
+            make_folder("the folder of job.output", self._output.parent)
         with ExitStack() as held:
             has_lock = (self._run_dir / LOCK_NAME).exists()
             if has_lock:
                 held.enter_context(self._lock)
-            held.enter_context(output)
+            if self._output is not None:
+                # The output's partial file is its lock: no other file is left next to the output.
+                partial, owned = partial_path(self._output), f"job.output={self._output}"
+                lock = held.enter_context(FileLock(partial, owned, "give another file", is_temporary=True))
+                lock.note("runs the job")
             if not has_lock:
                 make_folder("job.run_dir", self._run_dir)
                 held.enter_context(self._lock)
             self._lock.note("starting")
-            output.note("runs the job")
             self._held = held.pop_all()
         return self
 

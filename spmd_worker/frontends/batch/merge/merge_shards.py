@@ -1,0 +1,90 @@
+"""Merges the outputs of a job's shards into the bytes of the job in one piece, with bounded memory."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from heapq import merge
+from pathlib import Path
+from typing import Any
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.files import write_json
+from spmd_worker.frontends.batch.merge.merged_lines import is_duplicate, later_duplicates, merged_lines
+from spmd_worker.frontends.batch.merge.shard_runs import ShardRun, read_shard_runs
+from spmd_worker.frontends.batch.output_file import read_lines, write_lines
+from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME
+from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME, KeptDigestsError, read_kept
+from spmd_worker.frontends.batch.run_dir.manifest import merged_manifest, read_manifest, write_manifest
+from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, merged_provenance
+from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+
+
+def merge_shards(folders: Sequence[Path], output: Path) -> dict[str, Any]:
+    """Write the output of all shards, which replaces an existing file when it is complete, and its provenance in
+    `<output>.run`. Returns the provenance. Raises ConfigError for run directories that are not all shards of one job,
+    or whose outputs have changed; OSError. The former output is unchanged then.
+    """
+    runs = read_shard_runs(folders)
+    run_dir = Path(f"{output}.run")
+    _check_output(runs, output, run_dir)
+    try:
+        duplicates = later_duplicates(merge(*[_kept(run, CUSTOM_IDS_NAME) for run in runs]))
+        images = chained_digest(
+            (each.row, each.digest.hex())
+            for run in runs
+            for each in _kept(run, MEDIA_NAME)
+            if not is_duplicate(duplicates, each.row)
+        )
+    except KeptDigestsError as error:
+        raise ConfigError(f"--merge: {error}: remove the shard's run directory and run it again") from None
+    with RunLock(run_dir, output) as lock:
+        lock.note("merges shards")
+        for name in (METRICS_NAME, PROVENANCE_NAME):
+            (run_dir / name).unlink(missing_ok=True)
+        vectors = runs[0].record["vectors"]
+        written = write_lines(_lines(runs, duplicates), output, None if vectors is None else tuple(vectors))
+        manifest = merged_manifest([run.manifest for run in runs], output)
+        provenance = merged_provenance(
+            manifest, {"path": str(output), **written}, [run.provenance for run in runs], len(duplicates), images
+        )
+        write_json(run_dir / PROVENANCE_NAME, provenance)
+        write_manifest(run_dir, manifest)
+    return provenance
+
+
+def _check_output(runs: Sequence[ShardRun], output: Path, run_dir: Path) -> None:
+    """Raise ConfigError if the output is a shard's, or that of a job that has not ended."""
+    for run in runs:
+        is_same = output.exists() and run.output.exists() and output.samefile(run.output)
+        if is_same or run_dir.absolute() == run.folder.absolute():
+            raise ConfigError(f"--output {output} is the output of shard {run.shard}, which is read: give another file")
+    manifest = read_manifest(run_dir / MANIFEST_NAME)
+    if manifest is not None and not manifest["has_ended"]:
+        raise ConfigError(
+            f"--output {output}: {run_dir} holds a job that has not ended: give another file, or remove that folder"
+        )
+
+
+def _kept(run: ShardRun, name: str) -> Iterator[Any]:
+    return read_kept(run.folder / name, run.record["kept"][name])
+
+
+def _lines(runs: Sequence[ShardRun], duplicates: "array[int]") -> Iterator[bytes]:
+    return merged_lines((pair for run in runs for pair in _checked_lines(run)), duplicates)
+
+
+def _checked_lines(run: ShardRun) -> Iterator[tuple[int, bytes]]:
+    """(row, line) of a shard's output. Raises ConfigError at the end unless they are those of its provenance."""
+    digest, row = sha256(), run.rows.start
+    for line in read_lines(run.output):
+        digest.update(line)
+        if row < run.rows.stop:
+            yield row, line
+        row += 1
+    expected = run.provenance["output"]
+    if row != run.rows.stop or digest.hexdigest() != expected["sha256"]:
+        raise ConfigError(
+            f"--merge: {run.output} has changed since shard {run.shard} wrote it ({row - run.rows.start} lines, sha256 "
+            f"{digest.hexdigest()}; {expected['lines']} and {expected['sha256']} in its {PROVENANCE_NAME}): restore "
+            f"it, or remove {run.folder} and run the shard again"
+        )

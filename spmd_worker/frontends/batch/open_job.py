@@ -1,0 +1,206 @@
+"""Rank 0's state of a job, from its checked files to the complete output: locks, manifest, input, journal."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.config.schema import JobConfig
+from spmd_worker.base.errors import ConfigError, JournalError
+from spmd_worker.base.files import sync_folder
+from spmd_worker.base.liveness.error_file import clear_records
+from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.metrics.prometheus import PrometheusFile, require_prometheus
+from spmd_worker.engine.engine import Engine
+from spmd_worker.engine.startup import package_versions
+from spmd_worker.frontends.batch.file_lock import ENDING
+from spmd_worker.frontends.batch.input.input_index import read_index
+from spmd_worker.frontends.batch.input.input_scan import InputScan
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.input_check import InputCheck
+from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
+from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput, write_lines
+from spmd_worker.frontends.batch.progress import Progress
+from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
+from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
+from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
+from spmd_worker.frontends.batch.run_dir.job_files import (
+    METRICS_NAME,
+    PROVENANCE_NAME,
+    adapter_folders,
+    check_files,
+    check_output,
+    is_job_file,
+)
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
+from spmd_worker.frontends.batch.run_dir.kept_digests import keep_digests
+from spmd_worker.frontends.batch.run_dir.manifest import (
+    check_manifest,
+    end_manifest,
+    make_manifest,
+    set_arithmetic,
+    write_manifest,
+)
+from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
+from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of, run_dir_of
+from spmd_worker.resolved import ResolvedRun
+
+logger = logging.getLogger(__name__)
+
+_SCAN_S: Final = 1.0
+"""Time that a start waits for the scan of its input; then the scan continues in parallel."""
+
+
+class OpenRun:
+    """The `JobRun` of a local job, whose answers are in a journal."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        lock: RunLock,
+        journal: RowJournal,
+        manifest: dict[str, Any],
+        check: InputCheck,
+    ) -> None:
+        self.lock, self.manifest, self.run_dir = lock, manifest, journal.folder
+        self._job, self._journal, self._check = job, journal, check
+
+    def earlier_output(self) -> WrittenOutput | None:
+        return None
+
+    def before_exit(self) -> None:
+        """Commit finished rows, and record in the lock that it will be free."""
+        self.lock.note(ENDING)
+        self._journal.commit()
+
+    def agree(self, engine: Engine) -> None:
+        """Raise ConfigError if the engine computes other answers than the run has, or other adapters."""
+        arithmetic, policy = engine.executor.reports()[0].arithmetic, engine.numerical_policy()
+        set_arithmetic(self.run_dir, self.manifest, self._job.resume, arithmetic, policy)
+        check_adapters(engine, self.manifest)
+
+    def open_rows(self, engine: Engine) -> tuple[JobInput, JobOutput]:
+        """The rows that are not done, and the answers' way into the journal."""
+        job, model = self._job, engine.config.model
+        adapters = (*(model.adapters or ()), *(model.prompt_adapters or ()))
+        rows = JobInput(
+            self._check.lines(), job, engine.config.limits, engine.default_sampling, self._journal, adapters
+        )
+        rows.may_read = self._check.may_read
+        path = prometheus_of(job)
+        prometheus = None if path is None else PrometheusFile(path)
+        num_rows = self.manifest["num_rows"]
+        progress = Progress(num_rows, rows_before=self._journal.num_rows)
+        output = JobOutput(self._journal, rows.keys, progress, num_rows, prometheus)
+        self._check.expect = output.expect
+        self._rows, self._output = rows, output
+        return rows, output
+
+    def commit(self) -> None:
+        """Make all answers durable. Raises OSError."""
+        self._journal.commit()
+
+    def write_output(self, engine: Engine) -> WrittenOutput:
+        """Write the output once the input is known to be unchanged. Raises OSError, ConfigError for a changed input."""
+        while not self._check.is_recorded(timeout_s=_SCAN_S):
+            engine.times.heartbeat.enter("reading the input")
+        self._check.check_unchanged()
+        self.lock.note("writes the output")
+        vectors = vectors_of(engine)
+        if self.manifest["shard"] is not None:
+            kept = keep_digests(self.run_dir, self._journal.committed())
+            self.manifest["shard"] |= {"kept": kept, "vectors": vectors}
+        digest = write_lines(self._lines(), output_of(self._job), vectors)
+        return WrittenOutput(digest, chained_digest(self._journal.media_digests()), self._output.counts.error_rows)
+
+    def _lines(self) -> Iterator[bytes]:
+        num_lines = 0
+        for line in self._journal.lines(self._check.first_row):
+            num_lines += 1
+            yield line
+        assert num_lines == self._rows.num_rows, (num_lines, self._rows.num_rows)
+
+    def end(self) -> None:
+        """Mark the job as ended, when nothing is left that could fail or be interrupted: starting an ended run
+        recomputes it. Raises OSError.
+        """
+        end_manifest(self.run_dir, self.manifest)
+        self._journal.close()
+        remove_journal(self.run_dir)
+
+
+def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
+    """Open the run directory until `held` ends; its journal has the finished rows, also of an earlier start."""
+    config = resolved.config
+    check_files(resolved)
+    if config.job.prometheus_file:
+        require_prometheus(config.job.prometheus_file)
+    reader = RowReader.of(config.job.input or "", config.limits.num_line_bytes, partial(is_job_file, config.job))
+    index = None if config.job.input_index is None else read_index(Path(config.job.input_index), reader)
+    run_dir = run_dir_of(config.job)
+    lock = held.enter_context(RunLock(run_dir, output_of(config.job)))
+    if watchdog is not None:
+        watchdog.before_exit = partial(lock.note, ENDING)
+    check_output(config.job)
+    lock.note("reads the input")
+    is_ranged = index is not None or config.job.shard is not None
+    scan = InputScan(reader, config.job.max_rows, index, reads_are_checked=is_ranged)
+    held.callback(scan.close)
+    manifest = manifest_of(resolved, reader)
+    # Most inputs are read quickly: their errors are raised before anything is loaded.
+    scan.wait(_SCAN_S)
+    is_resumed = check_manifest(run_dir, manifest, config.job.resume)
+    check = InputCheck(config.job, reader, scan, run_dir, manifest, is_resumed=is_resumed, is_ranged=is_ranged)
+    if not is_resumed:
+        # Left by an ended run. Removed before the manifest is written, which identifies the journal next to it.
+        remove_journal(run_dir)
+        sync_folder(run_dir)
+    write_manifest(run_dir, manifest)
+    check.is_recorded()
+    clear_run_dir(run_dir)
+    try:
+        journal = RowJournal(run_dir, config.job.commit_rows, config.job.commit_s)
+    except JournalError as error:
+        raise ConfigError(f"{error}: remove the run directory to start over, or give another job.run_dir") from None
+    held.callback(journal.close)
+    if journal.num_rows:
+        logger.info("the job is resumed: %d rows were answered before this start", journal.num_rows)
+    return OpenRun(config.job, lock, journal, manifest, check)
+
+
+def manifest_of(resolved: ResolvedRun, reader: RowReader) -> dict[str, Any]:
+    """The manifest of this start; its input and arithmetic are added when they are known. Raises OSError."""
+    fingerprint = None if resolved.tokenizer is None else resolved.tokenizer.fingerprint()
+    return make_manifest(
+        *(resolved, package_versions(), fingerprint),
+        inputs=reader.paths,
+        adapters=adapter_digests(resolved.config.model),
+        media=image_answers(resolved) | audio_answers(resolved),
+    )
+
+
+def clear_run_dir(run_dir: Path) -> None:
+    """Remove the reports of an earlier start."""
+    clear_records(run_dir)
+    for name in (METRICS_NAME, PROVENANCE_NAME):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def check_adapters(engine: Engine, manifest: dict[str, Any]) -> None:
+    """Raise ConfigError for an adapter whose files changed before it was loaded: the manifest describes the others."""
+    model, prompts = engine.config.model, engine.prompt_adapters
+    loaded = {f"model.adapters.{name}": engine.adapters.digest_of_name(name) for name in model.adapters or ()}
+    loaded |= {f"model.prompt_adapters.{name}": prompts.of_name(name).digest for name in model.prompt_adapters or ()}
+    folders = adapter_folders(model)
+    for key, digest in loaded.items():
+        if manifest["answers"][key] != hex_digest(digest):
+            raise ConfigError(f"{key}={folders[key]} changed while the job started: start it again")
+
+
+def vectors_of(engine: Engine) -> VectorColumn | None:
+    """Column of the output's vectors; None for a model that generates."""
+    pooling = engine.limits.pooling
+    return None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)

@@ -1,0 +1,124 @@
+"""Merge of a pool: the lines of all ranges in order of the rows, as a job in one piece would have written them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.errors import PoolError
+from spmd_worker.base.files import partial_path
+from spmd_worker.frontends.batch.merge.merged_lines import duplicate_line
+from spmd_worker.frontends.batch.output_file import VectorColumn, write_lines
+from spmd_worker.frontends.batch.pool.driver import done_ranges, run
+from spmd_worker.frontends.batch.pool.members import Lease, Member
+from spmd_worker.frontends.batch.pool.protocol import end_merge, still_holds
+from spmd_worker.frontends.batch.pool.records import (
+    MERGED,
+    WORKERS,
+    DoneRecord,
+    Merged,
+    Part,
+    digest_of,
+    free_record,
+    worker_and_kind,
+)
+from spmd_worker.frontends.batch.pool.store import PoolStore
+from spmd_worker.frontends.batch.pool_world.parts import decode_part
+from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, JournalRecord
+from spmd_worker.frontends.batch.run_dir.provenance import DigestChain
+
+PROVENANCE: Final = f"{MERGED}/provenance.json"
+"""The provenance of the output, in the pool."""
+
+
+def merge_pool(
+    store: PoolStore,
+    member: Member,
+    lease: Lease,
+    output: Path,
+    vectors: VectorColumn | None,
+    record: Mapping[str, Any],
+    advance: Callable[[], Any],
+) -> None:
+    """Write the output and the pool's provenance, with `record`, and end the pool; nothing if the lease was lost.
+    `advance` is called between two ranges. Raises PoolError, OSError.
+    """
+    rows = MergedRows(store, member, advance)
+    try:
+        digest = write_lines(rows, output, vectors, _own_partial(output, member.worker))
+    except OSError:
+        if run(store, still_holds(lease)):
+            raise
+        # Another world writes the same output, and has removed this one's partial file.
+        return
+    merged = {
+        **record,
+        "output": {"path": str(output), **digest},
+        "images": rows.images.value(),
+        "error_codes": dict(rows.error_codes),
+        "merged_by": member.worker,
+    }
+    store.touch(PROVENANCE, free_record(merged))
+    if run(store, end_merge(member, lease, Merged(**digest))):
+        for listed in store.list(f"{WORKERS}/"):
+            worker, kind = worker_and_kind(listed.name) or ("", "")
+            if kind == "json":
+                # Left by worlds that died while they merged.
+                _own_partial(output, worker).unlink(missing_ok=True)
+
+
+def _own_partial(output: Path, worker: str) -> Path:
+    """Partial output of a world: others may write theirs."""
+    return partial_path(output.with_name(f"{output.name}.{worker}"))
+
+
+class MergedRows:
+    """Iterates the output lines, once, and sums up what is known afterwards.
+
+    A world sees the custom_ids of a range, not those of other ranges: the second row with one becomes an error row
+    here. Raises PoolError for missing or damaged rows, OSError.
+    """
+
+    def __init__(self, store: PoolStore, member: Member, advance: Callable[[], Any] = lambda: None) -> None:
+        """`advance` is called between two ranges."""
+        self.error_codes: Counter[str] = Counter()
+        self.images = DigestChain()
+        self._store, self._member, self._advance = store, member, advance
+        self._custom_ids: set[bytes] = set()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for done in done_ranges(self._store, self._member):
+            self._advance()
+            for record, line in _rows_of(self._store, done):
+                yield self._line(record, line)
+
+    def _line(self, record: JournalRecord, line: bytes) -> bytes:
+        code, media_digest = record.error_code, record.media_digest
+        if record.custom_id != NO_CUSTOM_ID:
+            if record.custom_id in self._custom_ids and not record.is_rejected:
+                line, code, media_digest = duplicate_line(record.row, line), "duplicate_custom_id", ""
+            self._custom_ids.add(record.custom_id)
+        if code is not None:
+            self.error_codes[code] += 1
+        if media_digest:
+            self.images.add(record.row, media_digest)
+        return line
+
+
+def _rows_of(store: PoolStore, done: DoneRecord) -> list[tuple[JournalRecord, bytes]]:
+    """(record, line) of the rows of a range, in order."""
+    rows = [each for part in done.parts for each in decode_part(part.name, _read_part(store, part))]
+    rows.sort(key=lambda each: each[0].row)
+    if [record.row for record, _ in rows] != list(range(done.start, done.stop)):
+        raise PoolError(f"the pool's parts do not have the rows {done.start} to {done.stop}: {_WAY_OUT}")
+    return rows
+
+
+def _read_part(store: PoolStore, part: Part) -> bytes:
+    data = store.read(part.name)
+    if data is None or len(data) != part.num_bytes or digest_of(data) != part.digest:
+        raise PoolError(f"{part.name} of the pool is {'missing' if data is None else 'damaged'}: {_WAY_OUT}")
+    return data
+
+
+_WAY_OUT: Final = "restore the pool's folder from before, or give job.pool another"

@@ -1,0 +1,98 @@
+"""Shards of a job: which rows are a shard's, and the names of its files.
+
+job.output=answers.jsonl.zst job.shard=3/7    ->    answers-00003-of-00007.jsonl.zst, and its .run
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.base.config.schema import JobConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.batch.run_dir.world import world_dir, world_file
+
+_SHARD: Final = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
+_COMPRESSED: Final = (".gz", ".zst")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Shard `index` of `count`, from 0."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @staticmethod
+    def of(job: JobConfig) -> "Shard | None":
+        """The shard of `job.shard`; None without. Raises ConfigError."""
+        if job.shard is None:
+            return None
+        found = _SHARD.fullmatch(job.shard)
+        if found is None:
+            raise ConfigError(
+                f"job.shard={job.shard} is not i/n: give the number of the shard, from 0, and the number of shards, as "
+                f"0/4"
+            )
+        shard = Shard(int(found[1]), int(found[2]))
+        if shard.index >= shard.count:
+            last = f"0/{shard.count} to {shard.count - 1}/{shard.count}" if shard.count else "0/1 for all rows"
+            raise ConfigError(f"job.shard={job.shard}: shards are counted from 0: give {last}")
+        return shard
+
+    def rows(self, num_rows: int) -> range:
+        """This shard's part of a job's rows: the same for all shards, but for one row."""
+        return range(self.index * num_rows // self.count, (self.index + 1) * num_rows // self.count)
+
+    def file(self, path: Path) -> Path:
+        """Name of this shard's file: with its number before the suffix, `.jsonl.zst` too."""
+        suffix = path.suffix
+        inner = path.with_suffix("").suffix
+        if suffix in _COMPRESSED and inner[1:].isalpha():
+            suffix = inner + suffix
+        return path.with_name(f"{path.name.removesuffix(suffix)}{self._mark}{suffix}")
+
+    def folder(self, path: Path) -> Path:
+        """Name of this shard's folder."""
+        return path.with_name(f"{path.name}{self._mark}")
+
+    @property
+    def _mark(self) -> str:
+        return f"-{self.index:05d}-of-{self.count:05d}"
+
+
+def output_of(job: JobConfig) -> Path:
+    """The file that the job writes: `job.output`, or its shard's part of it."""
+    shard, path = Shard.of(job), Path(job.output or "")
+    return path if shard is None else shard.file(path)
+
+
+def run_dir_of(job: JobConfig) -> Path:
+    """`job.run_dir`, also with the shard's number, else `<output>.run` next to the output; `world_dir` in a pool."""
+    if job.pool is not None:
+        return world_dir(job)
+    shard = Shard.of(job)
+    if not job.run_dir:
+        return Path(f"{output_of(job)}.run")
+    return Path(job.run_dir) if shard is None else shard.folder(Path(job.run_dir))
+
+
+def prometheus_of(job: JobConfig) -> Path | None:
+    """`job.prometheus_file`, also with the shard's number or the name of a pool's world; None without."""
+    if not job.prometheus_file:
+        return None
+    if job.pool is not None:
+        return world_file(Path(job.prometheus_file))
+    shard, path = Shard.of(job), Path(job.prometheus_file)
+    return path if shard is None else shard.file(path)
+
+
+def other_shards_file(job: JobConfig, path: Path) -> bool:
+    """Whether the file is, or will become, the output of any shard of the job, in this number of shards or another."""
+    output = Path(job.output or "")
+    pattern = re.escape(str(Shard(0, 1).file(output).name)).replace("00000", r"\d{5,9}").replace("00001", r"\d{5,9}")
+    is_named_so = re.fullmatch(rf"{pattern}(\.partial)?", path.name) is not None
+    return is_named_so and path.resolve().parent == output.resolve().parent

@@ -1,0 +1,52 @@
+"""A world of a pool: its run directory, and keys that contradict a pool."""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from spmd_worker.base.config.schema import JobConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.batch.pool.records import WORLDS
+
+
+def check_pool(job: JobConfig) -> None:
+    """Raise ConfigError for keys that contradict a pool; the result is the same on every rank."""
+    if job.pool is None:
+        return
+    if job.shard is not None:
+        raise ConfigError(
+            f"job.shard={job.shard} and job.pool={job.pool}: a pool divides the rows by itself: leave out one of them"
+        )
+    if job.resume != "auto":
+        raise ConfigError(
+            f"job.resume={job.resume} and job.pool={job.pool}: every job joins a pool that has the same job, and none "
+            f"begins it again: leave out job.resume, or give another job.pool"
+        )
+
+
+def world_dir(job: JobConfig, variables: Mapping[str, str] = os.environ) -> Path:
+    """Run directory of this launch: in `job.run_dir`, else in the pool's folder. The same on every rank of the launch,
+    and of no other launch that runs.
+    """
+    assert job.pool is not None
+    return (Path(job.run_dir) if job.run_dir else Path(job.pool) / WORLDS) / _world_name(variables)
+
+
+def world_file(path: Path, variables: Mapping[str, str] = os.environ) -> Path:
+    """This launch's file of that name: each launch of a pool has the same command."""
+    return path.with_name(f"{path.stem}-{_world_name(variables)}{path.suffix}")
+
+
+def _world_name(variables: Mapping[str, str]) -> str:
+    """Name from the launcher's variables; of a launch on one machine with its launcher's process."""
+    host, world_size = socket.gethostname(), variables.get("WORLD_SIZE", "1")
+    port = variables.get("MASTER_PORT", "")
+    if world_size == "1":
+        name = f"{host}-{os.getpid()}"
+    elif variables.get("LOCAL_WORLD_SIZE", world_size) == world_size:
+        name = f"{host}-{os.getppid()}-{port}"
+    else:
+        name = f"{variables.get('MASTER_ADDR', '')}-{port}-{variables.get('TORCHELASTIC_RUN_ID', '')}"
+    return re.sub(r"[^A-Za-z0-9-]", "-", name)[:100]

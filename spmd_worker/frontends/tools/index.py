@@ -1,0 +1,49 @@
+"""Index the rows of a job's input, for shards of the job (job.input_index).
+
+    python -m spmd_worker.tools.index rows.jsonl --output rows.index
+    python -m spmd_worker.tools.index 'rows/*.jsonl.gz' --output rows.index
+
+INPUT is as in job.input: a file or a pattern. Reads every byte once. A shard with the index reads only its own rows,
+and checks that they are those of the index; without it each shard counts the rows before its own. Exits with 2 for an
+input that cannot be read, and writes nothing then.
+"""
+
+import sys
+from pathlib import Path
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.files import write_file
+from spmd_worker.frontends.batch.input.input_files import is_stream
+from spmd_worker.frontends.batch.input.input_index import index_input
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
+
+EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
+
+
+@ends_with_its_reader
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser("index", __doc__)
+    parser.add_argument("input", metavar="INPUT", help="rows: a file, or a pattern such as 'rows/*.jsonl'")
+    parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the index to write")
+    options = parser.parse_args(arguments)
+    try:
+        index = index_input(reader_of(options.input, options.output))
+        write_file(options.output, index.to_bytes())
+    except (ConfigError, OSError) as error:
+        print_error("index", error)
+        return EXIT_CANNOT_TELL
+    num_files = len(index.files)
+    print(f"{index.num_rows} rows in {num_files} file{'s' * (num_files != 1)}", file=sys.stderr)
+    return EXIT_DONE
+
+
+def reader_of(name: str, output: Path) -> RowReader:
+    """Reader of the rows. Raises ConfigError for a stream, and for an output that is one of its files."""
+    if is_stream(name):
+        raise ConfigError(f"{name} is a stream, which is read once: write the rows to a file")
+    reader = RowReader.of(name)
+    for path in reader.paths or ():
+        if output.exists() and output.samefile(path):
+            raise ConfigError(f"--output {output} is also read, and would be replaced: give another file")
+    return reader
