@@ -16,7 +16,7 @@ from unittest import mock
 from spmd_worker.base import staged_folder
 
 KILLED = 9
-_NAMES = ("write", "fsync", "fdatasync", "mkdir", "rename", "replace", "unlink", "rmdir")
+_NAMES = ("write", "fsync", "fdatasync", "mkdir", "rename", "replace", "link", "unlink", "rmdir")
 
 
 def kill() -> None:

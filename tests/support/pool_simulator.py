@@ -69,7 +69,7 @@ class Violation(AssertionError):
 
 
 class Action(NamedTuple):
-    """`kind` is step, heartbeat, tick, time, crash, interrupt, repeat, pause, lapse, jump or join. `worker` is an index.
+    """`kind` is step, heartbeat, tick, time, crash, interrupt, repeat, pause, lapse, jump or join, `worker` an index.
     `has_effect`: the worker's operation took effect before it crashed or was interrupted.
     """
 

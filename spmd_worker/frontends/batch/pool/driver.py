@@ -19,8 +19,10 @@ from spmd_worker.frontends.batch.pool.store import Operation, PoolStore, Steps, 
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 20.0)
-"""Pauses before an operation is repeated; after the last one its error is raised."""
+PAUSES_S: Final = (0.1, 0.3, 1.0, 3.0, *(10.0,) * 60)
+"""Pauses before an operation is repeated; after the last one, in ten minutes, its error is raised."""
+_MUCH_S: Final = 1.0
+"""A pause that is reported."""
 _HEARTBEATS_A_LEASE: Final = 4
 _PERMANENT: Final = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -47,7 +49,8 @@ def _perform(store: PoolStore, operation: Operation, pauses_s: Sequence[float]) 
         except OSError as error:
             if error.errno in _PERMANENT:
                 raise
-            logger.info("The pool's store failed (%s), and is asked again in %.1f s", error, pause_s)
+            log = logger.warning if pause_s >= _MUCH_S else logger.info
+            log("The pool's store failed (%s), and is asked again in %.1f s", error, pause_s)
             time.sleep(pause_s)
     return perform(store, operation)
 

@@ -16,11 +16,13 @@ from typing import Final
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import is_plain_name, make_folder_durably, sync_folder, sync_stream
-from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, WORLDS
+from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, WORKERS, WORLDS
 from spmd_worker.frontends.batch.pool.store import Listed
 
 _TEMPORARY: Final = "tmp"
 """Folder of files that are not complete. A killed writer leaves its file, which means nothing."""
+_STALE_S: Final = 24 * 3600.0
+"""Age from which a temporary file has no writer."""
 _NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 """Errors of link(2) on a file system without hard links."""
 
@@ -37,11 +39,13 @@ class PosixStore:
             make_folder_durably(path.parent)
             try:
                 os.link(temporary, path, follow_symlinks=False)
+                is_created = True
             except FileExistsError:
-                return False
-            # Also makes the names durable that others created before: a log has no holes after a power loss.
+                is_created = False
+            # Of an existing name too: its creator, or an earlier try, may not have come this far. So whatever a worker
+            # builds on is durable, and a log has no holes after a power loss.
             sync_folder(path.parent)
-        return True
+        return is_created
 
     def read(self, name: str) -> bytes | None:
         try:
@@ -53,12 +57,14 @@ class PosixStore:
     def list(self, prefix: str) -> list[Listed]:
         folder, _, beginning = prefix.rpartition("/")
         try:
-            names = sorted(os.listdir(self._path(folder) if folder else self.folder))
+            with os.scandir(self._path(folder)) as entries:
+                found = [entry for entry in entries if entry.name.startswith(beginning) and _is_name(entry.name)]
         except FileNotFoundError:
             return []
-        below = f"{folder}/" if folder else ""
-        names = [name for name in names if name.startswith(beginning) and is_plain_name(name) and name[0] != "."]
-        return [listed for name in names if (listed := self._listed(f"{below}{name}")) is not None]
+        # Only times of heartbeats decide anything, and other objects never change.
+        listed = _listed_now if folder == WORKERS else _listed
+        objects = (listed(f"{folder}/{entry.name}", entry) for entry in sorted(found, key=lambda entry: entry.name))
+        return [each for each in objects if each is not None]
 
     def touch(self, name: str, data: bytes) -> None:
         path = self._path(name)
@@ -68,10 +74,11 @@ class PosixStore:
 
     def now_s(self, own: str) -> float:
         self.touch(own, b"")
-        listed = self._listed(own)
-        if listed is None:
-            raise FileNotFoundError(errno.ENOENT, "was removed while it was read", str(self._path(own)))
-        return listed.time_s
+        descriptor = _open(self._path(own))
+        try:
+            return os.fstat(descriptor).st_mtime_ns / 1e9
+        finally:
+            os.close(descriptor)
 
     def delete(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
@@ -79,26 +86,42 @@ class PosixStore:
     def _path(self, name: str) -> Path:
         parts = name.split("/")
         assert parts[0] != _TEMPORARY, name
-        assert all(is_plain_name(part) and part[0] != "." for part in parts), name
+        assert all(map(_is_name, parts)), name
         return self.folder.joinpath(*parts)
 
-    def _listed(self, name: str) -> Listed | None:
-        """The object's size and time. The file is opened: an NFS client asks the server for attributes then, where a
-        stat may answer from its cache.
-        """
-        try:
-            descriptor = _open(self._path(name))
-        except FileNotFoundError:
+
+def _is_name(name: str) -> bool:
+    """Not that of a hidden file: an NFS client keeps a removed file that is open under such a name."""
+    return is_plain_name(name) and name[0] != "."
+
+
+def _listed(name: str, entry: "os.DirEntry[str]") -> Listed | None:
+    """An object's size and time; None for what is no object, or was removed."""
+    try:
+        return _from_stat(name, entry.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return None
+
+
+def _listed_now(name: str, entry: "os.DirEntry[str]") -> Listed | None:
+    """`_listed`, of an opened file: an NFS client asks the server for attributes when a file is opened, where a stat
+    may answer from its cache.
+    """
+    try:
+        descriptor = _open(entry.path)
+    except OSError as error:
+        # Removed, a symbolic link, a socket.
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
             return None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                return None
-            raise
-        try:
-            found = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
-        return Listed(name, found.st_size, found.st_mtime_ns / 1e9) if stat.S_ISREG(found.st_mode) else None
+        raise
+    try:
+        return _from_stat(name, os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _from_stat(name: str, found: os.stat_result) -> Listed | None:
+    return Listed(name, found.st_size, found.st_mtime_ns / 1e9) if stat.S_ISREG(found.st_mode) else None
 
 
 @contextmanager
@@ -128,6 +151,7 @@ def open_folder(folder: Path) -> PosixStore:
         make_folder_durably(folder)
         _check_contents(folder)
         _check_links(folder)
+        _remove_stale(folder)
     except OSError as error:
         raise ConfigError(
             f"job.pool={folder} cannot be written ({error.strerror}): give a folder that every world can write"
@@ -151,8 +175,8 @@ def _check_links(folder: Path) -> None:
     with temporary_file(folder, b"", is_durable=False) as temporary:
         probe = temporary.with_name(f"{temporary.name}.link")
         try:
-            os.link(temporary, probe)
-            os.link(temporary, probe)
+            os.link(temporary, probe, follow_symlinks=False)
+            os.link(temporary, probe, follow_symlinks=False)
         except FileExistsError:
             return
         except OSError as error:
@@ -167,6 +191,17 @@ def _check_links(folder: Path) -> None:
     )
 
 
-def _open(path: Path) -> int:
+def _remove_stale(folder: Path) -> None:
+    """Remove temporary files of writers that were killed."""
+    with temporary_file(folder, b"", is_durable=False) as temporary, os.scandir(temporary.parent) as entries:
+        now_s = temporary.stat().st_mtime
+        for entry in entries:
+            # Another worker may do the same.
+            with contextlib.suppress(FileNotFoundError):
+                if now_s - entry.stat(follow_symlinks=False).st_mtime > _STALE_S:
+                    os.unlink(entry.path)
+
+
+def _open(path: Path | str) -> int:
     # O_NONBLOCK: a foreign FIFO must not block.
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
