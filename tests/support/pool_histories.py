@@ -17,6 +17,7 @@ from spmd_worker.frontends.batch.pool.members import Lease, Member, heartbeat, j
 from spmd_worker.frontends.batch.pool.protocol import Unleased, claim, claim_merge, commit, end_merge, hand_back
 from spmd_worker.frontends.batch.pool.records import Merged, PoolJob, Spans
 from spmd_worker.frontends.batch.pool.store import Listed
+from spmd_worker.frontends.batch.pool.view import PoolState, RangeState, WorkerState
 
 TOKENS_A_ROW = 250
 STARTED_S = 1_790_000_000.0
@@ -161,3 +162,22 @@ def make_pool(num_rows: int, worlds: list[World], until_s: float = float("inf"),
                 heapq.heappush(queue, (second + wait_s, next(numbers), world, steps, False))
     store.now = min(STARTED_S + until_s, max(store.now, STARTED_S)) if until_s != float("inf") else store.now
     return store
+
+
+def crowd(num_workers: int, dead: int) -> PoolState:
+    """A running pool of many workers, of which one is dead; without a history."""
+    ranges = [
+        RangeState(number, number, number + 1, f"pod-{number:03}", True, 0, 1, 1.0) for number in range(num_workers)
+    ]
+    counts = [{"rows": 9_000 + number % 7, "output_tokens": 900_000, "ranges": 9} for number in range(num_workers)]
+    workers = [
+        WorkerState(
+            f"spmd-worker-pool-{number}-abcde-1-{number:016x}",
+            *({}, counts[number], 500.0 if number == dead else 3.0, 600.0, number != dead, None),
+        )
+        for number in range(num_workers)
+    ]
+    job = PoolJob({}, 10_000_000, "answers.jsonl", 60.0, 4096)
+    return PoolState(
+        *(job, 2_000_000, 9_000 * num_workers, 900), tuple(ranges), tuple(workers), None, None, STARTED_S + 600.0
+    )

@@ -28,7 +28,7 @@ KIND_LOOKS: Final[dict[Kind, tuple[str, str]]] = {
     "taken over": (CACHE, "range of another worker taken over"),
     "held": (RETURNED, "range held now"),
     "handback": ("#e69f00", "range handed back"),
-    "lost": (SWAPPED, "range lost to another worker"),
+    "lost": (SWAPPED, "range not finished by this worker"),
 }
 IDLE: Final = FREE
 
@@ -114,6 +114,10 @@ def _layers(holdings: Iterable[Holding], first_s: float, times_s: Sequence[float
     by_rows = sorted(parts, key=lambda worker: (-sum(rows for _, rows in parts[worker]), worker))
     shown = by_rows if len(by_rows) <= MAX_LAYERS else by_rows[: MAX_LAYERS - 1]
     others = [part for worker in by_rows[len(shown) :] for part in parts[worker]]
+    if 2 * len(others) > sum(map(len, parts.values())):
+        # Among so many no worker has a share that could be seen.
+        everything = [part for worker in by_rows for part in parts[worker]]
+        return (Layer(f"all {len(by_rows)} workers", WORKING, _cumulative(everything, times_s)),)
     layers = [Layer(worker, color, _cumulative(parts[worker], times_s)) for worker, color in zip(shown, _LAYER_COLORS)]
     if others:
         layers.append(Layer(f"{len(by_rows) - len(shown)} others", WAITING, _cumulative(others, times_s)))

@@ -83,7 +83,10 @@ def _diagnosis(progress: PoolProgress, life: PoolLife) -> str:
     if not losses and not life.takeovers:
         return f"{end} No worker died, and no range changed hands."
     text = " and ".join(losses) or "No worker died"
-    return f"{end} {text}; {count(len(life.takeovers), 'range')} went to another worker with the rows that were done."
+    kept = f"{count(len(life.takeovers), 'range')} went to another worker with the rows that were done"
+    waiting = f"{count(len(progress.waiting_ranges), 'range')} wait for one"
+    fates = [*([kept] if life.takeovers else []), *([waiting] if progress.waiting_ranges else [])]
+    return f"{end} {'; '.join([text, *fates])}."
 
 
 def summary_figures(progress: PoolProgress, life: PoolLife) -> list[Figure]:

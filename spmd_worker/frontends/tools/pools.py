@@ -9,8 +9,8 @@ from spmd_worker.frontends.batch.pool.store import PoolStore
 
 
 def is_pool(name: str) -> bool:
-    """Whether it is a folder with a pool's job, or a name in an object store, where no run directory can be."""
-    return "://" in name or (Path(name) / JOB_NAME).is_file()
+    """Whether it is a folder with a pool, begun or not, or a name in an object store, where no run directory can be."""
+    return "://" in name or any((Path(name) / each).is_file() for each in (JOB_NAME, INPUT_INDEX_NAME))
 
 
 def open_pool(name: str) -> PoolStore:
