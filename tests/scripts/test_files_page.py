@@ -23,6 +23,7 @@ from spmd_worker.frontends.batch.run_dir.job_files import RESERVED_NAMES
 from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.openai import openai_stream
 from spmd_worker.frontends.openai.row import RowError
+from spmd_worker.frontends.openai.row_parser import DUPLICATE_CODE
 from spmd_worker.frontends.openai.row_writer import REJECTED
 from spmd_worker.frontends.serve import http_protocol
 from spmd_worker.media import source
@@ -138,7 +139,7 @@ def test_every_file_of_a_run_is_named():
 
 def test_every_key_of_provenance_is_named(tmp_path: Path):
     manifest = {"config": {"seed": 0}, "starts": [{"layout": {}}]}
-    manifest |= dict.fromkeys(("version", "config_hash", "answers", "overridden"), "")
+    manifest |= dict.fromkeys(("version", "config_hash", "answers", "overridden", "shard"), "")
     write_provenance(tmp_path, manifest, {}, [])
     written = json.loads((tmp_path / "provenance.json").read_text())
     assert set(first_cells(section(FILES, "provenance.json"))) == set(written)
@@ -167,7 +168,7 @@ def raised_codes() -> dict[str, set[str]]:
 def row_codes() -> set[str]:
     ran = {outputs.NON_FINITE_LOGITS, outputs.NON_FINITE_VECTOR, outputs.GRAMMAR_FAILED}
     raised = {code for code, paths in raised_codes().items() if any("frontends/serve/" not in each for each in paths)}
-    return raised | ran | source_codes() | {REJECTED, "invalid_value"}
+    return raised | ran | source_codes() | {REJECTED, DUPLICATE_CODE, "invalid_value"}
 
 
 def source_codes() -> set[str]:

@@ -1,183 +1,236 @@
-"""Pools with a past: worlds that join, compute, die, pause and leave, by the protocol itself and a clock of their own.
+"""Histories of a pool: processes that are added, killed, paused, slowed and asked to end at random. A script.
 
-    make_pool(100_000, [World("gpu-1", 0, 200), World("gpu-2", 5, 190, dies_s=90)]).write(folder)
+    pool_histories.py FOLDER FIRST NUMBER AT_ONCE LEASE_S [FLAW]
 
-Rows are computed at a world's rate; the parts have no lines.
+Prints one JSON object with figures of all histories; a failed one leaves its folder and its traceback in it.
 """
 
-import heapq
+import contextlib
+import json
+import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from spmd_worker.frontends.batch.pool.driver import run
-from spmd_worker.frontends.batch.pool.members import Lease, Member, heartbeat, join, leave
-from spmd_worker.frontends.batch.pool.protocol import Unleased, claim, claim_merge, commit, end_merge, hand_back
-from spmd_worker.frontends.batch.pool.records import Merged, PoolJob, Spans
-from spmd_worker.frontends.batch.pool.store import Listed
-from spmd_worker.frontends.batch.pool.view import PoolState, RangeState, WorkerState
+from pool_worlds import one_piece, run_world, write_rows
 
-TOKENS_A_ROW = 250
-STARTED_S = 1_790_000_000.0
+from spmd_worker.base.config.schema import JobConfig
+from spmd_worker.frontends.batch.pool import lease_log, protocol
+from spmd_worker.frontends.batch.pool.posix_store import PosixStore, open_folder
+from spmd_worker.frontends.batch.pool.records import Entry, RangeRecord, number_and_entry
+from spmd_worker.frontends.batch.pool_world import merge
 
-
-@dataclass
-class TimedStore:
-    """Implements `PoolStore` in memory, at a time that the test sets."""
-
-    now: float = STARTED_S
-    objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
-    folders: dict[str, set[str]] = field(default_factory=dict)
-
-    def create(self, name: str, data: bytes) -> bool:
-        if name in self.objects:
-            return False
-        self.touch(name, data)
-        return True
-
-    def read(self, name: str) -> bytes | None:
-        return self.objects.get(name, (None, 0.0))[0]
-
-    def list(self, prefix: str) -> list[Listed]:
-        names = self.folders.get(prefix.partition("/")[0], ())
-        found = sorted(name for name in names if name.startswith(prefix))
-        return [Listed(name, len(self.objects[name][0]), self.objects[name][1]) for name in found]
-
-    def touch(self, name: str, data: bytes) -> None:
-        self.objects[name] = (data, self.now)
-        self.folders.setdefault(name.partition("/")[0], set()).add(name)
-
-    def now_s(self, own: str) -> float:
-        return self.now
-
-    def delete(self, name: str) -> None:
-        self.objects.pop(name, None)
-        self.folders.get(name.partition("/")[0], set()).discard(name)
-
-    def write(self, folder: Path, shift_s: float = 0.0) -> Path:
-        """Write every object as a file with its time, later by `shift_s`."""
-        for name, (data, time_s) in self.objects.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-            os.utime(path, (time_s + shift_s, time_s + shift_s))
-        return folder
+SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
+MAX_WORLDS = 6
+TICK_S = 0.05
+LIMIT_S = 180.0
 
 
-@dataclass
-class World:
-    """A world. Times are seconds since the pool began; it `pauses` from a second to another, heartbeats too. A
-    signal, or a failure, ends it at `ends_s`.
-    """
+class History:
+    """One pool, its worlds and what is done to them."""
 
-    name: str
-    joins_s: float
-    rows_per_s: float
-    load_s: float = 20.0
-    dies_s: float = float("inf")
-    ends_s: float = float("inf")
-    pauses: tuple[float, float] | None = None
-    fails: bool = False
-    num_ranges: int = 0
-
-    def steps(self, store: TimedStore, job: PoolJob) -> Iterator[float]:
-        """Act, and yield the seconds until the next act."""
-        about = {
-            "host": self.name.split("-")[0],
-            "pid": 4711,
-            "layout": {"tensor_parallel_size": 2, "data_parallel_size": 4},
-        }
-        member = run(store, join(job, self.name, about))
-        yield self.load_s
-        while not isinstance(lease := run(store, claim(member)), Unleased):
-            yield from self._compute(store, member, lease)
-        while lease is Unleased.WAIT:
-            yield 5.0
-            while not isinstance(lease := run(store, claim(member)), Unleased):
-                yield from self._compute(store, member, lease)
-        while not isinstance(merge := run(store, claim_merge(member)), Merged):
-            if merge is not None:
-                yield 12.0
-                run(store, end_merge(member, merge, Merged(job.num_rows, 811 * job.num_rows, "ab" * 32)))
-            yield 5.0
-        self._leave(store, member, "ended")
-
-    def _compute(self, store: TimedStore, member: Member, lease: Lease) -> Iterator[float]:
-        self.num_ranges += 1
-        for start, stop in pieces(lease.log.missing(), lease.log.stop - lease.log.start):
-            yield (stop - start) / self.rows_per_s
-            if store.now - STARTED_S >= self.ends_s:
-                run(store, hand_back(member, lease))
-                self._leave(store, member, "failed" if self.fails else "signalled")
-                yield float("inf")
-            if not run(store, commit(member, lease, ((start, stop),), b"")):
-                return
-            rows = int(member.counts.get("rows", 0)) + stop - start
-            member.counts = {"rows": rows, "output_tokens": rows * TOKENS_A_ROW, "ranges": self.num_ranges}
-
-    def _leave(self, store: TimedStore, member: Member, how: str) -> None:
-        run(store, heartbeat(member.worker, member.counts, ()))
-        run(store, leave(member.worker, {"how": how}))
-
-    def is_silent(self, second: float) -> bool:
-        return second >= self.dies_s or (self.pauses is not None and self.pauses[0] <= second < self.pauses[1])
-
-
-def pieces(missing: list[tuple[int, int]], num_rows: int) -> Spans:
-    """Rows of a lease in four commits."""
-    size = max(1, -(-num_rows // 4))
-    return tuple((first, min(first + size, stop)) for start, stop in missing for first in range(start, stop, size))
-
-
-def make_pool(num_rows: int, worlds: list[World], until_s: float = float("inf"), **job_values: float) -> TimedStore:
-    """The pool after `until_s` seconds, or when every world has ended."""
-    values = {"lease_s": 60.0, "lease_rows": 4096, **job_values}
-    job = PoolJob({"model": "demo"}, num_rows, "answers.jsonl", float(values["lease_s"]), int(values["lease_rows"]))
-    store, numbers = TimedStore(), count()
-    queue = [(world.joins_s, next(numbers), world, world.steps(store, job), False) for world in worlds]
-    queue += [(world.joins_s + 15.0, next(numbers), world, iter(()), True) for world in worlds]
-    heapq.heapify(queue)
-    ended = set()
-    while queue:
-        second, _, world, steps, is_heartbeat = heapq.heappop(queue)
-        if second > until_s or (world.name in ended and is_heartbeat):
-            continue
-        store.now = STARTED_S + second
-        if second >= world.dies_s:
-            continue
-        if world.is_silent(second):
-            assert world.pauses is not None
-            heapq.heappush(queue, (world.pauses[1], next(numbers), world, steps, is_heartbeat))
-        elif is_heartbeat:
-            name = f"workers/{world.name}.beat"
-            store.touch(name, store.read(name) or b"{}")
-            heapq.heappush(queue, (second + job.lease_s / 4, next(numbers), world, steps, True))
-        else:
-            wait_s = next(steps, None)
-            if wait_s is None or wait_s == float("inf"):
-                ended.add(world.name)
-            else:
-                heapq.heappush(queue, (second + wait_s, next(numbers), world, steps, False))
-    store.now = min(STARTED_S + until_s, max(store.now, STARTED_S)) if until_s != float("inf") else store.now
-    return store
-
-
-def crowd(num_workers: int, dead: int) -> PoolState:
-    """A running pool of many workers, of which one is dead; without a history."""
-    ranges = [
-        RangeState(number, number, number + 1, f"pod-{number:03}", True, 0, 1, 1.0) for number in range(num_workers)
-    ]
-    counts = [{"rows": 9_000 + number % 7, "output_tokens": 900_000, "ranges": 9} for number in range(num_workers)]
-    workers = [
-        WorkerState(
-            f"spmd-worker-pool-{number}-abcde-1-{number:016x}",
-            *({}, counts[number], 500.0 if number == dead else 3.0, 600.0, number != dead, None),
+    def __init__(self, folder: Path, seed: int, lease_s: float) -> None:
+        self.random, self.folder, self.seed = random.Random(seed), folder, seed
+        self.figures = dict.fromkeys(("worlds", "kills", "pauses", "terms", "rows", "computed", "lost"), 0)
+        self._lease_s = lease_s
+        self._running: dict[int, float] = {}
+        """Worlds that run, and when a paused one goes on."""
+        num_rows = self.random.randint(40, 160)
+        write_rows(folder / "rows.jsonl", num_rows)
+        self.figures["rows"] = num_rows
+        output = folder / f"out{SUFFIXES[seed % len(SUFFIXES)]}"
+        self.job = JobConfig(
+            input=str(folder / "rows.jsonl"),
+            output=str(output),
+            pool=str(folder / "pool"),
+            lease_s=lease_s,
+            lease_rows=self.random.choice([8, 16, 32, 64]),
+            commit_rows=self.random.choice([1, 4, 1000]),
+            commit_s=self.random.choice([0.05, 0.3, 100.0]),
         )
-        for number in range(num_workers)
-    ]
-    job = PoolJob({}, 10_000_000, "answers.jsonl", 60.0, 4096)
-    return PoolState(
-        *(job, 2_000_000, 9_000 * num_workers, 900), tuple(ranges), tuple(workers), None, None, STARTED_S + 600.0
-    )
+
+    def run(self) -> dict[str, Any]:
+        num_faults = self.random.randint(0, 8)
+        until_s = time.monotonic() + LIMIT_S
+        self._add()
+        while not self._has_ended():
+            assert time.monotonic() < until_s, "the pool does not end"
+            time.sleep(TICK_S)
+            self._reap()
+            if num_faults and self.random.random() < 0.25:
+                num_faults -= 1
+                self.random.choice([self._add, self._kill, self._pause, self._terminate])()
+            if not [pid for pid, until in self._running.items() if not until]:
+                self._add()
+        while self._running:
+            assert time.monotonic() < until_s, "a world does not end"
+            self._reap()
+            time.sleep(TICK_S)
+        self._check()
+        return self.figures
+
+    def _has_ended(self) -> bool:
+        return any((self.folder / "pool" / "merged").glob("merge.*")) and b'"end"' in b"".join(
+            path.read_bytes() for path in (self.folder / "pool" / "merged").glob("merge.*")
+        )
+
+    def _add(self) -> None:
+        if len(self._running) >= MAX_WORLDS:
+            return
+        self.figures["worlds"] += 1
+        seed, step_s = self.random.random(), self.random.choice([0.005, 0.02, 0.1])
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = run_world(self.job, int(seed * 1e9), self.folder / "computed", step_s)
+            except BaseException:
+                (self.folder / f"error.{os.getpid()}").write_text(traceback.format_exc())
+            finally:
+                os._exit(code)
+        self._running[pid] = 0.0
+
+    def _victim(self) -> int | None:
+        pids = [pid for pid, until in self._running.items() if not until]
+        return self.random.choice(pids) if pids else None
+
+    def _kill(self) -> None:
+        if (pid := self._victim()) is not None:
+            self.figures["kills"] += 1
+            os.kill(pid, signal.SIGKILL)
+
+    def _terminate(self) -> None:
+        if (pid := self._victim()) is not None:
+            self.figures["terms"] += 1
+            os.kill(pid, signal.SIGTERM)
+
+    def _pause(self) -> None:
+        if (pid := self._victim()) is not None:
+            self.figures["pauses"] += 1
+            os.kill(pid, signal.SIGSTOP)
+            self._running[pid] = time.monotonic() + self._lease_s * self.random.choice([0.3, 1.3, 2.0])
+
+    def _reap(self) -> None:
+        for pid, until_s in list(self._running.items()):
+            if until_s and time.monotonic() >= until_s:
+                self._running[pid] = 0.0
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self._running[pid]
+                code = os.waitstatus_to_exitcode(status)
+                errors = [path.read_text() for path in self.folder.glob("error.*")]
+                assert code in (0, 143, -signal.SIGTERM, -signal.SIGKILL), (code, errors)
+
+    def _check(self) -> None:
+        output = Path(self.job.output or "")
+        expected = one_piece(self.folder / "rows.jsonl", self.folder / f"one{''.join(output.suffixes)}")
+        assert output.read_bytes() == expected, "not the bytes of one piece"
+        assert sorted(path.name for path in self.folder.glob("out*")) == [output.name], "partial files are left"
+        computed = (self.folder / "computed").read_text().split()
+        self.figures["computed"] = len(computed)
+        assert {int(row) for row in computed} == set(range(self.figures["rows"]))
+        lost_rows, self.figures["lost"] = self._lost()
+        extra = len(computed) - self.figures["rows"]
+        assert extra <= lost_rows, f"{extra} rows more than once, but only {lost_rows} were in leases that were lost"
+        strikes = self.figures["kills"] + self.figures["pauses"] + self.figures["terms"]
+        assert extra <= self.job.lease_rows * strikes, (extra, self.job.lease_rows, strikes)
+
+    def _lost(self) -> tuple[int, int]:
+        """Rows of leases that another worker took over before they were done or handed back, and their number."""
+        store = open_folder(self.folder / "pool")
+        entries = {number_and_entry(each.name): each.name for each in store.list("ranges/")}
+        rows = num_lost = 0
+        for (number, entry), name in sorted(entries.items()):
+            data = store.read(name) or b""
+            if entry == 1:
+                log = lease_log.LeaseLog.of_range(number, RangeRecord.from_bytes(name, data))
+                continue
+            found = Entry.from_bytes(name, data)
+            if found.kind == "lease" and log.holder is not None:
+                rows += log.stop - log.start - log.num_rows_done
+                num_lost += 1
+            log.apply(found)
+        return rows, num_lost
+
+
+def plant(flaw: str) -> None:
+    """Break a rule on purpose."""
+    if flaw == "no fencing":
+        # Every entry is created, whoever holds the lease.
+        def create(store: PosixStore, name: str, data: bytes) -> bool:
+            store.touch(name, data)
+            return True
+
+        PosixStore.create = create  # type: ignore[method-assign]
+    elif flaw == "first part":
+        rows_of = merge._rows_of
+
+        def first(store: Any, done: Any) -> Any:
+            part = min(done.parts[:1] or done.parts, key=lambda each: each.name)
+            start, stop = part.spans[0][0], part.spans[-1][1]
+            try:
+                return rows_of(store, replace(done, start=start, stop=stop, parts=(part,)))
+            except merge.PoolError:
+                return merge.decode_part(part.name, store.read(part.name))
+
+        merge._rows_of = first
+    elif flaw == "dead at once":
+        # Every lease may be taken over: rows are computed again without a kill.
+        protocol.live_workers = lambda member: iter_value(frozenset({member.worker}))  # type: ignore[assignment]
+    else:
+        assert not flaw, flaw
+
+
+def iter_value(value: Any) -> Any:
+    return value
+    yield
+
+
+def main() -> None:
+    folder, first, number, at_once, lease_s, *flaws = sys.argv[1:]
+    logging.disable()
+    plant("".join(flaws))
+    pending, running, results = list(range(int(first), int(first) + int(number))), {}, []
+    while pending or running:
+        while pending and len(running) < int(at_once):
+            seed = pending.pop()
+            own = Path(folder) / str(seed)
+            own.mkdir(parents=True)
+            pid = os.fork()
+            if pid == 0:
+                run_one(own, seed, float(lease_s))
+            running[pid] = own
+        pid, _ = os.wait()
+        own = running.pop(pid)
+        results.append(json.loads((own / "result.json").read_text()))
+        if results[-1]["error"] is None:
+            shutil.rmtree(own)
+    figures = {key: sum(each[key] for each in results) for key in results[0] if key not in ("error", "seed")}
+    failed = [(each["seed"], each["error"]) for each in results if each["error"] is not None]
+    print(json.dumps({"histories": len(results), **figures, "failed": failed}))
+
+
+def run_one(folder: Path, seed: int, lease_s: float) -> None:
+    history, error = History(folder, seed, lease_s), None
+    try:
+        history.run()
+    except BaseException:
+        error = traceback.format_exc()[-3000:]
+        for pid in history._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    (folder / "result.json").write_text(json.dumps({**history.figures, "seed": seed, "error": error}))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

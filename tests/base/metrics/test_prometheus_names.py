@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pool_histories import World, make_pool
+from timed_pools import World, make_pool
 
 from spmd_worker.base.metrics.prometheus import PrometheusFile
 from spmd_worker.frontends.batch.pool.pool_metrics import values

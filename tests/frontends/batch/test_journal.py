@@ -116,6 +116,25 @@ def test_interrupted_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool
     assert bool(lost) == is_broken
 
 
+@pytest.mark.parametrize("first", [0, 5, 2**40])
+def test_rows_may_begin_anywhere_in_any_order(tmp_path: Path, first: int):
+    """Memory is of the rows that are there, and of as many before them."""
+    rows = [first + number for number in (9, 4, 5, 0, 1, 2, 3, 8, 7, 6)]
+    journal = opened(tmp_path)
+    for row in rows:
+        journal.append(RowKey(row, bytes([row % 251]) * 16, row % 2 == 1), RowAnswer(row, b"%d\n" % row))
+        assert journal.key_of(row) == row
+    journal.close()
+    journal = opened(tmp_path)
+    expected = sorted(rows)
+    assert [journal.has(row) for row in (first - 1, *expected, first + 10)] == [False, *[True] * 10, False]
+    assert list(journal.lines(first)) == [b"%d\n" % row for row in expected]
+    assert list(journal.lines(first + 10)) == []
+    assert [(each.row, each.custom_id[0], each.is_rejected) for each in journal.committed()] == [
+        (row, row % 251, row % 2 == 1) for row in rows
+    ]
+
+
 def test_lines_end_at_a_missing_row(tmp_path: Path):
     filled(tmp_path, [0, 1, 3])
     assert list(opened(tmp_path).lines()) == [answer(0).line, answer(1).line]

@@ -5,7 +5,7 @@ from cache_specs import uniform_spec
 
 from kv_cache import host_reserve
 from spmd_worker.base.config.parallel import ParallelConfig
-from spmd_worker.base.config.schema import CacheConfig, RunConfig, SchedulerConfig
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, RunConfig, SchedulerConfig
 from spmd_worker.frontends.batch.prefault import estimate_tokens, prefault
 from spmd_worker.worker.memory import host
 
@@ -54,6 +54,7 @@ def test_common_prefixes_count_once_when_blocks_are_shared(tmp_path: Path):
 CONFIGS = {
     "all tokens": (RunConfig(), 1000),
     "replicas share them": (RunConfig(parallel=ParallelConfig(data_parallel_size=2)), 500),
+    "shards share them": (RunConfig(job=JobConfig(shard="1/4")), 250),
     "so many sequences": (RunConfig(scheduler=SchedulerConfig(max_num_seqs=10)), 10 * 16),
     "so many blocks": (RunConfig(cache=CacheConfig(num_blocks=7)), 7),
 }

@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from pool_histories import STARTED_S, TimedStore, World, crowd, make_pool
+from timed_pools import STARTED_S, TimedStore, World, crowd, make_pool
 from test_report_page import Page, outside_references
 from tools_main import tool
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pool_histories import STARTED_S, TimedStore, World, crowd, make_pool
+from timed_pools import STARTED_S, TimedStore, World, crowd, make_pool
 from tools_main import tool
 
 from spmd_worker.frontends.batch.pool.pool_history import read_history
@@ -43,10 +43,10 @@ def test_running_pool_is_reported():
         "6 workers: 5 alive (1 slow), 1 dead.",
         "",
         "  worker                state    rows  rows/s  tokens/s  ranges  heartbeat",
-        "  spot-a-17-deadbeef    dead   14,336     159    39,822       1  110 s ago",
+        "  spot-a-17-deadbeef    dead   14,336     156    39,092       1  108 s ago",
     ]
     assert lines[6].split()[:2] == ["gpu-04-812-01020304", "slow"]
-    assert lines[-1] == ("spot-a-17-deadbeef is dead: no heartbeat for 1 min 50 s. 1 range waits for a worker.")
+    assert lines[-1] == ("spot-a-17-deadbeef is dead: no heartbeat for 1 min 48 s. 1 range waits for a worker.")
 
 
 @pytest.mark.guarantee("spmd-worker-doctor POOL names what became of a dead worker's ranges")

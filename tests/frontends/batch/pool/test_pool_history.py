@@ -1,7 +1,7 @@
 """The history of a pool and its progress are what its worlds did, by the clock of the store."""
 
 import pytest
-from pool_histories import STARTED_S, TOKENS_A_ROW, World, make_pool
+from timed_pools import STARTED_S, TOKENS_A_ROW, World, make_pool
 
 from spmd_worker.base.errors import PoolError
 from spmd_worker.frontends.batch.pool.pool_history import Holding, read_history

@@ -117,7 +117,7 @@ def copied(runs: Path, tmp_path: Path) -> list[Path]:
     return folders_of(tmp_path, 3)
 
 
-@pytest.mark.guarantee("Exit 0: every row has its line, in input order")
+@pytest.mark.guarantee("Merged shards are the bytes of the job in one piece")
 @pytest.mark.parametrize(("count", "suffix"), [(1, "jsonl"), (3, "jsonl"), (3, "jsonl.gz"), (3, "parquet"), (7, "zst")])
 def test_merge_equals_job_in_one_piece(runs: Path, tmp_path: Path, count: int, suffix: str):
     expected, output = tmp_path / f"expected.{suffix}", tmp_path / f"merged.{suffix}"
@@ -210,7 +210,7 @@ CONTROLS: dict[str, tuple[Callable[[list[Path]], list[Path]], str]] = {
 }
 
 
-@pytest.mark.control("Exit 0: every row has its line, in input order")
+@pytest.mark.control("Merged shards are the bytes of the job in one piece")
 @pytest.mark.parametrize("name", CONTROLS)
 def test_merge_rejects_other_shards(copied: list[Path], capsys: pytest.CaptureFixture[str], name: str):
     make, why = CONTROLS[name]
@@ -254,6 +254,17 @@ def test_run_directory_of_another_shard_is_rejected(tmp_path: Path):
     run_dir_of(other.job).rename(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"holds a run of shard 0/2 .*, and this is all rows: give"):
         run(replace(other, job=replace(other.job, shard=None)))
+
+
+def test_shard_is_shown_and_measured_by_itself(copied: list[Path], capsys: pytest.CaptureFixture[str]):
+    folder = copied[0].parent
+    run(config_of(folder, shard="1/3", prometheus_file=str(folder / "job.prom")))
+    lines = (folder / "job-00001-of-00003.prom").read_text().splitlines()
+    assert "spmd_worker_job_rows 6.0" in lines
+    assert "spmd_worker_job_rows_done 6.0" in lines
+    assert "6 of 6 rows" in capsys.readouterr().err
+    assert collect([str(copied[1])]) == 2
+    assert f"is complete: read {output_in(copied[1])}" in capsys.readouterr().err
 
 
 def test_more_shards_than_rows_leave_some_empty(tmp_path: Path):
@@ -303,21 +314,26 @@ def test_shard_reads_only_its_rows_with_an_index(copied: list[Path], monkeypatch
             {"shard": "0/2", "input": "-"},
             r"^job\.shard=0/2 and job\.input=-: a stream .*: write them to a file, or leave",
         ),
+        ({"shard": "0/2", "pool": "pool"}, r"^job\.shard=0/2 and job\.pool=pool: .*: leave out"),
         ({"input_index": "absent"}, r"^job\.input_index=absent cannot be read .*: make the index again"),
         ({"input_index": "rows.jsonl"}, r"^job\.input_index=rows\.jsonl is not an index of .*: make the index again"),
         (
             {"shard": "0/2", "input": "o*.jsonl"},
-            r"^job\.input=o\*\.jsonl has out-00001-of-00002\.jsonl, which is .*: give",
+            r"^job\.input=o\*\.jsonl has out-00001-of-00002\.jsonl, which a shard .*: give",
         ),
+        ({"shard": "1/3", "input": "*.run/*"}, r"^job\.input=.* has out-00000-of-00002.jsonl.run/manifest.json, which"),
     ],
 )
 def test_wrong_shard_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], why: str):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", ["x"])
     write_rows(tmp_path / "out-00001-of-00002.jsonl", ["x"])
+    (tmp_path / "out-00000-of-00002.jsonl.run").mkdir()
+    write_rows(tmp_path / "out-00000-of-00002.jsonl.run" / "manifest.json", ["x"])
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=why):
         run(config_of(Path(), **job))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-00001-of-00002.jsonl", "rows.jsonl"]
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
