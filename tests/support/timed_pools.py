@@ -7,6 +7,7 @@ Rows are computed at a world's rate; the parts have no lines.
 
 import heapq
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -56,14 +57,14 @@ class TimedStore:
         self.objects.pop(name, None)
         self.folders.get(name.partition("/")[0], set()).discard(name)
 
-    def write(self, folder: Path, shift_s: float = 0.0) -> Path:
-        """Write every object as a file with its time, later by `shift_s`."""
+    def write(self, folder: Path, age_s: float = 0.0) -> None:
+        """Write every object as a file, as a pool that had this state `age_s` ago."""
+        shift_s = time.time() - age_s - self.now
         for name, (data, time_s) in self.objects.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
             os.utime(path, (time_s + shift_s, time_s + shift_s))
-        return folder
 
 
 @dataclass

@@ -80,7 +80,7 @@ class Takeover:
 class PoolLife:
     """Everything that the charts show. `times_s` are the times of the layers' rows; `num_other_lanes` are not shown."""
 
-    wall_s: float
+    lived_s: float
     times_s: tuple[float, ...]
     layers: tuple[Layer, ...]
     lanes: tuple[Lane, ...]
@@ -96,13 +96,13 @@ def make_life(progress: PoolProgress, history: PoolHistory, num_times: int) -> P
     is_over = progress.state.merged is not None or not progress.with_status("alive", "slow")
     last_seen = (now_s - each.state.age_s for each in progress.workers if each.status != "dead")
     ends = [now_s] if not is_over else [*last_seen, *(each.end_s or each.start_s for each in holdings)]
-    wall_s = max(max(ends, default=now_s) - first_s, 1e-3)
-    times_s = tuple(wall_s * column / num_times for column in range(num_times + 1))
+    lived_s = max(max(ends, default=now_s) - first_s, 1e-3)
+    times_s = tuple(lived_s * column / num_times for column in range(num_times + 1))
     ordered = sorted(progress.workers, key=lambda each: (_SERIOUS.index(each.status), -each.num_rows, each.name))
     chosen = sorted(ordered[:MAX_LANES], key=lambda each: (-each.state.joined_age_s, each.name))
-    lanes = tuple(_lane(worker, holdings, first_s, now_s, wall_s) for worker in chosen)
+    lanes = tuple(_lane(worker, holdings, first_s, now_s, lived_s) for worker in chosen)
     return PoolLife(
-        *(wall_s, times_s, _layers(holdings, first_s, times_s), lanes, len(ordered) - len(chosen)),
+        *(lived_s, times_s, _layers(holdings, first_s, times_s), lanes, len(ordered) - len(chosen)),
         tuple(_takeovers(progress, holdings, first_s)),
     )
 
@@ -132,7 +132,7 @@ def _cumulative(parts: Iterable[tuple[float, int]], times_s: Sequence[float]) ->
     return tuple(sums[bisect_right(times, time_s + 1e-9)] for time_s in times_s)
 
 
-def _lane(worker: WorkerProgress, holdings: Sequence[Holding], first_s: float, now_s: float, wall_s: float) -> Lane:
+def _lane(worker: WorkerProgress, holdings: Sequence[Holding], first_s: float, now_s: float, lived_s: float) -> Lane:
     last_s = now_s - worker.state.age_s - first_s
     bars: list[Bar] = []
     for before, holding in zip([None, *holdings], holdings):
@@ -150,7 +150,7 @@ def _lane(worker: WorkerProgress, holdings: Sequence[Holding], first_s: float, n
             bar = Bar(start_s, max(min(end_s, last_s), start_s) if kind == "lost" else end_s, kind)
         bars.append(bar)
     joined_s = now_s - worker.state.joined_age_s - first_s
-    return Lane(worker.name, worker.status, joined_s, last_s, tuple(_joined(bars, wall_s / _NUM_PIXELS)))
+    return Lane(worker.name, worker.status, joined_s, last_s, tuple(_joined(bars, lived_s / _NUM_PIXELS)))
 
 
 _KINDS: Final[dict[str, Kind]] = {"done": "done", "handback": "handback", "lost": "lost"}

@@ -103,8 +103,8 @@ def _make_axes(
     width = (width_inches - left_inches - _RIGHT_INCHES) / width_inches
     axes = figure.add_axes((left_inches / width_inches, _AXIS_INCHES / height, width, plot_inches / height))
     axes.set_axisbelow(False)
-    scale_us, unit = time_unit(life.wall_s * 1e6)
-    axes.set_xlim(0, life.wall_s * 1e6 / scale_us)
+    scale_us, unit = time_unit(life.lived_s * 1e6)
+    axes.set_xlim(0, life.lived_s * 1e6 / scale_us)
     axes.xaxis.set_major_locator(MaxNLocator(8 if width_inches > NARROW_INCHES else 4, steps=_ROUND))
     axes.set_xlabel(f"{unit} since the first worker joined", fontsize=7, labelpad=2)
     return figure, axes, scale_us / 1e6

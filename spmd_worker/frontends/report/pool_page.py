@@ -74,7 +74,7 @@ def _diagnosis(progress: PoolProgress, life: PoolLife) -> str:
     state = progress.state
     dead, failed = len(progress.with_status("dead")), len(progress.with_status("failed"))
     if state.merged is not None:
-        end = f"The pool has ended well after {duration(life.wall_s * 1e6)}: {state.job.output} has all rows."
+        end = f"The pool has ended well after {duration(life.lived_s * 1e6)}: {state.job.output} has all rows."
     elif progress.with_status("alive", "slow"):
         end = "The pool is running." if progress.left_s else "The pool is running: the output is not merged yet."
     else:
@@ -95,11 +95,11 @@ def summary_figures(progress: PoolProgress, life: PoolLife) -> list[Figure]:
     alive, slow = progress.with_status("alive", "slow"), progress.with_status("slow")
     tokens = sum(worker.num_output_tokens for worker in progress.workers)
     is_over = not alive
-    rows_per_s = done / life.wall_s if is_over else progress.rows_per_s
-    tokens_per_s = tokens / life.wall_s if is_over else progress.tokens_per_s
+    rows_per_s = done / life.lived_s if is_over else progress.rows_per_s
+    tokens_per_s = tokens / life.lived_s if is_over else progress.tokens_per_s
     when = "on average" if is_over else "now"
     left_s = progress.left_s
-    wall = duration(life.wall_s * 1e6)
+    wall = duration(life.lived_s * 1e6)
     time = Figure("unknown" if left_s is None else duration(left_s * 1e6), "left", f"after {wall}")
     if is_over:
         time = Figure(wall, "from the first worker to the last", "")

@@ -116,7 +116,7 @@ def _cells(worker: WorkerProgress) -> tuple[str, ...]:
 
 
 def _death_notes(progress: PoolProgress, holdings: Sequence[Holding]) -> list[str]:
-    """Who died, and what became of its ranges."""
+    """Workers that died, and what became of their ranges."""
     dead = sorted(progress.with_status("dead", "failed"), key=lambda each: each.state.age_s)
     notes = []
     for worker in dead[:_MAX_NOTES]:
@@ -128,7 +128,7 @@ def _death_notes(progress: PoolProgress, holdings: Sequence[Holding]) -> list[st
 
 
 def _fate(worker: str, holdings: Sequence[Holding]) -> str:
-    """What became of the ranges that a worker left unfinished."""
+    """The fate of the ranges that a worker left unfinished."""
     takers, num_waiting = [], 0
     for holding, following in zip(holdings, [*holdings[1:], None]):
         if holding.worker != worker or holding.end == "done":

@@ -5,8 +5,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from timed_pools import STARTED_S, TimedStore, World, crowd, make_pool
 from test_report_page import Page, outside_references
+from timed_pools import STARTED_S, TimedStore, World, crowd, make_pool
 from tools_main import tool
 
 from spmd_worker.frontends.batch.pool.pool_history import Holding, PoolHistory, read_history
@@ -49,7 +49,7 @@ def test_layers_end_with_all_rows_of_each_worker(ended: TimedStore):
     parts = [each for each in read_history(ended).holdings if each.worker == "dead-1"]
     (dead,) = [layer for layer in life.layers if layer.label == "dead-1"]
     assert dead.rows[-1] == sum(each.num_rows for each in parts)
-    assert life.wall_s == pytest.approx(ended.now - STARTED_S)
+    assert life.lived_s == pytest.approx(ended.now - STARTED_S)
 
 
 def test_takeovers_name_both_workers(ended: TimedStore):
@@ -137,7 +137,8 @@ def test_tables_replace_the_charts_of_a_pool(ended: TimedStore):
 
 def test_report_writes_the_page_into_the_pool(ended: TimedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     report = tool("report", capsys)
-    pool = ended.write(tmp_path / "night")
+    pool = tmp_path / "night"
+    ended.write(pool)
     code, out, err = report(pool)
     assert (code, err) == (0, "")
     assert "<h1>Pool night</h1>" in (pool / "report.html").read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -65,7 +64,7 @@ def test_fate_needs_the_history_of_the_pool(monkeypatch: pytest.MonkeyPatch):
 
 
 def fate_is_told(note: str, store: TimedStore) -> bool:
-    """By the logs: whether another worker has the range that the dead one held."""
+    """Whether, by the logs, another worker has the range that the dead one held."""
     following = {}
     for name in store.folders["ranges"]:
         record = json.loads(store.objects[name][0])
@@ -103,7 +102,8 @@ def test_exit_code_says_whether_the_pool_ended(
 ):
     store = make_pool(800, worlds, until_s, lease_rows=400)
     age_s = 1000.0 if worlds[0].dies_s < float("inf") else 0.0
-    found, out, err = doctor(store.write(tmp_path / "pool", time.time() - store.now - age_s))
+    store.write(tmp_path / "pool", age_s)
+    found, out, err = doctor(tmp_path / "pool")
     assert (found, err) == (code, "")
     assert out.startswith(first), out
     assert ("No worker is alive. Start the same command again" in out) == bool(age_s)
