@@ -35,6 +35,7 @@ EXPECTED = {
     "SaveError": (RuntimeError, 1, False, False, True),
     "JobError": (RuntimeError, 1, False, True, False),
     "JournalError": (ValueError, 1, False, False, False),
+    "PoolError": (ValueError, 1, False, False, False),
     "StepStatsError": (ValueError, 1, False, False, False),
     "StepLogError": (ValueError, 1, False, False, False),
     "ReplayError": (ValueError, 1, False, False, False),

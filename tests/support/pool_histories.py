@@ -140,12 +140,12 @@ class History:
         assert {int(row) for row in computed} == set(range(self.figures["rows"]))
         lost_rows, self.figures["lost"] = self._lost()
         extra = len(computed) - self.figures["rows"]
-        assert extra <= lost_rows, f"{extra} rows more than once, but only {lost_rows} were in leases that were lost"
+        assert extra <= lost_rows, f"{extra} rows more than once, but leases with only {lost_rows} were not finished"
         strikes = self.figures["kills"] + self.figures["pauses"] + self.figures["terms"]
         assert extra <= self.job.lease_rows * strikes, (extra, self.job.lease_rows, strikes)
 
     def _lost(self) -> tuple[int, int]:
-        """Rows of leases that another worker took over before they were done or handed back, and their number."""
+        """Unfinished rows of leases that ended by a takeover or were handed back, and the number of takeovers."""
         store = open_folder(self.folder / "pool")
         entries = {number_and_entry(each.name): each.name for each in store.list("ranges/")}
         rows = num_lost = 0
@@ -155,9 +155,10 @@ class History:
                 log = lease_log.LeaseLog.of_range(number, RangeRecord.from_bytes(name, data))
                 continue
             found = Entry.from_bytes(name, data)
-            if found.kind == "lease" and log.holder is not None:
+            is_lost = found.kind == "lease" and log.holder is not None
+            if is_lost or found.kind == "handback":
                 rows += log.stop - log.start - log.num_rows_done
-                num_lost += 1
+            num_lost += is_lost
             log.apply(found)
         return rows, num_lost
 

@@ -5,9 +5,10 @@
     history.check()
 
 Between any two operations a worker may crash or be interrupted (before or after its operation took effect), lose the
-answer and ask again, be paused for longer than a lease, or have its local clock moved; another may join. The server's
-time passes in ticks of a quarter of a lease, and only when every worker that is not paused has sent a heartbeat in the
-last one. A worker's local state depends only on the answers that it received: `state` uses that.
+answer and ask again, be paused for longer than a lease, or have its local clock moved; another may join. An operation
+may also be delayed: the worker crashes, or asks again, and its first try takes effect any time later. The server's time
+passes in ticks of a quarter of a lease, and only when every worker that is not paused has sent a heartbeat in the last
+one. A worker's local state depends only on the answers that it received: `state` uses that.
 
 `Flaws` break a rule on purpose. Knows nothing of models or files.
 """
@@ -69,8 +70,9 @@ class Violation(AssertionError):
 
 
 class Action(NamedTuple):
-    """`kind` is step, heartbeat, tick, time, crash, interrupt, repeat, pause, lapse, jump or join, `worker` an index.
-    `has_effect`: the worker's operation took effect before it crashed or was interrupted.
+    """`kind` is step, heartbeat, tick, time, arrive (of a delayed operation), crash, interrupt, repeat, delay, pause,
+    lapse, jump or join, `worker` an index.
+    `has_effect`: the worker's operation took effect before it crashed or was interrupted; of delay: the worker crashes.
     """
 
     kind: str
@@ -283,6 +285,7 @@ class History:
         self.num_computed = self.num_losses = self.num_steps = 0
         self.output: bytes | None = None
         self.kinds = Counter[str]()
+        self.delayed: list[Any] = []
         for plan in plans:
             self._join(plan)
 
@@ -320,7 +323,8 @@ class History:
                 kinds = ("crash", "interrupt")
                 found += [Action(kind, index, has_effect) for kind in kinds for has_effect in (False, True)]
                 found += [Action("pause", index)]
-                found += [] if isinstance(worker.next_main, Compute | Sleep) else [Action("repeat", index)]
+                if not isinstance(worker.next_main, Compute | Sleep):
+                    found += [Action("repeat", index), Action("delay", index), Action("delay", index, True)]
                 found += [Action("jump", index)] if self.has_jumps else []
         return found
 
@@ -343,6 +347,10 @@ class History:
         found = [Action("step", index) for index in range(len(self.workers)) if self.may_step(index)]
         return found or [Action("time")] if any(worker.is_running for worker in self.workers) else []
 
+    def arrivals(self) -> list[Action]:
+        """Delayed operations."""
+        return [Action("arrive", index) for index in range(len(self.delayed))]
+
     def mishaps(self) -> list[Action]:
         """What may go wrong next, where a pause ends before anything else happens."""
         return [each._replace(kind="lapse") if each.kind == "pause" else each for each in self.faults()]
@@ -360,6 +368,9 @@ class History:
         """Let it happen. Raises Violation; and what a worker raises, which is one too."""
         self.num_steps += 1
         require(self.num_steps < MAX_STEPS, "no progress")
+        if action.kind == "arrive":
+            self._perform(self.workers[0], self.delayed.pop(action.worker))
+            return
         worker = self.workers[action.worker]
         if action.kind == "tick":
             self.store.now += 1
@@ -381,6 +392,11 @@ class History:
             worker.clock_error += 2 * TICKS_A_LEASE
         elif action.kind == "repeat":
             self._perform(worker, worker.next_main)
+        elif action.kind == "delay":
+            self.delayed.append(worker.next_main)
+            if action.has_effect:
+                self.num_losses += 1
+                worker.end()
         elif action.kind in ("pause", "lapse"):
             self.num_losses += 1
             worker.paused_until = self.store.now + TICKS_A_LEASE + 1
@@ -442,6 +458,8 @@ class History:
         while not self._has_ended():
             self._join(Plan())
             self._go_on()
+        for action in reversed(self.arrivals()):
+            self.do(action)
         self.check()
 
     def _go_on(self) -> None:
@@ -478,7 +496,8 @@ class History:
             (worker.observed, worker.is_running, worker.paused_until, worker.slept_at, worker.clock_error)
             for worker in self.workers
         )
-        return workers, frozenset(self.store.objects.items()), self.store.now, self.faults_left, self.num_losses
+        counts = (self.store.now, self.faults_left, self.num_losses, self.num_computed)
+        return workers, frozenset(self.store.objects.items()), tuple(map(repr, self.delayed)), counts
 
 
 def count_ranges(store: MemoryStore) -> Iterator[int]:
@@ -524,6 +543,8 @@ def random_history(seed: int, flaws: Flaws | None = None, has_jumps: bool = Fals
             if history.faults_left and draw.random() < fault_rate:
                 history.do(draw.choice([*history.faults(), Action("join")]))
                 continue
+            if history.delayed and draw.random() < 0.03:
+                history.do(draw.choice(history.arrivals()))
             # One worker is often faster: long runs of one, not only fair mixtures.
             if draw.random() < 0.02:
                 favourite = draw.randrange(len(history.workers))
@@ -553,7 +574,7 @@ def explore(make: Callable[[], History], depth: int) -> tuple[int, int]:
         if state in seen:
             return
         seen.add(state)
-        actions = [*history.steps(), *history.mishaps()] if len(path) < depth else []
+        actions = [*history.steps(), *history.arrivals(), *history.mishaps()] if len(path) < depth else []
         if not actions:
             num_histories += 1
             history.faults_left = 0

@@ -32,6 +32,7 @@ from spmd_worker.frontends.openai.row_writer import RowAnswer, error_result
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams()
+MOST_ROUNDS = 200
 
 
 def write_rows(path: Path, num_rows: int) -> None:
@@ -171,8 +172,11 @@ class TurnedWorld:
 
     def finish(self) -> WrittenOutput:
         """Go on until all rows are done, and merge."""
-        while not self.rows.has_ended:
+        for _ in range(MOST_ROUNDS):
+            if self.rows.has_ended:
+                break
             self.go_on()
+        assert self.rows.has_ended, "others hold the rest"
         return self.world.write_output(None, {}, lambda doing: None)
 
 

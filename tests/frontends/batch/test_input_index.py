@@ -54,7 +54,7 @@ def ranges_equal_complete_reader(paths: list[Path], start: int, stop: int, max_l
     assert list(RangeReader(reader, index).rows(start, stop)) == complete[start:stop]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     some.lists(
         some.tuples(

@@ -80,7 +80,7 @@ def done_ranges(store: PoolStore, member: Member) -> Iterator[DoneRecord]:
 class Heartbeats:
     """A thread that shows that a worker is alive, from `__enter__` to `__exit__`, and notices leases that were lost.
 
-    `counts` returns what a heartbeat shows, and `lost` is called with each lost lease; both in the thread.
+    `counts` returns what a heartbeat shows, and `lost` is called once with each lost lease; both in the thread.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Heartbeats:
         lost: Callable[[Lease], None],
     ) -> None:
         self._store, self._member, self._counts, self._lost = store, member, counts, lost
+        self._reported: list[Lease] = []
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._send_all, name="pool heartbeats", daemon=True)
 
@@ -109,10 +110,11 @@ class Heartbeats:
         member = self._member
         member.counts = self._counts()
         # A copy: the main thread takes and ends leases meanwhile.
-        leases = list(member.leases.values())
+        leases = [lease for lease in list(member.leases.values()) if lease not in self._reported]
         # Without pauses: the next heartbeat is the next try.
         for lease in run(self._store, heartbeat(member.worker, member.counts, leases), pauses_s=()):
             logger.warning("The lease of %s was lost: this worker was silent for too long", lease.log.name)
+            self._reported.append(lease)
             self._lost(lease)
 
     def _send_all(self) -> None:

@@ -43,7 +43,7 @@ _LEAST_FRACTION: Final = 64
 
 
 class Unleased(Enum):
-    """Why a worker got no lease."""
+    """Reasons for a claim without a lease."""
 
     WAIT = "others hold everything that is left: ask again"
     OVER = "everything is done"

@@ -76,9 +76,10 @@ def test_heartbeats_show_counts_and_find_lost_leases(store: PosixStore):
     assert isinstance(lease, Lease)
     # Another worker's, as if this one had been stopped.
     assert store.create(lease.log.entry_name, b'{"kind": "lease", "worker": "quick", "nonce": 0}')
-    with Heartbeats(store, member, lambda: {"rows": 3}, lost.append):
+    with Heartbeats(store, member, lambda: {"rows": 3}, lost.append) as heartbeats:
         wait_until(lambda: lost)
-    assert lost[0] is lease
+        heartbeats.send()
+    assert lost == [lease]
     assert read_pool(store).workers[0].counts == {"rows": 3}
 
 

@@ -3,6 +3,9 @@
 import errno
 import os
 from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +16,6 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.pool.posix_store import PosixStore, open_folder
 
 NAME = "ranges/00000000"
-MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
@@ -55,40 +57,46 @@ def test_touch_replaces_and_sets_the_time(store: PosixStore):
     assert len(store.list("workers/")) == 1
 
 
-@pytest.mark.guarantee("An object of a pool is created once")
-@pytest.mark.parametrize("place", ["disk", "memory"])
-@pytest.mark.parametrize("num_races", [25, pytest.param(1000, marks=pytest.mark.stress)])
-def test_two_processes_race_for_every_name(
-    place: str, num_races: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-):
-    folder = tmp_path / "pool" if place == "disk" else MEMORY / f"spmd-pool-{os.getpid()}-{num_races}"
+def check_race(folder: Path, num_races: int) -> None:
+    """Two processes create the same names at the same time: each is one's, complete."""
     store = open_folder(folder)
-    try:
-        won = {name: folder / "workers" / name for name in ("one", "two")}
-        store.touch("workers/one", b"")
 
-        def race(name: str) -> None:
-            wins = [number for number in range(num_races) if store.create(f"parts/{number}", name.encode() * 1000)]
-            won[name].write_text(" ".join(map(str, wins)))
+    def race(name: str) -> None:
+        wins = [number for number in range(num_races) if store.create(f"parts/{number}", name.encode() * 1000)]
+        store.touch(f"workers/{name}", " ".join(map(str, wins)).encode())
 
-        first = os.fork()
-        if first == 0:
-            try:
-                race("one")
-            finally:
-                os._exit(0)
-        assert in_child(lambda: race("two")) == 0
-        os.waitpid(first, 0)
-        wins = {name: {int(number) for number in path.read_text().split()} for name, path in won.items()}
-        assert wins["one"] | wins["two"] == set(range(num_races))
-        assert not wins["one"] & wins["two"]
-        assert all(
-            store.read(f"parts/{number}") == name.encode() * 1000 for name, found in wins.items() for number in found
-        )
-        assert list((folder / "tmp").iterdir()) == []
-    finally:
-        if place == "memory":
-            os.system(f"rm -r {folder}")
+    first = os.fork()
+    if first == 0:
+        try:
+            race("one")
+        finally:
+            os._exit(0)
+    assert in_child(lambda: race("two")) == 0
+    os.waitpid(first, 0)
+    wins = {name: [int(number) for number in (store.read(f"workers/{name}") or b"").split()] for name in ("one", "two")}
+    assert sorted(wins["one"] + wins["two"]) == list(range(num_races))
+    for name, numbers in wins.items():
+        assert all(store.read(f"parts/{number}") == name.encode() * 1000 for number in numbers)
+    assert list((folder / "tmp").iterdir()) == []
+
+
+@pytest.mark.guarantee("An object of a pool is created once")
+@pytest.mark.parametrize("num_races", [25, pytest.param(1000, marks=pytest.mark.stress)])
+def test_two_processes_race_for_every_name(num_races: int, tmp_path: Path):
+    check_race(tmp_path / "disk", num_races)
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        check_race(Path(folder), num_races)
+
+
+@pytest.mark.control("An object of a pool is created once")
+def test_race_check_detects_names_that_are_replaced(tmp_path: Path, control: Any):
+    def link(source: Path, target: Path, **_: Any) -> None:
+        if target.suffix == ".link" and target.exists():
+            raise FileExistsError
+        copyfile(source, target)
+
+    with mock.patch.object(os, "link", link), control():
+        check_race(tmp_path, 25)
 
 
 @pytest.mark.guarantee("An object of a pool is created once")

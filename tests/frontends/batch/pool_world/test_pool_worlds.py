@@ -1,0 +1,462 @@
+"""Worlds of a pool, in turns over a store with a clock of its own: whatever ends, the bytes of the job in one piece."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool_worlds import DEFAULTS, MemoryStore, TurnedWorld, one_piece, write_rows
+
+from spmd_worker.base.config.schema import JobConfig, RowLimits
+from spmd_worker.base.errors import ConfigError, PoolError
+from spmd_worker.frontends.batch.input.input_index import InputIndex, index_input
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.job_rows import JobInput
+from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
+from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, Entry, RangeRecord, range_name
+from spmd_worker.frontends.batch.pool_world import merge, pool_index
+from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
+from spmd_worker.frontends.batch.pool_world.parts import FinishedRow, decode_part, encode_part
+from spmd_worker.frontends.batch.run_dir.journal import RowKey
+from spmd_worker.frontends.openai.row_writer import RowAnswer
+
+NUM_ROWS = 60
+LEASE_S = 10.0
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobConfig:
+    return job_in(tmp_path)
+
+
+def job_in(folder: Path, **changes: Any) -> JobConfig:
+    write_rows(folder / "rows.jsonl", NUM_ROWS)
+    config = JobConfig(
+        input=str(folder / "rows.jsonl"),
+        output=str(folder / "out.jsonl"),
+        pool=str(folder / "pool"),
+        lease_s=LEASE_S,
+        lease_rows=16,
+        commit_rows=4,
+        commit_s=1000.0,
+    )
+    return replace(config, **changes)
+
+
+def check(job: JobConfig) -> None:
+    """The output has the bytes of one piece."""
+    output = Path(job.output or "")
+    one = output.with_name(f"one{''.join(output.suffixes)}")
+    assert output.read_bytes() == one_piece(Path(job.input or ""), one)
+
+
+def names(store: MemoryStore, text: str) -> list[str]:
+    return [name for name in store.objects if text in name]
+
+
+@pytest.mark.guarantee("A pool's output is that of one piece")
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_two_worlds_write_bytes_of_one_piece(tmp_path: Path, suffix: str):
+    job, store = job_in(tmp_path, output=str(tmp_path / f"out{suffix}")), MemoryStore()
+    worlds = [TurnedWorld(store, job) for _ in range(2)]
+    while not all(world.rows.has_ended for world in worlds):
+        for world in worlds:
+            world.go_on()
+    first = worlds[0].finish()
+    second = worlds[1].finish()
+    check(job)
+    assert first == second
+    assert sum(world.num_computed for world in worlds) == NUM_ROWS
+    assert min(world.num_computed for world in worlds) > 0
+    lines = one_piece(Path(job.input or ""), tmp_path / "one.jsonl").splitlines()
+    assert first.num_error_rows == sum(json.loads(line)["error"] is not None for line in lines)
+    assert b"duplicate_custom_id" in b"".join(lines)
+
+
+def test_late_world_finds_the_end(job: JobConfig):
+    store = MemoryStore()
+    written = TurnedWorld(store, job).finish()
+    late = TurnedWorld(store, job)
+    assert late.world.earlier_output() == written
+    assert late.finish() == written
+    assert late.num_computed == 0
+
+
+def crash(world: TurnedWorld) -> None:
+    """Nothing: it is not called again."""
+
+
+def wait_for_lease(store: MemoryStore, *others: TurnedWorld) -> None:
+    store.now += LEASE_S + 1
+    for other in others:
+        other.beat()
+
+
+def test_rows_of_killed_world_are_computed_again(job: JobConfig):
+    store = MemoryStore()
+    killed, other = TurnedWorld(store, job), TurnedWorld(store, job)
+    killed.turn()
+    killed.read()
+    killed.answer(5)
+    killed.turn()
+    killed.answer(3)
+    other.go_on()
+    crash(killed)
+    for _ in range(40):
+        other.go_on()
+    assert other.worker.held() == ()
+    # Its lease lives: the other one waits, and merges nothing.
+    other.turn()
+    assert not other.rows.has_ended
+    assert not other.rows.is_ready()
+    assert names(store, "merged/") == []
+    wait_for_lease(store, other)
+    other.finish()
+    check(job)
+    # Five of the eight were committed.
+    assert killed.num_computed + other.num_computed == NUM_ROWS + 3
+
+
+def test_handed_back_rows_are_leased_at_once(job: JobConfig):
+    store = MemoryStore()
+    ended, other = TurnedWorld(store, job), TurnedWorld(store, job)
+    ended.turn()
+    ended.read()
+    ended.answer(6)
+    ended.world.leave("signalled")
+    # Idempotent, and nothing is committed or leased afterwards.
+    ended.world.leave("failed")
+    ended.answer()
+    ended.turn()
+    assert ended.worker.num_dropped_rows == ended.num_computed - 6
+    assert ended.worker.held() == ()
+    num_before = other.num_computed
+    other.finish()
+    check(job)
+    assert other.num_computed - num_before == NUM_ROWS - 6
+
+
+def paused(job: JobConfig) -> tuple[MemoryStore, TurnedWorld, TurnedWorld]:
+    """A world that has answers, and was silent for longer than a lease; the other one has all that it had."""
+    store = MemoryStore()
+    slow, other = TurnedWorld(store, job), TurnedWorld(store, job)
+    slow.turn()
+    slow.read()
+    slow.answer(6)
+    wait_for_lease(store, other)
+    for _ in range(40):
+        other.go_on()
+    return store, slow, other
+
+
+def test_world_that_was_paused_drops_its_rows(job: JobConfig):
+    store, slow, other = paused(job)
+    assert other.rows.has_ended
+    before = dict(store.contents)
+    slow.turn()
+    assert slow.worker.held() == ()
+    slow.answer()
+    assert slow.worker.num_dropped_rows > 0
+    assert not [name for name in names(store, "ranges/") if name not in before], "a lost lease has no more entries"
+    slow.finish()
+    check(job)
+
+
+def test_heartbeat_notices_a_lost_lease(job: JobConfig):
+    store = MemoryStore()
+    slow, other = TurnedWorld(store, job), TurnedWorld(store, job)
+    slow.turn()
+    assert len(slow.worker.held()) == 2
+    lost = {held.lease.log.number for held in slow.worker.held()}
+    wait_for_lease(store, other)
+    for _ in range(40):
+        other.go_on()
+    slow.beat()
+    slow.turn()
+    assert not lost & {held.lease.log.number for held in slow.worker.held()}
+    slow.finish()
+    check(job)
+
+
+def test_reclaimed_rows_in_flight_are_not_read_twice(job: JobConfig):
+    """Their answers, computed for the lost lease, are those of the new one."""
+    job = replace(job, lease_rows=4 * NUM_ROWS)
+    store = MemoryStore()
+    slow, other = TurnedWorld(store, job), TurnedWorld(store, job)
+    slow.turn()
+    slow.read()
+    wait_for_lease(store, other)
+    other.turn()
+    other.world.leave("signalled")
+    slow.beat()
+    slow.turn()
+    slow.turn()
+    slow.read()
+    assert len({found.row.index for found in slow.running}) == len(slow.running)
+    slow.answer()
+    slow.finish()
+    check(job)
+    assert slow.num_computed == NUM_ROWS
+
+
+@pytest.mark.parametrize("kind", ["parts/", "ranges/", "merged/merge", "done/"])
+def test_kill_at_each_write_loses_no_row(tmp_path: Path, kind: str):
+    """Between a part and its entry, too: the n-th write of the kind is the world's last moment."""
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        job, store = job_in(folder), MemoryStore()
+        killed = TurnedWorld(store, job)
+        store.before = strike(kind, number)
+        with contextlib.suppress(Killed):
+            killed.finish()
+        store.before = lambda kind, name: None
+        store.now += LEASE_S + 1
+        other = TurnedWorld(store, job)
+        other.finish()
+        check(job)
+        assert killed.num_computed + other.num_computed <= NUM_ROWS + job.lease_rows
+        assert sorted(path.name for path in folder.glob("out*")) == ["out.jsonl"]
+
+
+class Killed(BaseException):
+    """Ends a world as a kill would."""
+
+
+def strike(kind: str, number: int) -> Callable[[str, str], None]:
+    left = [number]
+
+    def before(operation: str, name: str) -> None:
+        if name.startswith(kind):
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+
+    return before
+
+
+def test_interrupted_commit_is_repeated_as_it_was(job: JobConfig):
+    """An entry that may exist already names these rows and no others."""
+    store = MemoryStore()
+    world = TurnedWorld(store, job)
+    world.turn()
+    world.read()
+    world.answer(4)
+
+    def fail_after(operation: str, name: str) -> None:
+        if name == "ranges/00000001.0002":
+            store.before = lambda kind, name: None
+            store.create(name, data_of_entry[0])
+            raise InterruptedError
+
+    data_of_entry: list[bytes] = []
+    create = store.create
+
+    def noting(name: str, data: bytes) -> bool:
+        data_of_entry[:] = [data]
+        return create(name, data)
+
+    store.create = noting  # type: ignore[method-assign]
+    store.before = fail_after
+    with pytest.raises(InterruptedError):
+        world.worker._commit(world.worker.held()[1], ())
+    world.answer(2)
+    world.world.leave("signalled")
+    TurnedWorld(store, job).finish()
+    check(job)
+
+
+def check_logs_of_paused_world(job: JobConfig, change: Callable[[TurnedWorld], object] = lambda slow: None) -> None:
+    store, slow, other = paused(job)
+    change(slow)
+    for held in slow.worker.held():
+        slow.worker._commit(held, ())
+    other.finish()
+    check(job)
+    rows = [row for log in logs_of(store) for start, stop in log.spans for row in range(start, stop)]
+    assert sorted(rows) == list(range(NUM_ROWS))
+
+
+def logs_of(store: MemoryStore) -> list[LeaseLog]:
+    """The logs of all ranges, entry by entry. Raises PoolError for one that no order of events explains."""
+    logs = []
+    for number in itertools.count():
+        data = store.read(range_name(number))
+        if data is None:
+            return logs
+        log = LeaseLog.of_range(number, RangeRecord.from_bytes("", data))
+        while (data := store.read(log.entry_name)) is not None:
+            log.apply(Entry.from_bytes("", data))
+        logs.append(log)
+    return logs
+
+
+@pytest.mark.guarantee("A lost lease commits nothing")
+def test_paused_world_cannot_commit(job: JobConfig):
+    check_logs_of_paused_world(job)
+
+
+@pytest.mark.control("A lost lease commits nothing")
+def test_comparison_detects_commits_without_fencing(job: JobConfig):
+    """Negative control: an entry replaces what another world wrote meanwhile."""
+
+    class Unfenced(MemoryStore):
+        def create(self, name: str, data: bytes) -> bool:
+            self.touch(name, data)
+            return True
+
+        def read(self, name: str) -> bytes | None:
+            return None
+
+    def unfence(slow: TurnedWorld) -> None:
+        store = Unfenced()
+        store.objects, store.contents = slow.store.objects, slow.store.contents
+        slow.worker._store = store
+
+    with pytest.raises(PoolError, match=r"ranges/\d+\.\d+ of the pool is a .* created twice"):
+        check_logs_of_paused_world(job, unfence)
+
+
+@pytest.mark.control("A pool's output is that of one piece")
+def test_comparison_detects_merge_of_first_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: a range is what its first part has."""
+    rows_of = merge._rows_of
+
+    def first(store: Any, done: Any) -> Any:
+        (start, stop), *_ = done.parts[0].spans
+        return rows_of(store, replace(done, parts=done.parts[:1], start=start, stop=stop))
+
+    monkeypatch.setattr(merge, "_rows_of", first)
+    monkeypatch.setattr("pool_worlds.TurnedWorld.answer", in_halves)
+    with pytest.raises((PoolError, AssertionError)):
+        test_two_worlds_write_bytes_of_one_piece(tmp_path, ".jsonl")
+
+
+def in_halves(world: TurnedWorld, num_rows: int | None = None) -> None:
+    from pool_worlds import answer_of
+
+    world.running.sort(key=lambda found: -found.row.index)
+    while world.running:
+        for _ in range(min(4, len(world.running))):
+            world.num_computed += 1
+            world.output.add(answer_of(world.running.pop()))
+        world.turn()
+
+
+def test_damaged_part_ends_the_merge_with_its_name(job: JobConfig):
+    store = MemoryStore()
+    world = TurnedWorld(store, job)
+    while not world.rows.has_ended:
+        world.go_on()
+    name = names(store, "parts/")[0]
+    data = store.contents[name]
+    for damaged in (data[:-1], data[:40] + b"x" + data[41:]):
+        store.contents[name] = damaged
+        with pytest.raises(PoolError, match=rf"{name} of the pool is damaged: restore"):
+            world.world.write_output(None, {}, lambda doing: None)
+    del store.contents[name]
+    with pytest.raises(PoolError, match=rf"{name} of the pool is missing"):
+        world.world.write_output(None, {}, lambda doing: None)
+    assert list(Path(job.output or "").parent.glob("out*")) == []
+    store.contents[name] = data
+    world.finish()
+    check(job)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output": "/else/out.jsonl"}, r"^job\.output is /else/out\.jsonl, and .* in the pool"),
+        ({"max_rows": 5}, r"^number of rows is 5, and 60 in the pool"),
+        ({"lease_rows": 2}, r"^job\.lease_rows is 2, and 16 in the pool"),
+    ],
+)
+def test_other_job_is_rejected_by_name(job: JobConfig, change: dict[str, Any], message: str):
+    store = MemoryStore()
+    TurnedWorld(store, job)
+    with pytest.raises(ConfigError, match=message):
+        TurnedWorld(store, replace(job, **change))
+
+
+def test_other_answers_are_rejected_before_loading(job: JobConfig):
+    store = MemoryStore()
+    TurnedWorld(store, job, {"seed": 0, "arithmetic": "avx2"})
+    # What is not known yet is not compared.
+    world = TurnedWorld(store, job, {"seed": 0, "arithmetic": "avx2"}).world
+    world._answers = {"seed": 0, "arithmetic": "not read yet"}
+    world.check_equal()
+    world._answers = {"seed": 1, "arithmetic": "not read yet"}
+    with pytest.raises(ConfigError, match=r"^seed is 1, and 0 in the pool: every world"):
+        world.check_equal()
+
+
+def test_changed_input_is_rejected(job: JobConfig):
+    store = MemoryStore()
+    TurnedWorld(store, job)
+    path = Path(job.input or "")
+    path.write_bytes(path.read_bytes().replace(b"row 3", b"row 4"))
+    world = TurnedWorld(store, job)
+    world.turn()
+    with pytest.raises(ConfigError, match=r"rows\.jsonl changed"):
+        world.read()
+
+
+@pytest.mark.parametrize("num_rows", [0, 7])
+def test_pool_answers_the_first_rows_only(job: JobConfig, num_rows: int):
+    job, store = replace(job, max_rows=num_rows), MemoryStore()
+    TurnedWorld(store, job).finish()
+    lines = one_piece(Path(job.input or ""), Path(job.output or "").with_name("one.jsonl")).splitlines(True)
+    assert Path(job.output or "").read_bytes() == b"".join(lines[:num_rows])
+
+
+def test_world_uses_index_that_another_makes(job: JobConfig, monkeypatch: pytest.MonkeyPatch):
+    """While it reads, it looks now and then."""
+    store = MemoryStore()
+    reader = RowReader.of(job.input or "")
+    whole = index_input(reader)
+    monkeypatch.setattr(pool_index, "_ASK_S", 0.0)
+
+    def never_ends(reader: RowReader, is_over: Callable[[], bool]) -> InputIndex:
+        assert not is_over()
+        store.touch(INPUT_INDEX_NAME, whole.to_bytes())
+        assert is_over()
+        return InputIndex.of((), reader.max_line_bytes, 0)
+
+    monkeypatch.setattr(pool_index, "index_input", never_ends)
+    assert pool_index.PoolIndex(store, reader).wait(10.0) == whole
+
+
+def test_part_has_its_rows_in_order():
+    answers = [RowAnswer(5, b"five\n", "bad", 1, 0, 2, "ab" * 16), RowAnswer(3, b"three\n")]
+    keys = [RowKey(7, b"i" * 16, True), RowKey(8)]
+    data = encode_part([FinishedRow(key, answer) for key, answer in zip(keys, answers)])
+    (three, first), (five, second) = decode_part("parts/a", data)
+    assert (three.row, first, three.key, three.custom_id) == (3, b"three\n", 8, bytes(16))
+    assert (five.row, second, five.error_code, five.media_digest) == (5, b"five\n", "bad", "ab" * 16)
+    assert (five.key, five.custom_id, five.is_rejected) == (7, b"i" * 16, True)
+    with pytest.raises(PoolError, match=r"^parts/a is not a part"):
+        decode_part("parts/a", b"SPMD")
+
+
+def test_custom_ids_of_done_rows_are_known(tmp_path: Path):
+    """A range that is taken over rejects what one in one piece would, though the earlier row is done."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "custom_id": "x"}\n{"prompt": "b", "custom_id": "x"}\n')
+    rows = JobInput(
+        RowReader.of(str(tmp_path / "rows.jsonl")), JobConfig(), RowLimits(), DEFAULTS, SpansDone(((0, 1),))
+    )
+    found = rows.next_row()
+    assert found is not None
+    assert getattr(found.row, "code", None) == "duplicate_custom_id"
+
+
+def test_error_of_the_store_ends_the_world(job: JobConfig):
+    store = MemoryStore()
+    world = TurnedWorld(store, job)
+    world.worker._error = OSError(28, "No space left on device")
+    for call in (world.rows.may_read, world.rows.is_ready, world.rows.next_row, lambda: world.output.show(0)):
+        with pytest.raises(OSError, match="No space left"):
+            call()
