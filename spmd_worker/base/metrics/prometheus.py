@@ -42,11 +42,16 @@ _HELP: Final = {
 
 class PrometheusFile:
     """Rewrites `path` atomically every few seconds. A file that cannot be written is one warning: the job goes on.
-    Values that are None are left out.
+    Values that are None are left out. `more` returns values of something else, or, with True, its last ones.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = path, clock
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.time,
+        more: Callable[[bool], Mapping[str, float | None]] = lambda is_last: {},
+    ) -> None:
+        self._path, self._clock, self._more = path, clock, more
         self._started_s = clock()
         self._written_s = float("-inf")
         self._has_failed = False
@@ -54,10 +59,10 @@ class PrometheusFile:
     def update(self, values: Mapping[str, float | None]) -> None:
         """The job runs; writes the file when it is due."""
         if self._clock() - self._written_s >= _PERIOD_S:
-            self._write({**values, "running": 1, "complete": 0})
+            self._write({**values, **self._more(False), "running": 1, "complete": 0})
 
     def end(self, values: Mapping[str, float | None], *, is_complete: bool) -> None:
-        self._write({**values, "running": 0, "complete": int(is_complete)})
+        self._write({**values, **self._more(True), "running": 0, "complete": int(is_complete)})
 
     def _write(self, values: Mapping[str, float | None]) -> None:
         from prometheus_client import CollectorRegistry, Gauge, generate_latest

@@ -1,7 +1,17 @@
-"""Values of a pool for Prometheus."""
+"""Values of a pool for Prometheus, read in a thread of its own: a store may be slow, and an engine never waits for it."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+
+from spmd_worker.base.errors import ConfigError, PoolError
 
 from spmd_worker.frontends.batch.pool.pool_progress import make_progress
-from spmd_worker.frontends.batch.pool.view import PoolState
+from spmd_worker.frontends.batch.pool.store import PoolStore
+from spmd_worker.frontends.batch.pool.view import PoolState, read_pool
+
+logger = logging.getLogger(__name__)
 
 
 def values(state: PoolState) -> dict[str, float | None]:
@@ -22,3 +32,42 @@ def values(state: PoolState) -> dict[str, float | None]:
         "pool_ranges_waiting": len(progress.waiting_ranges),
         "pool_merged": int(state.merged is not None),
     }
+
+
+class PoolValues:
+    """The values of a pool, at most `every_s` seconds old between `__enter__` and `__exit__`. A pool that cannot be
+    read keeps the values from before.
+    """
+
+    def __init__(self, store: PoolStore, every_s: float) -> None:
+        self._store, self._every_s = store, every_s
+        self._values: Mapping[str, float | None] = {}
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._read_again, name="spmd-pool-values", daemon=True)
+
+    def __call__(self, is_last: bool) -> Mapping[str, float | None]:
+        """The latest values; with `is_last` they are read now."""
+        if is_last:
+            self._read()
+        return self._values
+
+    def __enter__(self) -> "PoolValues":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Not joined: it may be waiting for the store.
+        self._ending.set()
+
+    def _read_again(self) -> None:
+        while not self._ending.is_set():
+            self._read()
+            self._ending.wait(self._every_s)
+
+    def _read(self) -> None:
+        try:
+            self._values = values(read_pool(self._store))
+        except (OSError, PoolError, ConfigError) as error:
+            logger.debug("The pool's values could not be read (%s)", error)
