@@ -1,4 +1,4 @@
-"""Values of a pool for Prometheus, read in a thread of its own: a store may be slow, and an engine never waits for it."""
+"""Values of a pool for Prometheus, read in a thread of its own: a store may be slow, and the engine must not wait."""
 
 import logging
 import threading
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from spmd_worker.base.errors import ConfigError, PoolError
-
 from spmd_worker.frontends.batch.pool.pool_progress import make_progress
 from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool.view import PoolState, read_pool
