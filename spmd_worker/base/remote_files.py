@@ -17,6 +17,7 @@ from spmd_worker.base.remote_names import is_remote as is_remote
 from spmd_worker.base.remote_names import scheme_of
 from spmd_worker.base.remote_names import shown_name as shown_name
 from spmd_worker.base.remote_store import RemoteChangedError, RemoteError, Store, is_transient, open_store, status_of
+from spmd_worker.base.remote_upload import write_remote as write_remote
 
 _BLOCK_BYTES: Final = 1 << 20
 _MAX_BLOCKS: Final = 16

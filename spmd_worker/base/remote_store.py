@@ -138,8 +138,9 @@ def open_store(name: str) -> Store:
         fs, path = url_to_fs(name, **options)
     except ImportError as error:
         raise_missing_package(PACKAGES[scheme], "remote", shown_name(name), error)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{shown_name(name)} is not usable: {without_secrets(str(error))}") from None
+    except Exception as error:  # any library's, as for missing credentials
+        reason = f"{type(error).__name__}: {without_secrets(str(error))}"
+        raise ConfigError(f"{shown_name(name)} is not usable ({reason}): check the name and the credentials") from None
     if scheme == "s3":
         fs.retries = 1
     return Store(name, fs, path)

@@ -23,7 +23,6 @@ from spmd_worker.frontends.batch.run_dir.job_files import RESERVED_NAMES
 from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.openai import openai_stream
 from spmd_worker.frontends.openai.row import RowError
-from spmd_worker.frontends.openai.row_parser import DUPLICATE_CODE
 from spmd_worker.frontends.openai.row_writer import REJECTED
 from spmd_worker.frontends.serve import http_protocol
 from spmd_worker.media import source
@@ -168,7 +167,7 @@ def raised_codes() -> dict[str, set[str]]:
 def row_codes() -> set[str]:
     ran = {outputs.NON_FINITE_LOGITS, outputs.NON_FINITE_VECTOR, outputs.GRAMMAR_FAILED}
     raised = {code for code, paths in raised_codes().items() if any("frontends/serve/" not in each for each in paths)}
-    return raised | ran | source_codes() | {REJECTED, DUPLICATE_CODE, "invalid_value"}
+    return raised | ran | source_codes() | {REJECTED, "duplicate_custom_id", "invalid_value"}
 
 
 def source_codes() -> set[str]:

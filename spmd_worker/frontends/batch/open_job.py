@@ -1,7 +1,7 @@
 """Rank 0's state of a job, from its checked files to the complete output: locks, manifest, input, journal."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
 
+_LINES_PER_CALL: Final = 256
 _SCAN_S: Final = 1.0
 """Time that a start waits for the scan of its input; then the scan continues in parallel."""
 
@@ -115,14 +116,14 @@ class OpenRun:
             engine.times.heartbeat.enter("reading the input")
         self._check.check_unchanged()
         self.lock.note("writes the output")
-        vectors = vectors_of(engine)
+        vectors, advance = vectors_of(engine), partial(engine.times.heartbeat.enter, "writing the output")
         if self.manifest["shard"] is not None:
             kept = keep_digests(self.run_dir, self._journal.committed())
             self.manifest["shard"] |= {"kept": kept, "vectors": vectors}
         if self._parts is None:
-            digest = write_lines(self._lines(), output_of(self._job), vectors)
+            digest = write_lines(self._lines(advance), output_of(self._job), vectors)
         else:
-            digest = self._parts.end(self._rows.num_rows, lambda: engine.times.heartbeat.enter("writing the output"))
+            digest = self._parts.end(self._rows.num_rows, advance)
         return WrittenOutput(digest, chained_digest(self._journal.media_digests()), self._output.counts.error_rows)
 
     def close(self) -> None:
@@ -130,9 +131,12 @@ class OpenRun:
         if self._parts is not None:
             self._parts.close()
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self, advance: Callable[[], object]) -> Iterator[bytes]:
         num_lines = 0
         for line in self._journal.lines(self._check.first_row):
+            if num_lines % _LINES_PER_CALL == 0:
+                # A remote output may wait for its network as long as it gets on.
+                advance()
             num_lines += 1
             yield line
         assert num_lines == self._rows.num_rows, (num_lines, self._rows.num_rows)

@@ -10,6 +10,7 @@ from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 
 _POLL_S: Final = 0.1
 _WAIT_S: Final = 1.0
+_LEAVE_S: Final = 5.0
 
 
 class _StoppedError(Exception):
@@ -39,10 +40,10 @@ class PartsThread:
         return self._written.result()
 
     def close(self) -> None:
-        """Stop, once the current line is written. Idempotent."""
+        """Stop, once the current line is written; do not wait for a store that does not answer. Idempotent."""
         self._is_stopped = True
         self._changed.set()
-        self._thread.join()
+        self._thread.join(_LEAVE_S)
 
     def _run(self) -> None:
         try:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.frontends.batch.input import input_index
+from spmd_worker.frontends.batch.input import file_pieces, input_index
 from spmd_worker.frontends.batch.input.input_index import InputIndex, RangeReader, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 
@@ -28,8 +28,9 @@ LINES = [b"", b" \t", b"a", b"bb", b'{"a":1}', b" " * 12, b"x" * 30, b"\xef\xbb\
 @contextmanager
 def small_pieces(block_bytes: int = 7, piece_bytes: int = 16) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in (("_BLOCK_BYTES", block_bytes), ("_PIECE_BYTES", piece_bytes), ("_MOST_HELD_BYTES", 24)):
-            monkeypatch.setattr(input_index, name, value)
+        monkeypatch.setattr(file_pieces, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(input_index, "_PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(input_index, "_MOST_HELD_BYTES", 24)
         yield
 
 

@@ -14,7 +14,7 @@ from pooling_models import pooling_folder
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.frontends.batch.input import input_index
+from spmd_worker.frontends.batch.input import file_pieces, input_index
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
@@ -268,10 +268,12 @@ def test_shard_is_shown_and_measured_by_itself(copied: list[Path], capsys: pytes
 
 
 def test_more_shards_than_rows_leave_some_empty(tmp_path: Path):
+    """The job in one piece reads its rows by the index too."""
     write_rows(tmp_path / "rows.jsonl", ROWS[:1])
     config = config_of(tmp_path, output=str(tmp_path / "out.jsonl.gz"), max_rows=1)
     folders = run_shards(config, 2)
-    run(config)
+    index([str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "index")])
+    run(replace(config, job=replace(config.job, input_index=str(tmp_path / "index"))))
     merge_shards(folders, tmp_path / "merged.jsonl.gz")
     assert (tmp_path / "merged.jsonl.gz").read_bytes() == (tmp_path / "out.jsonl.gz").read_bytes()
 
@@ -290,7 +292,7 @@ def test_shard_reads_only_its_rows_with_an_index(copied: list[Path], monkeypatch
     """Rows before it may even have changed; without the index they are counted, and its own are checked."""
     folder = copied[0].parent
     with monkeypatch.context() as small:
-        small.setattr(input_index, "_BLOCK_BYTES", 64)
+        small.setattr(file_pieces, "BLOCK_BYTES", 64)
         small.setattr(input_index, "_PIECE_BYTES", 64)
         index([str(folder / "rows.jsonl"), "--output", str(folder / "small")])
     before = (folder / "out-00002-of-00003.jsonl").read_bytes()

@@ -21,6 +21,14 @@ from typing import Any, BinaryIO, Final
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.base.remote_names import FilePath
+from spmd_worker.frontends.batch.input.file_pieces import (
+    HASH_BYTES,
+    DigestedReads,
+    RowCounter,
+    Window,
+    digest_of,
+    read_block,
+)
 from spmd_worker.frontends.batch.input.input_files import (
     PARQUET_SUFFIX,
     ParquetRows,
@@ -28,11 +36,9 @@ from spmd_worker.frontends.batch.input.input_files import (
     is_compressed,
     open_bytes,
 )
-from spmd_worker.frontends.batch.input.row_reader import BYTE_ORDER_MARK, JSON_SPACE, RowReader, rows_in
+from spmd_worker.frontends.batch.input.row_reader import RowReader, rows_in
 
 FORMAT_VERSION: Final = 1
-_HASH_BYTES: Final = 16
-_BLOCK_BYTES: Final = 1 << 18
 _PIECE_BYTES: Final = 1 << 20
 _PIECE_SHIFT: Final = 16
 """A piece has at least one part in 2^16 of the bytes before it: a file of any size has few pieces."""
@@ -82,7 +88,7 @@ class InputIndex:
     def of(files: Sequence[IndexedFile], max_line_bytes: int, most_blank_bytes: int) -> "InputIndex":
         num_rows, num_bytes = sum(each.num_rows for each in files), sum(each.num_bytes for each in files)
         content = [[each.num_bytes, each.num_rows, [astuple(mark) for mark in each.marks]] for each in files]
-        digest = blake2b(json.dumps(content).encode(), digest_size=_HASH_BYTES).hexdigest()
+        digest = blake2b(json.dumps(content).encode(), digest_size=HASH_BYTES).hexdigest()
         text = f"{num_bytes} bytes in {len(files)} file{'s' * (len(files) != 1)}, {digest}"
         return InputIndex(tuple(files), num_rows, text, max_line_bytes, most_blank_bytes)
 
@@ -135,12 +141,12 @@ def index_input(reader: RowReader, is_over: Callable[[], bool] = lambda: False) 
     that has no rows of a job.
     """
     assert reader.paths is not None, "a stream can be read only once"
-    counters = [_RowCounter(reader.max_line_bytes) for _ in reader.paths]
+    counters = [RowCounter(reader.max_line_bytes) for _ in reader.paths]
     files = [_index_file(path, counter, is_over) for path, counter in zip(reader.paths, counters)]
     return InputIndex.of(files, reader.max_line_bytes, max([each.most_blank_bytes for each in counters], default=0))
 
 
-def _index_file(path: FilePath, counter: "_RowCounter", is_over: Callable[[], bool]) -> IndexedFile:
+def _index_file(path: FilePath, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
     if path.suffix == PARQUET_SUFFIX:
         return _index_parquet(path, counter.max_line_bytes, is_over)
     with open_bytes(path) as file:
@@ -149,11 +155,11 @@ def _index_file(path: FilePath, counter: "_RowCounter", is_over: Callable[[], bo
         return _index_lines(path, file, counter, is_over)
 
 
-def _index_lines(path: FilePath, file: BinaryIO, counter: "_RowCounter", is_over: Callable[[], bool]) -> IndexedFile:
+def _index_lines(path: FilePath, file: BinaryIO, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
     marks: list[Mark] = []
     row = start = num_bytes = 0
-    digest = blake2b(digest_size=_HASH_BYTES)
-    while (block := _read_block(file)) and not is_over():
+    digest = blake2b(digest_size=HASH_BYTES)
+    while (block := read_block(file)) and not is_over():
         # Blocks end anywhere, pieces with a line.
         end = num_bytes + block.rfind(b"\n") + 1
         head = block[: end - num_bytes]
@@ -161,7 +167,7 @@ def _index_lines(path: FilePath, file: BinaryIO, counter: "_RowCounter", is_over
         digest.update(head)
         if head and end - start >= max(_PIECE_BYTES, start >> _PIECE_SHIFT):
             marks.append(Mark(row, start, digest.hexdigest()))
-            row, start, digest = counter.num_rows, end, blake2b(digest_size=_HASH_BYTES)
+            row, start, digest = counter.num_rows, end, blake2b(digest_size=HASH_BYTES)
         counter.add(block[len(head) :])
         digest.update(block[len(head) :])
         num_bytes += len(block)
@@ -170,14 +176,12 @@ def _index_lines(path: FilePath, file: BinaryIO, counter: "_RowCounter", is_over
     return IndexedFile(str(path), num_bytes, counter.end(), tuple(marks))
 
 
-def _index_compressed(
-    path: FilePath, file: BinaryIO, counter: "_RowCounter", is_over: Callable[[], bool]
-) -> IndexedFile:
-    read = _DigestedReads(file)
+def _index_compressed(path: FilePath, file: BinaryIO, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
+    read = DigestedReads(file)
     stream = decompressed(path, io.BufferedReader(read))
-    while (block := _read_block(stream)) and not is_over():
+    while (block := read_block(stream)) and not is_over():
         counter.add(block)
-    while read.read(_BLOCK_BYTES) and not is_over():
+    while read_block(read) and not is_over():
         continue
     return IndexedFile(str(path), read.num_bytes, counter.end(), (Mark(0, 0, read.digest.hexdigest()),))
 
@@ -194,7 +198,7 @@ def _index_parquet(path: FilePath, max_line_bytes: int, is_over: Callable[[], bo
             starts = [0]
         first_rows = [0, *accumulate(num_rows)][: len(starts)]
         ends = [*starts[1:], num_bytes]
-        digests = [_digest_of(file, start, end, is_over) for start, end in zip(starts, ends)]
+        digests = [digest_of(file, start, end, is_over) for start, end in zip(starts, ends)]
     return IndexedFile(str(path), num_bytes, rows.num_rows, tuple(map(Mark, first_rows, starts, digests)))
 
 
@@ -202,93 +206,6 @@ def _footer_of(file: BinaryIO, num_bytes: int) -> int:
     """Offset of a Parquet file's footer; its length comes before the last four bytes."""
     file.seek(num_bytes - 8)
     return num_bytes - 8 - int.from_bytes(file.read(4), "little")
-
-
-def _digest_of(file: BinaryIO, start: int, end: int, is_over: Callable[[], bool] = lambda: False) -> str:
-    digest = blake2b(digest_size=_HASH_BYTES)
-    file.seek(start)
-    while start < end and not is_over() and (block := file.read(min(_BLOCK_BYTES, end - start))):
-        digest.update(block)
-        start += len(block)
-    return digest.hexdigest()
-
-
-def _read_block(stream: BinaryIO) -> bytes:
-    """The next _BLOCK_BYTES, or fewer at the end."""
-    block = stream.read(_BLOCK_BYTES)
-    while block and len(block) < _BLOCK_BYTES and (more := stream.read(_BLOCK_BYTES - len(block))):
-        block += more
-    return block
-
-
-class _DigestedReads(io.RawIOBase):
-    """Reads of a file that are digested on the way."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest, self.num_bytes = blake2b(digest_size=_HASH_BYTES), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        self.digest.update(data)
-        self.num_bytes += len(data)
-        return len(data)
-
-
-class _RowCounter:
-    """Number of rows in a file's decompressed bytes, which come in any pieces; the same as `rows_in` yields."""
-
-    def __init__(self, max_line_bytes: int) -> None:
-        self.num_rows = 0
-        """Rows whose lines have ended."""
-        self.most_blank_bytes = 0
-        self.max_line_bytes = max_line_bytes
-        self._is_start = True
-        # Of the line that has not ended: its length, whether it is blank, and as much of it as a mark has.
-        self._length, self._is_blank, self._last = 0, True, b""
-        self._start = b""
-
-    def add(self, data: bytes) -> None:
-        if self._is_start:
-            self._start += data
-            if len(self._start) < len(BYTE_ORDER_MARK) and BYTE_ORDER_MARK.startswith(self._start):
-                return
-            data, self._start, self._is_start = self._start.removeprefix(BYTE_ORDER_MARK), b"", False
-        *lines, rest = data.split(b"\n")
-        if lines:
-            self._extend(lines[0])
-            self._end_line()
-            blanks = [len(each.removesuffix(b"\r")) for each in islice(lines, 1, None) if not each.strip(JSON_SPACE)]
-            self.num_rows += len(lines) - 1 - len(blanks)
-            self._add_blanks(blanks)
-        self._extend(rest)
-
-    def end(self) -> int:
-        """Number of all rows: the last line may lack its end."""
-        self._extend(self._start)
-        self._end_line()
-        return self.num_rows
-
-    def _extend(self, part: bytes) -> None:
-        if part:
-            self._length += len(part)
-            self._is_blank = self._is_blank and not part.strip(JSON_SPACE)
-            self._last = part[-1:]
-
-    def _end_line(self) -> None:
-        if self._is_blank:
-            self._add_blanks([self._length - (self._last == b"\r")])
-        else:
-            self.num_rows += 1
-        self._length, self._is_blank, self._last = 0, True, b""
-
-    def _add_blanks(self, lengths: Sequence[int]) -> None:
-        self.num_rows += sum(length > self.max_line_bytes for length in lengths)
-        self.most_blank_bytes = max([self.most_blank_bytes, *lengths])
 
 
 class RangeReader:
@@ -385,7 +302,7 @@ def _check_size(path: FilePath, file: IndexedFile, stream: BinaryIO) -> None:
 
 
 def _check_digest(path: FilePath, file: IndexedFile, stream: BinaryIO, number: int) -> None:
-    if _digest_of(stream, *file.piece(number)) != file.marks[number].digest:
+    if digest_of(stream, *file.piece(number)) != file.marks[number].digest:
         raise _changed(path)
 
 
@@ -395,26 +312,10 @@ def _checked_piece(path: FilePath, file: IndexedFile, stream: BinaryIO, number: 
     if end - start > _MOST_HELD_BYTES:
         _check_digest(path, file, stream, number)
         stream.seek(start)
-        return io.BufferedReader(_Window(stream, end - start), _BLOCK_BYTES)
+        return io.BufferedReader(Window(stream, end - start))
     stream.seek(start)
     data = stream.read(end - start)
-    if blake2b(data, digest_size=_HASH_BYTES).hexdigest() != file.marks[number].digest:
+    if blake2b(data, digest_size=HASH_BYTES).hexdigest() != file.marks[number].digest:
         raise _changed(path)
     # Blank lines are skipped by a buffer.
     return io.BufferedReader(io.BytesIO(data))  # type: ignore[arg-type]  # all that it calls is there
-
-
-class _Window(io.RawIOBase):
-    """The next `num_bytes` of a stream."""
-
-    def __init__(self, stream: BinaryIO, num_bytes: int) -> None:
-        self._stream, self._num_left = stream, num_bytes
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        data = self._stream.read(min(len(buffer), self._num_left))
-        buffer[: len(data)] = data
-        self._num_left -= len(data)
-        return len(data)

@@ -66,7 +66,7 @@ def make_manifest(
     """
     config = resolved.config
     settings = asdict(config)
-    for group, key in (("job", "input"), ("job", "output"), ("model", "path")):
+    for group, key in (("job", "input"), ("job", "output"), ("job", "pool"), ("model", "path")):
         # A name may hold a password or a signature.
         settings[group][key] = settings[group][key] and shown_name(settings[group][key])
     answers: dict[str, Any] = {key: reduce(getitem, key.split("."), settings) for key in _ANSWER_KEYS}

@@ -63,7 +63,7 @@ def winners(store, num_names: int, num_writers: int) -> list[int]:
 
 
 @pytest.mark.guarantee("In a pool on S3 a name has one creator")
-@pytest.mark.parametrize("fault", [None, "throttle", "lost"])
+@pytest.mark.parametrize("fault", [None, "lost"])
 def test_name_has_one_creator(s3, fault):
     store = open_objects(f"{s3.bucket}/pool")
     s3.fault = lambda number, method, path: fault if number % 4 == 0 else None
