@@ -8,6 +8,7 @@ import pytest
 from timed_pools import STARTED_S, TimedStore, World, crowd, make_pool
 from tools_main import tool
 
+from spmd_worker.frontends.batch.pool.object_store import ObjectStore
 from spmd_worker.frontends.batch.pool.pool_history import read_history
 from spmd_worker.frontends.batch.pool.pool_progress import make_progress
 from spmd_worker.frontends.batch.pool.view import read_pool
@@ -132,3 +133,13 @@ def test_watch_is_for_pools(doctor, tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         doctor(tmp_path, "--watch", "3")
     assert "--watch is for a pool" in capsys.readouterr().err
+
+
+def test_pool_in_an_object_store_is_read(doctor, request: pytest.FixtureRequest):
+    root = f"memory://{request.node.name}/pool"
+    store = ObjectStore(root)
+    for name, (data, _) in make_pool(800, [World("one-1", 0, 100)], lease_rows=400).objects.items():
+        store.create(name, data)
+    code, out, err = doctor(root)
+    assert (code, err) == (0, "")
+    assert out.startswith("The pool has ended well: 800 of 800 rows are done (100 %)"), out
