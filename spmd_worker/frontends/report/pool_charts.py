@@ -18,7 +18,7 @@ MAX_LAYERS: Final = 8
 _NUM_PIXELS: Final = 1000
 """A bar has at least this fraction of the time."""
 _NARROW: Final = 5
-"""Bars of up to this many pixels are drawn as one."""
+"""Bars of up to this many pixels are drawn as one; those of a loss have at least as many."""
 _LAYER_COLORS: Final = (WORKING, "#e69f00", CACHE, REJECTED, RETURNED, RECOMPUTED, "#f0e442", "#8093ad")
 _SERIOUS: Final[tuple[Status, ...]] = ("dead", "failed", "slow", "left", "alive", "ended")
 
@@ -30,6 +30,7 @@ KIND_LOOKS: Final[dict[Kind, tuple[str, str]]] = {
     "handback": ("#e69f00", "range handed back"),
     "lost": (SWAPPED, "range not finished by this worker"),
 }
+_USUAL: Final = ("done", "taken over", "held")
 IDLE: Final = FREE
 
 
@@ -162,7 +163,7 @@ def _joined(bars: Iterable[Bar], gap_s: float) -> Iterable[Bar]:
     for bar in sorted(bars, key=lambda each: (each.start_s, each.end_s)):
         # A worker holds the next range while it computes one.
         start_s = bar.start_s if last is None else max(bar.start_s, last.end_s)
-        end_s = max(bar.end_s, start_s + gap_s)
+        end_s = max(bar.end_s, start_s + gap_s * (1 if bar.kind in _USUAL else _NARROW))
         if last is None or bar.kind != last.kind or start_s - last.end_s > gap_s or end_s - start_s > _NARROW * gap_s:
             if last is not None:
                 yield last

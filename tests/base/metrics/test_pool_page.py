@@ -68,7 +68,7 @@ def test_lanes_show_each_end_of_a_lease(ended: TimedStore):
     kinds = {name: [bar.kind for bar in lane.bars] for name, lane in lanes.items()}
     assert (kinds["dead-1"][-1], kinds["left-1"][-1]) == ("lost", "handback")
     assert "taken over" in kinds["gpu-1"] + kinds["gpu-2"]
-    assert max(bar.end_s for bar in lanes["dead-1"].bars) <= 61.0
+    assert max(bar.end_s for bar in lanes["dead-1"].bars) <= 62.0
     for lane in lanes.values():
         assert all(left.end_s <= right.start_s for left, right in zip(lane.bars, lane.bars[1:])), lane.worker
 
