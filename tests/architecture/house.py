@@ -63,7 +63,7 @@ OPTIONAL = {
     ),
     "starlette": ("spmd_worker.frontends.serve.app", "spmd_worker.frontends.serve.http_server"),
     "python_multipart": ("spmd_worker.frontends.serve.multipart", "spmd_worker.frontends.serve.http_server"),
-    "matplotlib": ("spmd_worker.frontends.report.drawing",),
+    "matplotlib": ("spmd_worker.frontends.report.drawing", "spmd_worker.frontends.report.pool_drawing"),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
     "transformers": (
         *("spmd_worker.compat.script_tokenizer", "spmd_worker.compat.engine_model_config"),

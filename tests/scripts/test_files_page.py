@@ -33,6 +33,7 @@ PACKAGE = REPOSITORY / "spmd_worker"
 FILES = (REPOSITORY / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
 ERRORS = (REPOSITORY / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
 OPERATIONS = (REPOSITORY / "docs" / "guides" / "operations.md").read_text(encoding="utf-8")
+POOL_PROGRESS = (REPOSITORY / "docs" / "guides" / "pool_progress.md").read_text(encoding="utf-8")
 
 CODE_ARGUMENTS = {
     "InvalidRequestError": 1,
@@ -145,7 +146,7 @@ def test_every_key_of_provenance_is_named(tmp_path: Path):
 
 
 def test_every_prometheus_value_is_named():
-    text = section(OPERATIONS, "Logs and metrics")
+    text = section(OPERATIONS, "Logs and metrics") + section(POOL_PROGRESS, "Prometheus")
     assert [name for name in prometheus._HELP if not re.search(rf"`(?:{prometheus._PREFIX})?{name}`", text)] == []
 
 

@@ -24,16 +24,34 @@ _HELP: Final = {
     "complete": "1 when the output is complete.",
     "start_time_seconds": "When this start of the job began (Unix time).",
     "update_time_seconds": "When this file was written (Unix time): a job that was killed leaves running at 1.",
+    "pool_rows": "Rows of the input of all worlds of the pool.",
+    "pool_rows_done": "Rows that a world of the pool has answered and committed.",
+    "pool_rows_allocated": "Rows that are in a range, done or leased.",
+    "pool_rows_per_second": "Rows that the live worlds answer in a second, each since it joined.",
+    "pool_output_tokens_per_second": "Tokens that the live worlds generate in a second, each since it joined.",
+    "pool_seconds_left": "Time until every row is done, at these rates; absent if no world computes.",
+    "pool_workers_alive": "Worlds with a heartbeat that is younger than job.lease_s.",
+    "pool_workers_slow": "Those of them whose rate is a third of the median or less.",
+    "pool_workers_dead": "Worlds that stopped without leaving.",
+    "pool_workers_ended": "Worlds that left, well or not.",
+    "pool_ranges_open": "Ranges of rows that are leased, or were, and not done.",
+    "pool_ranges_waiting": "Those of them that no live world holds.",
+    "pool_merged": "1 when the output of all ranges is written.",
 }
 
 
 class PrometheusFile:
     """Rewrites `path` atomically every few seconds. A file that cannot be written is one warning: the job goes on.
-    Values that are None are left out.
+    Values that are None are left out. `more` returns values of something else, or, with True, its last ones.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = path, clock
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.time,
+        more: Callable[[bool], Mapping[str, float | None]] = lambda is_last: {},
+    ) -> None:
+        self._path, self._clock, self._more = path, clock, more
         self._started_s = clock()
         self._written_s = float("-inf")
         self._has_failed = False
@@ -41,10 +59,10 @@ class PrometheusFile:
     def update(self, values: Mapping[str, float | None]) -> None:
         """The job runs; writes the file when it is due."""
         if self._clock() - self._written_s >= _PERIOD_S:
-            self._write({**values, "running": 1, "complete": 0})
+            self._write({**values, **self._more(False), "running": 1, "complete": 0})
 
     def end(self, values: Mapping[str, float | None], *, is_complete: bool) -> None:
-        self._write({**values, "running": 0, "complete": int(is_complete)})
+        self._write({**values, **self._more(True), "running": 0, "complete": int(is_complete)})
 
     def _write(self, values: Mapping[str, float | None]) -> None:
         from prometheus_client import CollectorRegistry, Gauge, generate_latest

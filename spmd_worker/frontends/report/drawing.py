@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
 from io import StringIO
@@ -80,17 +80,22 @@ def chart_style() -> Iterator[None]:
 
 def draw_chart(chart: Chart, frame: Frame, width_inches: float) -> str:
     """Draw a chart as an `svg` element; equal charts have equal text."""
+    return draw_figure(lambda: make_figure(chart, frame, width_inches), chart.title, width_inches)
+
+
+def draw_figure(make: Callable[[], "Figure"], title: str, width_inches: float) -> str:
+    """Draw the figure that `make` returns as an `svg` element; equal figures have equal text."""
     import matplotlib as mpl
 
     with chart_style(), StringIO() as stream:
         # Ids of clipping paths are content hashes, and must differ from those of other pictures on the page.
-        mpl.rcParams["svg.hashsalt"] = f"{chart.title} {width_inches}"
+        mpl.rcParams["svg.hashsalt"] = f"{title} {width_inches}"
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        make_figure(chart, frame, width_inches).savefig(stream, format="svg", metadata=metadata)
+        make().savefig(stream, format="svg", metadata=metadata)
         text = stream.getvalue()
     # Ids of groups, such as axes_1, are the same in every picture and nothing refers to them.
     text = re.sub(r' id="[A-Za-z0-9.]+_[0-9]+"', "", text[text.index("<svg ") :])
-    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(chart.title)}" ', 1).strip()
+    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1).strip()
 
 
 def make_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
@@ -108,13 +113,13 @@ def _stack_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
     tops = [sum(values) for values in zip(*(each.values for each in chart.series))]
     highest = chart.peak.values if chart.peak is not None else tops
     limit = chart.limit or max(highest) * 1.06 or 1.0
-    scale, unit = _time_unit(limit) if chart.unit == "time" else (1.0, chart.unit)
+    scale, unit = time_unit(limit) if chart.unit == "time" else (1.0, chart.unit)
     clipped = [index for index, height in enumerate(highest) if height > limit * 1.001]
     names = [each.name for each in (*chart.series, chart.peak) if each is not None]
     if clipped:
         most = chart.format_value(max(highest))
         names.append(f"higher, up to {most}" if chart.unit == "time" else f"higher, up to {most} {chart.unit}")
-    above_inches = _legend_inches(names, width_inches) + (_NUMBER_INCHES if chart.numbered else 0.0)
+    above_inches = legend_inches(names, width_inches) + (_NUMBER_INCHES if chart.numbered else 0.0)
     figure, (axes,) = _make_axes(frame, width_inches, above_inches, [_PLOT_INCHES])
     edges, _, _ = _edges(frame)
     # The peak is an area behind the stack if it is above it, else a line over the stack.
@@ -142,7 +147,7 @@ def _stack_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=_ROUND, integer=chart.unit != "time"))
     if chart.unit != "time":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(round(value))))
-    _add_legend(figure, handles, width_inches)
+    add_legend(figure, handles, width_inches)
     return figure
 
 
@@ -165,7 +170,7 @@ def _lanes_figure(chart: Chart, frame: Frame, width_inches: float) -> "Figure":
 def _shares_figure(chart: Chart, width_inches: float) -> "Figure":
     from matplotlib.figure import Figure
 
-    height = _legend_inches([each.name for each in chart.series], width_inches) + _BAR_INCHES + 0.06
+    height = legend_inches([each.name for each in chart.series], width_inches) + _BAR_INCHES + 0.06
     figure = Figure(figsize=(width_inches, height))
     margin = 0.04 / width_inches
     axes = figure.add_axes((margin, 0.04 / height, 1 - 2 * margin, _BAR_INCHES / height))
@@ -179,7 +184,7 @@ def _shares_figure(chart: Chart, width_inches: float) -> "Figure":
         start += each.values[0]
     axes.set_xlim(0, total)
     axes.set_ylim(-0.5, 0.5)
-    _add_legend(figure, bars, width_inches)
+    add_legend(figure, bars, width_inches)
     return figure
 
 
@@ -220,11 +225,12 @@ def _make_axes(
 def _edges(frame: Frame) -> tuple[list[float], float, str]:
     """Column edges since the first step, the microseconds of their unit, and its name."""
     edges_us = [column.start_us for column in frame.columns] + [frame.columns[-1].end_us]
-    scale, unit = _time_unit(edges_us[-1] - edges_us[0])
+    scale, unit = time_unit(edges_us[-1] - edges_us[0])
     return [(each - edges_us[0]) / scale for each in edges_us], scale, unit
 
 
-def _time_unit(most_us: float) -> tuple[float, str]:
+def time_unit(most_us: float) -> tuple[float, str]:
+    """Microseconds of the unit that suits a time, and its name."""
     return next((scale, name) for least, scale, name in _TIME_UNITS if most_us >= least)
 
 
@@ -255,11 +261,13 @@ def _legend_columns(names: list[str], width_inches: float) -> int:
     return max(1, min(4, int(width_inches / (0.5 + _LETTER_INCHES * max(map(len, names))))))
 
 
-def _legend_inches(names: list[str], width_inches: float) -> float:
+def legend_inches(names: list[str], width_inches: float) -> float:
+    """Height of a legend."""
     return ceil(len(names) / _legend_columns(names, width_inches)) * _LEGEND_ROW_INCHES + 0.1
 
 
-def _add_legend(figure: "Figure", handles: list["Artist"], width_inches: float) -> None:
+def add_legend(figure: "Figure", handles: list["Artist"], width_inches: float) -> None:
+    """Add a legend at the top of a figure."""
     height = figure.get_figheight()
     figure.legend(
         handles=handles,

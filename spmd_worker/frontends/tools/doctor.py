@@ -1,11 +1,14 @@
-"""Report how a run ended, and which rank caused its failure.
+"""Report how a run ended, and which rank caused its failure; or the workers and the progress of a pool.
 
     python -m spmd_worker.tools.doctor RUN_DIR
     python -m spmd_worker.tools.doctor runs/demo
+    python -m spmd_worker.tools.doctor POOL --watch 10
 
 RUN_DIR is job.run_dir, by default <job.output>.run. Rebuilds the rank status of the terminal from the ranks' files:
 error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run of which every process was killed,
-or that is still running. Exits with 0 for a run that ended well, 1 for one that did not, 2 if that is unknown.
+or that is still running. POOL is job.pool; --watch repeats its report until the pool has ended.
+
+Exits with 0 for a run, or a pool, that ended well, 1 for one that did not, 2 if that is unknown.
 """
 
 import os
@@ -13,14 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.base.errors import StepStatsError
+from spmd_worker.base.errors import ConfigError, PoolError, StepStatsError
 from spmd_worker.base.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
 from spmd_worker.base.liveness.failure_diagnosis import status_lines
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
+from spmd_worker.frontends.tools.pool_status import watch_pool
+from spmd_worker.frontends.tools.pools import is_pool, open_pool
 from spmd_worker.frontends.tools.program import (
-    add_run_dir,
+    add_run_dir_or_pool,
     ends_with_its_reader,
     make_parser,
     print_error,
@@ -73,11 +78,20 @@ ADVICE = (
 @ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("doctor", __doc__)
-    add_run_dir(parser)
-    run_dir = parser.parse_args(arguments).run_dir
+    add_run_dir_or_pool(parser)
+    parser.add_argument(
+        "--watch", type=float, metavar="SECONDS", help="report a pool again and again, until it has ended"
+    )
+    options = parser.parse_args(arguments)
     try:
-        lines, exit_code = examine(run_dir)
-    except RunDirError as error:
+        if is_pool(options.run_dir):
+            return EXIT_WELL if watch_pool(open_pool(options.run_dir), options.watch) else EXIT_FAILED
+        if options.watch is not None:
+            parser.error(f"--watch is for a pool: {options.run_dir} is not one")
+        lines, exit_code = examine(Path(options.run_dir))
+    except BrokenPipeError:
+        raise
+    except (RunDirError, ConfigError, PoolError, OSError) as error:
         print_error("doctor", error)
         return EXIT_CANNOT_TELL
     print("\n".join(lines))

@@ -44,5 +44,10 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
 
 
+def add_run_dir_or_pool(parser: argparse.ArgumentParser) -> None:
+    """A string: a pool may be a name in an object store."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="a run's directory, such as runs/demo, or a pool")
+
+
 def print_error(tool: str, error: object) -> None:
     print(f"{program_name(tool)}: {error}", file=sys.stderr)

@@ -1,14 +1,16 @@
-"""Report the events of a run: blocks, batch, tokens, preemptions, cache hits and the slowest steps.
+"""Report the events of a run: blocks, batch, tokens, preemptions, cache hits and the slowest steps; or those of a pool.
 
     python -m spmd_worker.tools.report RUN_DIR
         writes RUN_DIR/report.html and RUN_DIR/timeline.json
     python -m spmd_worker.tools.report runs/demo --output night.html
         writes night.html, and timeline.json next to it
+    python -m spmd_worker.tools.report POOL
+        writes POOL/report.html: rows over time, leases, takeovers and workers of job.pool
 
 RUN_DIR is job.run_dir, by default <job.output>.run. The page needs only a browser; its charts need matplotlib
 (pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in ui.perfetto.dev. Also for a run
-that was killed, or is still running. Prints the paths of both and a summary; the last line is one JSON object. Exits
-with 2 for files that cannot be read or written.
+or a pool that was killed, or is still running. Prints the paths of both and a summary; the last line is one JSON
+object. Exits with 2 for files that cannot be read or written.
 """
 
 import json
@@ -17,17 +19,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.base.errors import ConfigError, StepStatsError
+from spmd_worker.base.errors import ConfigError, PoolError, StepStatsError
 from spmd_worker.base.files import write_file
 from spmd_worker.base.metrics.stage_times import STAGE_TIMES_NAME, StageSpan, read_stage_times
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.base.metrics.timeline import TIMELINE_NAME, write_timeline
+from spmd_worker.frontends.batch.pool.pool_history import read_history
+from spmd_worker.frontends.batch.pool.pool_metrics import values
+from spmd_worker.frontends.batch.pool.pool_progress import make_progress
+from spmd_worker.frontends.batch.pool.view import read_pool
 from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_report
 from spmd_worker.frontends.report.data import make_totals
 from spmd_worker.frontends.report.drawing import can_draw
 from spmd_worker.frontends.report.page import NO_CHARTS, report_page
+from spmd_worker.frontends.report.pool_page import pool_page
 from spmd_worker.frontends.report.summary import NO_METRICS, diagnosis, summary_figures
-from spmd_worker.frontends.tools.program import add_run_dir, ends_with_its_reader, make_parser, print_error
+from spmd_worker.frontends.tools.pool_status import pool_lines
+from spmd_worker.frontends.tools.pools import check_pool_report, is_pool, open_pool
+from spmd_worker.frontends.tools.program import add_run_dir_or_pool, ends_with_its_reader, make_parser, print_error
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
 
 REPORT_NAME = "report.html"
@@ -37,12 +46,16 @@ EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 @ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("report", __doc__)
-    add_run_dir(parser)
+    add_run_dir_or_pool(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page, instead of RUN_DIR/report.html")
     options = parser.parse_args(arguments)
     try:
-        report_run(options.run_dir, options.output or options.run_dir / REPORT_NAME)
-    except (RunDirError, StepStatsError, ConfigError) as error:
+        if is_pool(options.run_dir):
+            report_pool(options.run_dir, options.output)
+        else:
+            run_dir = Path(options.run_dir)
+            report_run(run_dir, options.output or run_dir / REPORT_NAME)
+    except (RunDirError, StepStatsError, ConfigError, PoolError) as error:
         print_error("report", error)
         return EXIT_CANNOT_TELL
     except BrokenPipeError:
@@ -71,6 +84,23 @@ def report_run(run_dir: Path, page_path: Path) -> None:
     if not has_charts:
         print(NO_CHARTS, file=sys.stderr)
     print_result(steps, metrics, page_path, timeline_path)
+
+
+def report_pool(name: str, page_path: Path | None) -> None:
+    """Write the report of a pool. Raises ConfigError for a page that would overwrite a file of the pool, PoolError,
+    OSError.
+    """
+    page_path = check_pool_report(name, page_path, REPORT_NAME)
+    store = open_pool(name)
+    progress, history = make_progress(read_pool(store)), read_history(store)
+    has_charts = can_draw()
+    title = os.fsencode(name.rstrip("/").rpartition("/")[2]).decode("utf-8", "replace")
+    write_file(page_path, pool_page(title, progress, history, has_charts=has_charts).encode("utf-8"), is_durable=False)
+    if not has_charts:
+        print(NO_CHARTS, file=sys.stderr)
+    print(f"{page_path}: the report, for a browser")
+    print("\n".join(pool_lines(progress, history.holdings)))
+    print(json.dumps({"report": str(page_path), **values(progress.state)}))
 
 
 def read_steps(run_dir: Path) -> list[StepStats]:

@@ -30,14 +30,15 @@ from spmd_worker.frontends.batch.pool.store import Delete, List, Listed, Now, Po
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """A worker. `age_s` is the time since its last heartbeat, which had `counts`; `end` is how it left, None if it did
-    not. It is dead if it is neither live nor has left.
+    """A worker. `age_s` is the time since its last heartbeat, which had `counts`, `joined_age_s` since it joined; `end`
+    is how it left, None if it did not. It is dead if it is neither live nor has left.
     """
 
     worker: str
     about: Mapping[str, Any]
     counts: Mapping[str, Any]
     age_s: float
+    joined_age_s: float
     is_live: bool
     end: Mapping[str, Any] | None
 
@@ -61,7 +62,7 @@ class RangeState:
 @dataclass(frozen=True, slots=True)
 class PoolState:
     """A pool at one time, roughly: it is read object by object. Rows that are neither done nor in an open range are not
-    allocated yet. `merger` is the worker that merges, dead or alive.
+    allocated yet. `merger` is the worker that merges, dead or alive. `now_s` is the server's time.
     """
 
     job: PoolJob
@@ -72,6 +73,7 @@ class PoolState:
     workers: tuple[WorkerState, ...]
     merger: str | None
     merged: Merged | None
+    now_s: float
 
 
 def read_pool(store: PoolStore) -> PoolState:
@@ -115,7 +117,7 @@ def pool_state(now_s: float | None) -> Steps[PoolState]:
     workers = yield from _worker_states(listed, live, now_s)
     merge = yield from _read_log(LeaseLog(MERGE_LOG))
     return PoolState(
-        *(job, last, last - num_missing, len(numbers)), tuple(ranges), tuple(workers), merge.holder, merge.merged
+        *(job, last, last - num_missing, len(numbers)), tuple(ranges), tuple(workers), merge.holder, merge.merged, now_s
     )
 
 
@@ -158,7 +160,9 @@ def _worker_states(listed: list[Listed], live: frozenset[str], now_s: float) -> 
         for kind in ("json", "beat", "end"):
             data: bytes | None = (yield Read(worker_name(worker, kind))) if (worker, kind) in times else None
             records.append(read_free_record(data))
-        age_s = max(now_s - times.get((worker, "beat"), 0.0), 0.0)
+        joined_s = times.get((worker, "json"), times.get((worker, "beat"), now_s))
+        age_s = max(now_s - times.get((worker, "beat"), joined_s), 0.0)
         end = records[2] if (worker, "end") in times else None
-        states.append(WorkerState(worker, records[0], records[1], age_s, worker in live, end))
+        state = WorkerState(worker, records[0], records[1], age_s, max(now_s - joined_s, 0.0), worker in live, end)
+        states.append(state)
     return states

@@ -21,6 +21,7 @@ from spmd_worker.frontends.batch.job_rows import JobOutput
 from spmd_worker.frontends.batch.open_job import check_adapters, clear_run_dir, manifest_of, vectors_of
 from spmd_worker.frontends.batch.output_file import WrittenOutput
 from spmd_worker.frontends.batch.pool.object_store import open_pool_store
+from spmd_worker.frontends.batch.pool.pool_metrics import PoolValues
 from spmd_worker.frontends.batch.pool_world.pool_index import PoolIndex
 from spmd_worker.frontends.batch.pool_world.pool_input import PoolInput
 from spmd_worker.frontends.batch.pool_world.world import World
@@ -38,9 +39,16 @@ _SCAN_S: Final = 1.0
 class PoolRun:
     """The `JobRun` of a job in a pool."""
 
-    def __init__(self, world: World, lock: RunLock, run_dir: Path, manifest: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        world: World,
+        lock: RunLock,
+        run_dir: Path,
+        manifest: dict[str, Any],
+        prometheus: PrometheusFile | None,
+    ) -> None:
         self.lock, self.run_dir, self.manifest = lock, run_dir, manifest
-        self._world = world
+        self._world, self._prometheus = world, prometheus
         world.set_input = self._set_input
 
     def _set_input(self, digest: str, num_rows: int) -> None:
@@ -61,9 +69,7 @@ class PoolRun:
         """The rows that this world will lease, and their answers' way into the pool."""
         config = engine.config
         adapters = (*(config.model.adapters or ()), *(config.model.prompt_adapters or ()))
-        path = prometheus_of(config.job)
-        prometheus = None if path is None else PrometheusFile(path)
-        return self._world.open_rows(engine.default_sampling, adapters, prometheus=prometheus)
+        return self._world.open_rows(engine.default_sampling, adapters, prometheus=self._prometheus)
 
     def before_exit(self) -> None:
         """Commit finished rows, and hand back the leases."""
@@ -130,4 +136,6 @@ def open_world(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None
     world.check_equal()
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     index.wait(_SCAN_S)
-    return PoolRun(world, lock, run_dir, manifest)
+    path, values = prometheus_of(job), PoolValues(store, job.lease_s / 4)
+    prometheus = None if path is None else PrometheusFile(path, more=held.enter_context(values))
+    return PoolRun(world, lock, run_dir, manifest, prometheus)

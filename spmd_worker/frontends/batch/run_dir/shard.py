@@ -73,7 +73,7 @@ def output_of(job: JobConfig) -> FilePath:
 
 def run_dir_of(job: JobConfig) -> Path:
     """`job.run_dir`, also with the shard's number, else `<output>.run`, of parts without their `*`: next to a local
-    output, and in the working directory for a remote one; of a pool's world its own.
+    output, and in the working directory for a remote one; `world_dir` in a pool.
     """
     if job.pool is not None:
         return world_dir(job)

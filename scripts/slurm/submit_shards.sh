@@ -1,0 +1,34 @@
+#!/bin/bash
+# Submits a job in shards, and a second job that merges their outputs into job.output when all have ended well.
+#
+#   bash scripts/slurm/submit_shards.sh NUM_SHARDS model.path=/models/M job.input=/shared/rows.jsonl \
+#       job.output=/shared/answers.jsonl
+#
+# SBATCH_* variables apply to both, as to any sbatch. Prints the numbers of the two jobs.
+set -euo pipefail
+
+usage="usage: bash scripts/slurm/submit_shards.sh NUM_SHARDS KEY=VALUE... with job.output=FILE"
+[[ "${1:-}" =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 1; }
+num_shards=$1
+shift
+output=
+for override in "$@"; do
+  case "$override" in
+    job.output=*) output=${override#job.output=} ;;
+    job.shard=* | job.pool=* | job.run_dir=*) echo "error: ${override%%=*} is not for shards that are merged" >&2; exit 1 ;;
+  esac
+done
+[ -n "$output" ] || { echo "$usage" >&2; exit 1; }
+
+home=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+project=${SPMD_WORKER_HOME:-$PWD}
+stem=$(sed -E 's/\.(jsonl|parquet)(\.[a-z0-9]+)?$//' <<<"$output")
+# Found when it runs: answers-00003-of-00007.jsonl.run and the others.
+run_dirs="$(printf '%q' "$stem")-?????-of-$(printf '%05d' "$num_shards").*.run"
+
+shards=$(sbatch --parsable --array="0-$((num_shards - 1))" "$home/scripts/slurm/array.sbatch" "$@")
+echo "shards: job $shards"
+merge="$(printf '%q' "$project/.venv/bin/python") -m spmd_worker.tools.collect --merge $run_dirs --output $(printf '%q' "$output")"
+merge_job=$(sbatch --parsable --job-name=spmd-worker-merge --dependency="afterok:${shards%%;*}" --kill-on-invalid-dep=yes \
+  --nodes=1 --ntasks=1 --output=%x-%j.log --wrap "$merge")
+echo "merge: job $merge_job"
