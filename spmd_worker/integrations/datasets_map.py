@@ -48,12 +48,10 @@ class DatasetRows(PipelineRows):
         if num_proc is not None:
             if self.is_open:
                 raise ConfigError(
-                    f"num_proc={num_proc} forks this process, which has a running engine: close it, or leave num_proc out"
+                    f"num_proc={num_proc} forks this process, which has a running engine: close() it, or give none"
                 )
             options["num_proc"] = num_proc
-        return dataset.map(
-            self, batched=True, batch_size=batch_size, with_indices=True, with_rank=True, **options
-        )
+        return dataset.map(self, batched=True, batch_size=batch_size, with_indices=True, with_rank=True, **options)
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None = None

@@ -18,7 +18,7 @@ import json
 import os
 import secrets
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +46,7 @@ class SpmdServer(InferenceServer):  # type: ignore[misc]  # datatrove is no depe
         super().__init__(config, rank)
         self._key = secrets.token_urlsafe(24)
         self._is_ending = False
+        self._server_process: asyncio.subprocess.Process
 
     async def start_server(self) -> asyncio.subprocess.Process:
         """Start the process."""
@@ -53,12 +54,13 @@ class SpmdServer(InferenceServer):  # type: ignore[misc]  # datatrove is no depe
         # Not in the command: other users see that.
         environment = {**os.environ, KEY_VARIABLE: self._key}
         path = self._get_log_file_path()
-        if path is None:
-            return await asyncio.create_subprocess_exec(*command_of(self.config, self._port), env=environment)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as log:
-            output = {"stdout": log, "stderr": log}
-            return await asyncio.create_subprocess_exec(*command_of(self.config, self._port), env=environment, **output)
+        with ExitStack() as opened:
+            log = None
+            if path is not None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                log = opened.enter_context(open(path, "ab"))
+            command = command_of(self.config, self._port)
+            return await asyncio.create_subprocess_exec(*command, env=environment, stdout=log, stderr=log)
 
     async def monitor_health(self) -> None:
         """Start a server that dies again, once it was ready; datatrove sends its requests again meanwhile."""

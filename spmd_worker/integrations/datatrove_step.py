@@ -59,5 +59,7 @@ class AnswerDocuments(PipelineStep):  # type: ignore[misc]  # datatrove is no de
         row = {"prompt": document.text} if self.row_of is None else dict(self.row_of(document))
         row.setdefault("custom_id", document.id)
         if given := [name for name in self.rows.names if name in document.metadata]:
-            raise ConfigError(f"document {document.id} has metadata {given[0]!r} already: name the answers' with output=")
+            raise ConfigError(
+                f"document {document.id} has metadata {given[0]!r} already: name the answers' with output="
+            )
         return self.rows.keyed(row)

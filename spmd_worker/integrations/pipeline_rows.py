@@ -9,7 +9,7 @@ import base64
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int
@@ -90,7 +90,8 @@ class PipelineRows:
 
     def columns_of(self, rows: Iterable[KeyedRow]) -> dict[str, list[str | None]]:
         """Columns of answers to keyed rows."""
-        answers = [self.values_of(answer) for answer in self.open().answer(rows)]
+        given = list(rows)
+        answers = [self.values_of(answer) for answer in self.open().answer(given)] if given else []
         return {name: [each[name] for each in answers] for name in self.names}
 
     def answer_table(self, table: Any) -> Any:
@@ -108,11 +109,19 @@ class PipelineRows:
         rows = pyarrow.Table.from_pandas(frame, preserve_index=False).to_pylist()
         return frame.assign(**self.answer(rows))
 
+    def answer_frames(self, frames: Iterable[Any]) -> Iterator[Any]:
+        """pandas frames with columns of answers: a function for Spark's `mapInPandas`."""
+        yield from map(self.answer_frame, frames)
+
     def values_of(self, answer: RowAnswer) -> dict[str, str | None]:
         """Columns of one answer."""
         record = json.loads(answer.line)
         error = record["error"]
-        values = (answer.line.decode().rstrip("\n"), first_text(record), error and f"{error['code']}: {error['message']}")
+        values = (
+            answer.line.decode().rstrip("\n"),
+            first_text(record),
+            error and f"{error['code']}: {error['message']}",
+        )
         return dict(zip(self.names, values, strict=True))
 
     def keyed(self, values: Mapping[str, Any], number: int | None = None) -> KeyedRow:
@@ -177,6 +186,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     raise ConfigError(
-        f"a column has values of type {type(value).__name__}, which a row of JSON lacks: cast it to text, numbers, bytes, "
-        f"lists or structs, or leave it out"
+        f"a column has values of type {type(value).__name__}, which JSON lacks: cast it to text, numbers, bytes, lists "
+        f"or structs, or leave it out"
     )

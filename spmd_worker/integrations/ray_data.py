@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pyarrow
 import ray
-from ray.data import Dataset
+from ray.data import ActorPoolStrategy, Dataset
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.integrations.pipeline_rows import PipelineRows
@@ -59,7 +59,7 @@ def answer_rows(
         fn_constructor_kwargs={"model": model, **options},
         batch_format="pyarrow",
         batch_size=batch_size,
-        concurrency=num_engines,
+        compute=ActorPoolStrategy(size=num_engines),
         udf_modifying_row_count=False,
         **{resource_of(options.get("device")): rows.num_ranks, **(ray_options or {})},
     )

@@ -1,12 +1,14 @@
 """An engine in this process that answers rows of other tools' pipelines with the bytes of a job's output lines.
 
-Rows are parsed, encoded, admitted and written by a job's code. Their answers depend on the row, its index and custom_id,
-and not on batches: a row that is sampled at random needs one of these, or a seed. An engine that fails (a worker process
-that dies) is replaced by a new one, which answers what was not answered.
+Rows are parsed, encoded, admitted and written by a job's code. Answers depend on the row, its index and custom_id, and
+not on batches: a row that is sampled at random needs one of these, or a seed. An engine that fails (a worker process
+dies) is replaced by a new one, which answers what was not answered.
 """
 
+import atexit
 import json
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,14 +81,14 @@ class PlacedRunner(RowRunner):
 
 
 class RowEngine:
-    """`options` are `LLM`'s; several tensor- or pipeline-parallel ranks are worker processes of this one. Any thread may
-    call it; calls wait for one another. Raises ConfigError under a launcher, and for several replicas.
+    """`options` are `LLM`'s; several ranks, tensor- or pipeline-parallel, are worker processes of this one. Any thread
+    may call it; calls wait for one another. Raises ConfigError under a launcher, and for several replicas.
     """
 
     def __init__(self, model: str, *, max_restarts: int = _MAX_RESTARTS, **options: Any) -> None:
         if read_rank_environment().is_launched:
             raise ConfigError(
-                "RANK and WORLD_SIZE are set: each pipeline worker has an engine of its own, and torchrun's ranks share "
+                "RANK and WORLD_SIZE are set: a pipeline's worker has an engine of its own, and torchrun's ranks share "
                 "one; start the pipeline without torchrun"
             )
         if options.get("data_parallel_size") not in (None, 1):
@@ -96,8 +98,10 @@ class RowEngine:
             )
         self._new_llm = partial(LLM, model, **options)
         self._max_restarts, self._num_failures = max_restarts, 0
-        self._lock = threading.Lock()
+        self._lock, self._is_closing, self._owner = threading.Lock(), False, os.getpid()
         self._start()
+        # Before the interpreter ends the engine under a thread that runs it.
+        atexit.register(self.close)
 
     def _start(self) -> None:
         self.llm = self._new_llm()
@@ -110,8 +114,14 @@ class RowEngine:
         self._unanswered: dict[int, Row] = {}
 
     def close(self) -> None:
-        """Release memory and worker processes. Idempotent."""
-        self.llm.close()
+        """Release memory and worker processes; a call of another thread raises. Idempotent; no effect in a forked
+        process.
+        """
+        if os.getpid() == self._owner:
+            self._is_closing = True
+            with self._lock:
+                self.llm.close()
+            atexit.unregister(self.close)
 
     def answer(self, rows: Iterable[KeyedRow]) -> list[RowAnswer]:
         """Answers in the rows' order; invalid rows get error rows. Raises ConfigError for a row that is sampled at
@@ -129,6 +139,8 @@ class RowEngine:
             source: Iterator[tuple[int, Row] | None] = self._read(iter(rows), give)
             try:
                 while True:
+                    if self._is_closing:
+                        raise RuntimeError("the engine of these rows was closed")
                     try:
                         if not self._turn(source, give):
                             return
@@ -223,7 +235,7 @@ def check_key(row: Row) -> None:
     sampling = row.sampling
     if row.pooling is None and sampling.temperature > 0 and sampling.seed is None and row.custom_id is None:
         raise ConfigError(
-            f"a row is sampled at random (temperature={json.dumps(sampling.temperature)}) and has no key, so its answer "
-            f"would depend on batches: give rows a column 'index' of integers or 'custom_id' of texts (or name another "
+            f"a row is sampled at random (temperature={json.dumps(sampling.temperature)}) and has no key: its answer "
+            f"would depend on batches. Give rows a column 'index' of integers or 'custom_id' of texts (or name another "
             f"with key=), a seed, or temperature 0"
         )
