@@ -227,7 +227,7 @@ class RowEngine:
         """Abort what still runs, so that the engine can be used again."""
         if not self._engine.is_closed:
             self._engine.requests.abort(self._engine.requests.open_ids)
-        self._forget()
+            self._forget()
 
 
 def check_key(row: Row) -> None:

@@ -29,7 +29,7 @@ class RowQueue:
 
     def _run(self) -> None:
         while True:
-            first = self._arrived.get()
+            first = self._placed(*self._arrived.get())
             try:
                 self._engine.run(self._rows(first), self._give)
             except Exception as error:  # reported to the coroutines
@@ -37,8 +37,8 @@ class RowQueue:
                     future.set_exception(error)
                 self._open.clear()
 
-    def _rows(self, first: tuple[KeyedRow, Future[RowAnswer]]) -> Iterator[Placed | None]:
-        yield self._placed(*first)
+    def _rows(self, first: Placed) -> Iterator[Placed | None]:
+        yield first
         while True:
             try:
                 yield self._placed(*self._arrived.get_nowait())
