@@ -44,14 +44,26 @@ class DatasetRows(PipelineRows):
         With `num_proc` each process has an engine of its own: on GPUs, those of its rank. Raises ConfigError if the
         engine of this process runs already, whose threads a forked process would lack.
         """
+        from datasets import IterableDataset
+
+        if num_proc is not None and self.is_open:
+            raise ConfigError(
+                f"num_proc={num_proc} forks this process, which has a running engine: close() it, or give none"
+            )
         self.answers_depend_on = answers_depend_on(self.model, self.options)
-        if num_proc is not None:
-            if self.is_open:
-                raise ConfigError(
-                    f"num_proc={num_proc} forks this process, which has a running engine: close() it, or give none"
-                )
-            options["num_proc"] = num_proc
-        return dataset.map(self, batched=True, batch_size=batch_size, with_indices=True, with_rank=True, **options)
+        if not isinstance(dataset, IterableDataset):
+            options |= {"num_proc": num_proc, "with_rank": True}
+        if dataset.features is not None:
+            options.setdefault("features", self._features(dataset, options.get("remove_columns") or ()))
+        return dataset.map(self, batched=True, batch_size=batch_size, with_indices=True, **options)
+
+    def _features(self, dataset: Any, removed: Sequence[str] | str) -> Any:
+        """Types of the result's columns: those of answers are text, also if the first batches have none."""
+        from datasets import Features, Value
+
+        left_out = [removed] if isinstance(removed, str) else list(removed)
+        kept = {name: kind for name, kind in dataset.features.items() if name not in left_out}
+        return Features(kept | {name: Value("string") for name in self.names})
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None = None
@@ -91,4 +103,7 @@ def answers_depend_on(model: str, options: Mapping[str, Any]) -> str:
         adapters=adapter_digests(resolved.config.model),
         media=image_answers(resolved) | audio_answers(resolved),
     )
-    return json.dumps(manifest["answers"], sort_keys=True, default=str)
+    weights = [(path.name, path.stat()) for path in sorted(resolved.model_folder.rglob("*.safetensors"))]
+    # The manifest has the files' headers: a trainer may write other weights under the same name.
+    files = [(name, status.st_size, status.st_mtime_ns) for name, status in weights]
+    return json.dumps([manifest["answers"], files], sort_keys=True, default=str)

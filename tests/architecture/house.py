@@ -56,6 +56,7 @@ OPTIONAL = {
     ),
     "ray": ("spmd_worker.integrations.ray_data",),
     "datatrove": ("spmd_worker.integrations.datatrove_server", "spmd_worker.integrations.datatrove_step"),
+    "datasets": ("spmd_worker.integrations.datasets_map",),
     "daft": ("spmd_worker.integrations.daft_provider",),
     "prometheus_client": ("spmd_worker.base.metrics.prometheus",),
     "h11": ("spmd_worker.frontends.serve.http_protocol",),
