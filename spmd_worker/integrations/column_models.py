@@ -62,7 +62,12 @@ class Prompts:
         _, text, error = self._rows.values_of(answer).values()
         if error is not None:
             return self._model.failed(error)
-        return text if self._return_format is None else self._return_format.model_validate_json(text)
+        try:
+            return text if self._return_format is None else self._return_format.model_validate_json(text)
+        except ValueError as invalid:
+            return self._model.failed(
+                f"the answer is not of the return format, such as one cut by max_tokens: {invalid}"
+            )
 
 
 class Embedder:

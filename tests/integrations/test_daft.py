@@ -82,8 +82,11 @@ def test_return_format_is_parsed():
     class Digits(BaseModel):
         digits: list[int]
 
-    (found,) = answered(["copy 1 2 3 ="], return_format=Digits, temperature=0, max_tokens=40).values()
+    more = {"return_format": Digits, "temperature": 0}
+    (found,) = answered(["copy 1 2 3 ="], max_tokens=200, **more).values()
+    assert found is not None
     assert [type(each) for each in found["digits"]] == [int] * len(found["digits"])
+    assert answered(["copy 1 2 3 ="], max_tokens=2, on_error="log", **more) == {"copy 1 2 3 =": None}
 
 
 def test_vectors_equal_a_jobs(tmp_path: Path):

@@ -63,7 +63,9 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
 def expected_texts(folder: Path, url: str | None = None) -> dict[str, str]:
     """Texts of a job over the documents, as plain rows or rows of completions."""
     bodies = {f"document {number}": {"prompt": each, **SAMPLING} for number, each in enumerate(prompts(NUM_DOCUMENTS))}
-    rows = [{"custom_id": name, **body} if url is None else openai_row(name, url, body) for name, body in bodies.items()]
+    rows = [
+        {"custom_id": name, **body} if url is None else openai_row(name, url, body) for name, body in bodies.items()
+    ]
     return {name: texts[0] for name, texts in texts_of_job(folder, rows).items()}
 
 
@@ -144,7 +146,10 @@ def test_documents_without_their_ids_are_found(tmp_path: Path, control: Any):
     from spmd_worker.integrations.datatrove_step import AnswerDocuments
 
     step = AnswerDocuments(
-        MODEL, row_of=lambda document: {"prompt": document.text, "custom_id": "one for all"}, sampling=SAMPLING, **OPTIONS
+        MODEL,
+        row_of=lambda document: {"prompt": document.text, "custom_id": "one for all"},
+        sampling=SAMPLING,
+        **OPTIONS,
     )
     run(tmp_path, step, writer(tmp_path))
     found = {name: metadata["answer_text"] for name, metadata in written(tmp_path).items()}

@@ -19,8 +19,6 @@ from spmd_worker.integrations.pipeline_rows import PipelineRows
 from spmd_worker.integrations.row_engine import KeyedRow, RowEngine
 from spmd_worker.integrations.row_queue import RowQueue
 
-WORDS = "Answers of a pipeline equal a job's lines, in any batches and order"
-
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[PipelineRows]:
@@ -43,7 +41,7 @@ def check_equality(rows: PipelineRows, lines: list[str]) -> None:
         assert [line for batch in batches for line in rows.answer(batch)["answer"]] == lines[::-1]
 
 
-@pytest.mark.guarantee(WORDS)
+@pytest.mark.guarantee("Answers of a pipeline equal a job's lines, in any batches and order")
 def test_answers_equal_a_jobs_lines(rows: PipelineRows, lines: list[str]):
     check_equality(rows, lines)
 
@@ -62,7 +60,7 @@ class OfOneSeed(PipelineRows):
         return super().keyed({**values, "seed": 0}, number)
 
 
-@pytest.mark.control(WORDS)
+@pytest.mark.control("Answers of a pipeline equal a job's lines, in any batches and order")
 @pytest.mark.parametrize("kind", [ByPosition, OfOneSeed])
 def test_lost_key_is_found(kind: type[PipelineRows], rows: PipelineRows, lines: list[str], control: Any):
     with control():
@@ -88,7 +86,9 @@ def test_random_row_needs_a_key(more: dict[str, Any], is_answered: bool, rows: P
     if is_answered:
         assert rows.answer([row])["answer_error"] == [None]
     else:
-        with pytest.raises(ConfigError, match=r"^a row is sampled at random \(temperature=1.5\) and has no key: .* seed"):
+        with pytest.raises(
+            ConfigError, match=r"^a row is sampled at random \(temperature=1.5\) and has no key: .* seed"
+        ):
             rows.answer([{"prompt": "add 2 3 =", "temperature": 0, "max_tokens": 30}, row])
     # A call that raised leaves nothing behind.
     assert len(rows.answer(numbered(mixed_rows()))["answer"]) == 16

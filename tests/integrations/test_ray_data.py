@@ -1,4 +1,7 @@
-"""Ray Data itself: answers equal a job's while actors and ranks are killed. `scripts/doors/check.sh` has the library."""
+"""Ray Data itself: answers equal a job's while actors and ranks are killed.
+
+`scripts/doors/check.sh` has the library.
+"""
 
 import os
 import signal
