@@ -53,7 +53,14 @@ TORCH_NAMES = ("torch",)
 THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
 OPTIONAL = {
     "zstandard": ("spmd_worker.frontends.batch.input.input_files", "spmd_worker.frontends.batch.output_file"),
-    "pyarrow": ("spmd_worker.frontends.batch.input.input_files", "spmd_worker.frontends.batch.output_file"),
+    "pyarrow": (
+        *("spmd_worker.frontends.batch.input.input_files", "spmd_worker.frontends.batch.output_file"),
+        *("spmd_worker.integrations.pipeline_rows", "spmd_worker.integrations.ray_data"),
+    ),
+    "ray": ("spmd_worker.integrations.ray_data",),
+    "datatrove": ("spmd_worker.integrations.datatrove_server", "spmd_worker.integrations.datatrove_step"),
+    "datasets": ("spmd_worker.integrations.datasets_map",),
+    "daft": ("spmd_worker.integrations.daft_provider",),
     "prometheus_client": ("spmd_worker.base.metrics.prometheus",),
     "h11": ("spmd_worker.frontends.serve.http_protocol",),
     "uvicorn": (
@@ -91,6 +98,10 @@ NEED_OPTIONAL = (
     "spmd_worker.integrations.trl",
     "spmd_worker.integrations.swift",
     "spmd_worker.integrations.verl",
+    "spmd_worker.integrations.ray_data",
+    "spmd_worker.integrations.datatrove_server",
+    "spmd_worker.integrations.datatrove_step",
+    "spmd_worker.integrations.daft_provider",
 )
 """Modules that are nothing without one of them, and that no other module imports."""
 IN_OPTIONAL_LANGUAGE = (

@@ -1,0 +1,191 @@
+"""Rows of tables in other tools' pipelines: columns -> a job's rows -> columns of answers.
+
+A `PipelineRows` is pickled with its arguments only; the engine starts in the process that answers rows, once for equal
+arguments. Columns are those of a job's row (`prompt`, `messages`, `max_tokens`, ..., or `custom_id`, `method`, `url`,
+`body`), others are left alone; or one column has the prompts.
+"""
+
+import base64
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from spmd_worker.base.config.plain_values import plain_int
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.openai.row_parser import ROW_KEYS
+from spmd_worker.frontends.openai.row_writer import RowAnswer
+from spmd_worker.integrations.row_engine import KeyedRow, RowEngine
+
+INDEX: Final = "index"
+"""Column of the rows' numbers, if no other is named."""
+_MAX_EXACT_INTEGER: Final = 2**53
+_engines: Final[dict[tuple[int, str], RowEngine]] = {}
+"""Engines by process and arguments: a forked process uses none of its parent's."""
+_opening: Final = threading.Lock()
+
+
+class PipelineRows:
+    """`prompt` is a column of texts, conversations (lists of messages) or lists of token ids; None: columns have the
+    names of a row's keys. `key` is a column of integers, the rows' numbers in a job's input, or of texts, their
+    custom_ids; None: `index`, if there is one. `sampling` are defaults for all rows (a job's `sampling.*`). Answers are
+    columns with names that begin with `output`. `options` are `LLM`'s.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        prompt: str | None = None,
+        key: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        output: str = "answer",
+        **options: Any,
+    ) -> None:
+        self.prompt, self.key, self.output = prompt, key, output
+        self.model = os.fspath(model)
+        defaults = {} if sampling is None else {"override_generation_config": dict(sampling)}
+        self.options = dict(sorted((options | defaults).items()))
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Columns of answers: the job's output line, its first text (None for rows without), its error (None)."""
+        return self.output, f"{self.output}_text", f"{self.output}_error"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of an engine: GPUs that it needs, or cores."""
+        return (self.options.get("tensor_parallel_size") or 1) * (self.options.get("pipeline_parallel_size") or 1)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has the engine."""
+        return self._engine_name() in _engines
+
+    def open(self) -> RowEngine:
+        """This process's engine, started at the first call. Raises the errors of `LLM` and `RowEngine`."""
+        name = self._engine_name()
+        with _opening:
+            if name not in _engines:
+                _engines[name] = RowEngine(self.model, **self.options)
+            return _engines[name]
+
+    def close(self) -> None:
+        """End this process's engine, also that of other objects with the same arguments. Idempotent."""
+        with _opening:
+            engine = _engines.pop(self._engine_name(), None)
+        if engine is not None:
+            engine.close()
+
+    def _engine_name(self) -> tuple[int, str]:
+        return os.getpid(), json.dumps([self.model, self.options], default=str)
+
+    def answer(self, rows: Iterable[Mapping[str, Any]], first: int | None = None) -> dict[str, list[str | None]]:
+        """Columns of answers to rows, in their order. `first`: rows without a key column are numbered from it. Raises
+        ConfigError for columns that are missing or would be overwritten, or values that JSON lacks.
+        """
+        numbered = enumerate(rows)
+        return self.columns_of([self.keyed(row, None if first is None else first + number) for number, row in numbered])
+
+    def columns_of(self, rows: Iterable[KeyedRow]) -> dict[str, list[str | None]]:
+        """Columns of answers to keyed rows."""
+        given = list(rows)
+        answers = [self.values_of(answer) for answer in self.open().answer(given)] if given else []
+        return {name: [each[name] for each in answers] for name in self.names}
+
+    def answer_table(self, table: Any) -> Any:
+        """A pyarrow table with columns of answers."""
+        import pyarrow
+
+        for name, values in self.answer(table.to_pylist()).items():
+            table = table.append_column(name, pyarrow.array(values, pyarrow.string()))
+        return table
+
+    def answer_frame(self, frame: Any) -> Any:
+        """A pandas frame with columns of answers, and with its index."""
+        import pyarrow
+
+        rows = pyarrow.Table.from_pandas(frame, preserve_index=False).to_pylist()
+        return frame.assign(**self.answer(rows))
+
+    def answer_frames(self, frames: Iterable[Any]) -> Iterator[Any]:
+        """pandas frames with columns of answers: a function for Spark's `mapInPandas`."""
+        yield from map(self.answer_frame, frames)
+
+    def values_of(self, answer: RowAnswer) -> dict[str, str | None]:
+        """Columns of one answer."""
+        record = json.loads(answer.line)
+        error = record["error"]
+        values = (
+            answer.line.decode().rstrip("\n"),
+            first_text(record),
+            error and f"{error['code']}: {error['message']}",
+        )
+        return dict(zip(self.names, values, strict=True))
+
+    def keyed(self, values: Mapping[str, Any], number: int | None = None) -> KeyedRow:
+        """The row of a table's row, of number `number` if it has no key column."""
+        for name in self.names:
+            if name in values:
+                raise ConfigError(f"the table has a column {name!r} already: name the answers' with output=")
+        fields = self._fields(values)
+        index, problem, key = number, "", self.key or INDEX
+        if key in values:
+            given = _plain(values[key])
+            index = plain_int(given)
+            if isinstance(given, str) and self.key is not None:
+                fields["custom_id"] = given
+            elif index is None or index < 0:
+                index, problem = None, f"{key}={given!r} is not a row's key: give a number from 0, or a text with key="
+        elif self.key is not None:
+            raise ConfigError(f"key={self.key!r} is not a column: the table has {', '.join(values)}")
+        return KeyedRow(index, json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass"), problem)
+
+    def _fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        if self.prompt is None:
+            found = {name: values[name] for name in ROW_KEYS if values.get(name) is not None}
+        elif self.prompt not in values:
+            raise ConfigError(f"prompt={self.prompt!r} is not a column: the table has {', '.join(values)}")
+        else:
+            given = _plain(values[self.prompt])
+            first = given[0] if isinstance(given, list) and given else None
+            name = "messages" if isinstance(first, dict) else "prompt_token_ids" if isinstance(first, int) else "prompt"
+            found = {name: given, "custom_id": values.get("custom_id")}
+        return {name: _plain(value) for name, value in found.items() if value is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(sorted(vars(self).items()))
+
+
+def first_text(record: Mapping[str, Any]) -> str | None:
+    """Text of the first sample in an output line; None for an error row, and for vectors and scores."""
+    response = record.get("response")
+    body = record if response is None else response["body"]
+    if isinstance(body, str):
+        return body
+    choices = body.get("outputs") or body.get("choices") or [body]
+    text = choices[0].get("text", (choices[0].get("message") or {}).get("content"))
+    return text if isinstance(text, str) else None
+
+
+def _plain(value: Any) -> Any:
+    """Value of a line of JSON, as a job reads it from Parquet: without null members, bytes as data URLs, floats that
+    are integers as such. Arrays become lists. Raises ConfigError for other types.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) <= _MAX_EXACT_INTEGER else value
+    if isinstance(value, bytes):
+        return f"data:application/octet-stream;base64,{base64.b64encode(value).decode('ascii')}"
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    raise ConfigError(
+        f"a column has values of type {type(value).__name__}, which JSON lacks: cast it to text, numbers, bytes, lists "
+        f"or structs, or leave it out"
+    )

@@ -1,0 +1,105 @@
+"""`datasets` itself: answers in order, equal to a job's, and read from its cache when nothing has changed."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, disable_progress_bars
+from datasets.fingerprint import Hasher
+from door_rows import MODEL, OPTIONS, lines_of_job, mixed_rows, plain_rows, prompts
+from ranks import run_script
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.integrations.datasets_map import DatasetRows, choose_devices
+
+NUM_ROWS = 12
+GIVEN = {"prompt": "question", "sampling": {"temperature": 1.5, "max_tokens": 6}, **OPTIONS}
+IN_PROCESSES = """
+import sys
+from datasets import Dataset
+from spmd_worker.integrations.datasets_map import DatasetRows
+
+if __name__ == "__main__":
+    data = Dataset.from_dict({{"question": {questions!r}}})
+    found = DatasetRows({model!r}, **{given!r}).answer_dataset(data, batch_size=3, num_proc=2)
+    sys.stdout.write("\\n".join(found["answer"]) + "\\n")
+"""
+disable_progress_bars()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A dataset on a disk, whose maps have a cache."""
+    Dataset.from_dict({"question": prompts(NUM_ROWS)}).save_to_disk(tmp_path / "data")
+    return tmp_path / "data"
+
+
+@pytest.mark.guarantee("A map of datasets equals a job, and an equal map is read from the cache without an engine")
+def test_map_equals_a_job_and_is_cached(tmp_path: Path, saved: Path):
+    expected = lines_of_job(tmp_path, plain_rows(NUM_ROWS))
+    for is_cached in (False, True):
+        with DatasetRows(MODEL, **GIVEN) as rows:
+            found = rows.answer_dataset(Dataset.load_from_disk(saved), batch_size=5)
+            assert rows.is_open is not is_cached
+            # A running engine is no part of the fingerprint.
+            assert rows.answer_dataset(Dataset.load_from_disk(saved), batch_size=5)._fingerprint == found._fingerprint
+        assert found["answer"] == expected
+        assert found["question"] == prompts(NUM_ROWS)
+
+
+@pytest.mark.control("A map of datasets equals a job, and an equal map is read from the cache without an engine")
+def test_fingerprint_follows_all_that_answers_depend_on(tmp_path: Path):
+    shutil.copytree(MODEL, tmp_path / "model")
+
+    def fingerprint(**more: Any) -> str:
+        rows = DatasetRows(str(tmp_path / "model"), **{**GIVEN, **more})
+        rows.answer_dataset(Dataset.from_dict({}), batch_size=5)
+        return Hasher.hash(rows)
+
+    first = fingerprint()
+    assert fingerprint() == first
+    assert fingerprint(seed=1) != first
+    assert fingerprint(sampling={"temperature": 0.5, "max_tokens": 6}) != first
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    assert fingerprint() != first
+
+
+def test_rows_of_a_jobs_format(tmp_path: Path):
+    rows = [row for row in mixed_rows() if isinstance(row.get("prompt"), str)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    data = Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+    with DatasetRows(MODEL, **OPTIONS) as door:
+        found = door.answer_dataset(data, batch_size=4, remove_columns=["temperature"])
+        assert found["answer"] == [*door.answer_dataset(data.to_iterable_dataset())["answer"]]
+    assert found["answer"] == lines_of_job(tmp_path, rows)
+    assert found.column_names == [name for name in names if name != "temperature"] + list(door.names)
+
+
+def test_processes_have_their_own_devices(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    choose_devices(1, 2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=4,6,7: process 1 of num_proc needs 2"):
+        choose_devices(1, 2)
+    choose_devices(2, 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_running_engine_is_not_forked():
+    with DatasetRows(MODEL, **GIVEN) as rows:
+        rows.open()
+        with pytest.raises(ConfigError, match=r"^num_proc=2 forks this process, which has a running engine"):
+            rows.answer_dataset(Dataset.from_dict({"question": prompts(2)}), num_proc=2)
+
+
+@pytest.mark.stress
+def test_processes_equal_a_job(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(IN_PROCESSES.format(questions=prompts(NUM_ROWS), model=MODEL, given=GIVEN))
+    done = run_script([script], 240)
+    assert done.returncode == 0, done.output
+    assert done.stdout.splitlines() == lines_of_job(tmp_path, plain_rows(NUM_ROWS))

@@ -1,0 +1,234 @@
+"""Rows of pipelines: whatever batches and order a tool makes, every answer is the line of a job over the same rows."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pyarrow
+import pytest
+from door_rows import MODEL, OPTIONS, SAMPLING, lines_of_job, mixed_rows, numbered, prompts, texts_of_job
+from jobs_of_rows import openai_row
+
+from spmd_worker.base.errors import ConfigError, StepMismatchError
+from spmd_worker.frontends.serve.request_reader import content_name
+from spmd_worker.integrations.column_models import ColumnModel, Prompts
+from spmd_worker.integrations.pipeline_rows import PipelineRows
+from spmd_worker.integrations.row_engine import KeyedRow, RowEngine
+from spmd_worker.integrations.row_queue import RowQueue
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[PipelineRows]:
+    made = PipelineRows(MODEL, **OPTIONS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return lines_of_job(tmp_path_factory.mktemp("job"), mixed_rows())
+
+
+def check_equality(rows: PipelineRows, lines: list[str]) -> None:
+    """That answers equal the job's lines in its order, and reversed in batches of 5 and of 1."""
+    given = numbered(mixed_rows())
+    assert rows.answer(given)["answer"] == lines
+    for size in (5, 1):
+        batches = [given[::-1][start : start + size] for start in range(0, len(given), size)]
+        assert [line for batch in batches for line in rows.answer(batch)["answer"]] == lines[::-1]
+
+
+@pytest.mark.guarantee("Answers of a pipeline equal a job's lines, in any batches and order")
+def test_answers_equal_a_jobs_lines(rows: PipelineRows, lines: list[str]):
+    check_equality(rows, lines)
+
+
+class ByPosition(PipelineRows):
+    """Rows whose key is their place in the batch."""
+
+    def answer(self, rows: Any, first: int | None = None) -> Any:
+        return super().answer([{**row, "index": place} for place, row in enumerate(rows)])
+
+
+class OfOneSeed(PipelineRows):
+    """Rows without their key, which share the job's seed."""
+
+    def keyed(self, values: Any, number: int | None = None) -> KeyedRow:
+        return super().keyed({**values, "seed": 0}, number)
+
+
+@pytest.mark.control("Answers of a pipeline equal a job's lines, in any batches and order")
+@pytest.mark.parametrize("kind", [ByPosition, OfOneSeed])
+def test_lost_key_is_found(kind: type[PipelineRows], rows: PipelineRows, lines: list[str], control: Any):
+    with control():
+        check_equality(kind(rows.model, **rows.options), lines)
+
+
+def test_columns_have_text_and_error(rows: PipelineRows, lines: list[str]):
+    found = rows.answer(numbered(mixed_rows()))
+    texts, errors = found["answer_text"], found["answer_error"]
+    assert texts[0] == json.loads(lines[0])["outputs"][0]["text"]
+    assert texts[5] == json.loads(lines[5])["response"]["body"]["choices"][0]["message"]["content"]
+    assert [index for index, error in enumerate(errors) if error] == [4, 7, 10]
+    assert [index for index, text in enumerate(texts) if text is None] == [4, 7, 10]
+    assert errors[4].startswith("invalid_value: prompt=5 ")
+
+
+@pytest.mark.parametrize(
+    ("more", "is_answered"),
+    [({}, False), ({"custom_id": "a"}, True), ({"seed": 3}, True), ({"temperature": 0}, True), ({"index": 2}, True)],
+)
+def test_random_row_needs_a_key(more: dict[str, Any], is_answered: bool, rows: PipelineRows):
+    row = {"prompt": "add 1 2 =", **SAMPLING, **more}
+    if is_answered:
+        assert rows.answer([row])["answer_error"] == [None]
+    else:
+        with pytest.raises(
+            ConfigError, match=r"^a row is sampled at random \(temperature=1.5\) and has no key: .* seed"
+        ):
+            rows.answer([{"prompt": "add 2 3 =", "temperature": 0, "max_tokens": 30}, row])
+    # A call that raised leaves nothing behind.
+    assert len(rows.answer(numbered(mixed_rows()))["answer"]) == 16
+
+
+@pytest.mark.parametrize("key", [None, -1, "seven", 1.5, True])
+def test_invalid_key_is_an_error_row(key: Any, rows: PipelineRows):
+    good, bad = rows.answer([{"prompt": "add 1 2 =", **SAMPLING, "index": value} for value in (0, key)])["answer_error"]
+    assert good is None
+    assert bad.startswith(f"invalid_key: index={key!r} is not a row's key")
+
+
+def test_prompt_column_takes_every_kind(tmp_path: Path, rows: PipelineRows):
+    talk = [{"role": "user", "content": "copy a b ="}]
+    given = ["add 1 2 =", talk, [65, 66], None]
+    names = ("prompt", "messages", "prompt_token_ids", "prompt")
+    expected = lines_of_job(tmp_path, [{name: value, **SAMPLING} for name, value in zip(names, given, strict=True)])
+    own = PipelineRows(MODEL, prompt="question", sampling=SAMPLING, output="said", **OPTIONS)
+    # Columns that have a meaning in rows are left alone.
+    table = [{"question": value, "n": 7, "answer": "x"} for value in given]
+    try:
+        assert own.answer(table, first=0)["said"] == expected
+        keyed = PipelineRows(MODEL, prompt="question", key="id", sampling=SAMPLING, **OPTIONS)
+        (named,) = keyed.answer([{"question": given[0], "id": "first"}])["answer_text"]
+    finally:
+        own.close()
+    assert [named] == texts_of_job(tmp_path, [{"prompt": given[0], "custom_id": "first", **SAMPLING}])["first"]
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "message"),
+    [
+        ({"prompt": "question"}, {"text": "a"}, r"^prompt='question' is not a column: the table has text"),
+        ({"key": "id"}, {"prompt": "a"}, r"^key='id' is not a column: the table has prompt"),
+        ({}, {"prompt": "a", "answer_text": "b"}, r"^the table has a column 'answer_text' already: .* output="),
+        ({}, {"prompt": {1, 2}}, r"^a column has values of type set, which JSON lacks"),
+    ],
+)
+def test_unusable_column_is_an_error(options: dict[str, Any], row: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        PipelineRows(MODEL, **options).keyed(row)
+
+
+def test_engine_is_refused_for_replicas_and_launchers(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"^data_parallel_size=2: a pipeline worker has one replica"):
+        RowEngine(MODEL, data_parallel_size=2)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=r"^RANK and WORLD_SIZE are set"):
+        RowEngine(MODEL)
+
+
+def test_tables_and_frames_keep_their_columns(rows: PipelineRows, lines: list[str]):
+    given = [{**row, "more": index} for index, row in enumerate(numbered(mixed_rows()[:2]))]
+    table = rows.answer_table(pyarrow.Table.from_pylist(given[::-1]))
+    assert table["answer"].to_pylist() == lines[1::-1]
+    assert table["more"].to_pylist() == [1, 0]
+    # The column `n` has a null, so its integer is a float in pandas; a job's Parquet reader reads them as integers.
+    frame = pandas.DataFrame(given, index=[7, 9])
+    found = list(rows.answer_frames(iter([frame, frame[:0]])))
+    assert found[0]["answer"].tolist() == lines[:2]
+    assert found[0].index.tolist() == [7, 9]
+    assert list(found[1].columns) == list(found[0].columns)
+
+
+class Failing(RowEngine):
+    """Engine whose step raises, in each engine at step `at` as often as `times` says."""
+
+    at, times, error = 3, 1, RuntimeError("planted")
+
+    def _start(self) -> None:
+        super()._start()
+        execute, steps = self._engine.executor.execute_model, 0
+
+        def planted(*args: Any, **options: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == self.at and self.times > 0:
+                self.times -= 1
+                raise self.error
+            return execute(*args, **options)
+
+        self._engine.executor.execute_model = planted  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def failing() -> Iterator[Callable[..., Failing]]:
+    made = []
+
+    def make(**more: Any) -> Failing:
+        made.append(Failing(MODEL, **OPTIONS))
+        vars(made[-1]).update(more)
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.guarantee("A pipeline's engine that fails is replaced, and every row is answered once")
+def test_failed_engine_is_replaced(
+    failing: Callable[..., Failing], lines: list[str], caplog: pytest.LogCaptureFixture, rows: PipelineRows
+):
+    engine, given = failing(), [rows.keyed(row) for row in numbered(mixed_rows())]
+    found: list[tuple[int, bytes]] = []
+    engine.run(enumerate(given), lambda place, answer: found.append((place, answer.line)))
+    assert [(place, line.decode()[:-1]) for place, line in sorted(found)] == list(enumerate(lines))
+    assert [each for each in caplog.messages if "a new one answers" in each] == [
+        "the engine has failed, a new one answers 13 rows again: planted"
+    ]
+
+
+@pytest.mark.control("A pipeline's engine that fails is replaced, and every row is answered once")
+@pytest.mark.parametrize(
+    "more", [{"times": 99, "at": 1}, {"error": StepMismatchError("planted")}], ids=["again and again", "wrong bits"]
+)
+def test_engine_that_always_fails_raises(more: dict[str, Any], failing: Callable[..., Failing], rows: PipelineRows):
+    with pytest.raises((RuntimeError, StepMismatchError), match="planted"):
+        failing(**more).answer([rows.keyed(row) for row in numbered(mixed_rows())])
+
+
+def test_concurrent_prompts_equal_a_jobs(tmp_path: Path):
+    url = "/v1/chat/completions"
+    bodies = [{"messages": [{"role": "user", "content": prompt}], **SAMPLING} for prompt in prompts(20)]
+    expected = texts_of_job(tmp_path, [openai_row(content_name(url, body), url, body) for body in bodies])
+    chats = Prompts(ColumnModel(MODEL, OPTIONS, dict(SAMPLING), raises=False))
+
+    async def ask_all() -> list[Any]:
+        return await asyncio.gather(*(chats.prompt((prompt,)) for prompt in [*prompts(20), "x" * 3000]))
+
+    found = asyncio.run(ask_all())
+    assert found == [texts[0] for texts in expected.values()] + [None]
+    PipelineRows(MODEL, **OPTIONS).close()
+    with pytest.raises(RuntimeError, match=r"^the engine of these rows was closed"):
+        asyncio.run(chats.prompt(("add",)))
+
+
+def test_queue_reports_errors_to_its_rows(rows: PipelineRows):
+    waiting = RowQueue(rows.open())
+    with pytest.raises(ConfigError, match="has no key"):
+        asyncio.run(waiting.answer(KeyedRow(None, b'{"prompt": "add", "temperature": 1}')))
+    line = b'{"prompt": "add", "temperature": 0, "max_tokens": 2}'
+    assert asyncio.run(waiting.answer(KeyedRow(None, line))).error_code is None
