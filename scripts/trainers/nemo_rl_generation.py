@@ -21,6 +21,8 @@ from spmd_worker import LLM, SamplingParams
 
 
 class SpmdGeneration(GenerationInterface):
+    """Generation of a configuration with `model_name` and `_pad_token_id`."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         # The log-probabilities that NeMo-RL's policies compute: of logits divided by the temperature.
@@ -65,7 +67,7 @@ class SpmdGeneration(GenerationInterface):
             top_k=max(self.config["top_k"] or 0, 0),
             max_tokens=self.config["max_new_tokens"],
             stop_token_ids=tuple(self.config["stop_token_ids"] or ()),
-            stop=tuple([*(self.config["stop_strings"] or ()), *own]),
+            stop=(*(self.config["stop_strings"] or ()), *own),
             include_stop_str_in_output=True,
             logprobs=0,
         )
