@@ -23,8 +23,8 @@ _TEMPORARY: Final = "tmp"
 """Folder of files that are not complete. A killed writer leaves its file, which means nothing."""
 _STALE_S: Final = 24 * 3600.0
 """Age from which a temporary file has no writer."""
-_NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
-"""Errors of link(2) on a file system without hard links."""
+_NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+"""Errors of link(2) on a file system without hard links between folders."""
 
 
 class PosixStore:
@@ -154,9 +154,9 @@ def open_folder(folder: Path) -> PosixStore:
         _check_contents(folder)
         for name in FOLDERS:
             (folder / name).mkdir(exist_ok=True)
-        # In any case: a worker that was killed may have made them.
-        sync_folder(folder)
         _check_links(folder)
+        # In any case: a worker that was killed may have made the folders.
+        sync_folder(folder)
         _remove_stale(folder)
     except OSError as error:
         raise ConfigError(
@@ -179,7 +179,8 @@ def _check_contents(folder: Path) -> None:
 
 def _check_links(folder: Path) -> None:
     with temporary_file(folder, b"", is_durable=False) as temporary:
-        probe = temporary.with_name(f"{temporary.name}.link")
+        # In another folder, as objects are; hidden, so that nobody lists it.
+        probe = folder / FOLDERS[0] / f".{temporary.name}"
         try:
             os.link(temporary, probe)
             os.link(temporary, probe)
@@ -192,8 +193,8 @@ def _check_links(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 probe.unlink()
     raise ConfigError(
-        f"job.pool={folder} is on a file system without hard links: give a folder on another file system, or a name "
-        f"in an object store"
+        f"job.pool={folder} is on a file system without hard links between folders: give a folder on another file "
+        f"system, or a name in an object store"
     )
 
 

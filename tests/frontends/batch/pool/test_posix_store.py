@@ -95,7 +95,7 @@ def test_two_processes_race_for_every_name(num_races: int, tmp_path: Path):
 @pytest.mark.control("An object of a pool is created once")
 def test_race_check_detects_names_that_are_replaced(tmp_path: Path, control: Any):
     def link(source: Path, target: Path, **_: Any) -> None:
-        if target.suffix == ".link" and target.exists():
+        if target.name[0] == "." and target.exists():
             raise FileExistsError
         copyfile(source, target)
 
