@@ -608,10 +608,7 @@ class JobConfig:
         is_common=True,
     )
     output: str | None = command_option(
-        None,
-        "the file to write: JSONL, `.gz`, `.zst` or `.parquet`; with a `*` in its name, parts",
-        is_path=True,
-        is_common=True,
+        None, "the file to write: JSONL, `.gz`, `.zst` or `.parquet`", is_path=True, is_common=True
     )
     run_dir: str | None = command_option(
         None,

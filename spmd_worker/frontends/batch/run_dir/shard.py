@@ -81,7 +81,10 @@ def run_dir_of(job: JobConfig) -> Path:
     if not job.run_dir:
         output = output_of(job)
         name = f"{output.name.replace('*', '')}.run"
-        return Path(name) if isinstance(output, RemotePath) else output.with_name(name)
+        if isinstance(output, RemotePath):
+            return Path(name)
+        # A name may be missing, or be that of a folder: it is checked later.
+        return output.with_name(name) if "*" in output.name else Path(f"{output}.run")
     return Path(job.run_dir) if shard is None else shard.folder(Path(job.run_dir))
 
 
