@@ -40,7 +40,7 @@ class JobInput:
     ) -> None:
         self.num_rows = 0
         self.num_rows_by_adapter = dict.fromkeys(adapters, 0)
-        self.has_ended = False
+        self.has_ended = self._is_closed = False
         self.may_read: Callable[[], bool] = lambda: True
         self.keys: dict[int, RowKey] = {}
         self._done, self._input = done, shown_name(job.input or "")
@@ -67,8 +67,8 @@ class JobInput:
             if not self.is_ready():
                 return None
             index, line = (-1, b"") if self._has_all() else next(self._lines, (-1, b""))
-            if index < 0:
-                if self._num_unread_done:
+            if index < 0 or self._is_closed:
+                if self._num_unread_done and not self._is_closed:
                     raise ConfigError(
                         f"job.input={self._input} has {self.num_rows} rows now, and {self._num_unread_done} later rows "
                         f"were answered before: give the input and job.max_rows that the run began with, or another "
@@ -98,7 +98,8 @@ class JobInput:
         return None
 
     def close(self) -> None:
-        """End the thread that reads ahead, if there is one."""
+        """End the rows, and the thread that reads ahead if there is one. In any thread."""
+        self._is_closed = True
         if self._stream is not None:
             self._stream.close()
 

@@ -90,6 +90,8 @@ def check_names(job: JobConfig) -> None:
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
     """Whether the job makes the file, next to its output: a pattern for its input may match it too."""
+    if job.pool is not None and not is_remote(job.pool) and Path(job.pool).resolve() in path.resolve().parents:
+        return True
     output = output_of(job)
     if isinstance(output, RemotePath):
         return _is_reserved(path) and path.resolve().parent == run_dir_of(job).resolve()

@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from pool_worlds import DEFAULTS, MemoryStore, TurnedWorld, one_piece, write_row
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.base.errors import ConfigError, PoolError
+from spmd_worker.frontends.batch.input.input_files import find_inputs
 from spmd_worker.frontends.batch.input.input_index import InputIndex, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, Entry, RangeRecord, range_name
 from spmd_worker.frontends.batch.pool_world import merge, pool_index
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.parts import FinishedRow, decode_part, encode_part
+from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
 from spmd_worker.frontends.batch.run_dir.journal import RowKey
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 
@@ -460,3 +464,33 @@ def test_error_of_the_store_ends_the_world(job: JobConfig):
     for call in (world.rows.may_read, world.rows.is_ready, world.rows.next_row, lambda: world.output.show(0)):
         with pytest.raises(OSError, match="No space left"):
             call()
+
+
+def read_to_end(rows: JobInput) -> list[int]:
+    found = []
+    while not rows.has_ended:
+        row = rows.next_row()
+        found += [] if row is None else [row.row.index]
+    return found
+
+
+def test_rows_of_a_lost_lease_end_quietly(job: JobConfig):
+    """Regression: done rows that were not read yet counted as missing from the input."""
+    lines = StreamLines(iter([(number, b"{}") for number in range(6)]))
+    rows = JobInput(lines, job, RowLimits(), DEFAULTS, SpansDone(((3, 6),)))
+    while rows.next_row() is None:
+        continue
+    rows.close()
+    assert read_to_end(rows) == []
+    # Negative control: a stream that ends early is an input that has changed.
+    short = JobInput(StreamLines(iter(())), job, RowLimits(), DEFAULTS, SpansDone(((3, 6),)))
+    with pytest.raises(ConfigError, match="has 0 rows now, and 3 later rows were answered before"):
+        read_to_end(short)
+
+
+def test_pool_folder_is_no_input(tmp_path: Path):
+    job = job_in(tmp_path, input=str(tmp_path / "**"), pool=str(tmp_path / "pool"))
+    (tmp_path / "pool" / "ranges").mkdir(parents=True)
+    (tmp_path / "pool" / "ranges" / "00000000").write_text("{}")
+    found = find_inputs(job.input or "", partial(is_job_file, job))
+    assert found == (tmp_path / "rows.jsonl",)
