@@ -40,6 +40,9 @@ MOST_TICKS = 6000
 class History:
     """One pool, its worlds and what is done to them. Each world is a process group."""
 
+    FAULT_CHANCE = 0.25
+    """Of a tick."""
+
     def __init__(self, folder: Path, seed: int, lease_s: float) -> None:
         self.random, self.folder, self.seed = random.Random(seed), folder, seed
         self.figures = dict.fromkeys(("worlds", "kills", "pauses", "terms", "rows", "computed", "lost"), 0)
@@ -67,7 +70,7 @@ class History:
         while not self._has_ended():
             self._wait("the pool")
             self._reap()
-            if num_faults and self.random.random() < 0.25:
+            if num_faults and self.random.random() < self.FAULT_CHANCE:
                 num_faults -= 1
                 self.random.choice([self._add, self._kill, self._pause, self._terminate])()
             if not [pid for pid, until in self._running.items() if not until]:
@@ -188,12 +191,15 @@ class History:
 
 
 class LaunchedHistory(History):
-    """Worlds are launches of the demo model."""
+    """Worlds are launches of the demo model, which take seconds to start."""
+
+    FAULT_CHANCE = 0.02
 
     LAYOUTS = ((1, ""), (1, ""), (2, "tensor_parallel_size"), (2, "data_parallel_size"), (2, "pipeline_parallel_size"))
 
     def __init__(self, folder: Path, seed: int, lease_s: float) -> None:
         super().__init__(folder, seed, lease_s)
+        self.figures["rows"] *= 3
         rows: list[dict[str, Any]] = [
             {"prompt": f"add {index} 7 =", "max_tokens": 40 + index % 50, "ignore_eos": True, "temperature": index % 2}
             for index in range(self.figures["rows"])
