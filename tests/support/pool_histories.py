@@ -1,7 +1,8 @@
 """Histories of a pool: processes that are added, killed, paused, slowed and asked to end at random. A script.
 
-    pool_histories.py FOLDER FIRST NUMBER AT_ONCE LEASE_S [FLAW]
+    pool_histories.py FOLDER FIRST NUMBER AT_ONCE LEASE_S [FLAW | launches]
 
+With `launches` the processes are launches of the demo model under any layout, else answers are digests.
 Prints one JSON object with figures of all histories; a failed one leaves its folder and its traceback in it.
 """
 
@@ -12,17 +13,20 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ranks
 from pool_worlds import one_piece, run_world, write_rows
 
 from spmd_worker.base.config.schema import JobConfig
-from spmd_worker.frontends.batch.pool import lease_log, protocol
+from spmd_worker.frontends.batch.pool import lease_log
 from spmd_worker.frontends.batch.pool.posix_store import PosixStore, open_folder
 from spmd_worker.frontends.batch.pool.records import Entry, RangeRecord, number_and_entry
 from spmd_worker.frontends.batch.pool_world import merge
@@ -30,18 +34,19 @@ from spmd_worker.frontends.batch.pool_world import merge
 SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
 MAX_WORLDS = 6
 TICK_S = 0.05
-LIMIT_S = 180.0
+MOST_TICKS = 6000
 
 
 class History:
-    """One pool, its worlds and what is done to them."""
+    """One pool, its worlds and what is done to them. Each world is a process group."""
 
     def __init__(self, folder: Path, seed: int, lease_s: float) -> None:
         self.random, self.folder, self.seed = random.Random(seed), folder, seed
         self.figures = dict.fromkeys(("worlds", "kills", "pauses", "terms", "rows", "computed", "lost"), 0)
         self._lease_s = lease_s
-        self._running: dict[int, float] = {}
-        """Worlds that run, and when a paused one goes on."""
+        self._tick = 0
+        self._running: dict[int, int] = {}
+        """Worlds that run, and the tick at which a paused one goes on."""
         num_rows = self.random.randint(40, 160)
         write_rows(folder / "rows.jsonl", num_rows)
         self.figures["rows"] = num_rows
@@ -58,11 +63,9 @@ class History:
 
     def run(self) -> dict[str, Any]:
         num_faults = self.random.randint(0, 8)
-        until_s = time.monotonic() + LIMIT_S
         self._add()
         while not self._has_ended():
-            assert time.monotonic() < until_s, "the pool does not end"
-            time.sleep(TICK_S)
+            self._wait("the pool")
             self._reap()
             if num_faults and self.random.random() < 0.25:
                 num_faults -= 1
@@ -70,11 +73,15 @@ class History:
             if not [pid for pid, until in self._running.items() if not until]:
                 self._add()
         while self._running:
-            assert time.monotonic() < until_s, "a world does not end"
+            self._wait("a world")
             self._reap()
-            time.sleep(TICK_S)
         self._check()
         return self.figures
+
+    def _wait(self, what: str) -> None:
+        self._tick += 1
+        assert self._tick < MOST_TICKS, f"{what} does not end"
+        time.sleep(TICK_S)
 
     def _has_ended(self) -> bool:
         return any((self.folder / "pool" / "merged").glob("merge.*")) and b'"end"' in b"".join(
@@ -85,17 +92,24 @@ class History:
         if len(self._running) >= MAX_WORLDS:
             return
         self.figures["worlds"] += 1
+        self._running[self._start()] = 0
+
+    def _start(self) -> int:
         seed, step_s = self.random.random(), self.random.choice([0.005, 0.02, 0.1])
         pid = os.fork()
         if pid == 0:
             code = 1
+            os.setpgid(0, 0)
             try:
                 code = run_world(self.job, int(seed * 1e9), self.folder / "computed", step_s)
             except BaseException:
                 (self.folder / f"error.{os.getpid()}").write_text(traceback.format_exc())
             finally:
                 os._exit(code)
-        self._running[pid] = 0.0
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            # Either of the two comes first.
+            os.setpgid(pid, pid)
+        return pid
 
     def _victim(self) -> int | None:
         pids = [pid for pid, until in self._running.items() if not until]
@@ -104,37 +118,47 @@ class History:
     def _kill(self) -> None:
         if (pid := self._victim()) is not None:
             self.figures["kills"] += 1
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
 
     def _terminate(self) -> None:
         if (pid := self._victim()) is not None:
             self.figures["terms"] += 1
-            os.kill(pid, signal.SIGTERM)
+            os.killpg(pid, signal.SIGTERM)
 
     def _pause(self) -> None:
         if (pid := self._victim()) is not None:
             self.figures["pauses"] += 1
-            os.kill(pid, signal.SIGSTOP)
-            self._running[pid] = time.monotonic() + self._lease_s * self.random.choice([0.3, 1.3, 2.0])
+            os.killpg(pid, signal.SIGSTOP)
+            pause_s = self._lease_s * self.random.choice([0.3, 1.3, 2.0])
+            self._running[pid] = self._tick + 1 + int(pause_s / TICK_S)
 
     def _reap(self) -> None:
-        for pid, until_s in list(self._running.items()):
-            if until_s and time.monotonic() >= until_s:
-                self._running[pid] = 0.0
+        for pid, until in list(self._running.items()):
+            if until and self._tick >= until:
+                self._running[pid] = 0
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+                    os.killpg(pid, signal.SIGCONT)
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 del self._running[pid]
                 code = os.waitstatus_to_exitcode(status)
                 errors = [path.read_text() for path in self.folder.glob("error.*")]
-                assert code in (0, 143, -signal.SIGTERM, -signal.SIGKILL), (code, errors)
+                assert self._is_expected(code), (code, errors)
+
+    def _is_expected(self, code: int) -> bool:
+        return code in (0, 143, -signal.SIGTERM, -signal.SIGKILL)
 
     def _check(self) -> None:
         output = Path(self.job.output or "")
-        expected = one_piece(self.folder / "rows.jsonl", self.folder / f"one{''.join(output.suffixes)}")
-        assert output.read_bytes() == expected, "not the bytes of one piece"
+        assert output.read_bytes() == self._expected(), "not the bytes of one piece"
         assert sorted(path.name for path in self.folder.glob("out*")) == [output.name], "partial files are left"
+        self._check_work()
+
+    def _expected(self) -> bytes:
+        suffixes = "".join(Path(self.job.output or "").suffixes)
+        return one_piece(self.folder / "rows.jsonl", self.folder / f"one{suffixes}")
+
+    def _check_work(self) -> None:
         computed = (self.folder / "computed").read_text().split()
         self.figures["computed"] = len(computed)
         assert {int(row) for row in computed} == set(range(self.figures["rows"]))
@@ -163,6 +187,57 @@ class History:
         return rows, num_lost
 
 
+class LaunchedHistory(History):
+    """Worlds are launches of the demo model."""
+
+    LAYOUTS = ((1, ""), (1, ""), (2, "tensor_parallel_size"), (2, "data_parallel_size"), (2, "pipeline_parallel_size"))
+
+    def __init__(self, folder: Path, seed: int, lease_s: float) -> None:
+        super().__init__(folder, seed, lease_s)
+        rows: list[dict[str, Any]] = [
+            {"prompt": f"add {index} 7 =", "max_tokens": 40 + index % 50, "ignore_eos": True, "temperature": index % 2}
+            for index in range(self.figures["rows"])
+        ]
+        rows[13] = {"prompt": 7}
+        rows[5] |= {"custom_id": "a"}
+        rows[-1] |= {"custom_id": "a"}
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def _start(self) -> int:
+        size, key = self.random.choice(self.LAYOUTS)
+        job = {key: getattr(self.job, key) for key in ("pool", "lease_s", "lease_rows", "commit_rows", "commit_s")}
+        return self._launch(size, [f"parallel.{key}={size}"] if key else [], self.job.output or "", job).pid
+
+    def _launch(
+        self, size: int, layout: Sequence[str], output: str, job: Mapping[str, Any]
+    ) -> "subprocess.Popen[bytes]":
+        python = [sys.executable] if size == 1 else [*ranks.torchrun(size)]
+        words = [*python, str(ranks.REPOSITORY / "launch.py"), f"model.path={ranks.REPOSITORY}/scripts/demo/model"]
+        words += ["model.dtype=float32", "device=cpu", "cache.num_blocks=512", "executor.timeout_s=60", *layout]
+        words += [f"scheduler.max_num_seqs={self.random.choice([4, 16])}", f"job.input={self.job.input}"]
+        words += [f"job.output={output}", *(f"job.{key}={value}" for key, value in job.items())]
+        with open(self.folder / f"log.{len(self._started)}", "wb") as log:
+            process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        self._started.append(process)
+        return process
+
+    def _is_expected(self, code: int) -> bool:
+        # torchrun reports its own end by a signal, and the kill of a rank, as 1.
+        return code in (0, 1, 143, -signal.SIGTERM, -signal.SIGKILL) and not any(
+            b"Traceback" in path.read_bytes() and b"SignalException" not in path.read_bytes()
+            for path in self.folder.glob("log.*")
+        )
+
+    def _expected(self) -> bytes:
+        output = self.folder / f"one{''.join(Path(self.job.output or '').suffixes)}"
+        assert self._launch(1, [], str(output), {}).wait() == 0
+        return output.read_bytes()
+
+    def _check_work(self) -> None:
+        _, self.figures["lost"] = self._lost()
+
+
 def plant(flaw: str) -> None:
     """Break a rule on purpose."""
     if flaw == "no fencing":
@@ -176,7 +251,7 @@ def plant(flaw: str) -> None:
         rows_of = merge._rows_of
 
         def first(store: Any, done: Any) -> Any:
-            part = min(done.parts[:1] or done.parts, key=lambda each: each.name)
+            part = done.parts[0]
             start, stop = part.spans[0][0], part.spans[-1][1]
             try:
                 return rows_of(store, replace(done, start=start, stop=stop, parts=(part,)))
@@ -184,22 +259,15 @@ def plant(flaw: str) -> None:
                 return merge.decode_part(part.name, store.read(part.name))
 
         merge._rows_of = first
-    elif flaw == "dead at once":
-        # Every lease may be taken over: rows are computed again without a kill.
-        protocol.live_workers = lambda member: iter_value(frozenset({member.worker}))  # type: ignore[assignment]
     else:
         assert not flaw, flaw
-
-
-def iter_value(value: Any) -> Any:
-    return value
-    yield
 
 
 def main() -> None:
     folder, first, number, at_once, lease_s, *flaws = sys.argv[1:]
     logging.disable()
-    plant("".join(flaws))
+    kind = LaunchedHistory if "launches" in flaws else History
+    plant("".join(flaws).removeprefix("launches"))
     pending, running, results = list(range(int(first), int(first) + int(number))), {}, []
     while pending or running:
         while pending and len(running) < int(at_once):
@@ -208,7 +276,7 @@ def main() -> None:
             own.mkdir(parents=True)
             pid = os.fork()
             if pid == 0:
-                run_one(own, seed, float(lease_s))
+                run_one(kind, own, seed, float(lease_s))
             running[pid] = own
         pid, _ = os.wait()
         own = running.pop(pid)
@@ -220,15 +288,15 @@ def main() -> None:
     print(json.dumps({"histories": len(results), **figures, "failed": failed}))
 
 
-def run_one(folder: Path, seed: int, lease_s: float) -> None:
-    history, error = History(folder, seed, lease_s), None
+def run_one(kind: type[History], folder: Path, seed: int, lease_s: float) -> None:
+    history, error = kind(folder, seed, lease_s), None
     try:
         history.run()
     except BaseException:
         error = traceback.format_exc()[-3000:]
         for pid in history._running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
     (folder / "result.json").write_text(json.dumps({**history.figures, "seed": seed, "error": error}))
     os._exit(0)
 

@@ -172,10 +172,13 @@ def custom_id_digest(custom_id: str) -> bytes:
     return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
+DUPLICATE_CODE: Final = "duplicate_custom_id"
+
+
 def duplicate_error(index: int, custom_id: str | None, shape: ErrorShape) -> RowError:
     """Error of a row whose custom_id an earlier row had."""
     message = f"custom_id={shown(custom_id)} was used by an earlier row: every custom_id must be unique"
-    return RowError(index, custom_id, shape, "duplicate_custom_id", message)
+    return RowError(index, custom_id, shape, DUPLICATE_CODE, message)
 
 
 class CustomIds:

@@ -24,6 +24,7 @@ PAUSES_S: Final = (0.1, 0.3, 1.0, 3.0, *(10.0,) * 60)
 _MUCH_S: Final = 1.0
 """A pause that is reported."""
 _HEARTBEATS_A_LEASE: Final = 4
+_JOIN_S: Final = 5.0
 _PERMANENT: Final = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 )
@@ -103,7 +104,8 @@ class Heartbeats:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ending.set()
-        self._thread.join()
+        # A store that hangs must not hold the end up; a late heartbeat of a worker that has left has no effect.
+        self._thread.join(_JOIN_S)
 
     def send(self) -> None:
         """Send one heartbeat. Raises OSError."""

@@ -37,13 +37,15 @@ class PosixStore:
         path = self._path(name)
         with temporary_file(self.folder, data, is_durable=True) as temporary:
             make_folder_durably(path.parent)
+            # Entries before this one, whose writers may have been killed before they synced: after a power loss there
+            # must be no entry without those that it was built on.
+            sync_folder(path.parent)
             try:
-                os.link(temporary, path, follow_symlinks=False)
+                os.link(temporary, path)
                 is_created = True
             except FileExistsError:
                 is_created = False
-            # Of an existing name too: its creator, or an earlier try, may not have come this far. So whatever a worker
-            # builds on is durable, and a log has no holes after a power loss.
+            # Of an existing name too: an earlier try may not have come this far.
             sync_folder(path.parent)
         return is_created
 
@@ -150,6 +152,10 @@ def open_folder(folder: Path) -> PosixStore:
     try:
         make_folder_durably(folder)
         _check_contents(folder)
+        for name in FOLDERS:
+            (folder / name).mkdir(exist_ok=True)
+        # In any case: a worker that was killed may have made them.
+        sync_folder(folder)
         _check_links(folder)
         _remove_stale(folder)
     except OSError as error:
@@ -175,8 +181,8 @@ def _check_links(folder: Path) -> None:
     with temporary_file(folder, b"", is_durable=False) as temporary:
         probe = temporary.with_name(f"{temporary.name}.link")
         try:
-            os.link(temporary, probe, follow_symlinks=False)
-            os.link(temporary, probe, follow_symlinks=False)
+            os.link(temporary, probe)
+            os.link(temporary, probe)
         except FileExistsError:
             return
         except OSError as error:

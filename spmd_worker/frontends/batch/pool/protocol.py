@@ -5,6 +5,7 @@ name is created once. Heartbeats and clocks only decide when another worker may 
 operations on the store; they know neither threads nor clocks.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 from enum import Enum
 from typing import Final
@@ -131,13 +132,19 @@ def _read_open(member: Member) -> Steps[None]:
     """Bring `member.open` up to date: listings of the blocks that have open ranges, and reads of logs that grew."""
     if member.open is None:
         member.open = dict.fromkeys(range(member.next_number))
-    for block in sorted({number // BLOCK_RANGES for number in member.open}):
-        for number in (yield from _list_numbers(DONE, block)):
-            member.open.pop(number, None)
-        if any(number // BLOCK_RANGES == block for number in member.open):
+    blocks: defaultdict[int, list[int]] = defaultdict(list)
+    for number in member.open:
+        blocks[number // BLOCK_RANGES].append(number)
+    for block, numbers in blocks.items():
+        done = yield from _list_numbers(DONE, block)
+        for number in numbers:
+            if number in done:
+                del member.open[number]
+        if any(number not in done for number in numbers):
             entries = yield from _list_numbers(RANGES, block)
-            for number in [number for number in member.open if number // BLOCK_RANGES == block]:
-                yield from _read_log(member, number, entries.get(number, 1))
+            for number in numbers:
+                if number not in done:
+                    yield from _read_log(member, number, entries.get(number, 1))
 
 
 def _list_numbers(folder: str, block: int) -> Steps[dict[int, int]]:
@@ -195,9 +202,11 @@ def hand_back(member: Member, lease: Lease) -> Steps[bool]:
     """Hand a lease back: another worker takes it up at once, with the parts that it has. False: it was lost before."""
     if not (yield from _settle(member, lease)):
         return False
-    if lease.log.is_over or lease.log.holder is None:
+    if lease.log.is_over:
         return True
-    is_handed_back = yield from _append(member, lease, Entry("handback", member.worker, next(member.nonces)))
+    is_handed_back = lease.log.holder is None or (
+        yield from _append(member, lease, Entry("handback", member.worker, next(member.nonces)))
+    )
     forget(member, lease)
     return is_handed_back
 
@@ -257,7 +266,8 @@ def read_done(member: Member, number: int, start: int) -> Steps[DoneRecord]:
 def remove_garbage(block: int, named: frozenset[str]) -> Steps[int]:
     """Delete the parts of a block's ranges that no entry names. Only when all of them are done. Returns how many."""
     listed: list[Listed] = yield List(block_prefix(PARTS, block))
-    garbage = [each.name for each in listed if each.name not in named]
+    found = [(each.name, number_and_entry(each.name)) for each in listed if each.name not in named]
+    garbage = [name for name, number in found if number is not None and number[0] // BLOCK_RANGES == block]
     for name in garbage:
         yield Delete(name)
     return len(garbage)

@@ -32,7 +32,7 @@ MAX_WORKER_CHARACTERS: Final = 100
 _FORMAT_VERSION: Final = 1
 _DIGEST_BYTES: Final = 16
 _WORKER: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_WORKER_CHARACTERS}}}")
-_RANGE_NAME: Final = re.compile(r"(?:ranges|done)/(\d{8,})(?:\.(\d{4,}))?")
+_RANGE_NAME: Final = re.compile(rf"(?:ranges|done|parts)/(\d{{8,}})(?:\.(\d{{4,}})(?:\.{_WORKER.pattern}\.\d+)?)?")
 _WORKER_NAME: Final = re.compile(rf"{WORKERS}/({_WORKER.pattern})\.(json|beat|end)")
 
 Spans = tuple[tuple[int, int], ...]
@@ -194,7 +194,7 @@ def block_prefix(folder: str, block: int) -> str:
 
 
 def number_and_entry(name: str) -> tuple[int, int] | None:
-    """(range, entry) of an object in ranges/ or done/; None for a foreign file."""
+    """(range, entry) of an object in ranges/, done/ or parts/; None for a foreign file."""
     found = _RANGE_NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 1))
 

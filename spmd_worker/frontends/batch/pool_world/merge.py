@@ -26,6 +26,7 @@ from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool_world.parts import decode_part
 from spmd_worker.frontends.batch.run_dir.journal import NO_CUSTOM_ID, JournalRecord
 from spmd_worker.frontends.batch.run_dir.provenance import DigestChain
+from spmd_worker.frontends.openai.row_parser import DUPLICATE_CODE
 
 PROVENANCE: Final = f"{MERGED}/provenance.json"
 """The provenance of the output, in the pool."""
@@ -96,7 +97,7 @@ class MergedRows:
         code, media_digest = record.error_code, record.media_digest
         if record.custom_id != NO_CUSTOM_ID:
             if record.custom_id in self._custom_ids and not record.is_rejected:
-                line, code, media_digest = duplicate_line(record.row, line), "duplicate_custom_id", ""
+                line, code, media_digest = duplicate_line(record.row, line), DUPLICATE_CODE, ""
             self._custom_ids.add(record.custom_id)
         if code is not None:
             self.error_codes[code] += 1

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from pool_simulator import MemoryStore
+from simulated_worker import MemoryStore
 
 from spmd_worker.base.errors import ConfigError, PoolError
 from spmd_worker.frontends.batch.pool.members import Lease, Member, heartbeat, join, leave
@@ -223,6 +223,8 @@ def test_garbage_is_what_no_entry_names():
     assert pool.commit(member, pool.claim(member))
     named = frozenset(part.name for part in pool.run(read_done(member, 0, 0)).parts)
     pool.store.objects["parts/00000000.0002.dead.7"] = b"lines", 0
+    named |= {"parts/00000000.backup", "parts/000001234.0002.a.1"}
+    pool.store.objects |= dict.fromkeys(named - pool.store.objects.keys(), (b"", 0))
     assert pool.run(remove_garbage(0, named)) == 1
     assert {name for name in pool.store.objects if name.startswith("parts/")} == named
 

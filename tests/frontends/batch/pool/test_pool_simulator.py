@@ -1,7 +1,7 @@
 """Exactly once in a pool, whatever happens between two operations: simulated histories, and rules broken on purpose.
 
 Every interleaving of two workers up to a depth, and random ones of two to six. Each history ends with the whole output;
-`pool_simulator.History.check` has the promises.
+`simulated_history.History.check` has the promises.
 """
 
 from collections import Counter
@@ -11,7 +11,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from pool_simulator import Action, Flaws, History, LocalTime, Plan, Violation, explore, random_history
+from pool_simulator import explore, random_history
+from simulated_history import Action, History
+from simulated_worker import Flaws, LocalTime, Plan, Violation
 from stress_seed import SEED
 
 from spmd_worker.base.errors import PoolError
@@ -80,7 +82,7 @@ def test_every_interleaving_keeps_every_row(scenario: str, num_faults: int, dept
 
 @pytest.mark.stress
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize(("num_faults", "depth"), [(1, 30), (2, 12), (3, 7)])
+@pytest.mark.parametrize(("num_faults", "depth"), [(1, 24), (2, 9), (3, 6)])
 def test_deep_interleavings_keep_every_row(scenario: str, num_faults: int, depth: int):
     found = explore(lambda: two_workers(scenario, num_faults), depth)
     print(f"\nPOOL INTERLEAVINGS {scenario}, {num_faults} faults, depth {depth}: {found} states, histories", end="")

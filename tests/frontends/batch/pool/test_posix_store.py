@@ -1,14 +1,18 @@
 """The store of a pool in a folder: an object is created once, complete or not there, however its writer ends."""
 
 import errno
+import json
 import os
+import sys
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import preloaded
 import pytest
+import ranks
 from forked_child import in_child
 from killed_writer import KILLED, FileCalls, calls_on_files
 
@@ -145,3 +149,25 @@ def test_folder_with_other_files_is_refused(tmp_path: Path):
         open_folder(tmp_path)
     (tmp_path / "job.json").write_text("")
     open_folder(tmp_path)
+
+
+@pytest.mark.guarantee("An object of a pool is created once", is_control_inside=True)
+def test_power_loss_leaves_complete_objects_and_logs(tmp_path: Path):
+    library = preloaded.build("recorded_io", tmp_path)
+
+    def run(broken: str) -> dict[str, Any]:
+        folder = tmp_path / f"machine {broken}" / "pool"
+        folder.parent.mkdir()
+        # A fresh interpreter: what is preloaded is loaded when a program starts.
+        command = [sys.executable, str(ranks.SUPPORT / "pool_power_loss.py"), str(folder), broken]
+        path = os.pathsep.join(ranks.IMPORT_PATH)
+        done = ranks.run_command(command, 600.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path})
+        assert done.returncode == 0, done.output
+        return json.loads(done.stdout)
+
+    found = run("")
+    assert found["troubles"] == []
+    assert found["states"] > 200
+    assert "parts/00000000.0002.a.1 is incomplete" in run("files")["troubles"]
+    assert "ranges/00000000 is lost" in run("folders")["troubles"]
+    assert run("first")["troubles"] == ["the log has a hole: [True, True, False, True]"]

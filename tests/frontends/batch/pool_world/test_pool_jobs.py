@@ -1,0 +1,121 @@
+"""Jobs in a pool, with an engine: ended and begun again in this process, under two layouts' keys."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cut_jobs import Ended
+from ranks import REPOSITORY
+
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.base.errors import ConfigError, JobError
+from spmd_worker.frontends.batch import job as job_module
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
+from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
+from spmd_worker.frontends.batch.run_dir.world import world_dir
+from spmd_worker.ranks.environment import RankEnvironment
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+NUM_ROWS = 24
+
+
+def config_of(folder: Path, **job: Any) -> RunConfig:
+    settings = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), **job}
+    return RunConfig(
+        model=ModelOptions(path=str(MODEL), dtype="float32"),
+        cache=CacheConfig(num_blocks=256),
+        scheduler=SchedulerConfig(max_num_seqs=8),
+        job=JobConfig(**settings),
+        device="cpu",
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows: list[Any] = [{"prompt": f"add {index} 7 =", "max_tokens": 3} for index in range(NUM_ROWS)]
+    rows[3] |= {"custom_id": "a", "temperature": 0.9}
+    rows[20] |= {"custom_id": "a"}
+    rows[7] = {"prompt": 7}
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def run(config: RunConfig) -> None:
+    run_job(config, RankEnvironment())
+
+
+def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """And a third one, which comes after the end, loads no model."""
+    run(config_of(folder, output=str(folder / "one.jsonl")))
+    config = config_of(folder, pool=str(folder / "pool"), lease_rows=16, commit_rows=2, step_log=True)
+    num_left = [9]
+    append = PoolWorker.append
+
+    def end(worker: PoolWorker, *given: Any) -> None:
+        append(worker, *given)
+        num_left[0] -= 1
+        if not num_left[0]:
+            raise Ended
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PoolWorker, "append", end)
+        with pytest.raises(Ended):
+            run(config)
+    assert not (folder / "out.jsonl").exists()
+    run(replace(config, scheduler=SchedulerConfig(max_num_seqs=3)))
+    assert (folder / "out.jsonl").read_bytes() == (folder / "one.jsonl").read_bytes()
+    metrics = json.loads((run_dir_of(config.job) / "metrics.json").read_text())
+    assert (metrics["rows"], metrics["resumed_rows"]) == (NUM_ROWS - 9, 0)
+    provenance = json.loads((run_dir_of(config.job) / "provenance.json").read_text())
+    of_pool = json.loads((folder / "pool" / "merged" / "provenance.json").read_text())
+    assert {**provenance["output"], "path": ""} == {**of_pool["output"], "path": ""}
+    assert of_pool["answers"] == provenance["answers"]
+    assert of_pool["error_codes"].pop("duplicate_custom_id") == 1
+    assert list(of_pool["error_codes"].values()) == [1]
+    ends = [json.loads(path.read_text())["how"] for path in sorted((folder / "pool" / "workers").glob("*.end"))]
+    assert sorted(ends) == ["ended", "failed"]
+    monkeypatch.setattr(job_module, "start_engine", lambda *_: pytest.fail("the engine was started"))
+    run(config)
+    with pytest.raises(JobError, match=r"2 error rows are more than job\.max_error_rows=1"):
+        run(replace(config, job=replace(config.job, max_error_rows=1)))
+    with pytest.raises(ConfigError, match=r"^seed is 5, and 0 in the pool"):
+        run(replace(config, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"resume": "never"}, r"^job\.resume=never and job\.pool=.*: leave out job\.resume"),
+        ({"resume": "force"}, r"^job\.resume=force and job\.pool="),
+        ({"shard": "0/2"}, r"^job\.shard=0/2 and job\.pool=.* leave out one of them"),
+        ({"input": "-"}, r"^job\.input=- is a stream"),
+    ],
+)
+def test_contradicting_keys_are_rejected(folder: Path, change: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        run(config_of(folder, pool=str(folder / "pool"), **change))
+    assert not (folder / "pool").exists()
+
+
+def test_other_folder_is_no_pool(folder: Path):
+    (folder / "pool").mkdir()
+    (folder / "pool" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"pool is not a pool: it has 'notes\.txt'"):
+        run(config_of(folder, pool=str(folder / "pool")))
+    assert [path.name for path in (folder / "pool").iterdir()] == ["notes.txt"]
+
+
+def test_ranks_of_a_launch_share_a_folder():
+    job = JobConfig(pool="p")
+    alone = world_dir(job, {})
+    assert alone.parent == Path("p/worlds")
+    assert world_dir(replace(job, run_dir="r"), {}) == Path("r") / alone.name
+    ranks = [{"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "n1.x", "MASTER_PORT": "29500"} for rank in range(2)]
+    local = {world_dir(job, {**each, "LOCAL_WORLD_SIZE": "4"}) for each in ranks}
+    wide = {world_dir(job, {**each, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a/b"}) for each in ranks}
+    assert len(local) == 1
+    assert wide == {Path("p/worlds/n1-x-29500-a-b")}
+    assert len({alone, *local, *wide}) == 3
