@@ -179,3 +179,22 @@ def forked_workers_of_module() -> Iterator[None]:
 
     with forked():
         yield
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[object]:
+    """moto's S3 over HTTP, with faults: tests/support/s3_server.py."""
+    from s3_server import S3Server
+
+    server = S3Server()
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server: object, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[object]:
+    """The server, in use, without faults, with an empty bucket `s3.bucket`; retries do not wait."""
+    from s3_server import use_server
+
+    yield from use_server(s3_server, monkeypatch, request.node.name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_worker.base.config.plain_values import plain_text
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.base.remote_names import is_remote
 from spmd_worker.compat.audio_reading import open_encoder_prompts
 from spmd_worker.compat.image_reading import open_image_prompts
 from spmd_worker.engine.call_guard import CallGuard
@@ -328,7 +329,7 @@ def adapters_of(request: Request) -> tuple[int, ...]:
 
 def _folder_of_input(name: str | None) -> Path | None:
     """Folder under which the rows of a job may name files: that of its input, or that above the first pattern."""
-    if name is None or name == "-":
+    if name is None or name == "-" or is_remote(name):
         return None
     folder = Path(name).absolute().parent
     return next((each for each in (folder, *folder.parents) if not glob.has_magic(str(each)) or each.is_dir()), None)

@@ -19,6 +19,7 @@ from typing import Any, Final
 from spmd_worker.base.errors import CheckpointError, ModelConfigError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file, write_json
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.base.remote_names import is_remote
 from spmd_worker.model_config.hub_cache import (
     ModelLocation,
     absence_note,
@@ -30,6 +31,7 @@ from spmd_worker.model_config.hub_cache import (
     repository_folder,
     unknown_files,
 )
+from spmd_worker.model_config.remote_model import locate_remote_model
 from spmd_worker.model_config.sentence_folder import POOLING_FILES, module_folders
 from spmd_worker.model_config.tensor_names import STATE_FILE
 
@@ -79,10 +81,13 @@ class _Wanted:
 
 
 def locate_model(path: str, revision: str | None, *, needs_weights: bool = True) -> ModelLocation:
-    """The folder `path`, or the snapshot of the hub's model of that name at `revision` (main). Missing files are
-    downloaded, unless HF_HUB_OFFLINE is set; a snapshot that lacks nothing but possible pooling files is used if the
-    hub cannot be reached. Raises ModelConfigError, with the files and folders that were searched.
+    """The folder `path`, a copy of it if it is remote, or the snapshot of the hub's model of that name at `revision`
+    (main). Missing files are downloaded, unless HF_HUB_OFFLINE is set; a snapshot that lacks nothing but possible
+    pooling files is used if the hub cannot be reached. Raises ModelConfigError, with the files and folders that were
+    searched.
     """
+    if is_remote(path):
+        return locate_remote_model(path, _FILES if needs_weights else _SETTINGS, _NOT_FETCHED)
     folder = Path(path)
     if folder.is_dir() or not is_hub_name(path):
         if revision is not None:

@@ -80,6 +80,7 @@ OPTIONAL = {
     "PIL": ("spmd_worker.media",),
     "soundfile": ("spmd_worker.media",),
     "soxr": ("spmd_worker.media",),
+    "fsspec": ("spmd_worker.base.remote_files", "spmd_worker.base.remote_store"),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules and folders that may import them, where they are needed and not before."""

@@ -608,7 +608,10 @@ class JobConfig:
         is_common=True,
     )
     output: str | None = command_option(
-        None, "the file to write: JSONL, `.gz`, `.zst` or `.parquet`", is_path=True, is_common=True
+        None,
+        "the file to write: JSONL, `.gz`, `.zst` or `.parquet`; with a `*` in its name, parts",
+        is_path=True,
+        is_common=True,
     )
     run_dir: str | None = command_option(
         None,
@@ -647,6 +650,7 @@ class JobConfig:
     input_index: str | None = command_option(
         None, "index of the input, of `spmd-worker-index`: shards need not count the rows before theirs", is_path=True
     )
+    part_rows: int = command_option(100_000, "rows of each part of an output in parts (`part-*.jsonl`)", least=1)
     commit_rows: int = command_option(256, "finished rows are made durable every N rows", least=1)
     commit_s: float = command_option(5.0, "and every N seconds", least=0)
     step_log: bool = command_option(

@@ -7,6 +7,7 @@ from typing import Final
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.prometheus import PrometheusFile
+from spmd_worker.base.remote_names import shown_name
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_counts import JobCounts
 from spmd_worker.frontends.batch.progress import Progress
@@ -42,7 +43,7 @@ class JobInput:
         self.has_ended = False
         self.may_read: Callable[[], bool] = lambda: True
         self.keys: dict[int, RowKey] = {}
-        self._done, self._input = done, job.input
+        self._done, self._input = done, shown_name(job.input or "")
         self._num_unread_done = done.num_rows
         self._max_rows, self._defaults, self._limits = job.max_rows, defaults, limits
         # A slow stream must not delay the rows that it has already written.

@@ -1,7 +1,7 @@
 """Rank 0's state of a job, from its checked files to the complete output: locks, manifest, input, journal."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input_check import InputCheck
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput, write_lines
+from spmd_worker.frontends.batch.output_parts import PARTS_NAME, is_parts
+from spmd_worker.frontends.batch.parts_thread import PartsThread
 from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
 from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
@@ -50,6 +52,7 @@ from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
 
+_LINES_PER_CALL: Final = 256
 _SCAN_S: Final = 1.0
 """Time that a start waits for the scan of its input; then the scan continues in parallel."""
 
@@ -67,6 +70,7 @@ class OpenRun:
     ) -> None:
         self.lock, self.manifest, self.run_dir = lock, manifest, journal.folder
         self._job, self._journal, self._check = job, journal, check
+        self._parts: PartsThread | None = None
 
     def earlier_output(self) -> WrittenOutput | None:
         return None
@@ -97,6 +101,9 @@ class OpenRun:
         output = JobOutput(self._journal, rows.keys, progress, num_rows, prometheus)
         self._check.expect = output.expect
         self._rows, self._output = rows, output
+        if is_parts(output_of(job)):
+            write = partial(write_lines, path=output_of(job), vectors=vectors_of(engine), part_rows=job.part_rows)
+            self._parts = PartsThread(self._journal, partial(write, run_dir=self.run_dir))
         return rows, output
 
     def commit(self) -> None:
@@ -109,16 +116,27 @@ class OpenRun:
             engine.times.heartbeat.enter("reading the input")
         self._check.check_unchanged()
         self.lock.note("writes the output")
-        vectors = vectors_of(engine)
+        vectors, advance = vectors_of(engine), partial(engine.times.heartbeat.enter, "writing the output")
         if self.manifest["shard"] is not None:
             kept = keep_digests(self.run_dir, self._journal.committed())
             self.manifest["shard"] |= {"kept": kept, "vectors": vectors}
-        digest = write_lines(self._lines(), output_of(self._job), vectors)
+        if self._parts is None:
+            digest = write_lines(self._lines(advance), output_of(self._job), vectors)
+        else:
+            digest = self._parts.end(self._rows.num_rows, advance)
         return WrittenOutput(digest, chained_digest(self._journal.media_digests()), self._output.counts.error_rows)
 
-    def _lines(self) -> Iterator[bytes]:
+    def close(self) -> None:
+        """Stop writing parts, with the last one discarded if it is not complete."""
+        if self._parts is not None:
+            self._parts.close()
+
+    def _lines(self, advance: Callable[[], object]) -> Iterator[bytes]:
         num_lines = 0
         for line in self._journal.lines(self._check.first_row):
+            if num_lines % _LINES_PER_CALL == 0:
+                # A remote output may wait for its network as long as it gets on.
+                advance()
             num_lines += 1
             yield line
         assert num_lines == self._rows.num_rows, (num_lines, self._rows.num_rows)
@@ -157,6 +175,7 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     if not is_resumed:
         # Left by an ended run. Removed before the manifest is written, which identifies the journal next to it.
         remove_journal(run_dir)
+        (run_dir / PARTS_NAME).unlink(missing_ok=True)
         sync_folder(run_dir)
     write_manifest(run_dir, manifest)
     check.is_recorded()
@@ -168,7 +187,9 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("the job is resumed: %d rows were answered before this start", journal.num_rows)
-    return OpenRun(config.job, lock, journal, manifest, check)
+    run = OpenRun(config.job, lock, journal, manifest, check)
+    held.callback(run.close)
+    return run
 
 
 def manifest_of(resolved: ResolvedRun, reader: RowReader) -> dict[str, Any]:

@@ -8,21 +8,24 @@ answers.parquet       one row per row: index, custom_id, outputs, token counts, 
 
 import base64
 import contextlib
-import functools
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import Any, BinaryIO, Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.files import create_job_file, partial_path, rename_durably, sync_stream
-from spmd_worker.frontends.batch.input.input_files import open_input
+from spmd_worker.base.remote_names import FilePath, RemotePath
+from spmd_worker.base.remote_upload import write_remote
+from spmd_worker.frontends.batch.input.input_files import open_bytes, open_input
+from spmd_worker.frontends.batch.output_parts import PART_ROWS, CommittedParts, LineDigest, Part, is_parts, write_parts
 from spmd_worker.frontends.openai.decimals import read_decimals
 
 _GZIP_LEVEL: Final = 6
@@ -57,33 +60,45 @@ class LineSink(Protocol):
         """Flush; the file itself remains open."""
 
 
+class WholeStream(Protocol):
+    """A file being written that appears when it is closed."""
+
+    def write(self, data: Any, /) -> int: ...
+
+    def close(self) -> None:
+        """Give the file its name, durably. Raises OSError."""
+
+    def abandon(self) -> None:
+        """Leave it for the next writer to begin again."""
+
+    def discard(self) -> None:
+        """Remove what is written."""
+
+
 class OutputFile:
-    """Writes lines to `partial` next to the output, which `close` makes durable and renames. As a context manager it
-    closes on success and, on an exception, leaves neither output nor partial file.
+    """Writes lines to `<name>.partial` next to the output, which `close` makes durable and renames. As a context
+    manager it closes on success and, on an exception, leaves neither output nor partial file.
     """
 
-    def __init__(self, path: Path, partial: Path, stream: BinaryIO, sink: LineSink) -> None:
-        self.path, self._partial, self._stream, self._sink = path, partial, stream, sink
+    def __init__(self, stream: WholeStream, sink: LineSink) -> None:
+        self._stream, self._sink = stream, sink
 
     @staticmethod
-    def open(path: Path, vectors: VectorColumn | None = None, partial: Path | None = None) -> "OutputFile":
-        """Begin the file; `vectors` for pooling rows. `partial` is `<name>.partial` unless given.
+    def open(path: FilePath, vectors: VectorColumn | None = None, writer: str | None = None) -> "OutputFile":
+        """Begin the file; `vectors` for pooling rows. A `writer` has a partial file of its own.
 
         Raises OSError if it cannot be created, FileExistsError if another kind of file exists, and ConfigError if its
         format needs a missing package.
         """
-        if path.exists() and not path.is_file():
-            raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
-        partial = partial or partial_path(path)
-        stream = create_job_file(partial, buffering=-1)
+        return OutputFile.over(open_whole(path, writer), path.suffix, vectors)
+
+    @staticmethod
+    def over(stream: WholeStream, suffix: str, vectors: VectorColumn | None = None, first_row: int = 0) -> "OutputFile":
+        """`open` with an open stream, which is discarded on an error, of rows from `first_row`."""
         try:
-            sink = (
-                functools.partial(_ParquetSink, vectors=vectors) if path.suffix == _PARQUET else _SINKS.get(path.suffix)
-            )
-            return OutputFile(path, partial, stream, (sink or _PlainSink)(stream))
+            return OutputFile(stream, _sink_of(suffix, cast(BinaryIO, stream), vectors, first_row))
         except BaseException:
-            stream.close()
-            partial.unlink()
+            stream.discard()
             raise
 
     def write(self, line: bytes) -> None:
@@ -94,22 +109,19 @@ class OutputFile:
     def close(self) -> None:
         """Make the file durable and give it its name. Raises OSError."""
         self._sink.close()
-        sync_stream(self._stream)
         self._stream.close()
-        rename_durably(self._partial, self.path)
 
     def abandon(self) -> None:
         """Close without renaming, for the next writer to begin the file again."""
         self._sink.close()
-        self._stream.close()
+        self._stream.abandon()
 
     def discard(self) -> None:
         """Remove the partial file; an existing output is unchanged."""
         with contextlib.suppress(OSError, ValueError):
             # A sink would write its buffer when it is garbage-collected, to a closed file.
             self._sink.close()
-        self._stream.close()
-        self._partial.unlink(missing_ok=True)
+        self._stream.discard()
 
     def __enter__(self) -> "OutputFile":
         return self
@@ -122,21 +134,109 @@ class OutputFile:
 
 
 def write_lines(
-    lines: Iterable[bytes], path: Path, vectors: VectorColumn | None = None, partial: Path | None = None
+    lines: Iterable[bytes],
+    path: FilePath,
+    vectors: VectorColumn | None = None,
+    part_rows: int = PART_ROWS,
+    run_dir: Path | None = None,
+    writer: str | None = None,
 ) -> dict[str, Any]:
-    """Write all lines to a file that appears when it is complete. Returns their number, bytes and a digest of the
-    uncompressed lines: for plain JSONL as `sha256sum`. Arguments and errors are those of `OutputFile.open`.
+    """Write all lines to a file that appears when it is complete, or to parts of `part_rows` lines. Returns their
+    number, bytes and a digest of the uncompressed lines: for plain JSONL as `sha256sum`. Parts that `run_dir` records
+    are not written again. Raises as `OutputFile.open` does.
     """
-    digest, num_lines, num_bytes = sha256(), 0, 0
-    with OutputFile.open(path, vectors, partial) as output:
+    digest = LineDigest()
+    counted = digest.read(lines)
+    if is_parts(path):
+        parts = CommittedParts.open(path, part_rows, run_dir)
+        write_parts(counted, digest, parts, partial(_write_part, vectors=vectors, writer=writer))
+    else:
+        with OutputFile.open(path, vectors, writer) as output:
+            for line in counted:
+                output.write(line)
+    return digest.as_dict()
+
+
+def _write_part(
+    lines: Iterable[bytes], path: FilePath, first_row: int, vectors: VectorColumn | None, writer: str | None
+) -> Part:
+    num_rows, stream = 0, _DigestedStream(open_whole(path, writer), str(path))
+    with OutputFile.over(stream, path.suffix, vectors, first_row) as output:
         for line in lines:
             output.write(line)
-            digest.update(line)
-            num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
-    return {"lines": num_lines, "bytes": num_bytes, "sha256": digest.hexdigest()}
+            num_rows += 1
+    return Part(path.name, num_rows, stream.num_bytes, stream.digest.hexdigest())
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
+class _DigestedStream:
+    """A stream of a file whose bytes are digested on the way."""
+
+    mode = "wb"
+    closed = False
+
+    def __init__(self, stream: WholeStream, name: str) -> None:
+        self.name, self.num_bytes, self.digest = name, 0, sha256()
+        self._stream = stream
+        self.close, self.abandon, self.discard = stream.close, stream.abandon, stream.discard
+
+    def write(self, data: Any, /) -> int:
+        self._stream.write(data)
+        self.digest.update(data)
+        num_bytes = memoryview(data).nbytes
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        """No effect: the file appears when it is closed."""
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+
+def open_whole(path: FilePath, writer: str | None = None) -> WholeStream:
+    """Begin a file. Raises OSError if it cannot be created, FileExistsError if another kind of file exists."""
+    return write_remote(path.raw) if isinstance(path, RemotePath) else _LocalStream(path, writer)
+
+
+def own_partial(path: Path, writer: str | None) -> Path:
+    """Partial file of a writer next to others."""
+    return partial_path(path if writer is None else path.with_name(f"{path.name}.{writer}"))
+
+
+class _LocalStream:
+    """`<name>.partial`, which `close` renames."""
+
+    def __init__(self, path: Path, writer: str | None) -> None:
+        if path.exists() and not path.is_file():
+            raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
+        self._path, self._partial = path, own_partial(path, writer)
+        self._stream = create_job_file(self._partial, buffering=-1)
+        self.name = str(path)
+        self.write, self.flush, self.tell = self._stream.write, self._stream.flush, self._stream.tell
+        self.readable, self.writable = self._stream.readable, self._stream.writable
+        self.abandon = self._stream.close
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    def close(self) -> None:
+        sync_stream(self._stream)
+        self._stream.close()
+        rename_durably(self._partial, self._path)
+
+    def discard(self) -> None:
+        self._stream.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def read_lines(path: FilePath) -> Iterator[bytes]:
     """The lines of a job's output, of any format. Raises OSError."""
     if path.suffix != _PARQUET:
         with open_input(path) as stream:
@@ -146,7 +246,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         import pyarrow.parquet
     except ImportError as error:
         raise_missing_package("pyarrow", "parquet", f"output {path}", error)
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         try:
             for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256, columns=["json"]):
                 for text in batch.column(0):
@@ -170,7 +270,7 @@ def _zstd_sink(stream: BinaryIO) -> LineSink:
     try:
         import zstandard
     except ImportError as error:
-        raise_missing_package("zstandard", "zstd", f"job.output={_named(stream)}", error)
+        raise_missing_package("zstandard", "zstd", f"job.output={stream.name}", error)
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True)
     sink: LineSink = compressor.stream_writer(stream, closefd=False)
     return sink
@@ -179,12 +279,12 @@ def _zstd_sink(stream: BinaryIO) -> LineSink:
 class _ParquetSink:
     """One row group at a time."""
 
-    def __init__(self, stream: BinaryIO, vectors: VectorColumn | None) -> None:
+    def __init__(self, stream: BinaryIO, vectors: VectorColumn | None, first_row: int = 0) -> None:
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise_missing_package("pyarrow", "parquet", f"job.output={_named(stream)}", error)
+            raise_missing_package("pyarrow", "parquet", f"job.output={stream.name}", error)
         text, number = pyarrow.string(), pyarrow.int64()
         output = {"index": number, "text": text, "token_ids": pyarrow.list_(number)}
         output |= {"finish_reason": text, "stop_reason": text}
@@ -198,7 +298,7 @@ class _ParquetSink:
         self._writer = pyarrow.parquet.ParquetWriter(stream, self._schema, compression="zstd")
         self._lines: list[bytes] = []
         self._num_bytes = 0
-        self._num_rows = 0
+        self._num_rows = first_row
 
     def write(self, line: bytes, /) -> None:
         self._lines.append(line)
@@ -279,8 +379,10 @@ def _encodable(value: Any) -> Any:
     return [_encodable(item) for item in value] if isinstance(value, list) else value
 
 
-def _named(stream: BinaryIO) -> str:
-    return str(stream.name).removesuffix(".partial")
+def _sink_of(suffix: str, stream: BinaryIO, vectors: VectorColumn | None, first_row: int) -> LineSink:
+    if suffix == _PARQUET:
+        return _ParquetSink(stream, vectors, first_row)
+    return _SINKS.get(suffix, _PlainSink)(stream)
 
 
 _SINKS: Final[dict[str, Callable[[BinaryIO], LineSink]]] = {

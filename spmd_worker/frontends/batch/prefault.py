@@ -12,6 +12,7 @@ from kv_cache import host_reserve
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.host_reserve import HostReserve
 from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.frontends.batch.run_dir.shard import Shard
 from spmd_worker.resolved import highest_num_seqs
 from spmd_worker.worker.memory import host
@@ -28,7 +29,7 @@ _FREE_MEMORY_DIVISOR: Final = 8
 """The ranks of a node prefault at most one part in this many of its free memory."""
 
 
-def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:
+def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[FilePath], max_model_len: int, num_ranks: int) -> int:
     """Start the prefault; returns its bytes. `spec` is this rank's cache, `num_ranks` the node's ranks."""
     shard = Shard.of(config.job)
     num_bytes = min(
@@ -52,10 +53,12 @@ def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_mod
     return num_bytes
 
 
-def estimate_tokens(inputs: Sequence[Path], *, shares_prefixes: bool) -> int:
+def estimate_tokens(inputs: Sequence[FilePath], *, shares_prefixes: bool) -> int:
     """Tokens of prompts and answers of all rows; common prefixes, if rows share their blocks, count once."""
     num_tokens = 0
     for path in inputs:
+        if isinstance(path, RemotePath):
+            continue
         num_bytes = path.stat().st_size * (_COMPRESSION_RATIO if path.suffix in _COMPRESSED else 1)
         if shares_prefixes and path.suffix not in _COMPRESSED:
             num_bytes = int(num_bytes * _unshared_fraction(path))

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from spmd_worker.base.errors import ConfigError, JournalError
+from spmd_worker.base.remote_names import FilePath, file_path
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
@@ -33,14 +34,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--merge", type=Path, metavar="RUN_DIR", nargs="+", help="run directories of all shards of a job"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the merged output")
+    parser.add_argument("--output", type=file_path, metavar="FILE", help="the merged output")
     options = parser.parse_args(arguments)
     if (options.run_dir is None) == (options.merge is None) or (options.merge is None) != (options.output is None):
         parser.error("give RUN_DIR, or --merge RUN_DIR... --output FILE")
     return print_rows(options.run_dir) if options.merge is None else merge(options.merge, options.output)
 
 
-def merge(folders: list[Path], output: Path) -> int:
+def merge(folders: list[Path], output: FilePath) -> int:
     """Merge shards; returns the exit code."""
     try:
         found = merge_shards(folders, output)

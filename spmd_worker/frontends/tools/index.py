@@ -44,6 +44,6 @@ def reader_of(name: str, output: Path) -> RowReader:
         raise ConfigError(f"{name} is a stream, which is read once: write the rows to a file")
     reader = RowReader.of(name)
     for path in reader.paths or ():
-        if output.exists() and output.samefile(path):
+        if isinstance(path, Path) and output.exists() and output.samefile(path):
             raise ConfigError(f"--output {output} is also read, and would be replaced: give another file")
     return reader

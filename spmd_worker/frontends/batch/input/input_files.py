@@ -4,6 +4,7 @@
 rows.jsonl                 a file, plain or compressed, by its suffix (.gz, .zst)
 parts/*.jsonl.gz           all files that match, in the order of their names
 rows.parquet               a row group at a time, each of its rows as a line of JSON
+s3://bucket/rows.jsonl     any of these in a remote store, or a pattern
 """
 
 import base64
@@ -24,6 +25,8 @@ from typing import Any, BinaryIO, Final
 
 from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_files import list_remote, open_remote
+from spmd_worker.base.remote_names import FilePath, RemotePath, is_remote, shown_name
 from spmd_worker.frontends.openai.row_parser import ROW_KEYS
 
 logger = logging.getLogger(__name__)
@@ -80,8 +83,10 @@ def open_stream(name: str) -> BinaryIO:
     return open(os.dup(sys.stdin.fileno()), "rb")
 
 
-def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) -> tuple[Path, ...]:
+def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) -> tuple[FilePath, ...]:
     """The files of `job.input`, without the job's own (`is_own`). Raises ConfigError if there is none."""
+    if is_remote(name):
+        return _find_remote(name)
     if Path(name).is_file():
         paths = [Path(name)]
     elif glob.has_magic(name):
@@ -102,22 +107,32 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     return others
 
 
-def open_bytes(path: Path) -> BinaryIO:
+def _find_remote(name: str) -> tuple[FilePath, ...]:
+    try:
+        paths = [RemotePath(each) for each in list_remote(name)]
+    except OSError as error:
+        raise ConfigError(f"job.input={shown_name(name)} cannot be read ({error}): give another") from None
+    if not paths:
+        raise ConfigError(f"job.input={shown_name(name)} is no file, and matches none: give one of rows, or a pattern")
+    return tuple(paths)
+
+
+def open_bytes(path: FilePath) -> BinaryIO:
     """The file's bytes as they are stored. Raises OSError."""
-    return open(path, "rb")
+    return open_remote(path.raw) if isinstance(path, RemotePath) else open(path, "rb")
 
 
-def is_compressed(path: Path) -> bool:
+def is_compressed(path: FilePath) -> bool:
     """Whether the file is decompressed, and so read from its beginning."""
     return path.suffix in _COMPRESSED
 
 
-def open_input(path: Path) -> BinaryIO:
+def open_input(path: FilePath) -> BinaryIO:
     """The file's bytes, decompressed. Reading raises OSError, also for a damaged or truncated file."""
     return decompressed(path, open_bytes(path))
 
 
-def decompressed(path: Path, file: BinaryIO) -> BinaryIO:
+def decompressed(path: FilePath, file: BinaryIO) -> BinaryIO:
     """The bytes of an open file, decompressed; closed with it. Reading raises as that of `open_input` does."""
     decompress = _COMPRESSED.get(path.suffix)
     try:
@@ -130,7 +145,7 @@ def decompressed(path: Path, file: BinaryIO) -> BinaryIO:
 class _GzipFile(io.RawIOBase):
     """gzip's reader, with its exceptions unified."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: FilePath, file: BinaryIO) -> None:
         self._path, self._file = path, file
         self._stream = gzip.GzipFile(fileobj=file, mode="rb")
 
@@ -152,7 +167,7 @@ class _GzipFile(io.RawIOBase):
 class _ZstdFile(io.RawIOBase):
     """Reads consecutive frames of zstd. The package's own reader accepts a truncated frame as the end."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: FilePath, file: BinaryIO) -> None:
         try:
             import zstandard
         except ImportError as error:
@@ -190,7 +205,7 @@ class _ZstdFile(io.RawIOBase):
         super().close()
 
 
-_COMPRESSED: Final[dict[str, Callable[[Path, BinaryIO], io.RawIOBase]]] = {".gz": _GzipFile, ".zst": _ZstdFile}
+_COMPRESSED: Final[dict[str, Callable[[FilePath, BinaryIO], io.RawIOBase]]] = {".gz": _GzipFile, ".zst": _ZstdFile}
 
 
 class ParquetRows:
@@ -206,7 +221,7 @@ class ParquetRows:
     bytes, and for an invalid Parquet file.
     """
 
-    def __init__(self, path: Path, max_line_bytes: int) -> None:
+    def __init__(self, path: FilePath, max_line_bytes: int) -> None:
         try:
             import pyarrow
             import pyarrow.compute
@@ -215,12 +230,14 @@ class ParquetRows:
             raise_missing_package("pyarrow", "parquet", f"job.input={path}", error)
         self._path, self._max_line_bytes, self._pyarrow = path, max_line_bytes, pyarrow
         try:
-            metadata = pyarrow.parquet.read_metadata(path)
-            self._plain = pyarrow.parquet.ParquetFile(path, metadata=metadata, buffer_size=_BUFFER_BYTES)
+            # Of a remote file its ranges are read.
+            source = open_bytes(path) if isinstance(path, RemotePath) else path
+            metadata = pyarrow.parquet.read_metadata(source)
+            self._plain = pyarrow.parquet.ParquetFile(source, metadata=metadata, buffer_size=_BUFFER_BYTES)
             columns = [metadata.schema.column(index) for index in range(metadata.num_columns)]
             texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
             self._encoded = pyarrow.parquet.ParquetFile(
-                path, metadata=metadata, read_dictionary=texts, buffer_size=_BUFFER_BYTES
+                source, metadata=metadata, read_dictionary=texts, buffer_size=_BUFFER_BYTES
             )
         except pyarrow.ArrowInvalid as error:
             raise ConfigError(
@@ -362,7 +379,7 @@ def _pandas_indices(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]
     return [each for each in names if _INDEX_NAME.fullmatch(each) or (each in own and each not in ROW_KEYS)]
 
 
-def _check_names(path: Path, kind: str, names: Sequence[str]) -> None:
+def _check_names(path: FilePath, kind: str, names: Sequence[str]) -> None:
     """Check that names differ: a row would keep only the last of two values with one name."""
     for name, count in Counter(names).items():
         if count > 1:
@@ -371,7 +388,7 @@ def _check_names(path: Path, kind: str, names: Sequence[str]) -> None:
             )
 
 
-def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
+def _check_type(path: FilePath, name: str, kind: Any, types: Any) -> None:
     if types.is_dictionary(kind):
         _check_type(path, name, kind.value_type, types)
     elif types.is_struct(kind):

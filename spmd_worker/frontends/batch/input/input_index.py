@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Final
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
+from spmd_worker.base.remote_names import FilePath
 from spmd_worker.frontends.batch.input.file_pieces import (
     HASH_BYTES,
     DigestedReads,
@@ -145,7 +146,7 @@ def index_input(reader: RowReader, is_over: Callable[[], bool] = lambda: False) 
     return InputIndex.of(files, reader.max_line_bytes, max([each.most_blank_bytes for each in counters], default=0))
 
 
-def _index_file(path: Path, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
+def _index_file(path: FilePath, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
     if path.suffix == PARQUET_SUFFIX:
         return _index_parquet(path, counter.max_line_bytes, is_over)
     with open_bytes(path) as file:
@@ -154,7 +155,7 @@ def _index_file(path: Path, counter: RowCounter, is_over: Callable[[], bool]) ->
         return _index_lines(path, file, counter, is_over)
 
 
-def _index_lines(path: Path, file: BinaryIO, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
+def _index_lines(path: FilePath, file: BinaryIO, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
     marks: list[Mark] = []
     row = start = num_bytes = 0
     digest = blake2b(digest_size=HASH_BYTES)
@@ -175,7 +176,7 @@ def _index_lines(path: Path, file: BinaryIO, counter: RowCounter, is_over: Calla
     return IndexedFile(str(path), num_bytes, counter.end(), tuple(marks))
 
 
-def _index_compressed(path: Path, file: BinaryIO, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
+def _index_compressed(path: FilePath, file: BinaryIO, counter: RowCounter, is_over: Callable[[], bool]) -> IndexedFile:
     read = DigestedReads(file)
     stream = decompressed(path, io.BufferedReader(read))
     while (block := read_block(stream)) and not is_over():
@@ -185,7 +186,7 @@ def _index_compressed(path: Path, file: BinaryIO, counter: RowCounter, is_over: 
     return IndexedFile(str(path), read.num_bytes, counter.end(), (Mark(0, 0, read.digest.hexdigest()),))
 
 
-def _index_parquet(path: Path, max_line_bytes: int, is_over: Callable[[], bool]) -> IndexedFile:
+def _index_parquet(path: FilePath, max_line_bytes: int, is_over: Callable[[], bool]) -> IndexedFile:
     rows = ParquetRows(path, max_line_bytes)
     num_rows, offsets = [size for size, _ in rows.groups], [offset for _, offset in rows.groups]
     with open_bytes(path) as file:
@@ -242,7 +243,7 @@ class RangeReader:
             yield from enumerate(lines, start)
             start = end
 
-    def _lines_of(self, path: Path, file: IndexedFile, start: int, stop: int) -> Iterator[bytes]:
+    def _lines_of(self, path: FilePath, file: IndexedFile, start: int, stop: int) -> Iterator[bytes]:
         """Rows of one file."""
         rows = [mark.row for mark in file.marks]
         # Of pieces that begin at the same row only the last has it.
@@ -263,16 +264,20 @@ class RangeReader:
         if num_lines != stop - start:
             raise _changed(path)
 
-    def _plain_lines(self, path: Path, file: IndexedFile, stream: BinaryIO, pieces: Sequence[int]) -> Iterator[bytes]:
+    def _plain_lines(
+        self, path: FilePath, file: IndexedFile, stream: BinaryIO, pieces: Sequence[int]
+    ) -> Iterator[bytes]:
         for number in pieces:
             piece = _checked_piece(path, file, stream, number)
             yield from rows_in(piece, self._reader.max_line_bytes, is_start=file.marks[number].offset == 0)
 
-    def _compressed_lines(self, path: Path, file: IndexedFile, stream: BinaryIO) -> Iterator[bytes]:
+    def _compressed_lines(self, path: FilePath, file: IndexedFile, stream: BinaryIO) -> Iterator[bytes]:
         piece = _checked_piece(path, file, stream, 0)
         yield from rows_in(decompressed(path, piece), self._reader.max_line_bytes)
 
-    def _parquet_lines(self, path: Path, file: IndexedFile, stream: BinaryIO, pieces: Sequence[int]) -> Iterator[bytes]:
+    def _parquet_lines(
+        self, path: FilePath, file: IndexedFile, stream: BinaryIO, pieces: Sequence[int]
+    ) -> Iterator[bytes]:
         has_groups = len(file.marks) > 1
         _check_digest(path, file, stream, len(file.marks) - 1)
         parquet = ParquetRows(path, self._reader.max_line_bytes)
@@ -284,24 +289,24 @@ class RangeReader:
             yield from parquet.lines([number])
 
 
-def _changed(path: Path) -> ConfigError:
+def _changed(path: FilePath) -> ConfigError:
     return ConfigError(
         f"job.input={path} changed since its rows were counted: start the job again with the unchanged input, or make "
         f"its index (job.input_index) again with spmd-worker-index"
     )
 
 
-def _check_size(path: Path, file: IndexedFile, stream: BinaryIO) -> None:
+def _check_size(path: FilePath, file: IndexedFile, stream: BinaryIO) -> None:
     if stream.seek(0, io.SEEK_END) != file.num_bytes:
         raise _changed(path)
 
 
-def _check_digest(path: Path, file: IndexedFile, stream: BinaryIO, number: int) -> None:
+def _check_digest(path: FilePath, file: IndexedFile, stream: BinaryIO, number: int) -> None:
     if digest_of(stream, *file.piece(number)) != file.marks[number].digest:
         raise _changed(path)
 
 
-def _checked_piece(path: Path, file: IndexedFile, stream: BinaryIO, number: int) -> BinaryIO:
+def _checked_piece(path: FilePath, file: IndexedFile, stream: BinaryIO, number: int) -> BinaryIO:
     """The bytes of a piece, once its digest has been checked."""
     start, end = file.piece(number)
     if end - start > _MOST_HELD_BYTES:

@@ -7,9 +7,10 @@ Streams are read only once, by the job: nothing about them is known before.
 import threading
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
+from spmd_worker.base.remote_files import state_of
+from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.frontends.batch.input.input_index import InputIndex, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 
@@ -66,6 +67,9 @@ class InputScan:
         found = self.wait(0)
         if self._has_changed or found is None or self._reads_are_checked or not self._differ():
             return self._has_changed
+        if any(isinstance(path, RemotePath) for path in self._states):
+            # Another version; it is not downloaded to be compared.
+            return True
         try:
             return index_input(self._reader).digest != found.digest
         except OSError:
@@ -96,9 +100,11 @@ class InputScan:
         return any(_state_of(path) not in (state, None) for path, state in self._states.items())
 
 
-def _state_of(path: Path) -> tuple[int, int] | None:
-    """Size and modification time, which change with the content; None if they cannot be read."""
+def _state_of(path: FilePath) -> object:
+    """Size and modification time, or version, which change with the content; None if they cannot be read."""
     try:
+        if isinstance(path, RemotePath):
+            return state_of(path.raw)
         found = path.stat()
     except OSError:
         return None

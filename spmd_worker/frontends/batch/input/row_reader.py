@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.remote_names import FilePath
 from spmd_worker.frontends.batch.input.input_files import (
     PARQUET_SUFFIX,
     STANDARD_INPUT,
@@ -32,7 +33,7 @@ class RowReader:
     again, a stream cannot. Iterating raises OSError.
     """
 
-    paths: Sequence[Path] | None
+    paths: Sequence[FilePath] | None
     max_line_bytes: int = RowLimits().num_line_bytes
     stream: str = STANDARD_INPUT
 
@@ -58,7 +59,7 @@ class RowReader:
             for path in self.paths:
                 yield from self.lines_of(path)
 
-    def lines_of(self, path: Path) -> Iterator[bytes]:
+    def lines_of(self, path: FilePath) -> Iterator[bytes]:
         """Rows of one file."""
         if path.suffix == PARQUET_SUFFIX:
             yield from ParquetRows(path, self.max_line_bytes)

@@ -7,8 +7,10 @@ from heapq import merge
 from pathlib import Path
 from typing import Any
 
+from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import write_json
+from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.frontends.batch.merge.merged_lines import is_duplicate, later_duplicates, merged_lines
 from spmd_worker.frontends.batch.merge.shard_runs import ShardRun, read_shard_runs
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
@@ -17,15 +19,16 @@ from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, ME
 from spmd_worker.frontends.batch.run_dir.manifest import merged_manifest, read_manifest, write_manifest
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, merged_provenance
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 
 
-def merge_shards(folders: Sequence[Path], output: Path) -> dict[str, Any]:
+def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
     """Write the output of all shards, which replaces an existing file when it is complete, and its provenance in
     `<output>.run`. Returns the provenance. Raises ConfigError for run directories that are not all shards of one job,
     or whose outputs have changed; OSError. The former output is unchanged then.
     """
     runs = read_shard_runs(folders)
-    run_dir = Path(f"{output}.run")
+    run_dir = run_dir_of(JobConfig(output=output.raw if isinstance(output, RemotePath) else str(output)))
     _check_output(runs, output, run_dir)
     try:
         duplicates = later_duplicates(merge(*[_kept(run, CUSTOM_IDS_NAME) for run in runs]))
@@ -52,10 +55,10 @@ def merge_shards(folders: Sequence[Path], output: Path) -> dict[str, Any]:
     return provenance
 
 
-def _check_output(runs: Sequence[ShardRun], output: Path, run_dir: Path) -> None:
+def _check_output(runs: Sequence[ShardRun], output: FilePath, run_dir: Path) -> None:
     """Raise ConfigError if the output is a shard's, or that of a job that has not ended."""
     for run in runs:
-        is_same = output.exists() and run.output.exists() and output.samefile(run.output)
+        is_same = _is_same(output, run.output)
         if is_same or run_dir.absolute() == run.folder.absolute():
             raise ConfigError(f"--output {output} is the output of shard {run.shard}, which is read: give another file")
     manifest = read_manifest(run_dir / MANIFEST_NAME)
@@ -63,6 +66,12 @@ def _check_output(runs: Sequence[ShardRun], output: Path, run_dir: Path) -> None
         raise ConfigError(
             f"--output {output}: {run_dir} holds a job that has not ended: give another file, or remove that folder"
         )
+
+
+def _is_same(one: FilePath, other: FilePath) -> bool:
+    if isinstance(one, RemotePath) or isinstance(other, RemotePath):
+        return one == other
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _kept(run: ShardRun, name: str) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object
+from spmd_worker.base.remote_names import FilePath, RemotePath, file_path
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
 from spmd_worker.frontends.batch.run_dir.shard import Shard
@@ -23,7 +24,7 @@ class ShardRun:
     folder: Path
     manifest: dict[str, Any]
     provenance: dict[str, Any]
-    output: Path
+    output: FilePath
 
     @property
     def record(self) -> dict[str, Any]:
@@ -82,9 +83,11 @@ def _read(folder: Path) -> ShardRun:
     return ShardRun(folder, manifest, provenance, _output_of(folder, record))
 
 
-def _output_of(folder: Path, record: dict[str, Any]) -> Path:
+def _output_of(folder: Path, record: dict[str, Any]) -> FilePath:
     """The shard's output: next to its run directory, if both were moved."""
-    recorded = Path(record["output"])
+    recorded = file_path(record["output"])
+    if isinstance(recorded, RemotePath):
+        return recorded
     beside = folder.absolute().parent / recorded.name
     return beside if folder.name == f"{recorded.name}.run" and beside.is_file() else recorded
 

@@ -1,14 +1,16 @@
 """Merge of a pool: the lines of all ranges in order of the rows, as a job in one piece would have written them."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import PoolError
-from spmd_worker.base.files import partial_path
+from spmd_worker.base.remote_names import FilePath, RemotePath
+from spmd_worker.base.remote_upload import remove_leftovers
 from spmd_worker.frontends.batch.merge.merged_lines import duplicate_line
-from spmd_worker.frontends.batch.output_file import VectorColumn, write_lines
+from spmd_worker.frontends.batch.output_file import VectorColumn, own_partial, write_lines
+from spmd_worker.frontends.batch.output_parts import PART_ROWS, is_parts
 from spmd_worker.frontends.batch.pool.driver import done_ranges, run
 from spmd_worker.frontends.batch.pool.members import Lease, Member
 from spmd_worker.frontends.batch.pool.protocol import end_merge, still_holds
@@ -36,17 +38,18 @@ def merge_pool(
     store: PoolStore,
     member: Member,
     lease: Lease,
-    output: Path,
+    output: FilePath,
     vectors: VectorColumn | None,
     record: Mapping[str, Any],
     advance: Callable[[], Any],
+    part_rows: int = PART_ROWS,
 ) -> None:
     """Write the output and the pool's provenance, with `record`, and end the pool; nothing if the lease was lost.
     `advance` is called between two ranges. Raises PoolError, OSError.
     """
     rows = MergedRows(store, member, advance)
     try:
-        digest = write_lines(rows, output, vectors, _own_partial(output, member.worker))
+        digest = write_lines(rows, output, vectors, part_rows, writer=member.worker)
     except OSError:
         if run(store, still_holds(lease)):
             raise
@@ -61,16 +64,21 @@ def merge_pool(
     }
     store.touch(PROVENANCE, free_record(merged))
     if run(store, end_merge(member, lease, Merged(**digest))):
-        for listed in store.list(f"{WORKERS}/"):
-            worker, kind = worker_and_kind(listed.name) or ("", "")
-            if kind == "json":
-                # Left by worlds that died while they merged.
-                _own_partial(output, worker).unlink(missing_ok=True)
+        _remove_partials(store, output)
 
 
-def _own_partial(output: Path, worker: str) -> Path:
-    """Partial output of a world: others may write theirs."""
-    return partial_path(output.with_name(f"{output.name}.{worker}"))
+def _remove_partials(store: PoolStore, output: FilePath) -> None:
+    """Remove what worlds left that died while they merged."""
+    if isinstance(output, RemotePath):
+        with contextlib.suppress(PermissionError):
+            remove_leftovers(output.raw)
+        return
+    for listed in store.list(f"{WORKERS}/"):
+        worker, kind = worker_and_kind(listed.name) or ("", "")
+        if kind == "json":
+            own = own_partial(output, worker)
+            for path in output.parent.glob(own.name) if is_parts(output) else [own]:
+                path.unlink(missing_ok=True)
 
 
 class MergedRows:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.prometheus import PrometheusFile, require_prometheus
+from spmd_worker.base.remote_names import file_path
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch.file_lock import ENDING
 from spmd_worker.frontends.batch.input.input_files import is_stream
@@ -19,7 +20,7 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job_rows import JobOutput
 from spmd_worker.frontends.batch.open_job import check_adapters, clear_run_dir, manifest_of, vectors_of
 from spmd_worker.frontends.batch.output_file import WrittenOutput
-from spmd_worker.frontends.batch.pool.posix_store import open_folder
+from spmd_worker.frontends.batch.pool.object_store import open_pool_store
 from spmd_worker.frontends.batch.pool_world.pool_index import PoolIndex
 from spmd_worker.frontends.batch.pool_world.pool_input import PoolInput
 from spmd_worker.frontends.batch.pool_world.world import World
@@ -104,8 +105,9 @@ def open_world(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None
         require_prometheus(job.prometheus_file)
     reader = RowReader.of(job.input or "", config.limits.num_line_bytes, partial(is_job_file, job))
     own_index = None if job.input_index is None else read_index(Path(job.input_index), reader)
-    store = open_folder(Path(job.pool or ""))
-    make_folder("the folder of job.output", Path(job.output or "").parent)
+    store, output = open_pool_store(job.pool or ""), file_path(job.output or "")
+    if isinstance(output, Path):
+        make_folder("the folder of job.output", output.parent)
     run_dir = run_dir_of(job)
     lock = held.enter_context(RunLock(run_dir, None))
     if watchdog is not None:

@@ -4,16 +4,15 @@ Knows no engine. What other worlds need to go on is in the pool's store.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.base.errors import ConfigError, PoolError
 from spmd_worker.base.metrics.prometheus import PrometheusFile
+from spmd_worker.base.remote_names import absolute_name, file_path
 from spmd_worker.frontends.batch.input.input_index import RangeReader
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
@@ -110,8 +109,11 @@ class World:
                 time.sleep(min(_POLL_S, self._job.lease_s / 4))
                 continue
             advance("writes the output")
-            output = Path(self._job.output or "")
-            merge_pool(self._store, member, found, output, vectors, record, lambda: advance("writes the output"))
+            output = file_path(self._job.output or "")
+            merge_pool(
+                *(self._store, member, found, output, vectors, record, lambda: advance("writes the output")),
+                part_rows=self._job.part_rows,
+            )
         return self._written(found)
 
     def leave(self, how: str) -> None:
@@ -132,7 +134,7 @@ class World:
             self._heartbeats = None
 
     def _pool_job(self, answers: Mapping[str, Any], num_rows: int) -> PoolJob:
-        output = os.path.abspath(self._job.output or "")
+        output = absolute_name(file_path(self._job.output or ""), follows_links=False)
         return PoolJob(answers, num_rows, output, self._job.lease_s, self._job.lease_rows)
 
     def _written(self, merged: Merged) -> WrittenOutput:

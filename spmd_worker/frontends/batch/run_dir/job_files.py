@@ -1,11 +1,12 @@
 """Paths of a job's input and output, checked before anything is started."""
 
 import glob
+import logging
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from fnmatch import fnmatch
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch, fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
@@ -14,8 +15,12 @@ from spmd_worker.base.config.plain_values import plain_folder
 from spmd_worker.base.config.schema import JobConfig, ModelOptions
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
+from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, is_remote, shown_name
+from spmd_worker.base.remote_upload import check_creatable, remove_leftovers
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
+from spmd_worker.frontends.batch.output_parts import MANIFEST_NAME as PARTS_MANIFEST_NAME
+from spmd_worker.frontends.batch.output_parts import PARTS_NAME, is_parts
 from spmd_worker.frontends.batch.run_dir.file_names import (
     Claim,
     Name,
@@ -30,6 +35,8 @@ from spmd_worker.frontends.batch.run_dir.shard import Shard, is_of_a_shard, outp
 from spmd_worker.frontends.batch.run_dir.world import check_pool
 from spmd_worker.resolved import ResolvedRun
 
+logger = logging.getLogger(__name__)
+
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
 PROVENANCE_NAME: Final = "provenance.json"
@@ -41,6 +48,7 @@ _JOB_NAMES: Final = (
         "rows.part",
         CUSTOM_IDS_NAME,
         MEDIA_NAME,
+        PARTS_NAME,
         MANIFEST_NAME,
         METRICS_NAME,
         PROVENANCE_NAME,
@@ -58,13 +66,34 @@ def check_job(job: JobConfig) -> None:
         raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
         raise ConfigError("job.output is not set: give the file to write")
+    check_names(job)
     Shard.of(job)
     check_pool(job)
 
 
+def check_names(job: JobConfig) -> None:
+    """Raise ConfigError for a remote name that cannot be written, or parts that cannot be named."""
+    output = output_of(job)
+    if isinstance(output, RemotePath):
+        check_writable("job.output", output.raw)
+    if is_remote(job.run_dir or ""):
+        shown = shown_name(job.run_dir or "")
+        raise ConfigError(f"job.run_dir={shown}: the run directory must be local: give a folder")
+    if str(output).count("*") > is_parts(output):
+        raise ConfigError(
+            f"job.output={output}: parts have one * in their file's name, for the number: give such as "
+            f"answers/part-*.jsonl"
+        )
+    if is_parts(output) and job.shard is not None:
+        raise ConfigError(f"job.output={output} and job.shard={job.shard}: a shard writes one file: leave out the *")
+
+
 def is_job_file(job: JobConfig, path: Path) -> bool:
     """Whether the job makes the file, next to its output: a pattern for its input may match it too."""
-    partial = partial_path(output_of(job))
+    output = output_of(job)
+    if isinstance(output, RemotePath):
+        return _is_reserved(path) and path.resolve().parent == run_dir_of(job).resolve()
+    partial = partial_path(output)
     if not _is_reserved(path) and path.name != partial.name and not path.is_symlink():
         return False
     resolved = path.resolve()
@@ -78,9 +107,16 @@ def _is_reserved(path: Path) -> bool:
 
 def check_files(resolved: ResolvedRun) -> None:
     """Check existing files, on rank 0. Raises ConfigError if the job would fail late, or overwrite another file."""
-    job, run_dir, model_path = resolved.config.job, run_dir_of(resolved.config.job), resolved.config.model.path
+    job, run_dir, model_path = (
+        resolved.config.job,
+        run_dir_of(resolved.config.job),
+        shown_name(resolved.config.model.path or ""),
+    )
     check_shard(job)
-    files, prometheus = [_claim("job.output", job.output or "", output_of(job))], prometheus_of(job)
+    output, prometheus, files = output_of(job), prometheus_of(job), []
+    if not isinstance(output, RemotePath):
+        paths = [output, *([output.with_name(PARTS_MANIFEST_NAME)] if is_parts(output) else [])]
+        files += [_claim("job.output", job.output or "", path) for path in paths]
     if prometheus is not None:
         files.append(_claim("job.prometheus_file", job.prometheus_file or "", prometheus))
     run = Name(f"job.run_dir={run_dir}", run_dir, "give another job.run_dir")
@@ -91,9 +127,11 @@ def check_files(resolved: ResolvedRun) -> None:
     if is_stream(job.input or ""):
         read = [claim.name for claim in _redirected("job.input=-", "standard input", sys.stdin)]
     else:
-        read = [
-            Name(f"job.input={job.input}", path) for path in find_inputs(job.input or "", partial(is_job_file, job))
-        ]
+        inputs = find_inputs(job.input or "", partial(is_job_file, job))
+        _reject_remote_output(output, inputs)
+        read = [Name(f"job.input={job.input}", path) for path in inputs if isinstance(path, Path)]
+        if is_parts(output) and not isinstance(output, RemotePath):
+            _reject_parts(output, read)
     # The names in a model folder may be links to files elsewhere; sentence-transformers has modules in subfolders.
     in_model = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file()]
     read += [Name(f"{path.relative_to(folder)} of model.path={model_path}", path) for path in in_model]
@@ -138,6 +176,20 @@ def check_shard(job: JobConfig) -> None:
                 f"job.input={job.input} has {path}, which a shard of this job writes, so that shards would read "
                 f"different rows: give another input, or job.output in another folder"
             )
+
+
+def _reject_remote_output(output: FilePath, inputs: Sequence[FilePath]) -> None:
+    """Raise ConfigError if a remote file that is read would be written."""
+    for path in inputs:
+        if isinstance(path, RemotePath) and isinstance(output, RemotePath) and fnmatchcase(path.raw, output.raw):
+            raise ConfigError(f"job.output={output} is also read ({path}) and would be replaced: give another")
+
+
+def _reject_parts(output: Path, read: Sequence[Name]) -> None:
+    """Raise ConfigError if a file that is read has a part's name."""
+    for name in read:
+        if matches(str(output), name.path):
+            raise ConfigError(f"job.output={output} would replace {name.path}, which is read: give another")
 
 
 def adapter_folders(model: ModelOptions) -> dict[str, str]:
@@ -209,6 +261,20 @@ def check_output(job: JobConfig) -> None:
     """Begin and abandon the output file; with the locks held. Raises ConfigError for a file that cannot be written."""
     path = output_of(job)
     try:
+        if isinstance(path, RemotePath):
+            _check_remote(path)
         OutputFile.open(path).abandon()
     except OSError as error:
         raise ConfigError(f"job.output={path} cannot be written ({error.strerror}): give another file") from None
+
+
+def _check_remote(path: RemotePath) -> None:
+    """Begin a file in the store, after removing what killed writers left. Raises OSError."""
+    try:
+        num_left = remove_leftovers(path.raw)
+    except PermissionError as error:
+        logger.warning("incomplete uploads of killed jobs cannot be looked for: %s", error)
+        num_left = 0
+    if num_left:
+        logger.info("job.output=%s: %d incomplete uploads of killed jobs were removed", path, num_left)
+    check_creatable(path.raw)

@@ -143,12 +143,15 @@ class RowJournal:
         self._pending: list[tuple[RowKey, RowAnswer]] = []
         self._failure: Exception | None = None
         self.num_rows = 0
+        self.num_leading = 0
+        """Rows from the first that are committed without a gap."""
         self._lines = _open_to_append(folder / LINES_NAME)
         self._records = _open_to_append(folder / JOURNAL_NAME)
         self._recover()
         # Both names must be durable before a record is written.
         sync_folder(folder)
         self.num_recovered = self.num_rows
+        self._count_leading()
         self._last_commit_s = time.monotonic()
 
     def has(self, index: int) -> bool:
@@ -187,6 +190,7 @@ class RowJournal:
             try:
                 self._write_pending(ends[0])
                 self._pending = []
+                self._count_leading()
             except Exception as error:  # raised by every commit from now on
                 self._failure = error
                 raise
@@ -237,6 +241,15 @@ class RowJournal:
 
     def _record(self, number: int) -> JournalRecord | None:
         return JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * RECORD_BYTES, RECORD_BYTES))
+
+    def _count_leading(self) -> None:
+        """Count on, while no row is pending."""
+        while self.has(self._first_row + self.num_leading):
+            self.num_leading += 1
+
+    def line_of(self, number: int) -> bytes:
+        """Line of a committed row, counted from the first. Thread-safe."""
+        return _read_at(self._lines, self._offsets[number], self._lengths[number])
 
     def lines(self, first_row: int = 0) -> Iterator[bytes]:
         """The committed lines in order of the rows from `first_row` on, up to the first missing row."""

@@ -19,6 +19,7 @@ from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.numerical_policy import NumericalPolicy
+from spmd_worker.base.remote_names import FilePath, absolute_name, shown_name
 from spmd_worker.base.version import code_fingerprint, version
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
@@ -53,7 +54,7 @@ def make_manifest(
     resolved: ResolvedRun,
     packages: Mapping[str, str],
     tokenizer: str | None,
-    inputs: Sequence[Path] | None,
+    inputs: Sequence[FilePath] | None,
     adapters: Mapping[str, str],
     media: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -65,6 +66,9 @@ def make_manifest(
     """
     config = resolved.config
     settings = asdict(config)
+    for group, key in (("job", "input"), ("job", "output"), ("job", "pool"), ("model", "path")):
+        # A name may hold a password or a signature.
+        settings[group][key] = settings[group][key] and shown_name(settings[group][key])
     answers: dict[str, Any] = {key: reduce(getitem, key.split("."), settings) for key in _ANSWER_KEYS}
     answers |= {f"{group}.{key}": value for group in ("sampling", "limits") for key, value in settings[group].items()}
     answers["device"] = resolved.device_type
@@ -87,7 +91,7 @@ def make_manifest(
         "num_rows": None,
         "shard": _shard_record(config.job),
         "version": version(),
-        "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
+        "input": config.job.input if inputs is None else list(map(absolute_name, inputs)),
         "model": str(resolved.model_folder.resolve()),
         "model_revision": resolved.location.commit,
         "model_name": resolved.location.name,
@@ -124,7 +128,7 @@ def _shard_record(job: JobConfig) -> dict[str, Any] | None:
     shard = Shard.of(job)
     if shard is None:
         return None
-    output = str(output_of(job).absolute())
+    output = absolute_name(output_of(job), follows_links=False)
     return {"index": shard.index, "count": shard.count, "output": output, "start": None, "stop": None}
 
 
@@ -229,7 +233,7 @@ def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     write_manifest(run_dir, {**manifest, "has_ended": True})
 
 
-def merged_manifest(manifests: Sequence[dict[str, Any]], output: Path) -> dict[str, Any]:
+def merged_manifest(manifests: Sequence[dict[str, Any]], output: FilePath) -> dict[str, Any]:
     """The manifest of the merged output of all shards of a job, in order."""
     job = {**manifests[0]["config"]["job"], "output": str(output)}
     job |= dict.fromkeys(("shard", "run_dir", "prometheus_file"))

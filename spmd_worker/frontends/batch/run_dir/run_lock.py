@@ -6,6 +6,7 @@ from typing import Final
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import make_folder_durably, partial_path
+from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.frontends.batch.file_lock import FileLock
 
 LOCK_NAME: Final = "lock"
@@ -18,8 +19,9 @@ class RunLock:
     the run directory, or a folder that cannot be made.
     """
 
-    def __init__(self, run_dir: Path, output: Path | None) -> None:
-        self._run_dir, self._output = run_dir, output
+    def __init__(self, run_dir: Path, output: FilePath | None) -> None:
+        # Remote stores have no locks.
+        self._run_dir, self._output = run_dir, None if isinstance(output, RemotePath) else output
         self._lock = FileLock(run_dir / LOCK_NAME, f"job.run_dir={run_dir}", "give another job.run_dir")
         self._held = ExitStack()
 

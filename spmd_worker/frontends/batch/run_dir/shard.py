@@ -5,11 +5,12 @@ job.output=answers.jsonl.zst job.shard=3/7    ->    answers-00003-of-00007.jsonl
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_names import FilePath, RemotePath, file_path
 from spmd_worker.frontends.batch.run_dir.world import world_dir, world_file
 
 _SHARD: Final = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
@@ -47,10 +48,10 @@ class Shard:
         """This shard's part of a job's rows: the same for all shards, but for one row."""
         return range(self.index * num_rows // self.count, (self.index + 1) * num_rows // self.count)
 
-    def file(self, path: Path) -> Path:
+    def file(self, path: FilePath) -> FilePath:
         """Name of this shard's file: with its number before the suffix, `.jsonl.zst` too."""
         suffix = path.suffix
-        inner = path.with_suffix("").suffix
+        inner = PurePosixPath(path.name.removesuffix(suffix)).suffix
         if suffix in _COMPRESSED and inner[1:].isalpha():
             suffix = inner + suffix
         return path.with_name(f"{path.name.removesuffix(suffix)}{self._mark}{suffix}")
@@ -64,19 +65,23 @@ class Shard:
         return f"-{self.index:05d}-of-{self.count:05d}"
 
 
-def output_of(job: JobConfig) -> Path:
-    """The file that the job writes: `job.output`, or its shard's part of it."""
-    shard, path = Shard.of(job), Path(job.output or "")
+def output_of(job: JobConfig) -> FilePath:
+    """The file that the job writes: `job.output`, or its shard's part of it; on this machine or not."""
+    shard, path = Shard.of(job), file_path(job.output or "")
     return path if shard is None else shard.file(path)
 
 
 def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, also with the shard's number, else `<output>.run` next to the output; `world_dir` in a pool."""
+    """`job.run_dir`, also with the shard's number, else `<output>.run`, of parts without their `*`: next to a local
+    output, and in the working directory for a remote one; of a pool's world its own.
+    """
     if job.pool is not None:
         return world_dir(job)
     shard = Shard.of(job)
     if not job.run_dir:
-        return Path(f"{output_of(job)}.run")
+        output = output_of(job)
+        name = f"{output.name.replace('*', '')}.run"
+        return Path(name) if isinstance(output, RemotePath) else output.with_name(name)
     return Path(job.run_dir) if shard is None else shard.folder(Path(job.run_dir))
 
 
@@ -87,16 +92,17 @@ def prometheus_of(job: JobConfig) -> Path | None:
     if job.pool is not None:
         return world_file(Path(job.prometheus_file))
     shard, path = Shard.of(job), Path(job.prometheus_file)
-    return path if shard is None else shard.file(path)
+    return path if shard is None else path.with_name(shard.file(path).name)
 
 
-def is_of_a_shard(job: JobConfig, path: Path) -> bool:
+def is_of_a_shard(job: JobConfig, path: FilePath) -> bool:
     """Whether the file is an output of a shard of the job, in any number of shards, or in the run directory of one."""
-    named = [
-        Shard(0, 1).file(Path(job.output or "")),
-        *([Shard(0, 1).folder(Path(job.run_dir))] if job.run_dir else []),
-    ]
-    patterns = [(_of_any_shard(each.name), each.resolve().parent) for each in named]
+    output = Shard(0, 1).file(file_path(job.output or ""))
+    if isinstance(path, RemotePath):
+        is_beside = isinstance(output, RemotePath) and output.with_name(path.name) == path
+        return is_beside and _of_any_shard(output.name).fullmatch(path.name) is not None
+    named = [output, *([Shard(0, 1).folder(Path(job.run_dir))] if job.run_dir else [])]
+    patterns = [(_of_any_shard(each.name), each.resolve().parent) for each in named if isinstance(each, Path)]
     own = path.resolve()
     return any(
         pattern.fullmatch(each.name) is not None and each.parent == folder

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_names import RemotePath, is_remote
 from spmd_worker.frontends.batch.pool.records import WORLDS
 
 
@@ -27,11 +28,13 @@ def check_pool(job: JobConfig) -> None:
 
 
 def world_dir(job: JobConfig, variables: Mapping[str, str] = os.environ) -> Path:
-    """Run directory of this launch: in `job.run_dir`, else in the pool's folder. The same on every rank of the launch,
+    """Run directory of this launch: in `job.run_dir`, else in the pool's folder (of a remote pool in
+    `<name>.run` in the working directory). The same on every rank of the launch,
     and of no other launch that runs.
     """
     assert job.pool is not None
-    return (Path(job.run_dir) if job.run_dir else Path(job.pool) / WORLDS) / _world_name(variables)
+    pool = Path(f"{RemotePath(job.pool).name}.run") if is_remote(job.pool) else Path(job.pool)
+    return (Path(job.run_dir) if job.run_dir else pool / WORLDS) / _world_name(variables)
 
 
 def world_file(path: Path, variables: Mapping[str, str] = os.environ) -> Path:

@@ -1,0 +1,180 @@
+"""The output as parts: `answers/part-*.jsonl.zst` -> part-00000.jsonl.zst ... and `manifest.json` beside them.
+
+Each part is written whole as soon as its rows are there, also while the job runs. It is committed once it is recorded
+in the run directory: a resumed job does not write it again, and writes the others with the same bytes.
+"""
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.base.files import JsonError, parse_json_object, read_json_object, write_file, write_json
+from spmd_worker.base.remote_files import delete_remote, read_remote, replace_remote, state_of
+from spmd_worker.base.remote_names import FilePath, RemotePath
+
+PART_ROWS: Final = 100_000
+PARTS_NAME: Final = "parts.json"
+"""Record of the committed parts, in the run directory."""
+MANIFEST_NAME: Final = "manifest.json"
+FORMAT_VERSION: Final = 1
+
+
+def is_parts(path: FilePath) -> bool:
+    """Whether the output is written as parts: its name has a `*`."""
+    return "*" in path.name
+
+
+def part_path(pattern: FilePath, number: int) -> FilePath:
+    """File of a part."""
+    return pattern.with_name(pattern.name.replace("*", f"{number:05d}"))
+
+
+class LineDigest:
+    """Number, bytes and digest of the uncompressed lines of an output: for plain JSONL as `sha256sum`."""
+
+    def __init__(self) -> None:
+        self.num_lines = self._num_bytes = 0
+        self._digest = sha256()
+
+    def read(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        """The lines, counted as they are taken."""
+        for line in lines:
+            self._digest.update(line)
+            self.num_lines, self._num_bytes = self.num_lines + 1, self._num_bytes + len(line)
+            yield line
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"lines": self.num_lines, "bytes": self._num_bytes, "sha256": self._digest.hexdigest()}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A committed part: its name, its rows, and the bytes and digest of the file itself, as of `sha256sum`."""
+
+    part: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class CommittedParts:
+    """Committed parts of an output. `earlier` are names of an earlier job's, which this one's replace."""
+
+    def __init__(
+        self, pattern: FilePath, part_rows: int, run_dir: Path | None, parts: list[Part], earlier: list[str]
+    ) -> None:
+        self.pattern, self.part_rows = pattern, part_rows
+        self._run_dir, self._parts, self._earlier = run_dir, parts, earlier
+
+    @staticmethod
+    def open(pattern: FilePath, part_rows: int, run_dir: Path | None) -> "CommittedParts":
+        """The parts that the run directory records."""
+        record = {}
+        if run_dir is not None:
+            with contextlib.suppress(FileNotFoundError, JsonError):
+                record = read_json_object(run_dir / PARTS_NAME)
+        if (record.get("output"), record.get("part_rows")) == (str(pattern), part_rows):
+            return CommittedParts(
+                pattern, part_rows, run_dir, [Part(**each) for each in record["parts"]], record["earlier"]
+            )
+        return CommittedParts(pattern, part_rows, run_dir, [], _names_in(pattern.with_name(MANIFEST_NAME)))
+
+    def has(self, number: int) -> bool:
+        """Whether the part is committed, complete and there. A shorter one was the last, and may not be it now."""
+        if number >= len(self._parts) or self._parts[number].rows != self.part_rows:
+            return False
+        return _size_of(part_path(self.pattern, number)) == self._parts[number].bytes
+
+    def add(self, number: int, part: Part) -> None:
+        """Commit a written part: record it, then show it."""
+        self._parts[number : number + 1] = [part]
+        self._record()
+        self._show()
+
+    def end(self, lines: dict[str, Any]) -> None:
+        """Describe the complete output, and remove an earlier one's parts beyond it."""
+        del self._parts[-(-lines["lines"] // self.part_rows) :]
+        self._record()
+        self._show(lines)
+        names = {each.part for each in self._parts}
+        for name in self._earlier:
+            if name not in names:
+                _delete(self.pattern.with_name(name))
+
+    def _record(self) -> None:
+        if self._run_dir is not None:
+            record = {"output": str(self.pattern), "part_rows": self.part_rows, "earlier": self._earlier}
+            write_json(self._run_dir / PARTS_NAME, record | {"parts": [asdict(each) for each in self._parts]})
+
+    def _show(self, lines: dict[str, Any] | None = None) -> None:
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "is_complete": lines is not None,
+            "part_rows": self.part_rows,
+            "rows": sum(each.rows for each in self._parts),
+            "parts": [asdict(each) for each in self._parts],
+            "lines": lines,
+        }
+        _replace(self.pattern.with_name(MANIFEST_NAME), (json.dumps(manifest, indent=1) + "\n").encode("ascii"))
+
+
+def write_parts(
+    lines: Iterator[bytes],
+    digest: LineDigest,
+    parts: CommittedParts,
+    write_part: Callable[[Iterable[bytes], FilePath, int], Part],
+) -> None:
+    """Write the parts that are not committed by `write_part(lines, path, first row)`. `digest` counts `lines`. Raises
+    OSError.
+    """
+    for number, first in enumerate(lines):
+        first_row = digest.num_lines - 1
+        own = chain([first], islice(lines, parts.part_rows - 1))
+        if parts.has(number):
+            # Only for the digest of all lines.
+            deque(own, maxlen=0)
+        else:
+            parts.add(number, write_part(own, part_path(parts.pattern, number), first_row))
+    parts.end(digest.as_dict())
+
+
+def _names_in(path: FilePath) -> list[str]:
+    """Names of the parts in an earlier output's manifest."""
+    data = _read(path)
+    try:
+        return [str(each["part"]) for each in parse_json_object(data or b"{}").get("parts", ())]
+    except (JsonError, TypeError, KeyError):
+        return []
+
+
+def _read(path: FilePath) -> bytes | None:
+    if isinstance(path, RemotePath):
+        return read_remote(path.raw)
+    return path.read_bytes() if path.is_file() else None
+
+
+def _replace(path: FilePath, data: bytes) -> None:
+    if isinstance(path, RemotePath):
+        replace_remote(path.raw, data)
+    else:
+        write_file(path, data)
+
+
+def _delete(path: FilePath) -> None:
+    if isinstance(path, RemotePath):
+        delete_remote(path.raw)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _size_of(path: FilePath) -> int | None:
+    try:
+        return state_of(path.raw).num_bytes if isinstance(path, RemotePath) else path.stat().st_size
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,110 @@
+"""Downloads the model folder that a remote `model.path` names (`s3://bucket/folder`) into a local cache.
+
+    CACHE/remote--NAME--DIGEST/VERSION            the files of one version of the folder: complete, and never changed
+    CACHE/remote--NAME--DIGEST/VERSION.partial    a download; its complete files are kept by the next one
+
+CACHE is that of the hub. VERSION is a digest of the files' names, sizes and versions, so that a folder that changes is
+downloaded again. One rank of a node downloads; the others wait for the kernel's lock, and find its files.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.base.files import sync_folder, sync_stream
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.base.remote_files import RemoteState, read_range, states_below
+from spmd_worker.base.remote_names import RemotePath, shown_name
+from spmd_worker.base.remote_store import open_store
+from spmd_worker.model_config.hub_cache import ModelLocation, cache_folder
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES: Final = 8 << 20
+_MODULES: Final = "modules.json"
+_MODULE_FILES: Final = ("*/config.json", "*/*.safetensors", "*/*.safetensors.index.json")
+"""Files in the folders of modules, if `modules.json` lists some."""
+
+
+def locate_remote_model(name: str, patterns: Sequence[str], excluded: Sequence[str]) -> ModelLocation:
+    """The local copy of a remote folder's files that match `patterns`, or those of modules. Raises ModelConfigError."""
+    name = name.rstrip("/")
+    key = f"model.path={shown_name(name)}"
+    try:
+        wanted = _wanted(states_below(name), patterns, excluded)
+        if "config.json" not in wanted:
+            raise ModelConfigError(f"{key} has no config.json: give the folder of a model")
+        folder = _copy_once(name, wanted)
+    except (OSError, ConfigError) as error:
+        raise ModelConfigError(f"{key} cannot be downloaded: {error}") from None
+    return ModelLocation(str(folder), RemotePath(name).name)
+
+
+def _wanted(
+    states: Mapping[str, RemoteState], patterns: Sequence[str], excluded: Sequence[str]
+) -> dict[str, RemoteState]:
+    found = [name for name in states if _matches(name, patterns) and not _matches(name, excluded)]
+    if _MODULES in found:
+        found += [name for name in states if _matches(name, _MODULE_FILES)]
+    return {name: states[name] for name in sorted(set(found))}
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    # The names become paths in the cache.
+    is_safe = not any(part in ("", ".", "..") for part in name.split("/"))
+    return is_safe and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _copy_once(name: str, wanted: Mapping[str, RemoteState]) -> Path:
+    short = RemotePath(name).name
+    base = cache_folder() / f"remote--{short}--{_digest([shown_name(name)])}"
+    folder = base / _digest([[each, state.num_bytes, state.version] for each, state in wanted.items()])
+    if not folder.is_dir():
+        base.mkdir(parents=True, exist_ok=True)
+        with _locked(base / "lock"):
+            if not folder.is_dir():
+                logger.info("model.path=%s: downloading into %s", shown_name(name), base, extra=SAME_ON_EVERY_RANK)
+                _copy(name, wanted, folder)
+    return folder
+
+
+def _copy(name: str, wanted: Mapping[str, RemoteState], folder: Path) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    for each, state in wanted.items():
+        path = partial / each
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _copy_file(f"{name}/{each}", state, path)
+    for parent, _, _ in os.walk(partial):
+        sync_folder(Path(parent))
+    os.rename(partial, folder)
+    sync_folder(folder.parent)
+
+
+def _copy_file(name: str, state: RemoteState, path: Path) -> None:
+    """Copy a file of this state, whole."""
+    store, partial = open_store(name), path.with_name(f"{path.name}.incomplete")
+    with open(partial, "wb") as file:
+        for start in range(0, state.num_bytes, _BLOCK_BYTES):
+            file.write(read_range(store, state, start, min(start + _BLOCK_BYTES, state.num_bytes)))
+        sync_stream(file)
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(value: object) -> str:
+    return blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

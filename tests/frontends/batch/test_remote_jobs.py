@@ -1,0 +1,256 @@
+"""Jobs whose input and output are in an S3 store, and outputs as parts: the bytes of a local job, also after kills."""
+
+import gzip
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from cut_jobs import Ended, end_after
+from ranks import REPOSITORY
+from s3_server import KEY, SECRET
+from waiting import wait_until
+
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_files import list_remote, read_remote, replace_remote
+from spmd_worker.base.remote_names import file_path
+from spmd_worker.base.remote_upload import remove_leftovers, write_remote
+from spmd_worker.frontends.batch import output_parts
+from spmd_worker.frontends.batch.input.input_scan import InputScan
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.output_file import write_lines
+from spmd_worker.frontends.batch.run_dir.job_files import check_job, run_dir_of
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal
+from spmd_worker.ranks.environment import RankEnvironment
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+NUM_ROWS = 12
+LINES = [f'{{"prompt": "add {index} 7 =", "custom_id": "row {index}"}}\n'.encode() for index in range(NUM_ROWS)]
+
+
+def config_of(**job) -> RunConfig:
+    return RunConfig(
+        model=ModelOptions(path=str(MODEL)),
+        cache=CacheConfig(num_blocks=64),
+        sampling=SamplingConfig(max_tokens=4, temperature=0.9),
+        job=JobConfig(**{"commit_rows": 1, **job}),
+        device="cpu",
+    )
+
+
+def run(**job) -> None:
+    run_job(config_of(**job), RankEnvironment())
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> bytes:
+    """Output of the local job."""
+    folder = tmp_path_factory.mktemp("local")
+    (folder / "rows.jsonl").write_bytes(b"".join(LINES))
+    run(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"))
+    return (folder / "out.jsonl").read_bytes()
+
+
+def parquet_bytes(lines) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    rows = pyarrow.Table.from_pylist([json.loads(line) for line in lines])
+    pyarrow.parquet.write_table(rows, sink, row_group_size=5)
+    return sink.getvalue().to_pybytes()
+
+
+PACKED = {
+    ".jsonl": b"".join,
+    ".jsonl.gz": lambda lines: gzip.compress(b"".join(lines), mtime=0),
+    ".jsonl.zst": lambda lines: zstandard.compress(b"".join(lines)),
+    ".parquet": parquet_bytes,
+}
+
+
+def parts_in(folder: str) -> dict[str, bytes]:
+    """Files of an output in parts, by name."""
+    names = list_remote(f"{folder}/*") if "://" in folder else sorted(map(str, Path(folder).iterdir()))
+    return {
+        name.rpartition("/")[2]: read_remote(name if "://" in name else f"file://{name}")
+        for name in names
+        if not name.endswith((".run", ".partial"))
+    }
+
+
+def check_parts(folder: str, answers: bytes, part_rows: int) -> None:
+    """The parts have the job's lines, and the manifest describes them."""
+    files = parts_in(folder)
+    manifest = json.loads(files.pop("manifest.json"))
+    lines = answers.splitlines(keepends=True)
+    assert list(files.values()) == [b"".join(lines[at : at + part_rows]) for at in range(0, len(lines), part_rows)]
+    assert [(each["part"], each["bytes"], each["sha256"]) for each in manifest["parts"]] == [
+        (name, len(data), sha256(data).hexdigest()) for name, data in files.items()
+    ]
+    assert (manifest["is_complete"], manifest["rows"]) == (True, len(lines))
+    assert manifest["lines"]["sha256"] == sha256(answers).hexdigest()
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_remote_rows_are_those_of_the_file(s3, suffix):
+    for number in range(2):
+        replace_remote(f"{s3.bucket}/rows-{number}{suffix}", PACKED[suffix](LINES[6 * number : 6 * number + 6]))
+    reader = RowReader.of(f"{s3.bucket}/rows-*{suffix}")
+    assert [json.loads(line) for _, line in reader] == [json.loads(line) for line in LINES]
+    scan = InputScan(reader, None)
+    found = scan.wait(60)
+    assert (found.num_rows, scan.has_changed()) == (NUM_ROWS, False)
+    replace_remote(f"{s3.bucket}/rows-1{suffix}", PACKED[suffix](LINES[6:]))
+    assert not scan.has_changed()
+    replace_remote(f"{s3.bucket}/rows-1{suffix}", PACKED[suffix](LINES[7:]))
+    assert scan.has_changed()
+
+
+@pytest.mark.guarantee("Faults of a remote store that pass change no byte")
+def test_remote_job_writes_bytes_of_local_job(s3, answers, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "plantedsessiontoken")
+    replace_remote(f"{s3.bucket}/rows.jsonl.gz", PACKED[".jsonl.gz"](LINES))
+    output = f"{s3.bucket}/answers.jsonl.zst"
+    write_remote(output).write(bytes(9 << 20))
+    s3.fault = lambda number, method, path: "throttle" if number % 5 == 0 else None
+    run(input=f"{s3.bucket}/rows.jsonl.gz", output=output)
+    s3.fault = None
+    assert zstandard.ZstdDecompressor().decompressobj().decompress(read_remote(output)) == answers
+    # What a killed writer left is gone.
+    assert remove_leftovers(output) == 0
+    written = b"".join(path.read_bytes() for path in (tmp_path / "answers.jsonl.zst.run").iterdir())
+    assert f"{s3.bucket}/rows.jsonl.gz".encode() in written
+    for secret in (KEY, SECRET, "plantedsessiontoken"):
+        assert secret not in written.decode("utf-8", "replace") + "".join(capfd.readouterr())
+
+
+def test_signed_name_is_shown_without_its_query(tmp_path, monkeypatch):
+    name = "http://me:plantedpass@127.0.0.1:9/rows.jsonl?X-Amz-Signature=plantedsignature"
+    monkeypatch.setattr("spmd_worker.base.remote_store._MAX_TRIES", 1)
+    with pytest.raises(ConfigError) as caught:
+        run(input=name, output=str(tmp_path / "out.jsonl"))
+    assert "job.input=http://127.0.0.1:9/rows.jsonl?..." in str(caught.value)
+    assert "planted" not in str(caught.value)
+    assert "planted" not in "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+
+
+@pytest.mark.guarantee("Committed parts are not written again")
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_resumed_parts_have_the_same_bytes(s3, answers, tmp_path, where):
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))
+    folder = f"{s3.bucket}/answers" if where == "s3" else str(tmp_path / "answers")
+    job = {"input": str(tmp_path / "rows.jsonl"), "output": f"{folder}/part-*.jsonl", "part_rows": 5}
+    job |= {"run_dir": str(tmp_path / "run")}
+    with pytest.MonkeyPatch.context() as patch:
+        # The first part is committed while later rows are answered.
+        wait_for_first_part(patch, tmp_path / "run" / "parts.json", 8)
+        with pytest.raises(Ended):
+            run(**job)
+    first = parts_in(folder)
+    assert json.loads(first["manifest.json"])["is_complete"] is False
+    assert [each["rows"] for each in json.loads(first["manifest.json"])["parts"]] == [5]
+    s3.requests.clear()
+    stamp = None if where == "s3" else (tmp_path / "answers" / "part-00000.jsonl").stat().st_mtime_ns
+    run(**job)
+    check_parts(folder, answers, 5)
+    assert not [path for method, path in s3.requests if method in ("PUT", "POST") and "part-00000" in path]
+    assert stamp is None or stamp == (tmp_path / "answers" / "part-00000.jsonl").stat().st_mtime_ns
+
+
+def test_pool_on_s3_writes_bytes_of_local_job(s3, answers, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))
+    job = {"input": str(tmp_path / "rows.jsonl"), "output": f"{s3.bucket}/out/part-*.jsonl", "part_rows": 5}
+    job |= {"pool": f"{s3.bucket}/pool", "lease_rows": 4, "run_dir": str(tmp_path / "worlds")}
+    s3.fault = lambda number, method, path: "throttle" if number % 7 == 0 else None
+    run(**job)
+    s3.fault = None
+    check_parts(f"{s3.bucket}/out", answers, 5)
+
+
+def wait_for_first_part(patch, record: Path, num_rows: int) -> None:
+    """End the job when so many rows are in its journal, and its first part is recorded."""
+    end_after(patch, num_rows)
+    add = output_parts.CommittedParts.add
+
+    def added(parts, number, part):
+        add(parts, number, part)
+        (record.parent / "first").touch()
+
+    patch.setattr(output_parts.CommittedParts, "add", added)
+    append = RowJournal.append
+
+    def waited(journal, key, answer):
+        if journal.num_rows == num_rows - 1:
+            wait_until((record.parent / "first").exists)
+        append(journal, key, answer)
+
+    patch.setattr(RowJournal, "append", waited)
+
+
+@pytest.mark.control("Committed parts are not written again")
+def test_part_check_detects_parts_without_record(s3, tmp_path, monkeypatch):
+    lines = [b"1\n", b"2\n", b"3\n"]
+    for _ in range(2):
+        s3.requests.clear()
+        write_lines(lines, file_path(f"{s3.bucket}/p-*.jsonl"), None, 2, tmp_path)
+    assert not [path for method, path in s3.requests if method == "PUT" and "p-00000" in path]
+    write_lines(lines, file_path(f"{s3.bucket}/p-*.jsonl"), None, 2)
+    assert [path for method, path in s3.requests if method == "PUT" and "p-00000" in path]
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_parts_of_an_earlier_output_are_replaced(tmp_path, suffix):
+    lines = [json.dumps({"custom_id": None, "error": None, "n": number}).encode() + b"\n" for number in range(7)]
+    pattern = file_path(str(tmp_path / f"p-*{suffix}"))
+    write_lines(lines, pattern, None, 2)
+    (tmp_path / f"p-00009{suffix}").touch()
+    whole = write_lines(lines[:3], pattern, None, 2)
+    # Another's file stays.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("manifest.json", f"p-00000{suffix}", f"p-00001{suffix}", f"p-00009{suffix}")
+    ]
+    assert whole == {"lines": 3, "bytes": sum(map(len, lines[:3])), "sha256": sha256(b"".join(lines[:3])).hexdigest()}
+    if suffix == ".parquet":
+        assert pyarrow.parquet.read_table(tmp_path / "p-00001.parquet")["index"].to_pylist() == [2]
+
+
+REJECTED = {
+    "two stars": ({"output": "a-*-*.jsonl"}, "parts have one"),
+    "a star in a folder": ({"output": "a*/b.jsonl"}, "parts have one"),
+    "a scheme that is only read": ({"output": "https://host/b.jsonl"}, "https:// is only read"),
+    "an unknown scheme": ({"output": "ftp://host/b.jsonl"}, "ftp:// is not supported"),
+    "a remote run directory": ({"output": "b.jsonl", "run_dir": "s3://b/run"}, "the run directory must be local"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_unusable_names_are_rejected(case):
+    job, words = REJECTED[case]
+    with pytest.raises(ConfigError, match=words):
+        check_job(JobConfig(input="rows.jsonl", **job))
+
+
+def test_run_directory_is_local_and_named_by_the_output():
+    names = ("s3://b/a/out.jsonl.zst", "s3://b/a/part-*.jsonl", "a/part-*.jsonl", "a/out.jsonl")
+    found = [str(run_dir_of(JobConfig(output=name))) for name in names]
+    assert found == ["out.jsonl.zst.run", "part-.jsonl.run", "a/part-.jsonl.run", "a/out.jsonl.run"]
+
+
+def test_output_that_is_also_read_is_rejected(s3, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    replace_remote(f"{s3.bucket}/part-00000.jsonl", LINES[0])
+    for output in ("part-00000.jsonl", "part-*.jsonl"):
+        with pytest.raises(ConfigError, match="is also read"):
+            run(input=f"{s3.bucket}/*.jsonl", output=f"{s3.bucket}/{output}")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "part-00000.jsonl").write_bytes(LINES[0])
+    with pytest.raises(ConfigError, match="would replace"):
+        run(input="a/*.jsonl", output="a/part-*.jsonl")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run(input="a/*.jsonl", output="s3://no-such-bucket/part-*.jsonl")
+    with pytest.raises(ConfigError, match="is no file, and matches none"):
+        run(input=f"{s3.bucket}/none-*", output="out.jsonl")
