@@ -12,7 +12,7 @@ from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.pool import protocol
 from spmd_worker.frontends.batch.pool.driver import PAUSES_S, run
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog, spans_of
-from spmd_worker.frontends.batch.pool.members import Lease, Member, leave
+from spmd_worker.frontends.batch.pool.members import Lease, Member, check_member, leave
 from spmd_worker.frontends.batch.pool.protocol import MAX_LEASES, Unleased
 from spmd_worker.frontends.batch.pool.store import PoolStore, Steps
 from spmd_worker.frontends.batch.pool_world.held_range import HeldRange
@@ -119,13 +119,14 @@ class PoolWorker:
         try:
             for held in self.held():
                 if self._commit(held, pauses_s):
+                    run(self._store, check_member(self.member.worker), pauses_s)
                     run(self._store, protocol.hand_back(self.member, held.lease), pauses_s)
                 self._forget(held)
         finally:
             self._turns.release()
 
     def leave(self, end: dict[str, Any]) -> None:
-        """Record how this world ended, after `hand_back` or `stop`; once. Raises OSError."""
+        """Record how this world ended, after `hand_back` or `stop`; once. Raises PoolError, OSError."""
         if self._member is not None and not self._has_left:
             self._has_left = True
             run(self._store, leave(self._member.worker, end), ())
@@ -199,6 +200,7 @@ class PoolWorker:
                 rows = held.batch()
             if not rows:
                 return True
+            run(self._store, check_member(self.member.worker), pauses_s)
             spans = spans_of(each.answer.index for each in rows)
             is_held = run(self._store, protocol.commit(self.member, lease, spans, encode_part(rows)), pauses_s)
             if not is_held or lease.log.is_over:

@@ -20,9 +20,20 @@ from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput
 from spmd_worker.frontends.batch.pool.driver import Heartbeats, new_worker, run
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
-from spmd_worker.frontends.batch.pool.members import Member, difference, join
+from spmd_worker.frontends.batch.pool.members import Member, check_remains, difference, join
 from spmd_worker.frontends.batch.pool.protocol import claim_merge
-from spmd_worker.frontends.batch.pool.records import JOB_NAME, MERGE_LOG, Entry, Merged, PoolJob, read_free_record
+from spmd_worker.frontends.batch.pool.records import (
+    DONE,
+    JOB_NAME,
+    MERGE_LOG,
+    MERGED,
+    PARTS,
+    RANGES,
+    Entry,
+    Merged,
+    PoolJob,
+    read_free_record,
+)
 from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.merge import PROVENANCE, merge_pool
@@ -153,6 +164,7 @@ class World:
         self.set_input(index.digest, num_rows)
         self._ranges = RangeReader(self._reader, index)
         worker = new_worker()
+        run(self._store, check_remains((RANGES, PARTS, DONE, MERGED)))
         member = run(self._store, join(self._pool_job(self._answers, num_rows), worker, self._about))
         self._heartbeats = Heartbeats(self._store, member, self._counts, self._worker.suspect)
         self._heartbeats.__enter__()

@@ -314,7 +314,7 @@ def test_comparison_detects_commits_without_fencing(job: JobConfig):
             return True
 
         def read(self, name: str) -> bytes | None:
-            return None
+            return super().read(name) if name.startswith("workers/") else None
 
     def unfence(slow: TurnedWorld) -> None:
         store = Unfenced()
@@ -494,3 +494,62 @@ def test_pool_folder_is_no_input(tmp_path: Path):
     (tmp_path / "pool" / "ranges" / "00000000").write_text("{}")
     found = find_inputs(job.input or "", partial(is_job_file, job))
     assert found == (tmp_path / "rows.jsonl",)
+
+
+def written_by(store: MemoryStore, world: TurnedWorld) -> list[str]:
+    """Objects by a world."""
+    worker = world.worker.member.worker
+    return [name for name in store.objects if worker in name or f'"{worker}"'.encode() in store.contents[name]]
+
+
+def replaced(job: JobConfig) -> tuple[MemoryStore, TurnedWorld, TurnedWorld]:
+    """A pool that was removed under a world with answers, and another job's world in a pool of its name."""
+    store = MemoryStore()
+    old = TurnedWorld(store, job, {"model": "old"})
+    old.turn()
+    old.read()
+    store.objects.clear()
+    store.contents.clear()
+    return store, old, TurnedWorld(store, job, {"model": "new"})
+
+
+def test_removed_pool_ends_its_worlds(job: JobConfig):
+    """Regression: a world of a pool that was removed went on in another job's pool of the same name."""
+    store, old, new = replaced(job)
+    old.answer()
+    for call in (old.turn, lambda: old.world.leave("signalled"), old.turn):
+        with pytest.raises(PoolError, match=f"it has no workers/{old.worker.member.worker}.json; end the worlds"):
+            call()
+        old.worker._is_closing = False
+    assert written_by(store, old) == []
+    new.finish()
+    check(job)
+
+
+def test_world_of_a_removed_pool_leases_nothing(job: JobConfig):
+    store, old, new = replaced(job)
+    old.worker.member.leases.clear()
+    with pytest.raises(PoolError, match="the pool was removed while worlds used it"):
+        old.turn()
+    assert written_by(store, old) == [f"workers/{old.worker.member.worker}.beat"]
+
+
+def test_rows_of_a_stranger_are_not_merged(job: JobConfig):
+    """The last defence: an operation that was under way when the pool was replaced."""
+    store = MemoryStore()
+    stranger, world = TurnedWorld(store, job), TurnedWorld(store, job)
+    stranger.go_on()
+    stranger.world.leave("signalled")
+    store.delete(f"workers/{stranger.worker.member.worker}.json")
+    with pytest.raises(PoolError, match=f"it has no workers/{stranger.worker.member.worker}.json"):
+        world.finish()
+    assert not Path(job.output or "").exists()
+
+
+def test_remains_of_a_pool_are_no_pool(job: JobConfig):
+    """Regression: without job.json another job went on with the rows of the one before."""
+    store = MemoryStore()
+    TurnedWorld(store, job, {"model": "old"}).go_on()
+    store.delete("job.json")
+    with pytest.raises(PoolError, match=r"has ranges/00000000, but no job.json: remove what is left"):
+        TurnedWorld(store, job, {"model": "new"})
