@@ -553,3 +553,25 @@ def test_remains_of_a_pool_are_no_pool(job: JobConfig):
     store.delete("job.json")
     with pytest.raises(PoolError, match=r"has ranges/00000000, but no job.json: remove what is left"):
         TurnedWorld(store, job, {"model": "new"})
+
+
+def test_merge_ends_with_its_lease(job: JobConfig):
+    """Regression: a world that was paused while it merged replaced the complete manifest by that of its first parts."""
+    job, store = replace(job, output=str(Path(job.output or "").with_name("part-*.jsonl")), part_rows=10), MemoryStore()
+    slow, other = TurnedWorld(store, job), TurnedWorld(store, job)
+    while not (slow.rows.has_ended and other.rows.has_ended):
+        slow.go_on()
+        other.go_on()
+    manifest, calls, ended = Path(job.output or "").with_name("manifest.json"), itertools.count(), []
+
+    def pause(doing: str) -> None:
+        if next(calls) == 3:
+            store.now += LEASE_S + 1
+            other.world.write_output(None, {}, lambda doing: None)
+            ended.append(manifest.stat().st_ino)
+
+    slow.world.write_output(None, {}, pause)
+    assert json.loads(manifest.read_text())["is_complete"]
+    assert [manifest.stat().st_ino] == ended
+    with pytest.raises(ConfigError, match=r"^job\.part_rows is 20, and 10 in the pool"):
+        TurnedWorld(store, replace(job, part_rows=20))
