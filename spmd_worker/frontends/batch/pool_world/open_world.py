@@ -97,7 +97,7 @@ class PoolRun:
 
 
 def check_sizes(reader: RowReader, index: InputIndex) -> None:
-    """Raise ConfigError for local files of other sizes than the pool's. A range's bytes are compared when it is read."""
+    """Raise ConfigError for local files of other sizes than the pool's. Bytes are compared when they are read."""
     RangeReader(reader, index)
     for path, file in zip(reader.paths or (), index.files):
         if isinstance(path, Path) and (num_bytes := path.stat().st_size) != file.num_bytes:

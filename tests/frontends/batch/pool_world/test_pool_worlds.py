@@ -527,7 +527,7 @@ def test_removed_pool_ends_its_worlds(job: JobConfig):
 
 
 def test_world_of_a_removed_pool_leases_nothing(job: JobConfig):
-    store, old, new = replaced(job)
+    store, old, _ = replaced(job)
     old.worker.member.leases.clear()
     with pytest.raises(PoolError, match="the pool was removed while worlds used it"):
         old.turn()
