@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -32,7 +32,7 @@ _PERMANENT: Final = frozenset(
 _Value = TypeVar("_Value")
 
 
-def run(store: PoolStore, steps: Steps[_Value], pauses_s: Sequence[float] = PAUSES_S) -> _Value:
+def run(store: PoolStore, steps: Steps[_Value], pauses_s: Iterable[float] = PAUSES_S) -> _Value:
     """Run a protocol function. Raises what it raises, and OSError when an operation failed for good."""
     try:
         operation = next(steps)
@@ -43,7 +43,7 @@ def run(store: PoolStore, steps: Steps[_Value], pauses_s: Sequence[float] = PAUS
         return value
 
 
-def _perform(store: PoolStore, operation: Operation, pauses_s: Sequence[float]) -> Any:
+def _perform(store: PoolStore, operation: Operation, pauses_s: Iterable[float]) -> Any:
     """Any operation may be repeated: the protocol recognises an object that an earlier try created."""
     for pause_s in pauses_s:
         try:

@@ -5,7 +5,8 @@ Heartbeats are another thread's.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from spmd_worker.frontends.batch.job_rows import JobInput
@@ -26,6 +27,16 @@ _TURN_S: Final = 0.2
 _MAX_POLL_S: Final = 2.0
 _POLLS_A_LEASE: Final = 8
 _STOP_S: Final = 30.0
+
+
+class _Pauses:
+    """Pauses before an operation is repeated, until the worker closes: its end must not wait for a store that fails."""
+
+    def __init__(self, is_closing: Callable[[], bool]) -> None:
+        self._is_closing = is_closing
+
+    def __iter__(self) -> Iterator[float]:
+        return takewhile(lambda pause_s: not self._is_closing(), PAUSES_S)
 
 
 class PoolWorker:
@@ -55,6 +66,7 @@ class PoolWorker:
         self._turns = threading.Lock()
         """Held while the store is asked: the member is not thread-safe."""
         self._wake, self._is_closing, self._has_left = threading.Event(), False, False
+        self._pauses = _Pauses(lambda: self._is_closing)
         self._suspects: list[Lease] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run_turns, name="spmd-pool", daemon=True)
@@ -155,7 +167,7 @@ class PoolWorker:
                 with self._changes:
                     is_due = held.is_due(self._commit_rows, self._commit_s, _COMMIT_BYTES)
                 if is_due and not self._is_closing:
-                    self._commit(held, PAUSES_S)
+                    self._commit(held, self._pauses)
             while not (self._is_closing or self.has_ended) and len(self.member.leases) < MAX_LEASES:
                 if not self._claim():
                     return
@@ -174,7 +186,7 @@ class PoolWorker:
         return _TURN_S if self._member is None else min(_MAX_POLL_S, self._member.job.lease_s / _POLLS_A_LEASE)
 
     def _ask(self, steps: Steps[Any]) -> Any:
-        return run(self._store, steps)
+        return run(self._store, steps, self._pauses)
 
     def _claim(self) -> bool:
         """Lease a range, if there is one."""
@@ -192,7 +204,7 @@ class PoolWorker:
             self.num_ranges += 1
         return True
 
-    def _commit(self, held: HeldRange, pauses_s: Sequence[float]) -> bool:
+    def _commit(self, held: HeldRange, pauses_s: Iterable[float]) -> bool:
         """Commit the answers of a range. Returns whether it is still held: it was neither lost nor finished."""
         lease = held.lease
         while True:

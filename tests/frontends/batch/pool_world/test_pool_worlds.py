@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, Entry, RangeRecord, range_name
-from spmd_worker.frontends.batch.pool_world import merge, pool_index
+from spmd_worker.frontends.batch.pool_world import merge, pool_index, pool_worker
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.parts import FinishedRow, decode_part, encode_part
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
@@ -576,3 +577,26 @@ def test_merge_ends_with_its_lease(job: JobConfig):
     assert [manifest.stat().st_ino] == ended
     with pytest.raises(ConfigError, match=r"^job\.part_rows is 20, and 8 in the pool"):
         TurnedWorld(store, replace(job, part_rows=20))
+
+
+def test_end_does_not_wait_for_a_failing_store(job: JobConfig, monkeypatch: pytest.MonkeyPatch):
+    """Regression: SIGTERM took half a minute while the pool's disk was full."""
+    store = MemoryStore()
+    world = TurnedWorld(store, job)
+    world.turn()
+    world.read()
+    world.answer()
+    has_failed = threading.Event()
+
+    def fail(kind: str, name: str) -> None:
+        has_failed.set()
+        raise OSError(28, "No space left on device")
+
+    store.before = fail
+    monkeypatch.setattr(pool_worker, "PAUSES_S", itertools.repeat(0.001))
+    thread = threading.Thread(target=world.worker._run_turns)
+    thread.start()
+    has_failed.wait()
+    with pytest.raises(OSError, match="No space left"):
+        world.world.leave("signalled")
+    thread.join()
