@@ -105,8 +105,8 @@ def _find_end(member: Member) -> Steps[None]:
 def _check_stop(member: Member, number: int, stop: int) -> None:
     if stop > member.job.num_rows:
         raise PoolError(
-            f"{range_name(number)} of the pool ends with row {stop}, but the job has {member.job.num_rows} rows: restore "
-            f"the pool's folder from before, or give job.pool another"
+            f"{range_name(number)} of the pool ends with row {stop}, but the job has {member.job.num_rows} rows: "
+            f"restore the pool's folder from before, or give job.pool another"
         )
 
 

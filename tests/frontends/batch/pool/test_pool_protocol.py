@@ -266,7 +266,7 @@ PART = Part("parts/00000000.0002.a.1", ((0, 2),), 5, "digest")
         (
             range_name(0),
             RangeRecord(0, 99, "b", 0).to_bytes(),
-            "ranges/00000000 of the pool ends with row 99, but the job has 8",
+            "of the pool ends with row 99, but the job has 8",
         ),
         (done_name(0), DoneRecord(0, 3, (PART,)).to_bytes(), "done/00000000 of the pool has rows 0 to 3, not all from"),
         (done_name(0), DoneRecord(0, 1, (PART,)).to_bytes(), "rows ..0, 2.,. are not of its range"),
