@@ -193,7 +193,7 @@ class History:
 class LaunchedHistory(History):
     """Worlds are launches of the demo model, which take seconds to start."""
 
-    FAULT_CHANCE = 0.02
+    FAULT_CHANCE = 0.04
 
     LAYOUTS = ((1, ""), (1, ""), (2, "tensor_parallel_size"), (2, "data_parallel_size"), (2, "pipeline_parallel_size"))
 
