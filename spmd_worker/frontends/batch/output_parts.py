@@ -30,6 +30,11 @@ def is_parts(path: FilePath) -> bool:
     return "*" in path.name
 
 
+def last_path(output: FilePath) -> FilePath:
+    """The file that an output's writer writes last."""
+    return output.with_name(MANIFEST_NAME) if is_parts(output) else output
+
+
 def part_path(pattern: FilePath, number: int) -> FilePath:
     """File of a part."""
     return pattern.with_name(pattern.name.replace("*", f"{number:05d}"))
@@ -89,7 +94,7 @@ class CommittedParts:
         """Whether the part is committed, complete and there. A shorter one was the last, and may not be it now."""
         if number >= len(self._parts) or self._parts[number].rows != self.part_rows:
             return False
-        return _size_of(part_path(self.pattern, number)) == self._parts[number].bytes
+        return size_of(part_path(self.pattern, number)) == self._parts[number].bytes
 
     def add(self, number: int, part: Part) -> None:
         """Commit a written part: record it, then show it."""
@@ -173,7 +178,8 @@ def _delete(path: FilePath) -> None:
         path.unlink(missing_ok=True)
 
 
-def _size_of(path: FilePath) -> int | None:
+def size_of(path: FilePath) -> int | None:
+    """Bytes of a file; None if it is missing."""
     try:
         return state_of(path.raw).num_bytes if isinstance(path, RemotePath) else path.stat().st_size
     except FileNotFoundError:

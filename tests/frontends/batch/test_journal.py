@@ -375,3 +375,15 @@ def test_record_round_trips_and_damage_is_detected():
         damaged = bytearray(record.pack())
         damaged[place] ^= 1
         assert JournalRecord.unpack(bytes(damaged)) is None
+
+
+def test_leading_rows_begin_with_row_0(tmp_path: Path):
+    """Regression: outputs of parts began with the row that was committed first, twice, and lacked row 0."""
+    journal = opened(tmp_path)
+    for indices, num_leading in (([4, 2], 0), ([1], 0), ([0], 3), ([3], 5)):
+        for index in indices:
+            journal.append(RowKey(100 + index), answer(index))
+        journal.commit()
+        assert journal.num_leading == num_leading
+    assert [journal.line_of(row) for row in range(5)] == [answer(row).line for row in range(5)]
+    journal.close()

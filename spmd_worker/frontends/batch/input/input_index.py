@@ -105,6 +105,8 @@ class InputIndex:
             value = parse_json_object(data)
             if value.get("format_version") != FORMAT_VERSION:
                 raise ConfigError(f"is not an index of version {FORMAT_VERSION} of an input")
+            if any(type(value[key]) is not int for key in ("max_line_bytes", "most_blank_bytes")):
+                raise ConfigError("is damaged: its numbers of bytes are no numbers")
             files = [_file_of(each) for each in value["files"]]
             index = InputIndex.of(files, value["max_line_bytes"], value["most_blank_bytes"])
             is_whole = (index.digest, index.num_rows) == (value["digest"], value["num_rows"])

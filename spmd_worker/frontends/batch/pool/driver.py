@@ -8,13 +8,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from spmd_worker.frontends.batch.pool.members import Lease, Member, heartbeat
+from spmd_worker.base.errors import PoolError
+from spmd_worker.frontends.batch.pool.members import Lease, Member, check_member, heartbeat
 from spmd_worker.frontends.batch.pool.protocol import read_done, remove_garbage
-from spmd_worker.frontends.batch.pool.records import BLOCK_RANGES, DoneRecord
+from spmd_worker.frontends.batch.pool.records import BLOCK_RANGES, DoneRecord, worker_of
 from spmd_worker.frontends.batch.pool.store import Operation, PoolStore, Steps, perform
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _PERMANENT: Final = frozenset(
 _Value = TypeVar("_Value")
 
 
-def run(store: PoolStore, steps: Steps[_Value], pauses_s: Sequence[float] = PAUSES_S) -> _Value:
+def run(store: PoolStore, steps: Steps[_Value], pauses_s: Iterable[float] = PAUSES_S) -> _Value:
     """Run a protocol function. Raises what it raises, and OSError when an operation failed for good."""
     try:
         operation = next(steps)
@@ -42,7 +43,7 @@ def run(store: PoolStore, steps: Steps[_Value], pauses_s: Sequence[float] = PAUS
         return value
 
 
-def _perform(store: PoolStore, operation: Operation, pauses_s: Sequence[float]) -> Any:
+def _perform(store: PoolStore, operation: Operation, pauses_s: Iterable[float]) -> Any:
     """Any operation may be repeated: the protocol recognises an object that an earlier try created."""
     for pause_s in pauses_s:
         try:
@@ -66,16 +67,23 @@ def done_ranges(store: PoolStore, member: Member) -> Iterator[DoneRecord]:
     """The parts of every range, in order of the rows; removes garbage. For the holder of the merge. Raises PoolError
     for a pool in which rows are missing, OSError.
     """
-    start, named = 0, set[str]()
+    start, named, members = 0, set[str](), {member.worker}
+    run(store, check_member(member.worker))
     for number in range(member.next_number):
         record = run(store, read_done(member, number, start))
         named.update(part.name for part in record.parts)
+        for worker in sorted({worker_of(part) for part in record.parts} - members):
+            # Rows of another job, whose pool had this name.
+            run(store, check_member(worker))
+            members.add(worker)
         start = record.stop
         yield record
         if (number + 1) % BLOCK_RANGES == 0 or number + 1 == member.next_number:
             run(store, remove_garbage(number // BLOCK_RANGES, frozenset(named)))
             named.clear()
     assert start == member.job.num_rows, (start, member.job.num_rows)
+    # Before the output gets its name.
+    run(store, check_member(member.worker))
 
 
 class Heartbeats:
@@ -124,5 +132,6 @@ class Heartbeats:
         while not self._ending.wait(interval_s):
             try:
                 self.send()
-            except OSError as error:
+            except (OSError, PoolError) as error:
+                # What ends this world is raised where it works.
                 logger.warning("No heartbeat could be sent to the pool (%s)", error)

@@ -10,6 +10,7 @@ from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.records import (
     JOB_NAME,
     MERGE_LOG,
+    REPLACED,
     WORKERS,
     PoolJob,
     check_worker,
@@ -72,6 +73,20 @@ def join(job: PoolJob, worker: str, about: Mapping[str, Any]) -> Steps[Member]:
     return member
 
 
+def check_remains(folders: Iterable[str]) -> Steps[None]:
+    """Raise PoolError for a pool of which only job.json was removed: its rows may be another job's."""
+    if (yield Read(JOB_NAME)) is not None:
+        return
+    for folder in folders:
+        listed: list[Listed] = yield List(f"{folder}/")
+        # A pool that another world began meanwhile has the record by now.
+        if listed and (yield Read(JOB_NAME)) is None:
+            raise PoolError(
+                f"job.pool has {listed[0].name}, but no {JOB_NAME}: remove what is left of that pool, or give job.pool "
+                f"another folder"
+            )
+
+
 def heartbeat(worker: str, counts: Mapping[str, Any], leases: Iterable[Lease]) -> Steps[list[Lease]]:
     """Show that a worker is alive. Returns leases that were lost; only a hint that comes early."""
     yield Touch(worker_name(worker, "beat"), free_record(counts))
@@ -92,8 +107,19 @@ def live_workers(member: Member) -> Steps[frozenset[str]]:
     yield Touch(worker_name(member.worker, "beat"), free_record(member.counts))
     listed: list[Listed] = yield List(f"{WORKERS}/")
     times = {each.name: each.time_s for each in listed}
+    if worker_name(member.worker, "json") not in times:
+        yield from check_member(member.worker)
     now_s = times.get(worker_name(member.worker, "beat"))
     return frozenset() if now_s is None else live_of(listed, now_s, member.job.lease_s)
+
+
+def check_member(worker: str) -> Steps[None]:
+    """Raise PoolError unless the worker joined this pool: another may have the name of one that was removed."""
+    if (yield Read(worker_name(worker, "json"))) is None:
+        raise PoolError(
+            f"the pool was removed while worlds used it, and its name may be another pool's: it has no "
+            f"{worker_name(worker, 'json')}; {REPLACED}"
+        )
 
 
 def live_of(listed: Iterable[Listed], now_s: float, lease_s: float) -> frozenset[str]:

@@ -9,14 +9,15 @@ import errno
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.errors import ConfigError, PoolError
 from spmd_worker.base.files import is_plain_name, make_folder_durably, sync_folder, sync_stream
-from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, WORKERS, WORLDS
+from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, REPLACED, WORKERS, WORLDS
 from spmd_worker.frontends.batch.pool.store import Listed
 
 _TEMPORARY: Final = "tmp"
@@ -28,14 +29,21 @@ _NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, e
 
 
 class PosixStore:
-    """Implements `PoolStore`. The folder must exist: `open_folder`."""
+    """Implements `PoolStore`. The folder must exist: `open_folder`. With `is_held` nothing is written into another
+    folder that got its name later: PoolError, where a missing one is an OSError.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_held: bool = False) -> None:
         self.folder = folder
+        # Open, so that no other folder gets its number.
+        self._held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if is_held else None
+        if self._held is not None:
+            weakref.finalize(self, os.close, self._held)
 
     def create(self, name: str, data: bytes) -> bool:
         path = self._path(name)
         with temporary_file(self.folder, data, is_durable=True) as temporary:
+            self._check_folder()
             make_folder_durably(path.parent)
             # Entries before this one, whose writers may have been killed before they synced: after a power loss there
             # must be no entry without those that it was built on.
@@ -50,9 +58,12 @@ class PosixStore:
         return is_created
 
     def read(self, name: str) -> bytes | None:
+        path = self._path(name)
         try:
-            with open(_open(self._path(name)), "rb") as stream:
+            with open(_open(path), "rb") as stream:
                 return stream.read()
+        except IsADirectoryError as error:
+            raise IsADirectoryError(error.errno, error.strerror, str(path)) from None
         except FileNotFoundError:
             return None
 
@@ -71,6 +82,7 @@ class PosixStore:
     def touch(self, name: str, data: bytes) -> None:
         path = self._path(name)
         with temporary_file(self.folder, data, is_durable=False) as temporary:
+            self._check_folder()
             path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(temporary, path)
 
@@ -84,6 +96,11 @@ class PosixStore:
 
     def delete(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
+
+    def _check_folder(self) -> None:
+        """Called once the temporary file exists: if the folder is replaced later, that file is not in the new one."""
+        if self._held is not None and not os.path.samestat(os.fstat(self._held), os.stat(self.folder)):
+            raise PoolError(f"job.pool={self.folder} was removed, and is another folder now: {REPLACED}")
 
     def _path(self, name: str) -> Path:
         parts = name.split("/")
@@ -162,7 +179,7 @@ def open_folder(folder: Path) -> PosixStore:
         raise ConfigError(
             f"job.pool={folder} cannot be written ({error.strerror}): give a folder that every world can write"
         ) from None
-    return PosixStore(folder)
+    return PosixStore(folder, is_held=True)
 
 
 def _check_contents(folder: Path) -> None:

@@ -98,9 +98,16 @@ def _find_end(member: Member) -> Steps[None]:
             record = RangeRecord.from_bytes(range_name(last), data)
         is_growing = is_growing and data is not None
         step = step * 2 if is_growing else step // 2
-    if record.stop > member.job.num_rows:
-        raise PoolError(f"{range_name(last)} ends with row {record.stop}, but the job has {member.job.num_rows} rows")
+    _check_stop(member, last, record.stop)
     member.next_number, member.next_row = last + 1, record.stop
+
+
+def _check_stop(member: Member, number: int, stop: int) -> None:
+    if stop > member.job.num_rows:
+        raise PoolError(
+            f"{range_name(number)} of the pool ends with row {stop}, but the job has {member.job.num_rows} rows: "
+            f"restore the pool's folder from before, or give job.pool another"
+        )
 
 
 def _take_over(member: Member) -> Steps[Lease | Unleased]:
@@ -164,7 +171,10 @@ def _read_log(member: Member, number: int, last_entry: int) -> Steps[None]:
     log = member.open[number]
     if log is None:
         data = yield from read_existing(range_name(number))
-        log = member.open[number] = LeaseLog.of_range(number, RangeRecord.from_bytes(range_name(number), data))
+        log = LeaseLog.of_range(number, RangeRecord.from_bytes(range_name(number), data))
+        # Nobody could finish it.
+        _check_stop(member, number, log.stop)
+        member.open[number] = log
     while log.next_entry <= last_entry:
         log.apply(Entry.from_bytes(log.entry_name, (yield from read_existing(log.entry_name))))
     if log.is_over:

@@ -29,6 +29,7 @@ MERGE_LOG: Final = f"{MERGED}/merge"
 BLOCK_RANGES: Final = 1000
 """Ranges are listed in blocks of this many: those whose number begins with the same digits."""
 MAX_WORKER_CHARACTERS: Final = 100
+REPLACED: Final = "end the worlds of the pool before, and start those of the new one"
 _FORMAT_VERSION: Final = 1
 _DIGEST_BYTES: Final = 16
 _WORKER: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_WORKER_CHARACTERS}}}")
@@ -186,6 +187,14 @@ def done_name(number: int) -> str:
 def part_name(entry_name: str, worker: str, nonce: int) -> str:
     """Name of the part of an entry. Unique: a part is never replaced, and one that no entry names is garbage."""
     return f"{PARTS}/{entry_name.rpartition('/')[2]}.{worker}.{nonce}"
+
+
+def worker_of(part: Part) -> str:
+    """The worker in a part's name. Raises PoolError for no such name."""
+    words = part.name.split(".")
+    if number_and_entry(part.name) is None or len(words) != 4:
+        raise PoolError(f"{part.name!r} is no name of a part: {_WAY_OUT}")
+    return words[2]
 
 
 def block_prefix(folder: str, block: int) -> str:

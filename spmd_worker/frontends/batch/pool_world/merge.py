@@ -47,13 +47,20 @@ def merge_pool(
     """Write the output and the pool's provenance, with `record`, and end the pool; nothing if the lease was lost.
     `advance` is called between two ranges. Raises PoolError, OSError.
     """
-    rows = MergedRows(store, member, advance)
+
+    def go_on() -> None:
+        advance()
+        if not run(store, still_holds(lease)):
+            # What it writes may be in use already: another manifest must not appear.
+            raise InterruptedError("the lease of the merge was lost")
+
+    rows = MergedRows(store, member, go_on)
     try:
         digest = write_lines(rows, output, vectors, part_rows, writer=member.worker)
     except OSError:
         if run(store, still_holds(lease)):
             raise
-        # Another world writes the same output, and has removed this one's partial file.
+        # Another world writes the same output, and may have removed this one's partial file.
         return
     merged = {
         **record,

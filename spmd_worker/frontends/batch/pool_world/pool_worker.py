@@ -5,14 +5,15 @@ Heartbeats are another thread's.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.pool import protocol
 from spmd_worker.frontends.batch.pool.driver import PAUSES_S, run
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog, spans_of
-from spmd_worker.frontends.batch.pool.members import Lease, Member, leave
+from spmd_worker.frontends.batch.pool.members import Lease, Member, check_member, leave
 from spmd_worker.frontends.batch.pool.protocol import MAX_LEASES, Unleased
 from spmd_worker.frontends.batch.pool.store import PoolStore, Steps
 from spmd_worker.frontends.batch.pool_world.held_range import HeldRange
@@ -26,6 +27,16 @@ _TURN_S: Final = 0.2
 _MAX_POLL_S: Final = 2.0
 _POLLS_A_LEASE: Final = 8
 _STOP_S: Final = 30.0
+
+
+class _Pauses:
+    """Pauses before an operation is repeated, until the worker closes: its end must not wait for a store that fails."""
+
+    def __init__(self, is_closing: Callable[[], bool]) -> None:
+        self._is_closing = is_closing
+
+    def __iter__(self) -> Iterator[float]:
+        return takewhile(lambda pause_s: not self._is_closing(), PAUSES_S)
 
 
 class PoolWorker:
@@ -55,6 +66,7 @@ class PoolWorker:
         self._turns = threading.Lock()
         """Held while the store is asked: the member is not thread-safe."""
         self._wake, self._is_closing, self._has_left = threading.Event(), False, False
+        self._pauses = _Pauses(lambda: self._is_closing)
         self._suspects: list[Lease] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run_turns, name="spmd-pool", daemon=True)
@@ -119,13 +131,14 @@ class PoolWorker:
         try:
             for held in self.held():
                 if self._commit(held, pauses_s):
+                    run(self._store, check_member(self.member.worker), pauses_s)
                     run(self._store, protocol.hand_back(self.member, held.lease), pauses_s)
                 self._forget(held)
         finally:
             self._turns.release()
 
     def leave(self, end: dict[str, Any]) -> None:
-        """Record how this world ended, after `hand_back` or `stop`; once. Raises OSError."""
+        """Record how this world ended, after `hand_back` or `stop`; once. Raises PoolError, OSError."""
         if self._member is not None and not self._has_left:
             self._has_left = True
             run(self._store, leave(self._member.worker, end), ())
@@ -154,7 +167,7 @@ class PoolWorker:
                 with self._changes:
                     is_due = held.is_due(self._commit_rows, self._commit_s, _COMMIT_BYTES)
                 if is_due and not self._is_closing:
-                    self._commit(held, PAUSES_S)
+                    self._commit(held, self._pauses)
             while not (self._is_closing or self.has_ended) and len(self.member.leases) < MAX_LEASES:
                 if not self._claim():
                     return
@@ -173,7 +186,7 @@ class PoolWorker:
         return _TURN_S if self._member is None else min(_MAX_POLL_S, self._member.job.lease_s / _POLLS_A_LEASE)
 
     def _ask(self, steps: Steps[Any]) -> Any:
-        return run(self._store, steps)
+        return run(self._store, steps, self._pauses)
 
     def _claim(self) -> bool:
         """Lease a range, if there is one."""
@@ -191,7 +204,7 @@ class PoolWorker:
             self.num_ranges += 1
         return True
 
-    def _commit(self, held: HeldRange, pauses_s: Sequence[float]) -> bool:
+    def _commit(self, held: HeldRange, pauses_s: Iterable[float]) -> bool:
         """Commit the answers of a range. Returns whether it is still held: it was neither lost nor finished."""
         lease = held.lease
         while True:
@@ -199,6 +212,7 @@ class PoolWorker:
                 rows = held.batch()
             if not rows:
                 return True
+            run(self._store, check_member(self.member.worker), pauses_s)
             spans = spans_of(each.answer.index for each in rows)
             is_held = run(self._store, protocol.commit(self.member, lease, spans, encode_part(rows)), pauses_s)
             if not is_held or lease.log.is_over:

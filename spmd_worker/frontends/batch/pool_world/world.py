@@ -18,11 +18,23 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput
+from spmd_worker.frontends.batch.output_parts import is_parts, last_path, size_of
 from spmd_worker.frontends.batch.pool.driver import Heartbeats, new_worker, run
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
-from spmd_worker.frontends.batch.pool.members import Member, difference, join
+from spmd_worker.frontends.batch.pool.members import Member, check_remains, difference, join
 from spmd_worker.frontends.batch.pool.protocol import claim_merge
-from spmd_worker.frontends.batch.pool.records import JOB_NAME, MERGE_LOG, Entry, Merged, PoolJob, read_free_record
+from spmd_worker.frontends.batch.pool.records import (
+    DONE,
+    JOB_NAME,
+    MERGE_LOG,
+    MERGED,
+    PARTS,
+    RANGES,
+    Entry,
+    Merged,
+    PoolJob,
+    read_free_record,
+)
 from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.merge import PROVENANCE, merge_pool
@@ -71,12 +83,19 @@ class World:
         if text is not None:
             raise ConfigError(text)
 
+    def check_output(self) -> None:
+        """Raise PoolError if the pool has ended, but its output is missing."""
+        last = last_path(file_path(self._job.output or ""))
+        if self._merged() is not None and size_of(last) is None:
+            raise PoolError(
+                f"job.pool={self._job.pool} has ended, but {last} is missing: restore the output, or remove the pool "
+                f"to compute it again"
+            )
+
     def earlier_output(self) -> WrittenOutput | None:
         """The output, if the pool has ended. Raises PoolError, OSError."""
-        log = LeaseLog(MERGE_LOG)
-        while not log.is_over and (data := self._store.read(log.entry_name)) is not None:
-            log.apply(Entry.from_bytes(log.entry_name, data))
-        return None if log.merged is None else self._written(log.merged)
+        merged = self._merged()
+        return None if merged is None else self._written(merged)
 
     def open_rows(
         self,
@@ -134,8 +153,17 @@ class World:
             self._heartbeats = None
 
     def _pool_job(self, answers: Mapping[str, Any], num_rows: int) -> PoolJob:
-        output = absolute_name(file_path(self._job.output or ""), follows_links=False)
+        path = file_path(self._job.output or "")
+        output = absolute_name(path, follows_links=False)
+        if is_parts(path):
+            answers = {**answers, "job.part_rows": self._job.part_rows}
         return PoolJob(answers, num_rows, output, self._job.lease_s, self._job.lease_rows)
+
+    def _merged(self) -> Merged | None:
+        log = LeaseLog(MERGE_LOG)
+        while not log.is_over and (data := self._store.read(log.entry_name)) is not None:
+            log.apply(Entry.from_bytes(log.entry_name, data))
+        return log.merged
 
     def _written(self, merged: Merged) -> WrittenOutput:
         logger.info("job.pool=%s has ended: %s has %d rows", self._job.pool, self._job.output, merged.lines)
@@ -153,6 +181,7 @@ class World:
         self.set_input(index.digest, num_rows)
         self._ranges = RangeReader(self._reader, index)
         worker = new_worker()
+        run(self._store, check_remains((RANGES, PARTS, DONE, MERGED)))
         member = run(self._store, join(self._pool_job(self._answers, num_rows), worker, self._about))
         self._heartbeats = Heartbeats(self._store, member, self._counts, self._worker.suspect)
         self._heartbeats.__enter__()

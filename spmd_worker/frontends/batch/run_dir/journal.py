@@ -144,7 +144,7 @@ class RowJournal:
         self._failure: Exception | None = None
         self.num_rows = 0
         self.num_leading = 0
-        """Rows from the first that are committed without a gap."""
+        """Rows from row 0 that are committed without a gap."""
         self._lines = _open_to_append(folder / LINES_NAME)
         self._records = _open_to_append(folder / JOURNAL_NAME)
         self._recover()
@@ -244,12 +244,13 @@ class RowJournal:
 
     def _count_leading(self) -> None:
         """Count on, while no row is pending."""
-        while self.has(self._first_row + self.num_leading):
+        while self.has(self.num_leading):
             self.num_leading += 1
 
     def line_of(self, number: int) -> bytes:
-        """Line of a committed row, counted from the first. Thread-safe."""
-        return _read_at(self._lines, self._offsets[number], self._lengths[number])
+        """Line of one of the leading rows. Thread-safe: with row 0 there, no slot moves."""
+        slot = number - self._first_row
+        return _read_at(self._lines, self._offsets[slot], self._lengths[slot])
 
     def lines(self, first_row: int = 0) -> Iterator[bytes]:
         """The committed lines in order of the rows from `first_row` on, up to the first missing row."""

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -262,7 +263,11 @@ PART = Part("parts/00000000.0002.a.1", ((0, 2),), 5, "digest")
         ("job.json", JOB.to_bytes().replace(b'version": 1', b'version": 9'), "job.json is not of format 1"),
         (range_name(0), b"[]", "ranges/00000000 of the pool must be a JSON object"),
         (range_name(0), RangeRecord(3, 3, "b", 0).to_bytes(), "ranges/00000000 is damaged .rows 3 to 3"),
-        (range_name(0), RangeRecord(0, 99, "b", 0).to_bytes(), "ranges/00000000 ends with row 99, but the job has 8"),
+        (
+            range_name(0),
+            RangeRecord(0, 99, "b", 0).to_bytes(),
+            "of the pool ends with row 99, but the job has 8",
+        ),
         (done_name(0), DoneRecord(0, 3, (PART,)).to_bytes(), "done/00000000 of the pool has rows 0 to 3, not all from"),
         (done_name(0), DoneRecord(0, 1, (PART,)).to_bytes(), "rows ..0, 2.,. are not of its range"),
     ],
@@ -309,3 +314,16 @@ def test_foreign_names_are_ignored():
     assert pool.commit(member, pool.claim(member))
     assert pool.claim(member) is Unleased.OVER
     assert [each.worker for each in pool.run(pool_state(0.0)).workers] == ["a"]
+
+
+def test_range_beyond_the_job_is_not_taken_over():
+    """Regression: worlds waited without end for rows that no input has."""
+    pool = Pool()
+    first = pool.join("a")
+    pool.claim(first)
+    record = RangeRecord.from_bytes("", pool.store.objects[range_name(0)][0])
+    late = pool.join("b")
+    late.next_row, late.next_number, late.open = JOB.num_rows, 1, {0: None}
+    pool.store.objects[range_name(0)] = replace(record, stop=JOB.num_rows + 1).to_bytes(), 0
+    with pytest.raises(PoolError, match="ranges/00000000 of the pool ends with row 9, but the job has 8 rows: restore"):
+        pool.claim(late)

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from shutil import copyfile
+from shutil import copyfile, rmtree
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ import ranks
 from forked_child import in_child
 from killed_writer import KILLED, FileCalls, calls_on_files
 
-from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.errors import ConfigError, PoolError
 from spmd_worker.frontends.batch.pool.posix_store import PosixStore, open_folder
 
 NAME = "ranges/00000000"
@@ -171,3 +171,18 @@ def test_power_loss_leaves_complete_objects_and_logs(tmp_path: Path):
     assert "parts/00000000.0002.a.1 is incomplete" in run("files")["troubles"]
     assert "ranges/00000000 is lost" in run("folders")["troubles"]
     assert run("first")["troubles"] == ["the log has a hole: [True, True, False, True]"]
+
+
+def test_folder_that_was_replaced_is_left_alone(tmp_path: Path):
+    """Regression: writes that were repeated while a pool was removed came into the next pool of its name."""
+    folder = tmp_path / "pool"
+    store = open_folder(folder)
+    rmtree(folder)
+    for write in (store.create, store.touch):
+        with pytest.raises(FileNotFoundError):
+            write("ranges/00000001", b"old")
+    open_folder(folder)
+    for write in (store.create, store.touch):
+        with pytest.raises(PoolError, match="was removed, and is another folder now: end the worlds"):
+            write("ranges/00000001", b"old")
+    assert [each.name for each in open_folder(folder).list("ranges/")] == []

@@ -10,7 +10,7 @@ from cut_jobs import Ended
 from ranks import REPOSITORY
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
-from spmd_worker.base.errors import ConfigError, JobError
+from spmd_worker.base.errors import ConfigError, JobError, PoolError
 from spmd_worker.frontends.batch import job as job_module
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
@@ -83,6 +83,13 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
         run(replace(config, job=replace(config.job, max_error_rows=1)))
     with pytest.raises(ConfigError, match=r"^seed is 5, and 0 in the pool"):
         run(replace(config, seed=5))
+    # Regressions: both ended with exit code 0.
+    (folder / "more.jsonl").write_text((folder / "rows.jsonl").read_text() + '{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match=r"^job\.input has \d+ bytes in .*more\.jsonl, and \d+ in the pool"):
+        run(replace(config, job=replace(config.job, input=str(folder / "more.jsonl"))))
+    (folder / "out.jsonl").unlink()
+    with pytest.raises(PoolError, match=r"has ended, but .*out\.jsonl is missing: restore the output, or remove"):
+        run(config)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, Entry, RangeRecord, range_name
-from spmd_worker.frontends.batch.pool_world import merge, pool_index
+from spmd_worker.frontends.batch.pool_world import merge, pool_index, pool_worker
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.parts import FinishedRow, decode_part, encode_part
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
@@ -314,7 +315,7 @@ def test_comparison_detects_commits_without_fencing(job: JobConfig):
             return True
 
         def read(self, name: str) -> bytes | None:
-            return None
+            return super().read(name) if name.startswith("workers/") else None
 
     def unfence(slow: TurnedWorld) -> None:
         store = Unfenced()
@@ -494,3 +495,108 @@ def test_pool_folder_is_no_input(tmp_path: Path):
     (tmp_path / "pool" / "ranges" / "00000000").write_text("{}")
     found = find_inputs(job.input or "", partial(is_job_file, job))
     assert found == (tmp_path / "rows.jsonl",)
+
+
+def written_by(store: MemoryStore, world: TurnedWorld) -> list[str]:
+    """Objects by a world."""
+    worker = world.worker.member.worker
+    return [name for name in store.objects if worker in name or f'"{worker}"'.encode() in store.contents[name]]
+
+
+def replaced(job: JobConfig) -> tuple[MemoryStore, TurnedWorld, TurnedWorld]:
+    """A pool that was removed under a world with answers, and another job's world in a pool of its name."""
+    store = MemoryStore()
+    old = TurnedWorld(store, job, {"model": "old"})
+    old.turn()
+    old.read()
+    store.objects.clear()
+    store.contents.clear()
+    return store, old, TurnedWorld(store, job, {"model": "new"})
+
+
+def test_removed_pool_ends_its_worlds(job: JobConfig):
+    """Regression: a world of a pool that was removed went on in another job's pool of the same name."""
+    store, old, new = replaced(job)
+    old.answer()
+    for call in (old.turn, lambda: old.world.leave("signalled"), old.turn):
+        with pytest.raises(PoolError, match=f"it has no workers/{old.worker.member.worker}.json; end the worlds"):
+            call()
+        old.worker._is_closing = False
+    assert written_by(store, old) == []
+    new.finish()
+    check(job)
+
+
+def test_world_of_a_removed_pool_leases_nothing(job: JobConfig):
+    store, old, _ = replaced(job)
+    old.worker.member.leases.clear()
+    with pytest.raises(PoolError, match="the pool was removed while worlds used it"):
+        old.turn()
+    assert written_by(store, old) == [f"workers/{old.worker.member.worker}.beat"]
+
+
+def test_rows_of_a_stranger_are_not_merged(job: JobConfig):
+    """The last defence: an operation that was under way when the pool was replaced."""
+    store = MemoryStore()
+    stranger, world = TurnedWorld(store, job), TurnedWorld(store, job)
+    stranger.go_on()
+    stranger.world.leave("signalled")
+    store.delete(f"workers/{stranger.worker.member.worker}.json")
+    with pytest.raises(PoolError, match=f"it has no workers/{stranger.worker.member.worker}.json"):
+        world.finish()
+    assert not Path(job.output or "").exists()
+
+
+def test_remains_of_a_pool_are_no_pool(job: JobConfig):
+    """Regression: without job.json another job went on with the rows of the one before."""
+    store = MemoryStore()
+    TurnedWorld(store, job, {"model": "old"}).go_on()
+    store.delete("job.json")
+    with pytest.raises(PoolError, match=r"has ranges/00000000, but no job.json: remove what is left"):
+        TurnedWorld(store, job, {"model": "new"})
+
+
+def test_merge_ends_with_its_lease(job: JobConfig):
+    """Regression: a world that was paused while it merged replaced the complete manifest by that of its first parts."""
+    job, store = replace(job, output=str(Path(job.output or "").with_name("part-*.jsonl")), part_rows=8), MemoryStore()
+    slow, other = TurnedWorld(store, job), TurnedWorld(store, job)
+    while not (slow.rows.has_ended and other.rows.has_ended):
+        slow.go_on()
+        other.go_on()
+    manifest, calls, ended = Path(job.output or "").with_name("manifest.json"), itertools.count(), []
+
+    def pause(doing: str) -> None:
+        if next(calls) == 2:
+            # Before the second range, which begins the second part.
+            store.now += LEASE_S + 1
+            other.world.write_output(None, {}, lambda doing: None)
+            ended.append(manifest.stat().st_ino)
+
+    slow.world.write_output(None, {}, pause)
+    assert json.loads(manifest.read_text())["is_complete"]
+    assert [manifest.stat().st_ino] == ended
+    with pytest.raises(ConfigError, match=r"^job\.part_rows is 20, and 8 in the pool"):
+        TurnedWorld(store, replace(job, part_rows=20))
+
+
+def test_end_does_not_wait_for_a_failing_store(job: JobConfig, monkeypatch: pytest.MonkeyPatch):
+    """Regression: SIGTERM took half a minute while the pool's disk was full."""
+    store = MemoryStore()
+    world = TurnedWorld(store, job)
+    world.turn()
+    world.read()
+    world.answer()
+    has_failed = threading.Event()
+
+    def fail(kind: str, name: str) -> None:
+        has_failed.set()
+        raise OSError(28, "No space left on device")
+
+    store.before = fail
+    monkeypatch.setattr(pool_worker, "PAUSES_S", itertools.repeat(0.001))
+    thread = threading.Thread(target=world.worker._run_turns)
+    thread.start()
+    has_failed.wait()
+    with pytest.raises(OSError, match="No space left"):
+        world.world.leave("signalled")
+    thread.join()
