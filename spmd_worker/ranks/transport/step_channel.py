@@ -179,7 +179,7 @@ class TcpLeader:
             try:
                 send_frame(connection, kind, number, payload)
             except (PeerGoneError, TimeoutError) as error:
-                abort = read_abort(connection, rank)
+                abort = read_abort(connection)
                 if abort is not None:
                     raise AbortedError(*abort) from None
                 raise RankFailedError(f"rank {rank} is gone: {error}") from None
@@ -204,12 +204,11 @@ class TcpFollower:
     def __init__(self, connection: socket.socket, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._connection, self._timeout_s = connection, timeout_s
-        self._num_received = self._last_step = 0
+        self._num_received = 0
         self._record: Callable[[], bytes] | None = None
 
     def answer(self, step: int, payload: bytes) -> None:
         """Raises RankFailedError if rank 0 is gone."""
-        self._last_step = step
         self._send(FrameKind.ANSWER, step, payload)
 
     def receive(self) -> bytes:
@@ -234,7 +233,7 @@ class TcpFollower:
             assert self._record is not None, "rank 0 asks for a record before any step"
             self._send(FrameKind.RECORD, 0, self._record())
         elif frame.kind is FrameKind.STEP_WANTED:
-            self._send(FrameKind.STEP, self._last_step, b"")
+            self._send(FrameKind.STEP, 0, b"")
         elif frame.kind is FrameKind.DIAGNOSIS:
             raise AbortedError(frame.payload.decode("utf-8", "replace"), is_divergence=True)
         elif frame.kind is FrameKind.ABORT:
@@ -278,7 +277,7 @@ class TcpFollower:
         try:
             send_frame(self._connection, kind, number, payload)
         except (PeerGoneError, TimeoutError) as error:
-            abort = read_abort(self._connection, 0)
+            abort = read_abort(self._connection)
             if abort is not None:
                 raise AbortedError(*abort) from None
             raise RankFailedError(f"rank 0 is gone ({error})") from None
@@ -357,30 +356,65 @@ def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
 
 
 def wait_for_abort(connections: list[socket.socket], first_rank: int) -> Abort | None:
-    """An abort message of one of these ranks, which are consecutive; None if none comes within a few seconds."""
+    """An abort message of one of these ranks, which are consecutive; None if none comes within a few seconds, or all
+    are gone. Costs as much as there is to read: rank 0 may have a thousand connections.
+    """
     deadline_s = time.monotonic() + _ABORT_WAIT_S
-    while True:
-        # At least once, also after a pause of this process: what was said lies there.
-        for rank, connection in enumerate(connections, first_rank):
-            if (abort := read_abort(connection, rank)) is not None:
+    poll = select.poll()
+    waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
+    for descriptor in waiting:
+        poll.register(descriptor, select.POLLIN)
+    is_over = False
+    # At least once, also after a pause of this process: what was said lies there.
+    while waiting and not is_over:
+        for descriptor, _ in poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000):
+            connection = waiting[descriptor]
+            try:
+                abort = _next_abort(connection)
+            except (OSError, FrameError):
+                # Nothing more can come.
+                poll.unregister(descriptor)
+                del waiting[descriptor]
+                continue
+            if abort is not None:
+                logger.debug("rank %d sent an abort message", first_rank + connections.index(connection))
                 return abort
-        if time.monotonic() >= deadline_s:
-            return None
+        is_over = time.monotonic() >= deadline_s
+    return None
 
 
-def read_abort(connection: socket.socket, rank: int) -> Abort | None:
-    """Read frames up to a peer's abort message; None if there is none yet."""
+def read_abort(connection: socket.socket) -> Abort | None:
+    """A peer's abort message, if it lies there."""
+    try:
+        return _next_abort(connection)
+    except (OSError, FrameError):
+        return None
+
+
+def _next_abort(connection: socket.socket) -> Abort | None:
+    """Read frames up to a peer's abort message; None if there is none yet. Raises OSError where the peer is gone,
+    FrameError for invalid bytes.
+    """
     while True:
+        connection.settimeout(0.05)
         try:
-            connection.settimeout(0.05)
             frame = receive_frame(connection)
         except TimeoutError:
-            return None
-        except (OSError, FrameError):
-            time.sleep(0.02)
             return None
         if frame.kind is FrameKind.DIAGNOSIS:
             return Abort(frame.payload.decode("utf-8", "replace"), is_divergence=True)
         if frame.kind is FrameKind.ABORT:
-            logger.debug("rank %d sent an abort message", rank)
             return Abort.unpack(frame.payload)
+        if frame.kind is FrameKind.STEP_WANTED:
+            # Rank 0 must not take this rank, which has given up on another, for a silent one.
+            send_frame(connection, FrameKind.STEP, 0)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed the connection, which has nothing else to read."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except (TimeoutError, BlockingIOError):
+        return False
+    except OSError:
+        return True

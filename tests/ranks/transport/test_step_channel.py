@@ -361,6 +361,17 @@ def test_rank_leaving_without_abort_is_awaited_only_briefly(monkeypatch):
         assert followers[1].received_abort() is None
 
 
+def test_abort_of_last_rank_is_found_among_many(monkeypatch):
+    """Those that say nothing are not waited for one by one: here for three seconds."""
+    monkeypatch.setattr(step_channel, "_ABORT_WAIT_S", 0.2)
+    with star(60) as (leader, followers):
+        followers[-1].abort("the reason", is_divergence=False)
+        read = []
+        monkeypatch.setattr(step_channel, "receive_frame", lambda each: read.append(each) or receive_frame(each))
+        assert leader.received_abort() == Abort("the reason", is_divergence=False)
+        assert read == [leader._connections[-1]]
+
+
 def test_abort_never_raises_when_peers_are_gone():
     with star(2) as (leader, followers):
         followers[0].close()
