@@ -3,7 +3,7 @@
 The window is filled while rows are handed out, and passed from its smallest key to its largest, again and again, as
 an elevator passes floors: a row that is read behind the present key waits for the next pass. So a pass finds about
 twice the rows of each beginning that a window which is emptied before it is filled again would find. Every row is
-handed out: a pass ends because the input does.
+handed out: so many rows may join a pass, others wait for the next one. Each priority has passes of its own.
 
 The prefix cache needs no more than this order. Rows of one step share what the first of them computes in that step (a
 block can be found as soon as the step that fills it is planned), and while a prompt takes several steps it uses up
@@ -26,12 +26,15 @@ _FIRST_ROWS: Final = 1024
 _ROWS_PER_CALL: Final = 256
 _ROWS_PER_ROW: Final = 4
 """Most rows read per call, before the first row is handed out and later: the caller has steps to run in between."""
+_WINDOWS_PER_PASS: Final = 4
+"""Rows that may join a pass, in windows: else common rows ahead of it would keep a rare one behind it for ever."""
 
 
 class _Waiting(NamedTuple):
     """A row in the order of the window; indices are unique, so what was read is never compared."""
 
     priority: int
+    pass_number: int
     key: bytes
     row_index: int
     found: InputRow
@@ -48,11 +51,12 @@ class PrefixWindow:
 
     def __init__(self, source: RowSource, max_rows: int) -> None:
         self._source, self._max_rows = source, max_rows
-        # What the present pass has before it, and what waits for the next one: heaps.
-        self._ahead: list[_Waiting] = []
-        self._behind: list[_Waiting] = []
-        self._position: tuple[int, bytes] = (0, b"")
-        self._num_bytes = 0
+        # A heap.
+        self._waiting: list[_Waiting] = []
+        # Of the last row that was handed out.
+        self._priority = self._pass_number = 0
+        self._key = b""
+        self._num_joined = self._num_bytes = 0
         self._is_starting = True
 
     @property
@@ -69,7 +73,7 @@ class PrefixWindow:
 
     @property
     def _num_waiting(self) -> int:
-        return len(self._ahead) + len(self._behind)
+        return len(self._waiting)
 
     def may_read(self) -> bool:
         return self._source.may_read()
@@ -97,15 +101,20 @@ class PrefixWindow:
         return self._num_waiting >= self._max_rows or self._num_bytes >= _MAX_BYTES
 
     def _put(self, found: InputRow, priority: int, key: bytes) -> None:
-        waiting = _Waiting(priority, key, found.row.index, found._replace(key=key))
+        pass_number = self._pass_number
+        if priority == self._priority:
+            joins = key >= self._key and self._num_joined < _WINDOWS_PER_PASS * self._max_rows
+            self._num_joined += joins
+            pass_number += not joins
+        waiting = _Waiting(priority, pass_number, key, found.row.index, found._replace(key=key))
         self._num_bytes += waiting.num_bytes
-        heappush(self._ahead if (priority, key) >= self._position else self._behind, waiting)
+        heappush(self._waiting, waiting)
 
     def _pop(self) -> InputRow:
-        if not self._ahead:
-            self._ahead, self._behind = self._behind, self._ahead
-        waiting = heappop(self._ahead)
-        self._position = (waiting.priority, waiting.key)
+        waiting = heappop(self._waiting)
+        if (waiting.priority, waiting.pass_number) != (self._priority, self._pass_number):
+            self._num_joined = 0
+        self._priority, self._pass_number, self._key = waiting.priority, waiting.pass_number, waiting.key
         self._num_bytes -= waiting.num_bytes
         return waiting.found
 

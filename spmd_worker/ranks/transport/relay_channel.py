@@ -218,4 +218,3 @@ class TcpLeaf(TcpFollower):
         if abort is not None:
             return AbortedError(*abort)
         return RankFailedError("rank 0 is gone" if is_closed(self._connection) else text)
-

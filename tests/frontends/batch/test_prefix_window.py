@@ -99,6 +99,20 @@ def test_lower_priority_number_comes_first():
     assert texts_of(take_all(window)) == ["c", "d", "a", "b"]
 
 
+def test_urgent_row_read_in_a_pass_comes_next():
+    texts = [*(f"m {number}" for number in range(4)), "a urgent", "b urgent"]
+    found = texts_of(take_all(PrefixWindow(Source(texts, [5] * 4 + [0] * 2), 3)))
+    assert found == ["m 0", "m 1", "a urgent", "b urgent", "m 2", "m 3"]
+
+
+def test_rare_row_does_not_wait_for_the_input_to_end():
+    """All others are ahead of the pass that has passed it."""
+    texts = ["z"] * 8 + ["a"] + ["z"] * 400
+    found = texts_of(take_all(PrefixWindow(Source(texts), 8)))
+    assert sorted(found) == sorted(texts)
+    assert found.index("a") <= 8 + prefix_window._WINDOWS_PER_PASS * 8
+
+
 def test_error_rows_do_not_wait():
     window = PrefixWindow(Source(["b", "bad", "a"]), 9)
     assert texts_of(take_all(window)) == ["", "a", "b"]

@@ -209,7 +209,7 @@ def test_dead_rank_0_is_not_awaited_behind_living_relay(monkeypatch):
     monkeypatch.setattr(step_channel, "_ABORT_WAIT_S", 0.7)
     with tree(SIZE, GROUP, timeout_s=4.0) as channels:
         channels[0].close()
-        with pytest.raises(RankFailedError, match="^rank 0 is gone"):
+        with pytest.raises(RankFailedError, match=r"^rank 0 is gone"):
             channels[4].receive()
 
 
