@@ -10,6 +10,7 @@ block can be found as soon as the step that fills it is planned), and while a pr
 their tokens, so no row that would compute the same joins beside it (tests/replica/scheduler/test_shared_work.py).
 """
 
+import time
 from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
@@ -25,7 +26,10 @@ _FIRST_ROWS: Final = 1024
 """Rows that are read before the first is handed out: a pass that begins with few of each beginning shares little."""
 _ROWS_PER_CALL: Final = 256
 _ROWS_PER_ROW: Final = 4
-"""Most rows read per call, before the first row is handed out and later: the caller has steps to run in between."""
+_MAX_CALL_S: Final = 0.1
+"""Most rows read per call, before the first row is handed out and later, and the time after which no other is read (a
+source may skip many done rows before each): the caller has steps to run in between.
+"""
 _WINDOWS_PER_PASS: Final = 4
 """Rows that may join a pass, in windows: else common rows ahead of it would keep a rare one behind it for ever."""
 
@@ -85,12 +89,15 @@ class PrefixWindow:
         """The next row in the order of the window, or an error; None when there is none yet, or none any more. A row
         of a slow stream is handed out although the window is not full.
         """
+        until_s = time.monotonic() + _MAX_CALL_S
         for _ in range(_ROWS_PER_CALL if self._is_starting else _ROWS_PER_ROW):
             if self._is_full or self._source.has_ended or (found := self._source.next_row()) is None:
                 break
             if isinstance(found.row, RowError):
                 return found
             self._put(found, found.row.priority, prefix_key(found.row))
+            if time.monotonic() >= until_s:
+                break
         if self._is_starting and self._num_waiting:
             has_few = self._num_waiting < _FIRST_ROWS and not self._is_full
             self._is_starting = has_few and not self._source.has_ended and self._source.is_ready()
