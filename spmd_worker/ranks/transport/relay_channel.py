@@ -15,10 +15,11 @@ import time
 from typing import Final
 
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError
-from spmd_worker.ranks.transport import step_channel
+from spmd_worker.ranks.transport import abort_messages
+from spmd_worker.ranks.transport.abort_messages import is_closed, wait_for_abort
 from spmd_worker.ranks.transport.frames import FrameError, FrameKind, PeerGoneError, receive_frame, send_frame
 from spmd_worker.ranks.transport.relay_tree import BundleError, RelayTree, pack_answers, unpack_answers
-from spmd_worker.ranks.transport.step_channel import TcpFollower, TcpLeader, is_closed, wait_for_abort
+from spmd_worker.ranks.transport.step_channel import TcpFollower, TcpLeader
 
 WAITS_FOR_RANKS: Final = True
 """Marker for the watchdog, which finds it in the module of a frame."""
@@ -199,7 +200,7 @@ class TcpLeaf(TcpFollower):
         """A short one where rank 0 is gone: the relay, whose heart may go on, may still have its last message."""
         if self._rank_0_gone is None:
             return deadline_s
-        return min(deadline_s, time.monotonic() + step_channel._ABORT_WAIT_S)
+        return min(deadline_s, time.monotonic() + abort_messages.ABORT_WAIT_S)
 
     def _silence(self) -> RankFailedError:
         if self._rank_0_gone is not None:

@@ -15,9 +15,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError
+from spmd_worker.ranks.transport import abort_messages
+from spmd_worker.ranks.transport.abort_messages import Abort, read_abort, send_last, wait_for_abort
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.ranks.transport.frames import Frame, FrameError, FrameKind, PeerGoneError, receive_frame, send_frame
 
@@ -27,22 +29,6 @@ WAITS_FOR_RANKS: Final = True
 """Marker for the watchdog, which finds it in the module of a frame."""
 
 _HEARTBEAT_S: Final = 0.5
-_ABORT_WAIT_S: Final = 3.0
-"""Time to wait for a peer's abort message after a failure here."""
-
-
-class Abort(NamedTuple):
-    """A rank's abort message. `is_divergence`: the replicas disagree, rather than a rank having failed."""
-
-    text: str
-    is_divergence: bool
-
-    def pack(self) -> bytes:
-        return bytes([self.is_divergence]) + self.text.encode("utf-8", "replace")
-
-    @staticmethod
-    def unpack(payload: bytes) -> "Abort":
-        return Abort(payload[1:].decode("utf-8", "replace"), bool(payload[:1] != b"\0"))
 
 
 class TcpLeader:
@@ -102,7 +88,7 @@ class TcpLeader:
     def abort(self, text: str, is_divergence: bool) -> None:
         with self._lock:
             for connection in self._connections:
-                _send_last(connection, self._num_sent, Abort(text, is_divergence))
+                send_last(connection, self._num_sent, Abort(text, is_divergence))
 
     def received_abort(self) -> Abort | None:
         """The first follower's abort message, which is passed on to the others."""
@@ -115,7 +101,7 @@ class TcpLeader:
         self._is_closed.set()
         # The heartbeat thread itself may collect this channel's engine as garbage.
         if self._heart.is_alive() and self._heart is not threading.current_thread():
-            self._heart.join(_ABORT_WAIT_S)
+            self._heart.join(abort_messages.ABORT_WAIT_S)
         for connection in self._connections:
             connection.close()
         self._poll.close()
@@ -246,7 +232,7 @@ class TcpFollower:
         self._record = record
 
     def abort(self, text: str, is_divergence: bool) -> None:
-        _send_last(self._connection, self._num_received, Abort(text, is_divergence))
+        send_last(self._connection, self._num_received, Abort(text, is_divergence))
 
     def received_abort(self) -> Abort | None:
         """The abort message of rank 0, or one that it passed on."""
@@ -346,75 +332,3 @@ def _is_writable(connection: socket.socket) -> bool:
 
 def _listed(ranks: list[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-
-
-def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
-    """Send an abort message, best effort: the peer may be gone or not read."""
-    with contextlib.suppress(OSError):
-        connection.settimeout(0.2)
-        send_frame(connection, FrameKind.ABORT, number, abort.pack())
-
-
-def wait_for_abort(connections: list[socket.socket], first_rank: int) -> Abort | None:
-    """An abort message of one of these ranks, which are consecutive; None if none comes within a few seconds, or all
-    are gone. Costs as much as there is to read: rank 0 may have a thousand connections.
-    """
-    deadline_s = time.monotonic() + _ABORT_WAIT_S
-    poll = select.poll()
-    waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
-    for descriptor in waiting:
-        poll.register(descriptor, select.POLLIN)
-    is_over = False
-    # At least once, also after a pause of this process: what was said lies there.
-    while waiting and not is_over:
-        for descriptor, _ in poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000):
-            connection = waiting[descriptor]
-            try:
-                abort = _next_abort(connection)
-            except (OSError, FrameError):
-                # Nothing more can come.
-                poll.unregister(descriptor)
-                del waiting[descriptor]
-                continue
-            if abort is not None:
-                logger.debug("rank %d sent an abort message", first_rank + connections.index(connection))
-                return abort
-        is_over = time.monotonic() >= deadline_s
-    return None
-
-
-def read_abort(connection: socket.socket) -> Abort | None:
-    """A peer's abort message, if it lies there."""
-    try:
-        return _next_abort(connection)
-    except (OSError, FrameError):
-        return None
-
-
-def _next_abort(connection: socket.socket) -> Abort | None:
-    """Read frames up to a peer's abort message; None if there is none yet. Raises OSError where the peer is gone,
-    FrameError for invalid bytes.
-    """
-    while True:
-        connection.settimeout(0.05)
-        try:
-            frame = receive_frame(connection)
-        except TimeoutError:
-            return None
-        if frame.kind is FrameKind.DIAGNOSIS:
-            return Abort(frame.payload.decode("utf-8", "replace"), is_divergence=True)
-        if frame.kind is FrameKind.ABORT:
-            return Abort.unpack(frame.payload)
-        if frame.kind is FrameKind.STEP_WANTED:
-            # Rank 0 must not take this rank, which has given up on another, for a silent one.
-            send_frame(connection, FrameKind.STEP, 0)
-
-
-def is_closed(connection: socket.socket) -> bool:
-    """Whether the other end has closed the connection, which has nothing else to read."""
-    try:
-        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except (TimeoutError, BlockingIOError):
-        return False
-    except OSError:
-        return True

@@ -8,7 +8,7 @@ import pytest
 from star_channels import LONG_S, star, tree
 
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError, ReplicaDivergedError
-from spmd_worker.ranks.transport import relay_channel, step_channel
+from spmd_worker.ranks.transport import abort_messages, relay_channel, step_channel
 from spmd_worker.ranks.transport.frames import FrameKind, send_frame
 from spmd_worker.replica.lockstep.lockstep import Lockstep, StepReport
 from spmd_worker.replica.sequence.sampled import SampledIds
@@ -206,7 +206,7 @@ def test_last_message_arrives_although_rank_0_left(pool):
 
 def test_dead_rank_0_is_not_awaited_behind_living_relay(monkeypatch):
     """Its heart goes on while it computes, or waits for rank 0 in a collective."""
-    monkeypatch.setattr(step_channel, "_ABORT_WAIT_S", 0.7)
+    monkeypatch.setattr(abort_messages, "ABORT_WAIT_S", 0.7)
     with tree(SIZE, GROUP, timeout_s=4.0) as channels:
         channels[0].close()
         with pytest.raises(RankFailedError, match=r"^rank 0 is gone"):
@@ -218,7 +218,7 @@ def test_relay_names_rank_0_where_its_leaf_left(monkeypatch):
         channels[0].close()
         assert str(channels[3]._explained(RankFailedError("rank 4 is gone"))) == "rank 0 is gone"
     with tree(SIZE, GROUP) as channels:
-        monkeypatch.setattr(step_channel, "_ABORT_WAIT_S", 0.0)
+        monkeypatch.setattr(abort_messages, "ABORT_WAIT_S", 0.0)
         assert str(channels[3]._explained(RankFailedError("rank 4 is gone"))) == "rank 4 is gone"
 
 
