@@ -21,8 +21,8 @@ MAX_FRAME_BYTES: Final = 1 << 30
 
 
 class FrameKind(IntEnum):
-    """Kinds of frames between ranks. A HEARTBEAT has no payload; its number is that of the messages sent so far. The
-    number of a STEP, the reply to STEP_WANTED, is the last step that a rank has answered.
+    """Kinds of frames between ranks. A HEARTBEAT has no payload; its number is that of the messages sent so far. STEP
+    is the reply to STEP_WANTED of a rank that is there.
     """
 
     HELLO = 1

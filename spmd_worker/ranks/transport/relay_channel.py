@@ -15,10 +15,11 @@ import time
 from typing import Final
 
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError
-from spmd_worker.ranks.transport import step_channel
+from spmd_worker.ranks.transport import abort_messages
+from spmd_worker.ranks.transport.abort_messages import is_closed, wait_for_abort
 from spmd_worker.ranks.transport.frames import FrameError, FrameKind, PeerGoneError, receive_frame, send_frame
 from spmd_worker.ranks.transport.relay_tree import BundleError, RelayTree, pack_answers, unpack_answers
-from spmd_worker.ranks.transport.step_channel import TcpFollower, TcpLeader, wait_for_abort
+from spmd_worker.ranks.transport.step_channel import TcpFollower, TcpLeader
 
 WAITS_FOR_RANKS: Final = True
 """Marker for the watchdog, which finds it in the module of a frame."""
@@ -110,7 +111,10 @@ class TcpRelay(TcpFollower):
     def _explained(self, error: RankFailedError) -> RankFailedError | AbortedError:
         """Rank 0's abort message, which knows why a rank left, rather than `error`, which knows that it did."""
         abort = wait_for_abort([self._connection], first_rank=0)
-        return error if abort is None else AbortedError(*abort)
+        if abort is not None:
+            return AbortedError(*abort)
+        # Its leaves leave where it does.
+        return RankFailedError("rank 0 is gone") if is_closed(self._connection) else error
 
 
 class _GroupLeader(TcpLeader):
@@ -143,7 +147,6 @@ class TcpLeaf(TcpFollower):
             self._poll.register(each, select.POLLIN)
 
     def answer(self, step: int, payload: bytes) -> None:
-        self._last_step = step
         self._link.settimeout(self._timeout_s)
         try:
             send_frame(self._link, FrameKind.ANSWER, step, payload)
@@ -152,7 +155,7 @@ class TcpLeaf(TcpFollower):
 
     def receive(self) -> bytes:
         self._last_beat_s = time.monotonic()
-        deadline_s = self._last_beat_s + self._timeout_s
+        deadline_s = self._deadline(self._last_beat_s + self._timeout_s)
         while True:
             ready = dict(self._poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000))
             if self._link.fileno() in ready:
@@ -161,6 +164,7 @@ class TcpLeaf(TcpFollower):
                     return payload
             elif ready:
                 self._read_rank_0(deadline_s)
+                deadline_s = self._deadline(deadline_s)
             else:
                 raise self._silence()
 
@@ -184,15 +188,23 @@ class TcpLeaf(TcpFollower):
 
     def _read_rank_0(self, deadline_s: float) -> None:
         try:
-            self._take(self._next_frame(deadline_s))
+            payload = self._take(self._next_frame(deadline_s))
         except RankFailedError as error:
-            # The relay may still have its last message.
             self._rank_0_gone = error
             self._poll.unregister(self._connection)
-            if not self._poll.poll(step_channel._ABORT_WAIT_S * 1000):
-                raise
+            return
+        if payload is not None:
+            raise LostMessageError(f"a message reached rank {self.rank} without rank {self._relay}")
+
+    def _deadline(self, deadline_s: float) -> float:
+        """A short one where rank 0 is gone: the relay, whose heart may go on, may still have its last message."""
+        if self._rank_0_gone is None:
+            return deadline_s
+        return min(deadline_s, time.monotonic() + abort_messages.ABORT_WAIT_S)
 
     def _silence(self) -> RankFailedError:
+        if self._rank_0_gone is not None:
+            return self._rank_0_gone
         is_relay = time.monotonic() - self._last_beat_s > _BEATS_S
         missing = f"no message in {self._timeout_s:g} s"
         if is_relay:
@@ -206,14 +218,4 @@ class TcpLeaf(TcpFollower):
         abort = wait_for_abort([self._connection], first_rank=0)
         if abort is not None:
             return AbortedError(*abort)
-        return RankFailedError("rank 0 is gone" if _is_closed(self._connection) else text)
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end has closed the connection, which has nothing else to read."""
-    try:
-        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except (TimeoutError, BlockingIOError):
-        return False
-    except OSError:
-        return True
+        return RankFailedError("rank 0 is gone" if is_closed(self._connection) else text)

@@ -15,9 +15,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError
+from spmd_worker.ranks.transport import abort_messages
+from spmd_worker.ranks.transport.abort_messages import Abort, read_abort, send_last, wait_for_abort
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.ranks.transport.frames import Frame, FrameError, FrameKind, PeerGoneError, receive_frame, send_frame
 
@@ -27,22 +29,6 @@ WAITS_FOR_RANKS: Final = True
 """Marker for the watchdog, which finds it in the module of a frame."""
 
 _HEARTBEAT_S: Final = 0.5
-_ABORT_WAIT_S: Final = 3.0
-"""Time to wait for a peer's abort message after a failure here."""
-
-
-class Abort(NamedTuple):
-    """A rank's abort message. `is_divergence`: the replicas disagree, rather than a rank having failed."""
-
-    text: str
-    is_divergence: bool
-
-    def pack(self) -> bytes:
-        return bytes([self.is_divergence]) + self.text.encode("utf-8", "replace")
-
-    @staticmethod
-    def unpack(payload: bytes) -> "Abort":
-        return Abort(payload[1:].decode("utf-8", "replace"), bool(payload[:1] != b"\0"))
 
 
 class TcpLeader:
@@ -102,7 +88,7 @@ class TcpLeader:
     def abort(self, text: str, is_divergence: bool) -> None:
         with self._lock:
             for connection in self._connections:
-                _send_last(connection, self._num_sent, Abort(text, is_divergence))
+                send_last(connection, self._num_sent, Abort(text, is_divergence))
 
     def received_abort(self) -> Abort | None:
         """The first follower's abort message, which is passed on to the others."""
@@ -115,7 +101,7 @@ class TcpLeader:
         self._is_closed.set()
         # The heartbeat thread itself may collect this channel's engine as garbage.
         if self._heart.is_alive() and self._heart is not threading.current_thread():
-            self._heart.join(_ABORT_WAIT_S)
+            self._heart.join(abort_messages.ABORT_WAIT_S)
         for connection in self._connections:
             connection.close()
         self._poll.close()
@@ -179,7 +165,7 @@ class TcpLeader:
             try:
                 send_frame(connection, kind, number, payload)
             except (PeerGoneError, TimeoutError) as error:
-                abort = read_abort(connection, rank)
+                abort = read_abort(connection)
                 if abort is not None:
                     raise AbortedError(*abort) from None
                 raise RankFailedError(f"rank {rank} is gone: {error}") from None
@@ -204,12 +190,11 @@ class TcpFollower:
     def __init__(self, connection: socket.socket, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._connection, self._timeout_s = connection, timeout_s
-        self._num_received = self._last_step = 0
+        self._num_received = 0
         self._record: Callable[[], bytes] | None = None
 
     def answer(self, step: int, payload: bytes) -> None:
         """Raises RankFailedError if rank 0 is gone."""
-        self._last_step = step
         self._send(FrameKind.ANSWER, step, payload)
 
     def receive(self) -> bytes:
@@ -234,7 +219,7 @@ class TcpFollower:
             assert self._record is not None, "rank 0 asks for a record before any step"
             self._send(FrameKind.RECORD, 0, self._record())
         elif frame.kind is FrameKind.STEP_WANTED:
-            self._send(FrameKind.STEP, self._last_step, b"")
+            self._send(FrameKind.STEP, 0, b"")
         elif frame.kind is FrameKind.DIAGNOSIS:
             raise AbortedError(frame.payload.decode("utf-8", "replace"), is_divergence=True)
         elif frame.kind is FrameKind.ABORT:
@@ -247,7 +232,7 @@ class TcpFollower:
         self._record = record
 
     def abort(self, text: str, is_divergence: bool) -> None:
-        _send_last(self._connection, self._num_received, Abort(text, is_divergence))
+        send_last(self._connection, self._num_received, Abort(text, is_divergence))
 
     def received_abort(self) -> Abort | None:
         """The abort message of rank 0, or one that it passed on."""
@@ -278,7 +263,7 @@ class TcpFollower:
         try:
             send_frame(self._connection, kind, number, payload)
         except (PeerGoneError, TimeoutError) as error:
-            abort = read_abort(self._connection, 0)
+            abort = read_abort(self._connection)
             if abort is not None:
                 raise AbortedError(*abort) from None
             raise RankFailedError(f"rank 0 is gone ({error})") from None
@@ -347,40 +332,3 @@ def _is_writable(connection: socket.socket) -> bool:
 
 def _listed(ranks: list[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-
-
-def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
-    """Send an abort message, best effort: the peer may be gone or not read."""
-    with contextlib.suppress(OSError):
-        connection.settimeout(0.2)
-        send_frame(connection, FrameKind.ABORT, number, abort.pack())
-
-
-def wait_for_abort(connections: list[socket.socket], first_rank: int) -> Abort | None:
-    """An abort message of one of these ranks, which are consecutive; None if none comes within a few seconds."""
-    deadline_s = time.monotonic() + _ABORT_WAIT_S
-    while True:
-        # At least once, also after a pause of this process: what was said lies there.
-        for rank, connection in enumerate(connections, first_rank):
-            if (abort := read_abort(connection, rank)) is not None:
-                return abort
-        if time.monotonic() >= deadline_s:
-            return None
-
-
-def read_abort(connection: socket.socket, rank: int) -> Abort | None:
-    """Read frames up to a peer's abort message; None if there is none yet."""
-    while True:
-        try:
-            connection.settimeout(0.05)
-            frame = receive_frame(connection)
-        except TimeoutError:
-            return None
-        except (OSError, FrameError):
-            time.sleep(0.02)
-            return None
-        if frame.kind is FrameKind.DIAGNOSIS:
-            return Abort(frame.payload.decode("utf-8", "replace"), is_divergence=True)
-        if frame.kind is FrameKind.ABORT:
-            logger.debug("rank %d sent an abort message", rank)
-            return Abort.unpack(frame.payload)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,20 @@ def test_lower_priority_number_comes_first():
     assert texts_of(take_all(window)) == ["c", "d", "a", "b"]
 
 
+def test_urgent_row_read_in_a_pass_comes_next():
+    texts = [*(f"m {number}" for number in range(4)), "a urgent", "b urgent"]
+    found = texts_of(take_all(PrefixWindow(Source(texts, [5] * 4 + [0] * 2), 3)))
+    assert found == ["m 0", "m 1", "a urgent", "b urgent", "m 2", "m 3"]
+
+
+def test_rare_row_does_not_wait_for_the_input_to_end():
+    """All others are ahead of the pass that has passed it."""
+    texts = ["z"] * 8 + ["a"] + ["z"] * 400
+    found = texts_of(take_all(PrefixWindow(Source(texts), 8)))
+    assert sorted(found) == sorted(texts)
+    assert found.index("a") <= 8 + prefix_window._WINDOWS_PER_PASS * 8
+
+
 def test_error_rows_do_not_wait():
     window = PrefixWindow(Source(["b", "bad", "a"]), 9)
     assert texts_of(take_all(window)) == ["", "a", "b"]
@@ -120,6 +135,22 @@ def test_first_row_waits_for_many_then_window_fills():
     for _ in range(400):
         window.next_row()
     assert source.num_read == 1 + 400 + 2000 - 1
+
+
+def test_rows_behind_many_done_ones_are_read_by_turns(monkeypatch: pytest.MonkeyPatch):
+    """A resumed job skips done rows before each: 256 of these took 25 s, and its ranks were not stepped meanwhile."""
+    clock = [0.0]
+    source = Source(shuffled(9000, 50))
+
+    def next_row() -> InputRow | None:
+        clock[0] += 0.09
+        return Source.next_row(source)
+
+    monkeypatch.setattr(source, "next_row", next_row)
+    monkeypatch.setattr(prefix_window, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    window = PrefixWindow(source, 2000)
+    assert window.next_row() is None
+    assert source.num_read == 2
 
 
 @pytest.mark.parametrize(("max_rows", "max_bytes", "num_read"), [(7, 1 << 20, 7), (1000, 500, 11)])

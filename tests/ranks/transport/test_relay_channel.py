@@ -8,7 +8,7 @@ import pytest
 from star_channels import LONG_S, star, tree
 
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError, ReplicaDivergedError
-from spmd_worker.ranks.transport import relay_channel, step_channel
+from spmd_worker.ranks.transport import abort_messages, relay_channel, step_channel
 from spmd_worker.ranks.transport.frames import FrameKind, send_frame
 from spmd_worker.replica.lockstep.lockstep import Lockstep, StepReport
 from spmd_worker.replica.sequence.sampled import SampledIds
@@ -151,6 +151,14 @@ def test_silent_ranks_are_named_behind_relays(pool, silent: list[int]):
     assert set(said.values()) == {f"{names} silent: no answer to step 0 in 0.4 s"}
 
 
+def test_relay_that_gave_up_first_is_not_silent(pool):
+    """It waits for what rank 0 says, which asks it."""
+    with tree(SIZE, GROUP) as channels:
+        channels[0]._timeout_s, channels[3]._group._timeout_s = 0.6, 0.2
+        said = errors_of(pool, [channel for channel in channels if channel.rank != 4])
+    assert set(said.values()) == {"rank 4 is silent: no answer to step 0 in 0.6 s"}
+
+
 def test_relay_is_named_without_the_question(pool, monkeypatch):
     """Negative control: it is not silent."""
     monkeypatch.setattr(relay_channel.TreeLeader, "_silent", step_channel.TcpLeader._silent)
@@ -194,6 +202,24 @@ def test_last_message_arrives_although_rank_0_left(pool):
         time.sleep(0.1)
         assert channels[3].receive() == b"last"
         assert [leaf.result(LONG_S) for leaf in leaves] == [[b"last"]] * 2
+
+
+def test_dead_rank_0_is_not_awaited_behind_living_relay(monkeypatch):
+    """Its heart goes on while it computes, or waits for rank 0 in a collective."""
+    monkeypatch.setattr(abort_messages, "ABORT_WAIT_S", 0.7)
+    with tree(SIZE, GROUP, timeout_s=4.0) as channels:
+        channels[0].close()
+        with pytest.raises(RankFailedError, match=r"^rank 0 is gone"):
+            channels[4].receive()
+
+
+def test_relay_names_rank_0_where_its_leaf_left(monkeypatch):
+    with tree(SIZE, GROUP) as channels:
+        channels[0].close()
+        assert str(channels[3]._explained(RankFailedError("rank 4 is gone"))) == "rank 0 is gone"
+    with tree(SIZE, GROUP) as channels:
+        monkeypatch.setattr(abort_messages, "ABORT_WAIT_S", 0.0)
+        assert str(channels[3]._explained(RankFailedError("rank 4 is gone"))) == "rank 4 is gone"
 
 
 # Lost.

@@ -17,7 +17,8 @@ from waiting import at_least, wait_until
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError, ReplicaDivergedError
-from spmd_worker.ranks.transport import step_channel
+from spmd_worker.ranks.transport import abort_messages, step_channel
+from spmd_worker.ranks.transport.abort_messages import Abort
 from spmd_worker.ranks.transport.frames import (
     MAX_FRAME_BYTES,
     FrameError,
@@ -26,7 +27,7 @@ from spmd_worker.ranks.transport.frames import (
     receive_frame,
     send_frame,
 )
-from spmd_worker.ranks.transport.step_channel import Abort, GlooStepChannel, TcpFollower, TcpLeader
+from spmd_worker.ranks.transport.step_channel import GlooStepChannel, TcpFollower, TcpLeader
 from spmd_worker.replica.lockstep.lockstep import Lockstep, StepReport
 from spmd_worker.replica.scheduler.scheduler import Scheduler, SchedulerLimits
 from spmd_worker.replica.scheduler.stop import StopChecker
@@ -349,16 +350,27 @@ def test_abort_reason_is_read_after_a_pause(monkeypatch):
     clock = SimpleNamespace(monotonic=iter([0.0, *[LONG_S] * 3]).__next__)
     with star(1) as (leader, [follower]):
         follower.abort("the reason", is_divergence=False)
-        monkeypatch.setattr(step_channel, "time", clock)
+        monkeypatch.setattr(abort_messages, "time", clock)
         assert leader.received_abort() == Abort("the reason", is_divergence=False)
 
 
 def test_rank_leaving_without_abort_is_awaited_only_briefly(monkeypatch):
-    monkeypatch.setattr(step_channel, "_ABORT_WAIT_S", 0.3)
+    monkeypatch.setattr(abort_messages, "ABORT_WAIT_S", 0.3)
     with star(2) as (leader, followers):
         followers[0].close()
         assert leader.received_abort() is None
         assert followers[1].received_abort() is None
+
+
+def test_abort_of_last_rank_is_found_among_many(monkeypatch):
+    """Those that say nothing are not waited for one by one: here for three seconds."""
+    monkeypatch.setattr(abort_messages, "ABORT_WAIT_S", 0.2)
+    with star(60) as (leader, followers):
+        followers[-1].abort("the reason", is_divergence=False)
+        read = []
+        monkeypatch.setattr(abort_messages, "receive_frame", lambda each: read.append(each) or receive_frame(each))
+        assert leader.received_abort() == Abort("the reason", is_divergence=False)
+        assert read == [leader._connections[-1]]
 
 
 def test_abort_never_raises_when_peers_are_gone():
