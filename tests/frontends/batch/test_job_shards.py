@@ -261,6 +261,16 @@ def test_killed_shard_resumes_with_the_same_bytes(copied: list[Path]):
     assert (folder / "merged.jsonl").read_bytes() == (folder / "out.jsonl").read_bytes()
 
 
+def test_merge_warns_of_forced_settings(copied: list[Path], capsys: pytest.CaptureFixture[str]):
+    folder = copied[0].parent
+    shutil.rmtree(copied[1])
+    config = config_of(folder, shard="1/3", resume="force")
+    cut(replace(config, seed=7), 2)
+    run(config)
+    assert collect(["--merge", *map(str, copied), "--output", str(folder / "merged.jsonl")]) == 0
+    assert "warning: a shard was resumed with another seed (job.resume=force)" in capsys.readouterr().err
+
+
 def test_run_directory_of_another_shard_is_rejected(tmp_path: Path):
     write_rows(tmp_path / "rows.jsonl", ROWS[:4])
     first, other = [config_of(tmp_path, run_dir=str(tmp_path / "run"), shard=f"{number}/2") for number in range(2)]
