@@ -6,6 +6,7 @@ in the run directory: a resumed job does not write it again, and writes the othe
 
 import contextlib
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, parse_json_object, read_json_object, write_file, write_json
 from spmd_worker.base.remote_files import delete_remote, read_remote, replace_remote, state_of
 from spmd_worker.base.remote_names import FilePath, RemotePath
@@ -88,7 +90,7 @@ class CommittedParts:
             return CommittedParts(
                 pattern, part_rows, run_dir, [Part(**each) for each in record["parts"]], record["earlier"]
             )
-        return CommittedParts(pattern, part_rows, run_dir, [], _names_in(pattern.with_name(MANIFEST_NAME)))
+        return CommittedParts(pattern, part_rows, run_dir, [], earlier_parts(pattern))
 
     def has(self, number: int) -> bool:
         """Whether the part is committed, complete and there. A shorter one was the last, and may not be it now."""
@@ -149,13 +151,23 @@ def write_parts(
     parts.end(digest.as_dict())
 
 
-def _names_in(path: FilePath) -> list[str]:
-    """Names of the parts in an earlier output's manifest."""
+def earlier_parts(pattern: FilePath, key: str = "job.output") -> list[str]:
+    """Names of the parts in an earlier output's manifest. Raises ConfigError for the manifest of anything else, which
+    would be replaced; its files removed.
+    """
+    path = pattern.with_name(MANIFEST_NAME)
     data = _read(path)
-    try:
-        return [str(each["part"]) for each in parse_json_object(data or b"{}").get("parts", ())]
-    except (JsonError, TypeError, KeyError):
+    if data is None:
         return []
+    way_out = "would be replaced: give parts a folder of their own"
+    try:
+        names = [str(each["part"]) for each in parse_json_object(data)["parts"]]
+    except (JsonError, TypeError, LookupError):
+        raise ConfigError(f"{key}={pattern}: {path} is not of an output in parts, and {way_out}") from None
+    number = r"\d{5,}".join(map(re.escape, pattern.name.split("*")))
+    if other := [name for name in names if re.fullmatch(number, name) is None]:
+        raise ConfigError(f"{key}={pattern}: {path} lists {other[0]}, a part of another output, and {way_out}")
+    return names
 
 
 def _read(path: FilePath) -> bytes | None:

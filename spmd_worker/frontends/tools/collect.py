@@ -51,6 +51,8 @@ def merge(folders: list[Path], output: FilePath) -> int:
     rows, duplicates = found["output"]["lines"], found["duplicate_custom_ids"]
     text = f", {duplicates} of them with the custom_id of an earlier row" if duplicates else ""
     print(f"{rows} rows of {len(folders)} shards{text}", file=sys.stderr)
+    for key in sorted({key for entry in found["overridden"] for key in entry}):
+        print_error("collect", f"warning: a shard was resumed with another {key} (job.resume=force)")
     return EXIT_DONE
 
 

@@ -126,6 +126,9 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
         codes = ", ".join(f"{count:,} {code}" for code, count in (metrics.get("error_codes") or {}).items())
         lines = [f"Error rows by code: {codes}."] if codes else []
         return [f"The run ended well: {row_counts(metrics)}.", *lines], EXIT_WELL
+    if run.state is RunState.ENDED:
+        # Merged shards have metrics of their own.
+        return [f"The run ended well: its output {run.output} is complete."], EXIT_WELL
     last_records = sorted(run_dir.glob("records.rank*.log"))
     if last_records and is_newer(last_records[0], run_dir / STEP_STATS_NAME):
         return [

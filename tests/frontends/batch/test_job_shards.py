@@ -21,6 +21,7 @@ from spmd_worker.frontends.batch.output_file import read_lines, write_lines
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
 from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of, run_dir_of
 from spmd_worker.frontends.tools.collect import main as collect
+from spmd_worker.frontends.tools.doctor import main as doctor
 from spmd_worker.frontends.tools.index import main as index
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.ranks.environment import RankEnvironment
@@ -137,8 +138,11 @@ def test_merge_equals_job_in_one_piece(runs: Path, tmp_path: Path, count: int, s
 def test_merge_replaces_output_and_can_be_verified(runs: Path, tmp_path: Path):
     output = tmp_path / "merged.jsonl"
     output.write_text("former")
+    shutil.copytree(runs / "out.jsonl.run", f"{output}.run")
     merge_shards(folders_of(runs, 3), output)
     merge_shards(folders_of(runs, 7), output)
+    assert {path.name for path in Path(f"{output}.run").iterdir()} == {"lock", "manifest.json", "provenance.json"}
+    assert doctor([f"{output}.run"]) == 0
     assert output.read_bytes() == (runs / "out.jsonl").read_bytes()
     assert verify([str(output), str(runs / "out.jsonl")]) == 0
     assert verify(["--images", f"{output}.run"]) == 0
@@ -230,6 +234,21 @@ def test_merge_rejects_output_that_it_reads(copied: list[Path]):
             merge_shards(copied, output)
 
 
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        ("{runs}/rows.jsonl", "rows.jsonl is also read"),
+        ("rows*.jsonl.gz", r"manifest\.json lists a-00000.jsonl, a part of another output, and would be replaced"),
+        ("out-00001-of-00003.jsonl.run/custom_ids", "custom_ids is a file of the run directory itself"),
+    ],
+)
+def test_merge_replaces_no_other_file(runs: Path, copied: list[Path], output: str, why: str):
+    folder = copied[0].parent
+    (folder / "manifest.json").write_text('{"parts": [{"part": "a-00000.jsonl"}]}')
+    with pytest.raises(ConfigError, match=rf"--output=.*{why}"):
+        merge_shards(copied, folder / output.format(runs=runs))
+
+
 def test_killed_shard_resumes_with_the_same_bytes(copied: list[Path]):
     folder = copied[0].parent
     config = config_of(folder, shard="1/3")
@@ -240,6 +259,16 @@ def test_killed_shard_resumes_with_the_same_bytes(copied: list[Path]):
     assert output_in(copied[1]).read_bytes() == before
     merge_shards(copied, folder / "merged.jsonl")
     assert (folder / "merged.jsonl").read_bytes() == (folder / "out.jsonl").read_bytes()
+
+
+def test_merge_warns_of_forced_settings(copied: list[Path], capsys: pytest.CaptureFixture[str]):
+    folder = copied[0].parent
+    shutil.rmtree(copied[1])
+    config = config_of(folder, shard="1/3", resume="force")
+    cut(replace(config, seed=7), 2)
+    run(config)
+    assert collect(["--merge", *map(str, copied), "--output", str(folder / "merged.jsonl")]) == 0
+    assert "warning: a shard was resumed with another seed (job.resume=force)" in capsys.readouterr().err
 
 
 def test_run_directory_of_another_shard_is_rejected(tmp_path: Path):

@@ -231,6 +231,16 @@ def test_parts_of_an_earlier_output_are_replaced(tmp_path, suffix):
         assert pyarrow.parquet.read_table(tmp_path / "p-00001.parquet")["index"].to_pylist() == [2]
 
 
+@pytest.mark.parametrize("manifest", [b'{"parts": [{"part": "q-00000.jsonl"}]}', b"another's"])
+def test_parts_replace_no_manifest_of_another(tmp_path, manifest):
+    (tmp_path / "q-00000.jsonl").touch()
+    (tmp_path / "manifest.json").write_bytes(manifest)
+    with pytest.raises(ConfigError, match=r"manifest\.json .*would be replaced: give parts a folder of their own"):
+        run(input=str(tmp_path / "q-00000.jsonl"), output=str(tmp_path / "p-*.jsonl"))
+    assert (tmp_path / "manifest.json").read_bytes() == manifest
+    assert (tmp_path / "q-00000.jsonl").exists()
+
+
 REJECTED = {
     "two stars": ({"output": "a-*-*.jsonl"}, "parts have one"),
     "a star in a folder": ({"output": "a*/b.jsonl"}, "parts have one"),

@@ -14,11 +14,16 @@ from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.frontends.batch.merge.merged_lines import is_duplicate, later_duplicates, merged_lines
 from spmd_worker.frontends.batch.merge.shard_runs import ShardRun, read_shard_runs
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
-from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME
+from spmd_worker.frontends.batch.run_dir.job_files import (
+    MANIFEST_NAME,
+    PROVENANCE_NAME,
+    check_merge,
+    is_reserved,
+)
 from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME, KeptDigestsError, read_kept
 from spmd_worker.frontends.batch.run_dir.manifest import merged_manifest, read_manifest, write_manifest
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, merged_provenance
-from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME, RunLock
 from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 
 
@@ -42,8 +47,7 @@ def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
         raise ConfigError(f"--merge: {error}: remove the shard's run directory and run it again") from None
     with RunLock(run_dir, output) as lock:
         lock.note("merges shards")
-        for name in (METRICS_NAME, PROVENANCE_NAME):
-            (run_dir / name).unlink(missing_ok=True)
+        _remove_earlier_run(run_dir)
         vectors = runs[0].record["vectors"]
         written = write_lines(_lines(runs, duplicates), output, None if vectors is None else tuple(vectors))
         manifest = merged_manifest([run.manifest for run in runs], output)
@@ -55,12 +59,20 @@ def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
     return provenance
 
 
+def _remove_earlier_run(run_dir: Path) -> None:
+    """Remove what an ended job of the same output left; its manifest is replaced."""
+    for path in list(run_dir.iterdir()):
+        if path.name not in (LOCK_NAME, MANIFEST_NAME) and is_reserved(path):
+            path.unlink()
+
+
 def _check_output(runs: Sequence[ShardRun], output: FilePath, run_dir: Path) -> None:
-    """Raise ConfigError if the output is a shard's, or that of a job that has not ended."""
+    """Raise ConfigError if the output is a shard's, is read, or is that of a job that has not ended."""
     for run in runs:
         is_same = _is_same(output, run.output)
         if is_same or run_dir.absolute() == run.folder.absolute():
             raise ConfigError(f"--output {output} is the output of shard {run.shard}, which is read: give another file")
+    check_merge(output, runs[0].manifest, [run.folder for run in runs])
     manifest = read_manifest(run_dir / MANIFEST_NAME)
     if manifest is not None and not manifest["has_ended"]:
         raise ConfigError(

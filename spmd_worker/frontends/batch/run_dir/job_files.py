@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch, fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from spmd_worker.base.config.plain_values import plain_folder
 from spmd_worker.base.config.schema import JobConfig, ModelOptions
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
-from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, is_remote, shown_name
+from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, file_path, is_remote, shown_name
 from spmd_worker.base.remote_upload import check_creatable, remove_leftovers
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
 from spmd_worker.frontends.batch.output_parts import MANIFEST_NAME as PARTS_MANIFEST_NAME
-from spmd_worker.frontends.batch.output_parts import PARTS_NAME, is_parts
+from spmd_worker.frontends.batch.output_parts import PARTS_NAME, earlier_parts, is_parts
 from spmd_worker.frontends.batch.run_dir.file_names import (
     Claim,
     Name,
@@ -85,7 +85,8 @@ def check_names(job: JobConfig) -> None:
             f"answers/part-*.jsonl"
         )
     if is_parts(output) and job.shard is not None:
-        raise ConfigError(f"job.output={output} and job.shard={job.shard}: a shard writes one file: leave out the *")
+        shown = shown_name(job.output or "")
+        raise ConfigError(f"job.output={shown} and job.shard={job.shard}: a shard writes one file: leave out the *")
 
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
@@ -94,16 +95,17 @@ def is_job_file(job: JobConfig, path: Path) -> bool:
         return True
     output = output_of(job)
     if isinstance(output, RemotePath):
-        return _is_reserved(path) and path.resolve().parent == run_dir_of(job).resolve()
+        return is_reserved(path) and path.resolve().parent == run_dir_of(job).resolve()
     partial = partial_path(output)
-    if not _is_reserved(path) and path.name != partial.name and not path.is_symlink():
+    if not is_reserved(path) and path.name != partial.name and not path.is_symlink():
         return False
     resolved = path.resolve()
     is_in_run_dir = resolved.parent == run_dir_of(job).resolve()
-    return resolved == partial.resolve() or (is_in_run_dir and _is_reserved(path))
+    return resolved == partial.resolve() or (is_in_run_dir and is_reserved(path))
 
 
-def _is_reserved(path: Path) -> bool:
+def is_reserved(path: Path) -> bool:
+    """Whether a file of a run directory has a name that jobs and their reports use."""
     return any(fnmatch(path.name, pattern) for pattern in RESERVED_NAMES)
 
 
@@ -156,6 +158,8 @@ def check_files(resolved: ResolvedRun) -> None:
             f"job.prometheus_file={name} matches job.input={pattern}, and would be read too: give another file"
         )
     check_run_dir(run)
+    if is_parts(output):
+        earlier_parts(output)
     if job.resume == "never" and any((run_dir / each).exists() for each in (MANIFEST_NAME, METRICS_NAME)):
         raise ConfigError(
             f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
@@ -180,18 +184,18 @@ def check_shard(job: JobConfig) -> None:
             )
 
 
-def _reject_remote_output(output: FilePath, inputs: Sequence[FilePath]) -> None:
+def _reject_remote_output(output: FilePath, inputs: Sequence[FilePath], key: str = "job.output") -> None:
     """Raise ConfigError if a remote file that is read would be written."""
     for path in inputs:
         if isinstance(path, RemotePath) and isinstance(output, RemotePath) and fnmatchcase(path.raw, output.raw):
-            raise ConfigError(f"job.output={output} is also read ({path}) and would be replaced: give another")
+            raise ConfigError(f"{key}={output} is also read ({path}) and would be replaced: give another")
 
 
-def _reject_parts(output: Path, read: Sequence[Name]) -> None:
+def _reject_parts(output: Path, read: Sequence[Name], key: str = "job.output") -> None:
     """Raise ConfigError if a file that is read has a part's name."""
     for name in read:
         if matches(str(output), name.path):
-            raise ConfigError(f"job.output={output} would replace {name.path}, which is read: give another")
+            raise ConfigError(f"{key}={output} would replace {name.path}, which is read: give another")
 
 
 def adapter_folders(model: ModelOptions) -> dict[str, str]:
@@ -246,12 +250,34 @@ def check_report(run_dir: Path, page: Path, timeline: Path) -> None:
     reject_reserved_names(claims, Name(f"RUN_DIR={run_dir}", run_dir), _JOB_NAMES)
 
 
+def check_merge(output: FilePath, manifest: dict[str, Any], folders: Sequence[Path]) -> None:
+    """Raise ConfigError for a merged output that would overwrite what the job reads, or files of its shards' runs in
+    `folders`.
+    """
+    key = "--output"
+    inputs = [file_path(name) for name in manifest["input"]]
+    _reject_remote_output(output, inputs, key)
+    if is_parts(output):
+        earlier_parts(output, key)
+    if isinstance(output, RemotePath):
+        return
+    claims = [_claim(key, str(output), output)]
+    read = [Name("job.input", path) for path in inputs if isinstance(path, Path)]
+    reject_read_and_written(claims, read)
+    if is_parts(output):
+        _reject_parts(output, read, key)
+    model = Path(manifest["model"])
+    reject_in_folder(claims, Name(f"model.path={model}", model))
+    for folder in folders:
+        reject_reserved_names(claims, Name(f"--merge {folder}", folder), RESERVED_NAMES)
+
+
 def check_run_dir(run_dir: Name) -> None:
     """Raise ConfigError if something other than a regular file with one link has the name of one of the job's files."""
     if not run_dir.path.is_dir():
         return
     for path in sorted(run_dir.path.iterdir()):
-        fault = job_file_fault(path) if _is_reserved(path) else None
+        fault = job_file_fault(path) if is_reserved(path) else None
         if fault is not None:
             raise ConfigError(
                 f"{run_dir.key}: {path.name} {fault}, and a job's own files are regular files with one link: remove "
