@@ -98,7 +98,7 @@ def test_interrupted_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool
     for number in range(100):
         folder = tmp_path / str(number)
         folder.mkdir()
-        journal = opened(folder)
+        journal = opened(folder, chunk_rows=4)
         journal.append(RowKey(105), answer(5))
         add = partial(append, journal) if is_broken else journal.append
         is_interrupted = interrupted_after(number, partial(add, RowKey(109), answer(9)))

@@ -117,9 +117,9 @@ class MergedRows:
 
     def _line(self, record: JournalRecord, line: bytes) -> bytes:
         code, media_digest = record.error_code, record.media_digest
-        if record.custom_id != NO_CUSTOM_ID:
-            if self._custom_ids.add(record.custom_id) and not record.is_rejected:
-                line, code, media_digest = duplicate_line(record.row, line), DUPLICATE_CODE, ""
+        is_seen = record.custom_id != NO_CUSTOM_ID and self._custom_ids.add(record.custom_id)
+        if is_seen and not record.is_rejected:
+            line, code, media_digest = duplicate_line(record.row, line), DUPLICATE_CODE, ""
         if code is not None:
             self.error_codes[code] += 1
         if media_digest:
