@@ -16,6 +16,7 @@ import pytest
 from spmd_worker.base import files
 from spmd_worker.base.errors import JournalError
 from spmd_worker.frontends.batch.run_dir import journal as journal_module
+from spmd_worker.frontends.batch.run_dir import row_chunks
 from spmd_worker.frontends.batch.run_dir.journal import (
     JOURNAL_NAME,
     LINES_NAME,
@@ -63,7 +64,7 @@ def interrupted_after(num_lines: int, call: Callable[[], None]) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
         nonlocal left
-        if frame.f_code.co_filename not in (journal_module.__file__, __file__):
+        if frame.f_code.co_filename not in (journal_module.__file__, row_chunks.__file__, __file__):
             return None
         # Python looks for signals behind calls: not between a lock that is taken, or given back, and its block.
         is_lock = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")

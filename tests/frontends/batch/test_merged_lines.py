@@ -98,9 +98,8 @@ def test_search_for_duplicates_holds_no_custom_ids(tmp_path: Path, monkeypatch: 
     """The digests of 6,000 rows take 0.14 MB on disk; a set of them takes five times that."""
     monkeypatch.setattr(merged_lines_module, "DigestSet", partial(DigestSet, most_recent=256))
     digests = [custom_id_digest(str(number % 5_990)) for number in range(6_000)]
-    kept = kept_of(
-        tmp_path, [JournalRecord(row, 0, 0, 1, 0, 0, 0, 0, None, "", each) for row, each in enumerate(digests)]
-    )
+    records = [JournalRecord(row, 0, 0, 1, 0, 0, 0, 0, None, "", digest) for row, digest in enumerate(digests)]
+    kept = kept_of(tmp_path, records)
     tracemalloc.start()
     found = later_duplicates(read_kept(tmp_path / CUSTOM_IDS_NAME, kept[CUSTOM_IDS_NAME]), tmp_path)
     _, peak_bytes = tracemalloc.get_traced_memory()
