@@ -110,7 +110,9 @@ class Run:
 
     def answer(self, num_rows: int | None = None) -> None:
         """Answer this many rows, or all."""
-        while (num_rows is None or self.num_computed < num_rows) and (found := self.rows.next_row()) is not None:
+        while not self.rows.has_ended and (num_rows is None or self.num_computed < num_rows):
+            if (found := self.rows.next_row()) is None:
+                continue
             if isinstance(found.row, RowError):
                 self._flying.append(error_result(found.row))
             else:

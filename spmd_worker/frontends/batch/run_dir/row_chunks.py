@@ -8,8 +8,8 @@ from array import array
 from bisect import insort
 from typing import Final
 
-CHUNK_ROWS: Final = 65_536
-BLOCK_RECORDS: Final = 4096
+CHUNK_ROWS: Final = 16_384
+BLOCK_RECORDS: Final = 1024
 _APPENDED, _COMMITTED = b"\1", b"\2"
 MOST_ROWS: Final = 1 << 48
 """More than any input has."""
