@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -38,6 +39,11 @@ def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
     """Write `data` to a file, atomically: a reader sees the old file, or all of the new one. With `is_durable` it is on
     the disk, under its name, when this returns. Raises OSError; the old file is unchanged.
     """
+    write_pieces(path, [data], is_durable=is_durable)
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes], *, is_durable: bool = True) -> None:
+    """`write_file` with data in pieces; also an error of their iteration leaves the old file unchanged."""
     partial = partial_path(path)
     fault = job_file_fault(partial)
     if fault is not None:
@@ -46,7 +52,8 @@ def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
         # A killed writer may have left one.
         partial.unlink(missing_ok=True)
         with open(partial, "xb") as stream:
-            stream.write(data)
+            for piece in pieces:
+                stream.write(piece)
             if is_durable:
                 sync_stream(stream)
         if is_durable:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Final
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits
@@ -26,7 +27,7 @@ _MAX_SKIP_S: Final = 0.1
 class JobInput:
     """Parses `lines`, with the indices of their rows, one by one, up to `job.max_rows`, and remembers every custom id.
     Rows in `done` are skipped; `keys` are of the returned rows without an answer. `adapters` are the names that are
-    counted in `num_rows_by_adapter`.
+    counted in `num_rows_by_adapter`. `folder` is for a temporary file.
     """
 
     def __init__(
@@ -37,8 +38,11 @@ class JobInput:
         defaults: SamplingParams,
         done: DoneRows,
         adapters: Iterable[str] = (),
+        folder: Path | None = None,
     ) -> None:
         self.num_rows = 0
+        self.first_row: int | None = None
+        """Index of the first row, once it is read."""
         self.num_rows_by_adapter = dict.fromkeys(adapters, 0)
         self.has_ended = self._is_closed = False
         self.may_read: Callable[[], bool] = lambda: True
@@ -49,7 +53,7 @@ class JobInput:
         # A slow stream must not delay the rows that it has already written.
         self._stream = lines if isinstance(lines, StreamLines) else None
         self._lines: Iterator[tuple[int, bytes]] = iter(lines)
-        self._custom_ids = CustomIds()
+        self._custom_ids = CustomIds(folder)
 
     def is_ready(self) -> bool:
         """Whether `next_row` would not wait. A stream is read for no more than `max_rows`."""
@@ -75,8 +79,11 @@ class JobInput:
                         f"job.run_dir"
                     )
                 self.has_ended = True
+                self._custom_ids.close()
                 return None
             self.num_rows += 1
+            if self.first_row is None:
+                self.first_row = index
             parsed = parse_row(index, line, self._defaults, self._limits)
             row = self._custom_ids.check(parsed)
             for name in () if isinstance(row, RowError) else (row.adapter, row.prompt_adapter, row.model):
@@ -102,6 +109,10 @@ class JobInput:
         self._is_closed = True
         if self._stream is not None:
             self._stream.close()
+
+    def forget(self) -> None:
+        """Remove the file of custom ids; in the thread that reads rows."""
+        self._custom_ids.close()
 
 
 class JobOutput:

@@ -70,6 +70,7 @@ class OpenRun:
     ) -> None:
         self.lock, self.manifest, self.run_dir = lock, manifest, journal.folder
         self._job, self._journal, self._check = job, journal, check
+        self._rows: JobInput | None = None
         self._parts: PartsThread | None = None
 
     def earlier_output(self) -> WrittenOutput | None:
@@ -91,7 +92,8 @@ class OpenRun:
         job, model = self._job, engine.config.model
         adapters = (*(model.adapters or ()), *(model.prompt_adapters or ()))
         rows = JobInput(
-            self._check.lines(), job, engine.config.limits, engine.default_sampling, self._journal, adapters
+            *(self._check.lines(), job, engine.config.limits, engine.default_sampling, self._journal, adapters),
+            folder=self.run_dir,
         )
         rows.may_read = self._check.may_read
         path = prometheus_of(job)
@@ -103,7 +105,9 @@ class OpenRun:
         self._rows, self._output = rows, output
         if is_parts(output_of(job)):
             write = partial(write_lines, path=output_of(job), vectors=vectors_of(engine), part_rows=job.part_rows)
-            self._parts = PartsThread(self._journal, partial(write, run_dir=self.run_dir))
+            self._parts = PartsThread(
+                self._journal, lambda: rows.first_row, job.part_rows, partial(write, run_dir=self.run_dir)
+            )
         return rows, output
 
     def commit(self) -> None:
@@ -118,16 +122,19 @@ class OpenRun:
         self.lock.note("writes the output")
         vectors, advance = vectors_of(engine), partial(engine.times.heartbeat.enter, "writing the output")
         if self.manifest["shard"] is not None:
-            kept = keep_digests(self.run_dir, self._journal.committed())
+            kept = keep_digests(self.run_dir, self._journal.in_order)
             self.manifest["shard"] |= {"kept": kept, "vectors": vectors}
         if self._parts is None:
             digest = write_lines(self._lines(advance), output_of(self._job), vectors)
         else:
-            digest = self._parts.end(self._rows.num_rows, advance)
+            digest = self._parts.end(self._num_rows(), advance)
         return WrittenOutput(digest, chained_digest(self._journal.media_digests()), self._output.counts.error_rows)
 
     def close(self) -> None:
-        """Stop writing parts, with the last one discarded if it is not complete."""
+        """Stop reading, and writing parts, with the last one discarded if it is not complete."""
+        if self._rows is not None:
+            self._rows.close()
+            self._rows.forget()
         if self._parts is not None:
             self._parts.close()
 
@@ -139,7 +146,11 @@ class OpenRun:
                 advance()
             num_lines += 1
             yield line
-        assert num_lines == self._rows.num_rows, (num_lines, self._rows.num_rows)
+        assert num_lines == self._num_rows(), (num_lines, self._num_rows())
+
+    def _num_rows(self) -> int:
+        assert self._rows is not None, "the rows are not open"
+        return self._rows.num_rows
 
     def end(self) -> None:
         """Mark the job as ended, when nothing is left that could fail or be interrupted: starting an ended run

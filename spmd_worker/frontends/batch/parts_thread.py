@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from itertools import count
+from itertools import islice
 from typing import Any, Final
 
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal
@@ -11,6 +11,8 @@ from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 _POLL_S: Final = 0.1
 _WAIT_S: Final = 1.0
 _LEAVE_S: Final = 5.0
+_READ_ROWS: Final = 8192
+"""Rows that are read together, when they are there."""
 
 
 class _StoppedError(Exception):
@@ -18,10 +20,18 @@ class _StoppedError(Exception):
 
 
 class PartsThread:
-    """Gives `write` the journal's lines in order of the rows, as they are committed; `end` or `close` ends it."""
+    """Gives `write` the journal's lines in order of the rows, when those of a part of `part_rows` are committed; `end`
+    or `close` ends it. `first_row` is the index of the input's first row, None until it is known.
+    """
 
-    def __init__(self, journal: RowJournal, write: Callable[[Iterable[bytes]], dict[str, Any]]) -> None:
-        self._journal, self._write = journal, write
+    def __init__(
+        self,
+        journal: RowJournal,
+        first_row: Callable[[], int | None],
+        part_rows: int,
+        write: Callable[[Iterable[bytes]], dict[str, Any]],
+    ) -> None:
+        self._journal, self._first_row, self._part_rows, self._write = journal, first_row, part_rows, write
         self._num_rows: int | None = None
         self._is_stopped = False
         self._changed = threading.Event()
@@ -52,13 +62,27 @@ class PartsThread:
             self._written.set_exception(error)
 
     def _lines(self) -> Iterator[bytes]:
-        for row in count():
-            while row >= self._journal.num_leading:
+        num_given = 0
+        while num_given != self._num_rows:
+            num_ready = self._num_ready(num_given)
+            if not num_ready:
+                self._changed.wait(_POLL_S)
+            first_row = self._first_row() or 0
+            for line in islice(self._journal.lines(first_row + num_given), num_ready):
                 if self._is_stopped:
                     raise _StoppedError
-                if row == self._num_rows:
-                    return
-                self._changed.wait(_POLL_S)
+                num_given += 1
+                yield line
             if self._is_stopped:
                 raise _StoppedError
-            yield self._journal.line_of(row)
+
+    def _num_ready(self, num_given: int) -> int:
+        """Rows to give now: those of a part, or many, or the last ones."""
+        first_row, num_rows = self._first_row(), self._num_rows
+        if first_row is None:
+            return 0
+        num_wanted = min(self._part_rows - num_given % self._part_rows, _READ_ROWS)
+        if num_rows is not None:
+            num_wanted = min(num_wanted, num_rows - num_given)
+        start = first_row + num_given
+        return num_wanted if self._journal.committed_until(start) >= start + num_wanted else 0

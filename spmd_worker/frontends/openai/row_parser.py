@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.digest_set import DigestSet
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.frontends.openai.audio_request import PLAIN_KEYS as AUDIO_KEYS
@@ -182,18 +184,21 @@ def duplicate_error(index: int, custom_id: str | None, shape: ErrorShape) -> Row
 
 
 class CustomIds:
-    """Stores every custom_id of a run, as its digest, and rejects the second row that has it."""
+    """Stores every custom_id of a run, as its digest, and rejects the second row that has it. `folder` is for the file
+    of many digests.
+    """
 
-    def __init__(self) -> None:
-        self._seen: set[bytes] = set()
+    def __init__(self, folder: Path | None = None) -> None:
+        self._seen = DigestSet(folder)
 
     def check(self, row: Row | RowError) -> Row | RowError:
-        """The row, or an error row when an earlier row had its custom_id. An error row is unchanged."""
+        """The row, or an error row when an earlier row had its custom_id. An error row is unchanged. Raises OSError."""
         if row.custom_id is None:
             return row
-        digest = custom_id_digest(row.custom_id)
-        is_duplicate = digest in self._seen
-        self._seen.add(digest)
+        is_duplicate = self._seen.add(custom_id_digest(row.custom_id))
         if not is_duplicate or isinstance(row, RowError):
             return row
         return duplicate_error(row.index, row.custom_id, shape_of(row))
+
+    def close(self) -> None:
+        self._seen.close()

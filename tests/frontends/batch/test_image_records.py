@@ -40,7 +40,7 @@ def test_journal_keeps_digests_in_row_order(tmp_path: Path):
             digest = {0: ONE, 1: "", 2: OTHER}[index]
             journal.append(RowKey(7), RowAnswer(index, b"line\n", media_digest=digest))
         journal.commit()
-        assert journal.media_digests() == [(0, ONE), (2, OTHER)]
+        assert list(journal.media_digests()) == [(0, ONE), (2, OTHER)]
         journal.close()
 
 

@@ -270,8 +270,8 @@ def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], ob
     made: list[JobInput] = []
 
     class Noted(JobInput):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
             made.append(self)
 
     step = Engine.step

@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,13 @@ from spmd_worker.frontends.batch.run_dir.job_files import (
     check_merge,
     is_reserved,
 )
-from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME, KeptDigestsError, read_kept
+from spmd_worker.frontends.batch.run_dir.kept_digests import (
+    CUSTOM_IDS_NAME,
+    MEDIA_NAME,
+    KeptDigest,
+    KeptDigestsError,
+    read_kept,
+)
 from spmd_worker.frontends.batch.run_dir.manifest import merged_manifest, read_manifest, write_manifest
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, merged_provenance
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME, RunLock
@@ -35,18 +40,16 @@ def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
     runs = read_shard_runs(folders)
     run_dir = run_dir_of(JobConfig(output=output.raw if isinstance(output, RemotePath) else str(output)))
     _check_output(runs, output, run_dir)
-    try:
-        duplicates = later_duplicates(merge(*[_kept(run, CUSTOM_IDS_NAME) for run in runs]))
-        images = chained_digest(
-            (each.row, each.digest.hex())
-            for run in runs
-            for each in _kept(run, MEDIA_NAME)
-            if not is_duplicate(duplicates, each.row)
-        )
-    except KeptDigestsError as error:
-        raise ConfigError(f"--merge: {error}: remove the shard's run directory and run it again") from None
     with RunLock(run_dir, output) as lock:
         lock.note("merges shards")
+        try:
+            duplicates = later_duplicates(_kept(runs, CUSTOM_IDS_NAME), run_dir)
+            media = _kept(runs, MEDIA_NAME)
+            images = chained_digest(
+                (each.row, each.digest.hex()) for each in media if not is_duplicate(duplicates, each.row)
+            )
+        except KeptDigestsError as error:
+            raise ConfigError(f"--merge: {error}: remove the shard's run directory and run it again") from None
         _remove_earlier_run(run_dir)
         vectors = runs[0].record["vectors"]
         written = write_lines(_lines(runs, duplicates), output, None if vectors is None else tuple(vectors))
@@ -86,8 +89,10 @@ def _is_same(one: FilePath, other: FilePath) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
 
 
-def _kept(run: ShardRun, name: str) -> Iterator[Any]:
-    return read_kept(run.folder / name, run.record["kept"][name])
+def _kept(runs: Sequence[ShardRun], name: str) -> Iterator[KeptDigest]:
+    """Digests of all rows, in order."""
+    for run in runs:
+        yield from read_kept(run.folder / name, run.record["kept"][name])
 
 
 def _lines(runs: Sequence[ShardRun], duplicates: "array[int]") -> Iterator[bytes]:

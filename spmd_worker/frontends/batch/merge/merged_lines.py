@@ -2,27 +2,26 @@
 another part, is an error row.
 """
 
+import contextlib
 import json
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
+from spmd_worker.base.digest_set import DigestSet
 from spmd_worker.frontends.batch.run_dir.kept_digests import KeptDigest
 from spmd_worker.frontends.openai.row import ErrorShape
 from spmd_worker.frontends.openai.row_parser import duplicate_error
 from spmd_worker.frontends.openai.row_writer import format_error
 
 
-def later_duplicates(custom_ids: Iterable[KeptDigest]) -> "array[int]":
+def later_duplicates(custom_ids: Iterable[KeptDigest], folder: Path | None = None) -> "array[int]":
     """The rows, in order, whose custom_id an earlier row has and whose line the parser accepted; `custom_ids` are of
-    all rows, in order of their digests and then of their rows.
+    all rows, in order. `folder` is for a temporary file. Raises OSError.
     """
-    found, last = array("Q"), b""
-    for digest, row, is_rejected in custom_ids:
-        if digest == last and not is_rejected:
-            found.append(row)
-        last = digest
-    return array("Q", sorted(found))
+    with contextlib.closing(DigestSet(folder)) as seen:
+        return array("Q", [row for digest, row, is_rejected in custom_ids if seen.add(digest) and not is_rejected])
 
 
 def merged_lines(lines: Iterable[tuple[int, bytes]], duplicates: Sequence[int]) -> Iterator[bytes]:

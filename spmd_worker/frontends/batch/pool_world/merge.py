@@ -3,8 +3,10 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.digest_set import DigestSet
 from spmd_worker.base.errors import PoolError
 from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.base.remote_upload import remove_leftovers
@@ -43,9 +45,10 @@ def merge_pool(
     record: Mapping[str, Any],
     advance: Callable[[], Any],
     part_rows: int = PART_ROWS,
+    folder: Path | None = None,
 ) -> None:
     """Write the output and the pool's provenance, with `record`, and end the pool; nothing if the lease was lost.
-    `advance` is called between two ranges. Raises PoolError, OSError.
+    `advance` is called between two ranges; `folder` is for a temporary file. Raises PoolError, OSError.
     """
 
     def go_on() -> None:
@@ -54,9 +57,10 @@ def merge_pool(
             # What it writes may be in use already: another manifest must not appear.
             raise InterruptedError("the lease of the merge was lost")
 
-    rows = MergedRows(store, member, go_on)
+    rows = MergedRows(store, member, go_on, folder)
     try:
-        digest = write_lines(rows, output, vectors, part_rows, writer=member.worker)
+        with contextlib.closing(rows):
+            digest = write_lines(rows, output, vectors, part_rows, writer=member.worker)
     except OSError:
         if run(store, still_holds(lease)):
             raise
@@ -95,12 +99,18 @@ class MergedRows:
     here. Raises PoolError for missing or damaged rows, OSError.
     """
 
-    def __init__(self, store: PoolStore, member: Member, advance: Callable[[], Any] = lambda: None) -> None:
-        """`advance` is called between two ranges."""
+    def __init__(
+        self,
+        store: PoolStore,
+        member: Member,
+        advance: Callable[[], Any] = lambda: None,
+        folder: Path | None = None,
+    ) -> None:
+        """`advance` is called between two ranges; `folder` is for the file of many custom_ids."""
         self.error_codes: Counter[str] = Counter()
         self.images = DigestChain()
         self._store, self._member, self._advance = store, member, advance
-        self._custom_ids: set[bytes] = set()
+        self._custom_ids = DigestSet(folder)
 
     def __iter__(self) -> Iterator[bytes]:
         for done in done_ranges(self._store, self._member):
@@ -108,12 +118,15 @@ class MergedRows:
             for record, line in _rows_of(self._store, done):
                 yield self._line(record, line)
 
+    def close(self) -> None:
+        """Remove the file of custom_ids."""
+        self._custom_ids.close()
+
     def _line(self, record: JournalRecord, line: bytes) -> bytes:
         code, media_digest = record.error_code, record.media_digest
-        if record.custom_id != NO_CUSTOM_ID:
-            if record.custom_id in self._custom_ids and not record.is_rejected:
-                line, code, media_digest = duplicate_line(record.row, line), DUPLICATE_CODE, ""
-            self._custom_ids.add(record.custom_id)
+        is_seen = record.custom_id != NO_CUSTOM_ID and self._custom_ids.add(record.custom_id)
+        if is_seen and not record.is_rejected:
+            line, code, media_digest = duplicate_line(record.row, line), DUPLICATE_CODE, ""
         if code is not None:
             self.error_codes[code] += 1
         if media_digest:

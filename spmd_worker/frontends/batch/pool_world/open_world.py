@@ -89,7 +89,7 @@ class PoolRun:
 
         answers = {key: self.manifest[key] for key in ("version", "config_hash", "answers")}
         record = {"format_version": FORMAT_VERSION, "seed": engine.config.seed, **answers}
-        return self._world.write_output(vectors_of(engine), record, advance)
+        return self._world.write_output(vectors_of(engine), record, advance, self.run_dir)
 
     def end(self) -> None:
         end_manifest(self.run_dir, self.manifest)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits
@@ -116,10 +117,14 @@ class World:
         self._worker.stop()
 
     def write_output(
-        self, vectors: VectorColumn | None, record: Mapping[str, Any], advance: Callable[[str], Any]
+        self,
+        vectors: VectorColumn | None,
+        record: Mapping[str, Any],
+        advance: Callable[[str], Any],
+        folder: Path | None = None,
     ) -> WrittenOutput:
         """Merge, or wait until another world has merged. `record` is a part of the provenance; `advance` is called now
-        and then, with what is done. Raises PoolError, OSError.
+        and then, with what is done; `folder` is for a temporary file. Raises PoolError, OSError.
         """
         member = self._worker.member
         while not isinstance(found := run(self._store, claim_merge(member)), Merged):
@@ -132,6 +137,7 @@ class World:
             merge_pool(
                 *(self._store, member, found, output, vectors, record, lambda: advance("writes the output")),
                 part_rows=self._job.part_rows,
+                folder=folder,
             )
         return self._written(found)
 

@@ -12,16 +12,20 @@ import os
 import struct
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
-from itertools import count, takewhile
+from itertools import count, islice
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spmd_worker.base.errors import JournalError
 from spmd_worker.base.files import open_job_file, sync_folder
+from spmd_worker.frontends.batch.run_dir.journal_reads import RECORD_TYPE, lines_of, read_at, records_of
+from spmd_worker.frontends.batch.run_dir.row_chunks import BLOCK_RECORDS, CHUNK_ROWS, MOST_ROWS, RowChunks
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 
 logger = logging.getLogger(__name__)
@@ -32,8 +36,7 @@ _HEADER: Final = b"SPMDJNL3"
 _RECORD: Final = struct.Struct("<QQQIIIII40s16s16s?")
 _CHECKSUM: Final = struct.Struct("<I")
 RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
-_READ_BYTES: Final = 1 << 20
-_MOST_ROWS: Final = 1 << 48
+assert RECORD_TYPE.itemsize == RECORD_BYTES
 NO_CUSTOM_ID: Final = bytes(16)
 
 
@@ -101,15 +104,15 @@ def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
     with _open_to_read(folder / JOURNAL_NAME) as records, _open_to_read(folder / LINES_NAME) as lines:
         if records.read(len(_HEADER)) != _HEADER:
             raise JournalError(f"{folder / JOURNAL_NAME} is not a journal of this version")
-        found = array("Q")
-        while (record := JournalRecord.unpack(records.read(RECORD_BYTES))) is not None:
-            found.extend((record.row, record.offset, record.length, record.checksum))
-        for start in sorted(range(0, len(found), 4), key=found.__getitem__):
-            row, offset, length, checksum = found[start : start + 4]
-            line = _read_at(lines.fileno(), offset, length) if offset < 1 << 62 else b""
-            if len(line) != length or crc32(line) != checksum:
-                raise JournalError(f"{folder / LINES_NAME} does not hold the line of row {row}")
-            yield row, line
+        chunks = RowChunks()
+        for number, record in enumerate(_records(records.fileno())):
+            if record.row >= MOST_ROWS or chunks.has(record.row):
+                raise JournalError(f"{folder / JOURNAL_NAME}: record {number} is not of a new row ({record.row})")
+            chunks.append(record.row)
+            chunks.commit(record.row, number)
+        for each in chunks.from_row(0):
+            found = records_of(records.fileno(), _HEADER, chunks.blocks_of(each), each, chunks.chunk_rows)
+            yield from lines_of(lines.fileno(), found, folder / LINES_NAME)
 
 
 def remove_journal(folder: Path) -> None:
@@ -129,46 +132,59 @@ class RowJournal:
 
     A commit happens `commit_rows` rows or `commit_s` seconds after the last, whichever is sooner, if `append` or `tick`
     is called. After an OSError nothing more is written: the file's state after a failed fsync is unknown until it is
-    read again.
+    read again. Memory is of the rows that are not committed, and a byte for each row of the chunks with such rows.
     """
 
-    def __init__(self, folder: Path, commit_rows: int, commit_s: float, sync: Callable[[int], None] = os.fsync) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        commit_rows: int,
+        commit_s: float,
+        sync: Callable[[int], None] = os.fsync,
+        *,
+        chunk_rows: int = CHUNK_ROWS,
+    ) -> None:
         """Raises JournalError for an invalid journal, OSError."""
         self.folder = folder
         self._commit_rows, self._commit_s, self._sync = commit_rows, commit_s, sync
         self._lock = threading.Lock()
-        # Of the rows from _first_row on: a shard's may begin anywhere.
-        self._first_row = 0
-        self._keys, self._offsets, self._lengths = array("Q"), array("Q"), array("I")
+        self._chunks = RowChunks(chunk_rows)
         self._pending: list[tuple[RowKey, RowAnswer]] = []
+        # Rows whose records are on disk, from this number on, and that may not be marked as committed yet.
+        self._written: tuple[int, list[tuple[RowKey, RowAnswer]]] = (0, [])
         self._failure: Exception | None = None
+        self._keys: tuple[int, dict[int, int]] = (-1, {})
         self.num_rows = 0
-        self.num_leading = 0
-        """Rows from row 0 that are committed without a gap."""
         self._lines = _open_to_append(folder / LINES_NAME)
         self._records = _open_to_append(folder / JOURNAL_NAME)
         self._recover()
         # Both names must be durable before a record is written.
         sync_folder(folder)
         self.num_recovered = self.num_rows
-        self._count_leading()
         self._last_commit_s = time.monotonic()
 
     def has(self, index: int) -> bool:
-        slot = index - self._first_row
-        return 0 <= slot < len(self._lengths) and self._lengths[slot] > 0
+        return self._chunks.has(index)
+
+    @property
+    def num_held_rows(self) -> int:
+        """Rows that take memory."""
+        return self._chunks.num_held_rows
 
     def key_of(self, index: int) -> int:
-        """Key of the row's input line when it was done."""
-        assert self.has(index), index
-        return self._keys[index - self._first_row]
+        """Key of the input line of a row that was done when the journal was opened. Fast in order of the rows."""
+        number = index // self._chunks.chunk_rows
+        if self._keys[0] != number:
+            found = self._chunk(number)
+            self._keys = number, dict(zip(found["row"].tolist(), found["key"].tolist()))
+        return self._keys[1][index]
 
     def append(self, key: RowKey, answer: RowAnswer) -> None:
         """Record that a row is done. Raises OSError when a commit fails."""
         assert not self.has(answer.index), f"row {answer.index} is done twice"
         with self._lock:
             # Ctrl-C may come between the two: a pending row must have its entry, or the commit of all rows would fail.
-            self._add(answer.index, key.line, 0, len(answer.line))
+            self._add(answer.index)
             self._pending.append((key, answer))
         self.tick()
 
@@ -184,13 +200,15 @@ class RowJournal:
             self._last_commit_s = time.monotonic()
             if self._failure is not None:
                 raise self._failure
+            self._mark_written()
             if not self._pending:
                 return
             ends = os.lseek(self._lines, 0, os.SEEK_END), os.lseek(self._records, 0, os.SEEK_END)
             try:
                 self._write_pending(ends[0])
-                self._pending = []
-                self._count_leading()
+                # In one line: Ctrl-C comes behind calls.
+                self._written, self._pending = ((ends[1] - len(_HEADER)) // RECORD_BYTES, self._pending), []
+                self._mark_written()
             except Exception as error:  # raised by every commit from now on
                 self._failure = error
                 raise
@@ -206,12 +224,18 @@ class RowJournal:
         records = bytearray()
         for key, answer in self._pending:
             records += JournalRecord.of(key, answer, offset).pack()
-            self._offsets[answer.index - self._first_row] = offset
             offset += len(answer.line)
         _write_all(self._lines, b"".join([answer.line for _, answer in self._pending]))
         self._sync(self._lines)
         _write_all(self._records, bytes(records))
         self._sync(self._records)
+
+    def _mark_written(self) -> None:
+        """Idempotent, and called again after Ctrl-C."""
+        first, rows = self._written
+        for number, (_, answer) in enumerate(rows, first):
+            self._chunks.commit(answer.index, number)
+        self._written = (0, [])
 
     def _truncate(self, lines_end: int, records_end: int) -> None:
         """Truncate durably: the records first, which must not name missing lines."""
@@ -223,40 +247,52 @@ class RowJournal:
 
     def records(self) -> Iterator[JournalRecord]:
         """Rows that were done when the journal was opened, in the order in which they ended."""
-        for number in range(self.num_recovered):
-            record = self._record(number)
-            assert record is not None, number
-            yield record
+        return islice(_records(self._records), self.num_recovered)
 
     def committed(self) -> Iterator[JournalRecord]:
         """All committed rows, in the order in which they ended."""
-        for number in count():
-            if (record := self._record(number)) is None:
-                return
-            yield record
+        return _records(self._records)
 
-    def media_digests(self) -> list[tuple[int, str]]:
+    def in_order(self, first_row: int = 0) -> "Iterator[NDArray[Any]]":
+        """Records (RECORD_TYPE) of the committed rows from `first_row` on, in order of the rows, chunk after chunk."""
+        with self._lock:
+            self._mark_written()
+            numbers = self._chunks.from_row(first_row)
+        for number in numbers:
+            found = self._chunk(number)
+            yield found[found["row"] >= first_row]
+
+    def media_digests(self) -> Iterator[tuple[int, str]]:
         """(row, digest of its images) of the committed rows with images, in order of the rows."""
-        return sorted([(each.row, each.media_digest) for each in self.committed() if each.media_digest])
+        for found in self.in_order():
+            for each in found[found["media_digest"].any(axis=1)]:
+                yield int(each["row"]), each["media_digest"].tobytes().hex()
 
-    def _record(self, number: int) -> JournalRecord | None:
-        return JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * RECORD_BYTES, RECORD_BYTES))
-
-    def _count_leading(self) -> None:
-        """Count on, while no row is pending."""
-        while self.has(self.num_leading):
-            self.num_leading += 1
-
-    def line_of(self, number: int) -> bytes:
-        """Line of one of the leading rows. Thread-safe: with row 0 there, no slot moves."""
-        slot = number - self._first_row
-        return _read_at(self._lines, self._offsets[slot], self._lengths[slot])
+    def committed_until(self, row: int) -> int:
+        """The first row from `row` on that is not committed. Thread-safe."""
+        with self._lock:
+            self._mark_written()
+            return self._chunks.committed_until(row)
 
     def lines(self, first_row: int = 0) -> Iterator[bytes]:
-        """The committed lines in order of the rows from `first_row` on, up to the first missing row."""
-        for row in takewhile(self.has, count(first_row)):
-            slot = row - self._first_row
-            yield _read_at(self._lines, self._offsets[slot], self._lengths[slot])
+        """The committed lines in order of the rows from `first_row` on, up to the first missing row. Thread-safe.
+        Raises JournalError for a line that has changed.
+        """
+        stop, row = self.committed_until(first_row), first_row
+        while row < stop:
+            end = min(stop, (row // self._chunks.chunk_rows + 1) * self._chunks.chunk_rows)
+            found = self._chunk(row // self._chunks.chunk_rows)
+            found = found[(found["row"] >= row) & (found["row"] < end)]
+            if not np.array_equal(found["row"], np.arange(row, end, dtype=np.uint64)):
+                raise JournalError(f"{self.folder / JOURNAL_NAME} does not have the rows {row} to {end - 1} once each")
+            for _, line in lines_of(self._lines, found, self.folder / LINES_NAME):
+                yield line
+            row = end
+
+    def _chunk(self, number: int) -> "NDArray[Any]":
+        with self._lock:
+            blocks = tuple(self._chunks.blocks_of(number))
+        return records_of(self._records, _HEADER, blocks, number, self._chunks.chunk_rows)
 
     def close(self) -> None:
         """Commit and close the files. Idempotent. Raises OSError when rows could not be committed, now or before."""
@@ -280,7 +316,7 @@ class RowJournal:
     def _recover(self) -> None:
         """Read the existing records, and truncate a torn tail. Raises JournalError."""
         path, size = self.folder / JOURNAL_NAME, os.fstat(self._records).st_size
-        head = _read_at(self._records, 0, len(_HEADER))
+        head = read_at(self._records, 0, len(_HEADER))
         # A power failure may leave the header's size on disk without its bytes.
         is_unwritten = size <= len(_HEADER) and not any(head)
         if size < len(_HEADER) or is_unwritten:
@@ -294,54 +330,45 @@ class RowJournal:
         if head != _HEADER:
             raise JournalError(f"{path} is not a journal of this version")
         num_line_bytes = os.fstat(self._lines).st_size
-        while (record := JournalRecord.unpack(_read_at(self._records, end, RECORD_BYTES))) is not None:
+        while (record := JournalRecord.unpack(read_at(self._records, end, RECORD_BYTES))) is not None:
             is_complete = record.offset == lines_end and record.offset + record.length <= num_line_bytes
-            if not is_complete or crc32(_read_at(self._lines, record.offset, record.length)) != record.checksum:
+            if not is_complete or crc32(read_at(self._lines, record.offset, record.length)) != record.checksum:
                 raise JournalError(
                     f"{path}: record {self.num_rows} (row {record.row}) names bytes {record.offset} to "
                     f"{record.offset + record.length} of {LINES_NAME}, which are not that row's line"
                 )
             if self.has(record.row):
                 raise JournalError(f"{path}: row {record.row} is recorded twice")
-            try:
-                self._add(record.row, record.key, record.offset, record.length)
-            except (OverflowError, MemoryError):
-                raise JournalError(f"{path}: row {record.row} is beyond any input's rows") from None
+            if record.row >= MOST_ROWS:
+                raise JournalError(f"{path}: row {record.row} is beyond any input's rows")
+            self._add(record.row)
+            self._chunks.commit(record.row, self.num_rows - 1)
             end += RECORD_BYTES
             lines_end += record.length
         # A killed job leaves only a torn record at the end; valid records behind it are a disk fault.
         behind = range(end + RECORD_BYTES, size, RECORD_BYTES)
-        num_lost = sum(JournalRecord.unpack(_read_at(self._records, at, RECORD_BYTES)) is not None for at in behind)
+        num_lost = sum(JournalRecord.unpack(read_at(self._records, at, RECORD_BYTES)) is not None for at in behind)
         if num_lost:
             logger.warning(
                 "%s is damaged at byte %d: %d finished rows behind it are not used, but recomputed", path, end, num_lost
             )
         self._truncate(lines_end, end)
 
-    def _add(self, index: int, key: int, offset: int, length: int) -> None:
-        if index >= _MOST_ROWS:
-            raise OverflowError(index)
-        self._make_room(index)
-        slot = index - self._first_row
-        self._keys[slot], self._offsets[slot], self._lengths[slot] = key, offset, length
+    def _add(self, index: int) -> None:
+        self._chunks.append(index)
         self.num_rows += 1
 
-    def _make_room(self, index: int) -> None:
-        if not self._lengths:
-            self._first_row = index
-        if (missing := self._first_row - index) > 0:
-            # As many as there are, so that rows in any order take linear time.
-            num = min(self._first_row, max(missing, len(self._lengths)))
-            columns = [array(each.typecode, bytes(each.itemsize * num)) + each for each in self._columns()]
-            # In one line: Ctrl-C comes behind calls.
-            self._first_row, (self._keys, self._offsets, self._lengths) = self._first_row - num, columns
-        missing = index - self._first_row + 1 - len(self._lengths)
-        if missing > 0:
-            for numbers in self._columns():
-                numbers.frombytes(bytes(numbers.itemsize * missing))
 
-    def _columns(self) -> "tuple[array[int], ...]":
-        return self._keys, self._offsets, self._lengths
+def _records(descriptor: int) -> Iterator[JournalRecord]:
+    """All complete records, in the order of the file."""
+    for start in count(len(_HEADER), BLOCK_RECORDS * RECORD_BYTES):
+        block = read_at(descriptor, start, BLOCK_RECORDS * RECORD_BYTES)
+        for at in range(0, len(block), RECORD_BYTES):
+            if (record := JournalRecord.unpack(block[at : at + RECORD_BYTES])) is None:
+                return
+            yield record
+        if len(block) < BLOCK_RECORDS * RECORD_BYTES:
+            return
 
 
 def _open_to_read(path: Path) -> BinaryIO:
@@ -357,15 +384,3 @@ def _write_all(descriptor: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
-
-
-def _read_at(descriptor: int, offset: int, length: int) -> bytes:
-    """Read `length` bytes, or fewer at the end of the file."""
-    pieces, num_read = [], 0
-    while num_read < length:
-        piece = os.pread(descriptor, min(length - num_read, _READ_BYTES), offset + num_read)
-        if not piece:
-            break
-        pieces.append(piece)
-        num_read += len(piece)
-    return b"".join(pieces)
