@@ -1,6 +1,8 @@
 """Compiled row operations: close to the plain-torch ones, bit for bit where those round, and one row at a time."""
 
+import itertools
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -22,6 +24,16 @@ def kernels_for(instruction_set: str) -> CpuKernels:
 
 def numbers(*shape, dtype, seed=0):
     return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+@contextmanager
+def named(case):
+    """A failure within names the case."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"case: {case}")
+        raise
 
 
 def assert_close(result, expected):
@@ -47,11 +59,14 @@ def test_norms_agree_with_plain_torch(instruction_set, dtype, size):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("is_centred", [False, True])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_full_norms_agree_with_plain_torch(instruction_set, dtype, size, is_centred, offset):
+def test_full_norms_agree_with_plain_torch(instruction_set, dtype):
     kernels = kernels_for(instruction_set)
+    for case in itertools.product(SIZES, (False, True), (0.0, 1.0)):
+        with named(case):
+            check_full_norm(kernels, dtype, *case)
+
+
+def check_full_norm(kernels, dtype, size, is_centred, offset):
     x, weight, bias = (numbers(*shape, dtype=dtype, seed=size) for shape in ((37, size), (size,), (size,)))
     for each in (None, bias):
         ways = [
@@ -92,10 +107,15 @@ def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu"])
-def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activation):
-    kernels, gate_up = kernels_for(instruction_set), numbers(37, 2 * size, dtype=dtype)
+def test_activations_agree_with_plain_torch(instruction_set, dtype):
+    kernels = kernels_for(instruction_set)
+    for case in itertools.product(SIZES, ("silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu")):
+        with named(case):
+            check_activation(kernels, dtype, *case)
+
+
+def check_activation(kernels, dtype, size, activation):
+    gate_up = numbers(37, 2 * size, dtype=dtype)
     rounding = 2e-6 if dtype == torch.float32 else 2**-7
     ways = [
         (one.activate(gate_up, activation), one.activate_and_mul(gate_up, activation)) for one in (kernels, reference)
