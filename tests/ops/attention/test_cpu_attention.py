@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from looped import looped
 from native_libraries import NATIVE, each_library, library_for
 from paged_steps import Sizes, error, formula, pieces, run, sequence, together
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +39,7 @@ def is_close(result, expected, dtype) -> bool:
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@looped("head_size", HEAD_SIZES)
 def test_every_head_size_agrees_with_the_formula(instruction_set, dtype, head_size):
     sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=3, head_size=head_size)
     one = sequence(203, sizes)
@@ -320,8 +321,8 @@ def test_heads_of_a_rank_have_the_same_bits(instruction_set, dtype):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("last", [70, 77, 95])
-@pytest.mark.parametrize("trouble", [math.nan, math.inf, -math.inf])
+@looped("last", [70, 77, 95])
+@looped("trouble", [math.nan, math.inf, -math.inf])
 def test_overflowed_token_leaves_earlier_rows_unchanged(instruction_set, dtype, last, trouble):
     """Its key and value are in the tile that earlier rows of the same chunk read, with probability zero."""
     sizes = Sizes(dtype=dtype, group_size=3)
@@ -380,7 +381,7 @@ def test_block_layout_of_bfloat16_and_float32():
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("block_size", [4, 16, 32])
+@looped("block_size", [4, 16, 32])
 def test_tokens_written_together_or_one_by_one(instruction_set, dtype, block_size):
     """Beginnings and ends at odd places, blocks of one token, and a sequence that goes on in a block behind its own."""
     sizes = Sizes(dtype=dtype, num_kv_heads=3, group_size=1, head_size=48, block_size=block_size)

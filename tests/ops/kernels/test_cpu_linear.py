@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from looped import looped
 from native_libraries import (
     EMULATED,
     HAS_AMX,
@@ -467,10 +468,10 @@ def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatc
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("num_inputs", "size"), [(32, 16), (576, 1536), (896, 48), (64, 4864), (40, 24)])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 33, 100, 700])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@each_dtype
+@looped("has_bias", [False, True])
+@looped(("num_inputs", "size"), [(32, 16), (576, 1536), (896, 48), (64, 4864), (40, 24)])
+@looped("num_rows", [0, 1, 2, 15, 33, 100, 700])
 def test_gated_epilogue_equals_activation_after_the_gemm(dtype, num_rows, num_inputs, size, has_bias):
     kernels, reason = cpu_kernels(dtype)
     assert reason is None
