@@ -88,9 +88,7 @@ PLAIN = (int, float, bool, str, type(None), tuple, dict)
 
 
 def fields_of(kind: Any, **needed: Any) -> list[Any]:
-    return [
-        pytest.param(kind, spec.name, needed, id=f"{kind.__name__}.{spec.name}") for spec in dataclasses.fields(kind)
-    ]
+    return [(kind, spec.name, needed) for spec in dataclasses.fields(kind)]
 
 
 FIELDS = [
@@ -100,7 +98,7 @@ FIELDS = [
     *fields_of(StructuredOutputsParams, regex="x"),
     *fields_of(CacheConfig),
     *fields_of(SchedulerConfig),
-    pytest.param(RunConfig, "seed", {}, id="RunConfig.seed"),
+    (RunConfig, "seed", {}),
 ]
 
 
