@@ -106,7 +106,7 @@ def keys_of(run: type) -> dict[str, Key]:
 
 def check_options(record: Any, group: str = "") -> None:
     """Check a record, first in its `__post_init__`: convert each field to its annotated type, and apply its rules."""
-    hints = _hints_of(type(record))
+    hints = _hints_of(record.__class__)
     for spec in dataclasses.fields(record):
         key, hint = f"{group}.{spec.name}" if group else spec.name, hints[spec.name]
         value = checked_value(key, getattr(record, spec.name), hint)
