@@ -1,5 +1,6 @@
 """Errors of `LLM(...)` speak its keywords, whatever made them; a command line's speak its keys."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,12 +44,11 @@ def refuse(*_: Any) -> None:
 
 
 @pytest.mark.finding(number="D8")
-@pytest.mark.parametrize("name", KEYWORDS)
-def test_error_of_a_value_names_no_key(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_error_of_a_value_names_no_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(llm_module, "read_run", refuse)
-    for value in ODD:
+    for name, value in itertools.product(KEYWORDS, ODD):
         words = words_of(**{name: value})
-        assert words is None or not KEY.search(words.replace(MODEL, "")), words
+        assert words is None or not KEY.search(words.replace(MODEL, "")), (name, value, words)
 
 
 @pytest.mark.finding(number="D8")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from looped import looped
 from reference_models import checkpoint_folder
 
 from spmd_worker import LLM, EngineArgs, SamplingParams
@@ -132,7 +133,7 @@ def test_keyword_check_detects_a_missing_row():
     assert named_by_llm({name: row for name, row in KEYWORDS.items() if name != "dtype"}) != named_by_llm(KEYWORDS)
 
 
-@pytest.mark.parametrize("name", [*VLLM_LLM, *VLLM_ENGINE, *ASKED_FOR, *TRAINER])
+@looped("name", [*VLLM_LLM, *VLLM_ENGINE, *ASKED_FOR, *TRAINER])
 def test_vllm_keywords_are_in_the_table(name: str):
     assert KEYWORDS[name].words or KEYWORDS[name].effect is Effect.SAME
     assert name in inspect.signature(EngineArgs).parameters
@@ -146,7 +147,7 @@ def test_keywords_at_default_or_none_change_nothing():
 REJECTED = [row for row in KEYWORDS.values() if row.effect is Effect.REJECTED]
 
 
-@pytest.mark.parametrize("row", REJECTED, ids=[row.name for row in REJECTED])
+@looped("row", REJECTED)
 def test_rejected_keyword_names_value_and_reason(row: Keyword):
     """Values that ask for nothing are accepted."""
     value = not row.default if isinstance(row.default, bool) else "something"

@@ -27,8 +27,8 @@ KERNELS: dict[str, tuple[str, str]] = {
     "AMX": ("bfloat16", native_libraries.WITH_AMX),
 }
 QUICK = {("tied", "float32"), ("shards", "float32")}
-IN_LAYOUTS = {("stages", "float32"), ("untied", "float32"), ("tied", "bfloat16"), ("shards", "AMX")}
-"""The tier of layouts: each layout and each kind of kernels. Others are in the stress tier."""
+IN_LAYOUTS = {("stages", "float32"), ("tied", "bfloat16"), ("shards", "AMX")}
+"""The tier of layouts: each model, layout and kind of kernels. Others are in the stress tier."""
 
 
 def each_case() -> list[Any]:

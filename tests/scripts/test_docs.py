@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from looped import looped
 from ranks import REPOSITORY, run_script
 
 from spmd_worker.base.config.compose import compose_run
@@ -78,7 +79,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 @pytest.mark.guarantee("Every link of the documentation resolves")
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@looped("page", PAGES)
 def test_links_resolve(page: Path):
     assert broken_links(page, page.read_text("utf-8")) == []
 
@@ -95,7 +96,7 @@ def missing_files(text: str) -> list[str]:
     return [path for path in named if not any((root / path).exists() for root in ROOTS)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+@looped("page", [page for page in PAGES if page.name != "CHANGELOG.md"])
 def test_named_files_exist(page: Path):
     assert missing_files(page.read_text("utf-8")) == []
 
@@ -105,7 +106,7 @@ def test_missing_file_is_found():
     assert missing_files(text) == ["spmd_worker/none.py"]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=name_of)
+@looped("page", [page for page in PAGES if page.name not in GENERATED])
 def test_pages_have_readable_sizes(page: Path):
     """Rows of tables, JSON objects and lines with a long address may be longer."""
     lines = page.read_text("utf-8").splitlines()
@@ -123,7 +124,7 @@ def test_changelog_has_sixty_lines_a_version():
 # Rows and commands.
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@looped("page", PAGES)
 def test_shown_rows_parse(page: Path):
     lines = [
         line for each in blocks(page.read_text("utf-8")) if each.language == "jsonl" for line in each.text.split("\n")
@@ -173,7 +174,7 @@ def programs(text: str, language: str) -> list[str]:
     return [each.text for each in blocks(text) if each.language == language]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@looped("page", PAGES)
 def test_python_excerpts_compile(page: Path):
     for text in programs(page.read_text("utf-8"), "py"):
         compile(text, str(page), "exec")

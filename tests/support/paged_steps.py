@@ -87,8 +87,22 @@ def last_seen(sizes: Sizes, positions: Tensor) -> Tensor:
     return torch.tensor([ends.get(token, token) for token in positions.tolist()], dtype=torch.int32)
 
 
+_KEPT = 64
+_formulas: dict[tuple[Sizes, bytes], Tensor] = {}
+
+
 def formula(one: Sequence) -> Tensor:
-    """float64 [length, heads, head size], written down as it is in the paper."""
+    """float64 [length, heads, head size]. The last ones are kept: each instruction set is compared with the same."""
+    key = one.sizes, one.merged.contiguous().view(torch.uint8).numpy().tobytes()
+    if key not in _formulas:
+        if len(_formulas) == _KEPT:
+            del _formulas[next(iter(_formulas))]
+        _formulas[key] = _formula(one)
+    return _formulas[key]
+
+
+def _formula(one: Sequence) -> Tensor:
+    """Written down as it is in the paper."""
     query, key, value = (part.double() for part in one.parts)
     key, value = (part.repeat_interleave(one.sizes.group_size, dim=1) for part in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * one.sizes.scale

@@ -5,6 +5,7 @@ pages.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import types
@@ -86,7 +87,7 @@ def command_option(default: _Value, meaning: str, **record: Any) -> _Value:
 
 def groups_of(run: type) -> dict[str, type]:
     """Group -> the dataclass of its keys, in the order of declaration. `run` is the dataclass of a run."""
-    hints = typing.get_type_hints(run)
+    hints = _hints_of(run)
     return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
 
 
@@ -95,7 +96,7 @@ def keys_of(run: type) -> dict[str, Key]:
     groups = groups_of(run)
     found = []
     for group, kind in (*groups.items(), ("", run)):
-        hints = typing.get_type_hints(kind)
+        hints = _hints_of(kind)
         for spec in dataclasses.fields(kind):
             if group or spec.name not in groups:
                 assert _RECORD in spec.metadata, f"{kind.__name__}.{spec.name} has no record: write option(...)"
@@ -105,7 +106,7 @@ def keys_of(run: type) -> dict[str, Key]:
 
 def check_options(record: Any, group: str = "") -> None:
     """Check a record, first in its `__post_init__`: convert each field to its annotated type, and apply its rules."""
-    hints = typing.get_type_hints(type(record))
+    hints = _hints_of(record.__class__)
     for spec in dataclasses.fields(record):
         key, hint = f"{group}.{spec.name}" if group else spec.name, hints[spec.name]
         value = checked_value(key, getattr(record, spec.name), hint)
@@ -163,6 +164,12 @@ def command_text(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{name}: {command_text(each)}' for name, each in value.items())}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@functools.cache
+def _hints_of(kind: type) -> dict[str, Any]:
+    """Annotations of a dataclass, resolved once: that takes longer than checking a record's values."""
+    return typing.get_type_hints(kind)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -72,7 +72,9 @@ HELD_BY_ALL += (
 
 
 @pytest.mark.parametrize("architecture", families())
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.stress), 8])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.stress), 2, pytest.param(4, marks=pytest.mark.stress), 8]
+)
 def test_ranks_together_read_every_tensor_once(architecture: str, size: int):
     model_config = new_shape(architecture)
     num_holders = max(size // model_config.num_kv_heads, 1)

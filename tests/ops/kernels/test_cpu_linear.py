@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from looped import looped
 from native_libraries import (
     EMULATED,
     HAS_AMX,
@@ -126,7 +127,7 @@ def many_rows_for(kernels, num_inputs):
 
 # Where products are cut in other ways: few rows and many, short and long ones, results that pass the caches, a last
 # panel that is alone.
-CUTS = tiers([(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400)], stress=[(1536, 576)])
+CUTS = tiers([(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400)], stress=[(1536, 576), (896, 2080)])
 MANY_ROWS = 520
 # Gates are cut as plain products are: wide and narrow ones show it, the others are in the stress tier.
 GATED_CUTS = ((576, 960), (64, 16400))
@@ -192,7 +193,7 @@ def test_linear_argmax_equals_argmax_of_linear(kernels, dtype, num_inputs, num_o
     """By one thread and by two, which share the columns among them."""
     all_counts = (1, 15, num_outputs - 17, num_outputs)
     packed = None
-    for num_rows in (1, 3, 33, min(300, many_rows_for(kernels, num_inputs))):
+    for num_rows in (1, 3, 33, min(140, many_rows_for(kernels, num_inputs))):
         x, weight = rows_and_weight_with_ties(num_rows, num_inputs, num_outputs, dtype)
         packed = kernels.pack(weight) if packed is None else packed
         product = kernels.linear(x, packed, None)
@@ -375,6 +376,8 @@ def test_unpackable_weight_is_multiplied_unpacked(kernels, packs_only, dtype, ca
 
 # One block and several, of a number of outputs that ends in a block of its own; then one that fits no tile.
 CONVERTED = [(576, 960), (4864, 272), (4096, 530), (64, 50), (33, 40)]
+LONG = [(4864, 272)]
+"""Of these, in the stress tier."""
 
 
 @pytest.fixture
@@ -386,7 +389,11 @@ def converting(packs_only) -> PackedKernels:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("num_inputs", "num_outputs", "has_bias"), [*((*each, False) for each in CONVERTED), (64, 50, True)]
+    ("num_inputs", "num_outputs", "has_bias"),
+    [
+        *(pytest.param(*each, False, marks=pytest.mark.stress if each in LONG else []) for each in CONVERTED),
+        (64, 50, True),
+    ],
 )
 def test_converted_weights_multiply_rows_independently(converting, num_inputs, num_outputs, has_bias):
     """In any batch, at any place in it, by one thread and by two; past the rows that share a block; to the last bit."""
@@ -461,10 +468,10 @@ def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatc
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("num_inputs", "size"), [(32, 16), (576, 1536), (896, 48), (64, 4864), (40, 24)])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 33, 100, 700])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@each_dtype
+@looped("has_bias", [False, True])
+@looped(("num_inputs", "size"), [(32, 16), (576, 1536), (896, 48), (64, 4864), (40, 24)])
+@looped("num_rows", [0, 1, 2, 15, 33, 100, 700])
 def test_gated_epilogue_equals_activation_after_the_gemm(dtype, num_rows, num_inputs, size, has_bias):
     kernels, reason = cpu_kernels(dtype)
     assert reason is None

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from looped import looped
 from native_libraries import NATIVE, each_library, library_for
 
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
@@ -34,7 +35,7 @@ def assert_close(result, expected):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_norms_agree_with_plain_torch(instruction_set, dtype, size):
     kernels = kernels_for(instruction_set)
     x, residual, weight = (numbers(*shape, dtype=dtype, seed=size) for shape in ((37, size), (37, size), (size,)))
@@ -47,9 +48,9 @@ def test_norms_agree_with_plain_torch(instruction_set, dtype, size):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("is_centred", [False, True])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
+@looped("size", SIZES)
+@looped("is_centred", [False, True])
+@looped("offset", [0.0, 1.0])
 def test_full_norms_agree_with_plain_torch(instruction_set, dtype, size, is_centred, offset):
     kernels = kernels_for(instruction_set)
     x, weight, bias = (numbers(*shape, dtype=dtype, seed=size) for shape in ((37, size), (size,), (size,)))
@@ -66,7 +67,7 @@ def test_full_norms_agree_with_plain_torch(instruction_set, dtype, size, is_cent
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("head_size", [16, 64, 80, 128])
+@looped("head_size", [16, 64, 80, 128])
 def test_strided_heads_are_normed_and_rotated(instruction_set, dtype, head_size):
     kernels = kernels_for(instruction_set)
     merged = numbers(37, 9 * head_size, dtype=dtype)
@@ -84,7 +85,7 @@ def test_strided_heads_are_normed_and_rotated(instruction_set, dtype, head_size)
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
     gate_up = numbers(37, 2 * size, dtype=dtype)
     assert_close(kernels_for(instruction_set).silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
@@ -92,8 +93,8 @@ def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu"])
+@looped("size", SIZES)
+@looped("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu"])
 def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activation):
     kernels, gate_up = kernels_for(instruction_set), numbers(37, 2 * size, dtype=dtype)
     rounding = 2e-6 if dtype == torch.float32 else 2**-7
@@ -116,7 +117,7 @@ def test_activations_of_extreme_numbers_and_nan_equal_torch(instruction_set, dty
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("size", SIZES)
+@looped("size", SIZES)
 def test_bounds_agree_with_plain_torch(instruction_set, dtype, size):
     kernels, x = kernels_for(instruction_set), 20 * numbers(37, size, dtype=dtype)
     x[0, :5] = torch.tensor([0.0, -0.0, 1e-6, math.inf, -math.inf])
@@ -202,7 +203,7 @@ def test_what_the_compiled_code_cannot_read_is_refused():
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("count", [1, 5, 16, 17, 255, 4096, 49153])
+@looped("count", [1, 5, 16, 17, 255, 4096, 49153])
 def test_argmax_of_rows_and_its_first_index(instruction_set, dtype, count):
     kernels = kernels_for(instruction_set)
     rows = numbers(9, count + 3, dtype=dtype, seed=count)[:, :count]
@@ -230,7 +231,7 @@ def test_no_rows_have_no_largest(instruction_set):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("count", [1, 15, 64, 2500])
+@looped("count", [1, 15, 64, 2500])
 def test_logits_above_a_value_are_counted(instruction_set, dtype, count):
     kernels = kernels_for(instruction_set)
     logits = numbers(9, count + 5, dtype=dtype, seed=count)[:, :count]
@@ -249,7 +250,7 @@ def test_logits_above_a_value_are_counted(instruction_set, dtype, count):
 
 @each_library
 @each_dtype
-@pytest.mark.parametrize("count", [1, 15, 64, 1024, 2500])
+@looped("count", [1, 15, 64, 1024, 2500])
 def test_prob_sums_equal_reference_in_any_pieces(instruction_set, dtype, count):
     kernels = kernels_for(instruction_set)
     logits = numbers(9, count + 5, dtype=dtype, seed=count)[:, :count]

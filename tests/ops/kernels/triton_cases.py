@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
-from triton_interpreter import replace_builtins_once
+from triton_interpreter import make_faster
 
 from spmd_worker.ops.kernels.api import LogitFilters
 from spmd_worker.ops.kernels.reference import ReferenceKernels
@@ -40,7 +40,7 @@ from spmd_worker.ranks.communicator import single_group
 from spmd_worker.replica.sequence.sampled import NON_FINITE
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
-replace_builtins_once()
+make_faster()
 BLOCK = 8
 REFERENCE = ReferenceKernels()
 

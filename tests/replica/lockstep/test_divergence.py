@@ -136,7 +136,10 @@ def test_divergence_by_lost_message_ends_ranks_with_70(tmp_path, name):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "dropped_message" else pytest.mark.stress) for name in ON_FOUR_RANKS],
+)
 def test_divergence_is_named_on_four_ranks(tmp_path, name):
     job = run(name, tmp_path, num_ranks=4)
     if name in AT_START:
@@ -263,14 +266,8 @@ def test_divergence_under_torchrun_lets_ranks_exit_70(tmp_path):
     check_torchrun("dropped_message", tmp_path, 2)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sampled_id",
-        *(pytest.param(name, marks=pytest.mark.stress) for name in ("seed", "prompt_seed", "dropped_message")),
-    ],
-)
+@pytest.mark.stress
+@pytest.mark.parametrize("name", ["sampled_id", "seed", "prompt_seed", "dropped_message"])
 def test_divergence_under_torchrun_lets_four_ranks_exit_70(tmp_path, name):
     check_torchrun(name, tmp_path, 4)
 

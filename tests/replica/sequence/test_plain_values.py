@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from looped import looped
 from ranks import REPOSITORY
 
 from spmd_worker.base.config.compose import compose_run
@@ -87,9 +88,7 @@ PLAIN = (int, float, bool, str, type(None), tuple, dict)
 
 
 def fields_of(kind: Any, **needed: Any) -> list[Any]:
-    return [
-        pytest.param(kind, spec.name, needed, id=f"{kind.__name__}.{spec.name}") for spec in dataclasses.fields(kind)
-    ]
+    return [(kind, spec.name, needed) for spec in dataclasses.fields(kind)]
 
 
 FIELDS = [
@@ -99,7 +98,7 @@ FIELDS = [
     *fields_of(StructuredOutputsParams, regex="x"),
     *fields_of(CacheConfig),
     *fields_of(SchedulerConfig),
-    pytest.param(RunConfig, "seed", {}, id="RunConfig.seed"),
+    (RunConfig, "seed", {}),
 ]
 
 
@@ -110,7 +109,7 @@ def is_plain(value: Any) -> bool:
     return (type(value) in (*PLAIN, list) or dataclasses.is_dataclass(value)) and all(map(is_plain, inside))
 
 
-@pytest.mark.parametrize(("kind", "name", "needed"), FIELDS)
+@looped(("kind", "name", "needed"), FIELDS)
 def test_field_takes_plain_values_or_explains_error(kind: Any, name: str, needed: dict[str, Any]):
     kept_as_given = ("extra_args", "output_kind", "disable_fallback", "backend", *NOT_READ)
     words: list[str] = []
@@ -220,7 +219,7 @@ def test_call_arguments_of_any_kind_become_plain_integers():
     assert type(request.sampling.seed) is int
 
 
-@pytest.mark.parametrize("value", EVERY, ids=lambda value: type(value).__name__)
+@looped("value", EVERY)
 def test_every_value_is_of_at_most_one_kind(value: Any):
     """Negative control of the helpers: what one takes, an unrelated one refuses, and nothing raises."""
     found = [plain(value) for plain in (plain_int, plain_bool, plain_text)]

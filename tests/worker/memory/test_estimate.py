@@ -76,16 +76,22 @@ STEP = {
     "mlp_layer_types": ["dense", "sparse", "dense"],
 }
 VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
+# Building models takes long: keys are added on one number of ranks here, on the others in the stress tier.
+VARIANTS_AND_SIZES = [
+    (VARIANTS[0], (1, 2, 4, 8)),
+    *((keys, (2,)) for keys in VARIANTS[1:]),
+    *(pytest.param(keys, (1, 4, 8), marks=pytest.mark.stress) for keys in VARIANTS[1:]),
+]
 
 
 @pytest.mark.guarantee("The plan's bytes are those of the run")
-@pytest.mark.parametrize("keys", VARIANTS)
+@pytest.mark.parametrize(("keys", "sizes"), VARIANTS_AND_SIZES)
 @pytest.mark.parametrize(
     "architecture", families("OlmoForCausalLM", "PhiForCausalLM", "StableLmForCausalLM", "OPTForCausalLM")
 )
-def test_weights_bytes_equal_parameters_on_every_rank(architecture: str, keys: dict[str, bool]):
+def test_weights_bytes_equal_parameters_on_every_rank(architecture: str, keys: dict[str, bool], sizes: tuple[int, ...]):
     model_config = new_shape(architecture, **keys)
-    for size in (1, 2, 4, 8):
+    for size in sizes:
         for rank in range(size):
             # Of many ranks each has one of them: building a model takes long.
             for dtype in ("float32", "bfloat16") if size < 4 else (("float32", "bfloat16")[rank % 2],):
@@ -200,14 +206,14 @@ def test_comparison_detects_uncounted_weights(change: dict[str, int]):
     assert weights_bytes(model_config, RankLayout(2), 0, "float32", "cuda") != parameter_bytes(other, 2, 0, "float32")
 
 
-@pytest.mark.parametrize("keys", VARIANTS)
 @pytest.mark.parametrize("architecture", families())
-def test_num_parameters_excludes_vocabulary_padding(architecture: str, keys: dict[str, bool]):
-    model_config = new_shape(architecture, vocab_size=192, **keys)
-    # A table of embeddings with rows for images has no such round number of rows.
-    num_padded = vocabulary_rows(model_config.num_embeddings, 1) - model_config.num_embeddings
-    num_parameters = model_config.num_parameters + num_padded * model_config.embedding_size
-    assert num_parameters * 4 == parameter_bytes(model_config, 1, 0, "float32")
+def test_num_parameters_excludes_vocabulary_padding(architecture: str):
+    for keys in VARIANTS:
+        model_config = new_shape(architecture, vocab_size=192, **keys)
+        # A table of embeddings with rows for images has no such round number of rows.
+        num_padded = vocabulary_rows(model_config.num_embeddings, 1) - model_config.num_embeddings
+        num_parameters = model_config.num_parameters + num_padded * model_config.embedding_size
+        assert num_parameters * 4 == parameter_bytes(model_config, 1, 0, "float32"), keys
 
 
 @pytest.mark.parametrize("size", [1, 4])
