@@ -207,7 +207,6 @@ def test_parts_begin_with_the_first_row(tmp_path: Path, first_row: int):
 @pytest.mark.stress
 def test_million_rows_hold_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(row_parser, "DigestSet", partial(DigestSet, most_recent=10_000))
-    monkeypatch.setattr(f"{row_chunks.__name__}.BLOCK_RECORDS", row_chunks.BLOCK_RECORDS)
     run = Run(tmp_path, (b'{"prompt": "x", "custom_id": "%d"}\n' % row for row in range(10**6)), 1024)
     run.answer()
     assert run.most_held_rows <= 4 * 1024
