@@ -7,8 +7,8 @@ its negative control, which breaks the promise and sees the test's check fail. A
 `guarantee("WORDS", is_control_inside=True)`. Reads syntax: nothing of the tests is imported.
 """
 
+import argparse
 import ast
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +37,10 @@ class Guarantee:
     is_control_inside: bool = False
 
 
-def main(arguments: list[str]) -> None:
-    target = Path(arguments[0]) if arguments else TARGET
-    target.write_text(document(ROOT / "tests"), encoding="utf-8")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("output", type=Path, nargs="?", default=TARGET, metavar="OUT.md", help="the page to write")
+    parser.parse_args().output.write_text(document(ROOT / "tests"), encoding="utf-8")
 
 
 def document(tests: Path) -> str:
@@ -106,4 +107,4 @@ def _short(names: list[str], before: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

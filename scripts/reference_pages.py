@@ -6,9 +6,9 @@ docs/reference/vllm_names.md, vLLM's names; and spmd_worker/compat/llm_keywords.
 python scripts/reference_pages.py [FOLDER]
 """
 
+import argparse
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -133,8 +133,10 @@ from typing import Any, TypedDict
 '''
 
 
-def main(arguments: list[str]) -> None:
-    folder = Path(arguments[0]) if arguments else ROOT
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT, help="the repository to write to")
+    folder = parser.parse_args().folder
     for path, text in documents().items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
@@ -305,4 +307,4 @@ def words_of(row: Keyword) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
