@@ -1,5 +1,6 @@
 """Index of a pool's input: the first world that has it puts it into the pool, and every other uses that one."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -73,5 +74,7 @@ class PoolIndex:
         now_s = time.monotonic()
         if self._other is None and now_s - self._asked_s >= _ASK_S:
             self._asked_s = now_s
-            self._other = self._store.read(INPUT_INDEX_NAME)
+            # Only a look: what fails for good fails again when the own index is put into the pool.
+            with contextlib.suppress(OSError):
+                self._other = self._store.read(INPUT_INDEX_NAME)
         return self._is_closed or self._other is not None

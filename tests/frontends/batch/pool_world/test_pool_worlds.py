@@ -1,6 +1,7 @@
 """Worlds of a pool, in turns over a store with a clock of its own: whatever ends, the bytes of the job in one piece."""
 
 import contextlib
+import errno
 import itertools
 import json
 import threading
@@ -433,6 +434,20 @@ def test_world_uses_index_that_another_makes(job: JobConfig, monkeypatch: pytest
 
     monkeypatch.setattr(pool_index, "index_input", never_ends)
     assert pool_index.PoolIndex(store, reader).wait(10.0) == whole
+
+
+def test_failing_look_for_an_index_is_repeated(job: JobConfig, monkeypatch: pytest.MonkeyPatch):
+    """Regression: one transient error of the store ended the world."""
+    reader, store = RowReader(find_inputs(job.input or "")), MemoryStore()
+    read, looks = store.read, itertools.count()
+
+    def fails_once(name: str) -> bytes | None:
+        if next(looks) == 0:
+            raise OSError(errno.EIO, "planted")
+        return read(name)
+
+    monkeypatch.setattr(store, "read", fails_once)
+    assert pool_index.PoolIndex(store, reader).wait(10.0) == index_input(reader)
 
 
 def test_part_has_its_rows_in_order():
