@@ -193,6 +193,7 @@ NAMING_TORCHRUN = (
     # The helpers, a reader of its options, and command lines that are only looked at.
     *(f"support/{name}.py" for name in ("fork_server", "forked_torchrun", "ranks", "test_ranks_helper")),
     *("scripts/test_job_files.py", "base/liveness/test_launcher_death.py"),
+    "frontends/tools/test_torchrun_exit_codes.py",
 )
 
 

@@ -61,7 +61,12 @@ def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str, *, is_asy
     rows += [{**row, "custom_id": f"again-{number}"} for number, row in enumerate(rows)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = JobConfig(
-        input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), run_dir=str(folder), step_log=True
+        input=str(folder / "rows.jsonl"),
+        output=str(folder / "out.jsonl"),
+        run_dir=str(folder),
+        step_log=True,
+        # In the order of the file: rows with one beginning together would fit.
+        window_rows=1,
     )
     config = RunConfig(
         model=ModelOptions(path=str(DEMO / "model")),
