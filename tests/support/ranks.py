@@ -66,6 +66,7 @@ ABOUT_TORCHRUN: tuple[str, ...] = (
     "tests/scripts/test_packaging.py",
     "tests/scenarios/test_gpu.py",
     "tests/support/test_ranks_helper.py",
+    "tests/scenarios/test_pool_histories.py",
     "tests/scenarios/test_thousand_kills.py",
     "tests/scenarios/test_two_nodes.py",
 )
