@@ -16,7 +16,7 @@ LAUNCH = REPOSITORY / "launch.py"
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 12
 LIMIT_S = 120.0
-EARLIER = b"of an earlier job"
+EARLIER, EARLIER_MANIFEST = b"of an earlier job", b'{"parts": []}'
 OUTPUTS = {"parts": "out/part-*.jsonl.gz", "one object": "out/answers.jsonl.gz"}
 
 
@@ -64,7 +64,8 @@ def test_job_killed_at_every_request(s3, tmp_path, kind, is_done):
     while num_killed == number:
         number += 1
         for name in list_remote(f"{s3.bucket}/out/*"):
-            replace_remote(name, EARLIER) if number % 2 else delete_remote(name)
+            data = EARLIER_MANIFEST if name.endswith("/manifest.json") else EARLIER
+            replace_remote(name, data) if number % 2 else delete_remote(name)
         num_killed += killed_at(s3, tmp_path / str(number), OUTPUTS[kind], number, is_done)
         check_whole({name: data for name, data in objects(s3).items() if data != EARLIER}, whole)
         run_to_end(s3, tmp_path / str(number), OUTPUTS[kind])
