@@ -163,7 +163,7 @@ def parse_quickly() -> None:
 
 
 def answer_all(rows: Any, answers: Any) -> None:
-    """What the engine does between both: 256 rows in flight."""
+    """Answer every row as an engine would, with 256 rows in flight."""
     from spmd_worker.frontends.openai.row_writer import RowAnswer
 
     chosen, flying = random.Random(1), []

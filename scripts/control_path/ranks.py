@@ -197,7 +197,7 @@ def tree_hops(num_ranks: int, fanout: int) -> list[int]:
 
 
 def bench_ranks(options: argparse.Namespace) -> int:
-    """What a step's control path costs with a thousand ranks and thousands of sequences.
+    """Cost of a step's control path with a thousand ranks and thousands of sequences.
 
     Rank 0's replica is real, without a model: scheduler, digest, codec, mirror, and a follower's decoder, under a load
     of rows of which some end and others join in each step. Times are of CPU, in microseconds, because other programs

@@ -102,7 +102,7 @@ class Heartbeats:
         self._store, self._member, self._counts, self._lost = store, member, counts, lost
         self._reported: list[Lease] = []
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._send_all, name="pool heartbeats", daemon=True)
+        self._thread = threading.Thread(target=self._send_all, name="spmd-pool-heartbeats", daemon=True)
 
     def __enter__(self) -> "Heartbeats":
         self._thread.start()
