@@ -148,13 +148,14 @@ class TurnedWorld:
             self.worker.suspect(lease)
 
     def read(self) -> None:
-        """Read all rows of the held ranges."""
+        """Read all rows of the held ranges. They run in the file's order, whichever range's lines were read first."""
         while any(not held.rows.has_ended for held in self.worker.held()):
             found = self.rows.next_row()
             if found is None:
                 time.sleep(0.0005)
             else:
                 self.running.append(found)
+        self.running.sort(key=lambda found: found.row.index)
 
     def answer(self, num_rows: int | None = None) -> None:
         """Answer the last `num_rows` of the rows that run (None: all)."""
