@@ -18,6 +18,14 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 SAMPLING = SamplingParams()
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The window's clock, in seconds, which only a test moves: a slow machine must not end its calls."""
+    now = [0.0]
+    monkeypatch.setattr(prefix_window, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
 class Source:
     """Rows of texts; None: nothing is ready yet. `num_read` rows were read."""
 
@@ -137,9 +145,8 @@ def test_first_row_waits_for_many_then_window_fills():
     assert source.num_read == 1 + 400 + 2000 - 1
 
 
-def test_rows_behind_many_done_ones_are_read_by_turns(monkeypatch: pytest.MonkeyPatch):
+def test_rows_behind_many_done_ones_are_read_by_turns(monkeypatch: pytest.MonkeyPatch, clock: list[float]):
     """A resumed job skips done rows before each: 256 of these took 25 s, and its ranks were not stepped meanwhile."""
-    clock = [0.0]
     source = Source(shuffled(9000, 50))
 
     def next_row() -> InputRow | None:
@@ -147,7 +154,6 @@ def test_rows_behind_many_done_ones_are_read_by_turns(monkeypatch: pytest.Monkey
         return Source.next_row(source)
 
     monkeypatch.setattr(source, "next_row", next_row)
-    monkeypatch.setattr(prefix_window, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     window = PrefixWindow(source, 2000)
     assert window.next_row() is None
     assert source.num_read == 2
