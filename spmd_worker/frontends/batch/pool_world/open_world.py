@@ -15,7 +15,7 @@ from spmd_worker.base.remote_names import file_path
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch.file_lock import ENDING
 from spmd_worker.frontends.batch.input.input_files import is_stream
-from spmd_worker.frontends.batch.input.input_index import InputIndex, RangeReader, read_index
+from spmd_worker.frontends.batch.input.input_index import read_index
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job_rows import JobOutput
 from spmd_worker.frontends.batch.open_job import check_adapters, clear_run_dir, manifest_of, vectors_of
@@ -96,17 +96,6 @@ class PoolRun:
         self._world.leave("ended")
 
 
-def check_sizes(reader: RowReader, index: InputIndex) -> None:
-    """Raise ConfigError for local files of other sizes than the pool's. Bytes are compared when they are read."""
-    RangeReader(reader, index)
-    for path, file in zip(reader.paths or (), index.files):
-        if isinstance(path, Path) and (num_bytes := path.stat().st_size) != file.num_bytes:
-            raise ConfigError(
-                f"job.input has {num_bytes} bytes in {path}, and {file.num_bytes} in the pool: every world of a pool "
-                f"must have the same job; start with what the pool has, or give another job.pool"
-            )
-
-
 def open_world(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> PoolRun:
     """Open the pool and this world's run directory, until `held` ends. Raises ConfigError for another job than the
     pool's, PoolError, OSError.
@@ -147,8 +136,7 @@ def open_world(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None
     world.check_equal()
     world.check_output()
     # Most inputs are read quickly: their errors are raised before anything is loaded.
-    if (found := index.wait(_SCAN_S)) is not None:
-        check_sizes(reader, found)
+    index.wait(_SCAN_S)
     path, values = prometheus_of(job), PoolValues(store, job.lease_s / 4)
     prometheus = None if path is None else PrometheusFile(path, more=held.enter_context(values))
     return PoolRun(world, lock, run_dir, manifest, prometheus)

@@ -4,10 +4,11 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Final
 
 from spmd_worker.base.errors import ConfigError, PoolError
-from spmd_worker.frontends.batch.input.input_index import InputIndex, index_input
+from spmd_worker.frontends.batch.input.input_index import InputIndex, RangeReader, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.pool.driver import run
 from spmd_worker.frontends.batch.pool.members import put_once
@@ -33,9 +34,11 @@ class PoolIndex:
         self._thread = threading.Thread(target=self._run, name="spmd-pool-index", daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float = 0.0) -> InputIndex | None:
-        """The index; None when the timeout has passed. Raises ConfigError, PoolError, OSError."""
-        if timeout_s > 0:
+    def wait(self, timeout_s: float | None = 0.0) -> InputIndex | None:
+        """The index; None when the timeout (None: there is none) has passed. Raises ConfigError, also for local files
+        of other sizes than the pool's, PoolError, OSError.
+        """
+        if timeout_s != 0:
             wait([self._future], timeout_s)
         return self._future.result() if self._future.done() else None
 
@@ -67,6 +70,7 @@ class PoolIndex:
                 f"job.input_index has {self._own.digest}, and the pool's index {found.digest}: give the index of the "
                 f"pool's input, or another job.pool"
             )
+        _check_sizes(self._reader, found)
         return found
 
     def _is_over(self) -> bool:
@@ -78,3 +82,14 @@ class PoolIndex:
             with contextlib.suppress(OSError):
                 self._other = self._store.read(INPUT_INDEX_NAME)
         return self._is_closed or self._other is not None
+
+
+def _check_sizes(reader: RowReader, index: InputIndex) -> None:
+    """Raise ConfigError for local files of other sizes than the pool's. Bytes are compared when they are read."""
+    RangeReader(reader, index)
+    for path, file in zip(reader.paths or (), index.files):
+        if isinstance(path, Path) and (num_bytes := path.stat().st_size) != file.num_bytes:
+            raise ConfigError(
+                f"job.input has {num_bytes} bytes in {path}, and {file.num_bytes} in the pool: every world of a pool "
+                f"must have the same job; start with what the pool has, or give another job.pool"
+            )

@@ -94,9 +94,14 @@ class World:
             )
 
     def earlier_output(self) -> WrittenOutput | None:
-        """The output, if the pool has ended. Raises PoolError, OSError."""
+        """The output, if the pool has ended: with this input, however long it takes to know that. Raises ConfigError,
+        PoolError, OSError.
+        """
         merged = self._merged()
-        return None if merged is None else self._written(merged)
+        if merged is None:
+            return None
+        self._index.wait(None)
+        return self._written(merged)
 
     def open_rows(
         self,

@@ -13,6 +13,7 @@ from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions,
 from spmd_worker.base.errors import ConfigError, JobError, PoolError
 from spmd_worker.frontends.batch import job as job_module
 from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.pool_world import open_world as open_world_module
 from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
 from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 from spmd_worker.frontends.batch.run_dir.world import world_dir
@@ -83,7 +84,8 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
         run(replace(config, job=replace(config.job, max_error_rows=1)))
     with pytest.raises(ConfigError, match=r"^seed is 5, and 0 in the pool"):
         run(replace(config, seed=5))
-    # Regressions: both ended with exit code 0.
+    # Regressions: both ended with exit code 0, the first if the index was not there within a second.
+    monkeypatch.setattr(open_world_module, "_SCAN_S", 0.0)
     (folder / "more.jsonl").write_text((folder / "rows.jsonl").read_text() + '{"prompt": "a"}\n')
     with pytest.raises(ConfigError, match=r"^job\.input has \d+ bytes in .*more\.jsonl, and \d+ in the pool"):
         run(replace(config, job=replace(config.job, input=str(folder / "more.jsonl"))))
