@@ -182,7 +182,7 @@ class RowEngine:
             yield place, row
 
     def _admit(self, rows: Iterator[tuple[int, Row] | None], give: Give) -> bool:
-        """Admit rows, as many as a job would. Returns whether any was admitted."""
+        """Admit rows, as many as a job would. Returns False when there was none."""
         runner, window = self._runner, self._window
         most_requests = 2 * self._engine.max_num_seqs
         most_bytes = runner.num_compile_bytes + MAX_COMPILE_BYTES
@@ -202,7 +202,8 @@ class RowEngine:
                 self._waiting.append(placed[0])
                 self._unanswered[placed[0]] = placed[1]
                 window.put(placed[1])
-        return found
+        # Also after a pause of this process in which the turn has ended: no row was asked for.
+        return found or turn.is_over
 
     def _replace(self, error: Exception) -> list[tuple[int, Row]]:
         """Replace the engine, if `error` is its failure; else raise. Returns the rows to answer again."""

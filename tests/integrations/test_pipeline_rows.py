@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -14,6 +16,7 @@ from jobs_of_rows import openai_row
 
 from spmd_worker.base.errors import ConfigError, StepMismatchError
 from spmd_worker.frontends.serve.request_reader import content_name
+from spmd_worker.integrations import row_engine
 from spmd_worker.integrations.column_models import ColumnModel, Prompts
 from spmd_worker.integrations.pipeline_rows import PipelineRows
 from spmd_worker.integrations.row_engine import KeyedRow, RowEngine
@@ -188,10 +191,28 @@ def failing() -> Iterator[Callable[..., Failing]]:
         each.close()
 
 
+def plant_turns(monkeypatch: pytest.MonkeyPatch, *ended: bool) -> None:
+    """Whether the first turns are over at once; no other is, however long it takes to admit rows."""
+    turns = chain(ended, repeat(False))
+    monkeypatch.setattr(row_engine, "TimeBudget", lambda timeout_s: SimpleNamespace(is_over=next(turns)))
+
+
+def test_turn_that_ends_at_once_loses_no_row(rows: PipelineRows, lines: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Regression: a pause of a second, before the first row was asked for, left every row without an answer."""
+    plant_turns(monkeypatch, True, True)
+    assert rows.answer(numbered(mixed_rows()))["answer"] == lines
+
+
 @pytest.mark.guarantee("A pipeline's engine that fails is replaced, and every row is answered once")
 def test_failed_engine_is_replaced(
-    failing: Callable[..., Failing], lines: list[str], caplog: pytest.LogCaptureFixture, rows: PipelineRows
+    failing: Callable[..., Failing],
+    lines: list[str],
+    caplog: pytest.LogCaptureFixture,
+    rows: PipelineRows,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    # All rows run when the engine fails.
+    plant_turns(monkeypatch)
     engine, given = failing(), [rows.keyed(row) for row in numbered(mixed_rows())]
     found: list[tuple[int, bytes]] = []
     engine.run(enumerate(given), lambda place, answer: found.append((place, answer.line)))

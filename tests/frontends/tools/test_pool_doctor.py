@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from timed_pools import STARTED_S, TimedStore, World, crowd, make_pool
@@ -122,7 +123,8 @@ def test_watch_repeats_until_the_pool_ends(monkeypatch: pytest.MonkeyPatch, caps
     states = iter(moments)
     monkeypatch.setattr(pool_status, "read_pool", lambda store: read_pool(next(states)))
     pauses: list[float] = []
-    monkeypatch.setattr(pool_status.time, "sleep", pauses.append)
+    # Of this module alone: a thread that another test has left may sleep, too.
+    monkeypatch.setattr(pool_status, "time", SimpleNamespace(sleep=pauses.append))
     assert pool_status.watch_pool(TimedStore(STARTED_S), 7.0)
     firsts = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The pool ")]
     assert [first.partition(":")[0] for first in firsts] == [*["The pool is running"] * 2, "The pool has ended well"]

@@ -104,8 +104,15 @@ def test_ranks_without_relays_are_a_star(monkeypatch, caplog, place: str):
             is_first = next(numbers) < (3 if place == "create_connection" else 1)
         return right(*arguments, **options) if is_first else refuse()
 
+    link = connect._link
+
+    def link_soon(*arguments) -> connect._Opened | str:
+        # Every rank is connected with rank 0, however late it was: only for one that never comes the wait is short.
+        monkeypatch.setattr(connect, "_CONNECT_S", 0.3)
+        return link(*arguments)
+
     monkeypatch.setattr(socket, place, refuse_later_ones)
-    monkeypatch.setattr(connect, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(connect, "_link", link_soon)
     channels = open_all(4, min_relayed_ranks=2)
     assert [type(channel) for channel in channels] == [TcpLeader, *[TcpFollower] * 3]
     assert "rank 0 sends its step messages to every rank itself, which is slower: rank" in caplog.text
@@ -182,7 +189,14 @@ def test_stranger_is_rejected_and_ranks_connect(report):
 
 
 def test_silent_stranger_delays_start_only_briefly(monkeypatch):
-    monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 0.3)
+    greet, waits_s = connect._greet, iter([0.3])
+
+    def greet_first_one_briefly(*arguments) -> int | None:
+        # The stranger comes first; a rank may be late.
+        monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", next(waits_s, 600.0))
+        return greet(*arguments)
+
+    monkeypatch.setattr(connect, "_greet", greet_first_one_briefly)
     come, sockets = stranger(lambda connection: None)
     channels = open_all(2, come)
     check_messages_cross(channels)
