@@ -152,14 +152,14 @@ class RowEngine:
 
     def _turn(self, rows: Iterator[tuple[int, Row] | None], give: Give) -> bool:
         """Admit rows, and run a step or wait for media. Returns False when there was nothing to do."""
-        has_admitted = self._admit(rows, give)
+        may_have_more = self._admit(rows, give)
         if self._runner.num_rows:
             for place, answer in list(self._runner.step_at()):
                 self._end(place, answer, give)
         elif self._waiting:
             self._window.pause(_PAUSE_S)
         else:
-            return has_admitted
+            return may_have_more
         return True
 
     def _read(self, rows: Iterator[Placed | None], give: Give) -> Iterator[tuple[int, Row] | None]:
@@ -182,12 +182,11 @@ class RowEngine:
             yield place, row
 
     def _admit(self, rows: Iterator[tuple[int, Row] | None], give: Give) -> bool:
-        """Admit rows, as many as a job would. Returns False when there was none."""
+        """Admit rows, as many as a job would. Returns False if no row is there; not if the turn has ended before."""
         runner, window = self._runner, self._window
         most_requests = 2 * self._engine.max_num_seqs
         most_bytes = runner.num_compile_bytes + MAX_COMPILE_BYTES
         turn = TimeBudget(self._engine.config.executor.timeout_s)
-        found = False
         while runner.num_requests < most_requests and runner.num_compile_bytes < most_bytes and not turn.is_over:
             ready = window.next_ready(runner.num_media_bytes)
             if ready is not None:
@@ -195,15 +194,15 @@ class RowEngine:
                 answer = error_result(row) if isinstance(row, RowError) else runner.admit_at(place, row, media)
                 if answer is not None:
                     self._end(place, answer, give)
-            elif not window.has_room or (placed := next(rows, None)) is None:
+            elif not window.has_room:
                 break
+            elif (placed := next(rows, None)) is None:
+                return False
             else:
-                found = True
                 self._waiting.append(placed[0])
                 self._unanswered[placed[0]] = placed[1]
                 window.put(placed[1])
-        # Also after a pause of this process in which the turn has ended: no row was asked for.
-        return found or turn.is_over
+        return True
 
     def _replace(self, error: Exception) -> list[tuple[int, Row]]:
         """Replace the engine, if `error` is its failure; else raise. Returns the rows to answer again."""

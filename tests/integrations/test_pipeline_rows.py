@@ -19,8 +19,9 @@ from spmd_worker.frontends.serve.request_reader import content_name
 from spmd_worker.integrations import row_engine
 from spmd_worker.integrations.column_models import ColumnModel, Prompts
 from spmd_worker.integrations.pipeline_rows import PipelineRows
-from spmd_worker.integrations.row_engine import KeyedRow, RowEngine
+from spmd_worker.integrations.row_engine import KeyedRow, PlacedRunner, RowEngine
 from spmd_worker.integrations.row_queue import RowQueue
+from spmd_worker.replica.scheduler.budget import MAX_COMPILE_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ class Failing(RowEngine):
                 raise self.error
             return execute(*args, **options)
 
-        self._engine.executor.execute_model = planted  # type: ignore[method-assign]
+        self._engine.executor.execute_model = planted  # type: ignore[method-assign]  # fails as planted
 
 
 @pytest.fixture
@@ -197,9 +198,16 @@ def plant_turns(monkeypatch: pytest.MonkeyPatch, *ended: bool) -> None:
     monkeypatch.setattr(row_engine, "TimeBudget", lambda timeout_s: SimpleNamespace(is_over=next(turns)))
 
 
-def test_turn_that_ends_at_once_loses_no_row(rows: PipelineRows, lines: list[str], monkeypatch: pytest.MonkeyPatch):
-    """Regression: a pause of a second, before the first row was asked for, left every row without an answer."""
-    plant_turns(monkeypatch, True, True)
+@pytest.mark.parametrize("reason", ["time", "grammars"])
+def test_turn_that_ends_at_once_loses_no_row(
+    rows: PipelineRows, lines: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
+):
+    """Regression: a pause of a second, or grammars of refused rows, before the first row was asked for, left every row
+    without an answer.
+    """
+    plant_turns(monkeypatch, reason == "time")
+    sizes = chain([0, MAX_COMPILE_BYTES] if reason == "grammars" else [], repeat(0))
+    monkeypatch.setattr(PlacedRunner, "num_compile_bytes", property(lambda runner: next(sizes)))
     assert rows.answer(numbered(mixed_rows()))["answer"] == lines
 
 

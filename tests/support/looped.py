@@ -27,7 +27,7 @@ def looped(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Cal
         signature = inspect.signature(test)
         left = [each for each in signature.parameters.values() if each.name not in given]
         assert len(left) == len(signature.parameters) - len(given), f"{test} has no {given}"
-        run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]  # pytest reads it
         return run
 
     return decorate

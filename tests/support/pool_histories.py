@@ -252,7 +252,7 @@ def plant(flaw: str) -> None:
             store.touch(name, data)
             return True
 
-        PosixStore.create = create  # type: ignore[method-assign]
+        PosixStore.create = create  # type: ignore[method-assign]  # a flaw
     elif flaw == "first part":
         rows_of = merge._rows_of
 
