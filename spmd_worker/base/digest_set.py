@@ -34,7 +34,7 @@ class DigestSet:
         self._recent: set[bytes] = set()
         self._file: BinaryIO | None = None
         self._starts: list[array[int]] = []
-        """For each run: where the digests begin that have a first byte, and the end."""
+        """Starts of a run's digests by their first byte, and the end, of each run."""
         self._words = array("Q")
 
     @property
