@@ -39,15 +39,18 @@ class BlockLayer:
 class StateLayer:
     """Recurrent state that one layer keeps of each sequence, this rank's share: `state`, the shape of its float32
     numbers, () for a convolution alone; `tail`, (K - 1, C), the last inputs of a convolution of K taps and C channels,
-    in the model's dtype.
+    in the model's dtype; `saved`, (most drafts, numbers of a draft), the inputs of a row's drafts in that dtype, (0, 0)
+    in a run without drafts.
     """
 
     state: tuple[int, ...]
     tail: tuple[int, int]
+    saved: tuple[int, int] = (0, 0)
 
     def num_bytes(self, dtype_bytes: int) -> int:
         """Bytes of one sequence."""
-        return _STATE_BYTES * math.prod(self.state) * bool(self.state) + dtype_bytes * math.prod(self.tail)
+        num_inputs = math.prod(self.tail) + math.prod(self.saved)
+        return _STATE_BYTES * math.prod(self.state) * bool(self.state) + dtype_bytes * num_inputs
 
 
 @dataclass(frozen=True, slots=True)

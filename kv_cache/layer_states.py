@@ -7,8 +7,10 @@ from torch import Tensor
 
 class LayerStates(NamedTuple):
     """`state` float32 [slots, *shape], None for a layer that is a convolution alone; `tail` [slots, K - 1, C], the last
-    inputs of the convolution, in the dtype of the model.
+    inputs of the convolution, `saved` [slots, most drafts, N] what a row's drafts gave its recurrence, None in a run
+    without drafts: both in the dtype of the model.
     """
 
     state: Tensor | None
     tail: Tensor
+    saved: Tensor | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from spmd_worker.ops.attention.draft_replay import DraftReplay
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.recurrent import StateSegments
 
@@ -24,7 +25,8 @@ class AttentionMetadata:
     offset, negative for padding tokens. `fixed` belongs to the backend, for steps whose tensors keep their addresses
     (`attention.backend.FixedAttention`): the other fields except `sees_later` and `slots` are not used then.
     Fixed steps of one number of tokens and different `kind` have different launches. `segments` are the sequences as
-    layers with states take them; None if the model has no such layer. `last_visible` int32 [T]: the position of the
+    layers with states take them; None if the model has no such layer. `replay`: what such layers compute in a step in
+    which a row has drafts, or lags; None in others. `last_visible` int32 [T]: the position of the
     last key that a token sees, its own or a later one of the step, in ascending order within a sequence; a window
     counts from the token's own. None: the token's own. A sequence of one token sees nothing later.
 
@@ -48,6 +50,7 @@ class AttentionMetadata:
     fixed: object | None = None
     kind: int = 0
     segments: StateSegments | None = None
+    replay: DraftReplay | None = None
     last_visible: Tensor | None = None
     others: tuple["AttentionMetadata", ...] = ()
     group_of: tuple[int, ...] = ()

@@ -25,11 +25,15 @@ class StateSegments:
 
     A sequence whose first position is 0 begins from zeros, whatever its slot holds. A negative slot is padding: its
     tokens get any result, and nothing is read or written.
+
+    `kept` [S]: the slot gets the state, and the tail, after so many leading tokens of the segment, at least 1; those
+    behind get their results all the same. None: after all of them.
     """
 
     slots: Tensor
     starts: Tensor
     firsts: Tensor
+    kept: Tensor | None = None
 
 
 class RecurrentKernels(Protocol):

@@ -24,7 +24,8 @@ class MirroredSequence:
     blocks are removed, the record gets a new list. While a sequence is ahead of its id, its last output token is
     `NOT_READ` until the id is read. `is_plain`: it needs only the argmax of its logits, at every token, and reports
     nothing else. `state_slot` holds its recurrent states: -1 in a model without any, and once another sequence was
-    given its slot. The last plan computed `draft_token_ids` behind its tokens.
+    given its slot. The last plan computed `draft_token_ids` behind its tokens. The slot's states are
+    `num_lagging_tokens` behind `num_computed_tokens`.
     """
 
     request: Request
@@ -35,6 +36,7 @@ class MirroredSequence:
     num_scheduled_tokens: int
     state_slot: int = -1
     draft_token_ids: tuple[int, ...] = ()
+    num_lagging_tokens: int = 0
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
     decode_row: "ScheduledSequence" = field(init=False)

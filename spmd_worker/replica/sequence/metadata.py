@@ -24,7 +24,8 @@ class SequenceData:
     `num_samples` tokens are sampled from the logits of the last one: 0 inside a prompt, 1 at its end and in decoding, n
     where n sequences are about to fork from this one. `state_slot` holds its recurrent states, -1 where the model has
     none. The last of the scheduled tokens are `draft_token_ids`, which may follow the known ones: one token is sampled
-    at the last known one and at each of these, and the sequence gets those up to the first that its draft is not.
+    at the last known one and at each of these, and the sequence gets those up to the first that its draft is not. The
+    slot's states are `num_lagging_tokens` behind the computed tokens.
     """
 
     sample_index: int
@@ -35,6 +36,7 @@ class SequenceData:
     num_samples: int
     state_slot: int = -1
     draft_token_ids: tuple[int, ...] = ()
+    num_lagging_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check_num_samples(self.num_samples)

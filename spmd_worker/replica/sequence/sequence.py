@@ -75,7 +75,8 @@ class Sequence:
 
     In a model with recurrent states `state_slot` holds the state after its computed tokens while it runs, and
     `host_state_slot` while it is swapped out. `snapshot_stops` are the positions, with names, at which its state is
-    still to be kept; `prompt_snapshots` and `answer_snapshot` name those that were.
+    still to be kept; `prompt_snapshots` and `answer_snapshot` name those that were. The slot has no draft's tokens: it
+    is `num_lagging_tokens` behind the computed ones after a step whose drafts were accepted, until the next one.
     """
 
     request: Request
@@ -116,6 +117,7 @@ class Sequence:
     worker_drafts: tuple[int, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
+    num_lagging_tokens: int = 0
     key: SequenceKey = field(init=False)
     order: tuple[int, RequestId, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
