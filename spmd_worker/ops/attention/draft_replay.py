@@ -11,7 +11,6 @@ T: tokens of the step; L: tokens that its rows lag by; D: drafts of the step; N:
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from spmd_worker.ops.kernels.recurrent import StateSegments
@@ -22,9 +21,9 @@ class DraftReplay:
     """`segments` of the T + L tokens that the recurrences of a step run over: a row's lagging tokens, its given tokens
     and its drafts, from the position that its slot is at; `kept` counts the first two. Indices are int64:
 
-    `own_rows` [T] and `lagging_rows` [L] are the step's own tokens and the lagging ones among the T + L; `replayed_rows`
-    [L] where the latter's inputs are saved, `draft_rows` [D] the drafts among the T, and `saved_rows` [D] where theirs
-    are to be saved: slot * most drafts + number of the draft.
+    `own_rows` [T] and `lagging_rows` [L] are the step's own tokens and the lagging ones among the T + L;
+    `replayed_rows` [L] where the latter's inputs are saved, `draft_rows` [D] the drafts among the T, and `saved_rows`
+    [D] where theirs are to be saved: slot * most drafts + number of the draft.
     """
 
     segments: StateSegments
