@@ -13,6 +13,7 @@ from draft_checkpoints import (
     mtp_folder,
     qwen_mtp_folder,
 )
+from quantised_files import quantise
 from reference_models import checkpoint_folder, open_reference, random_prompt, reference_model, relative_error
 from safetensors.torch import load_file
 from torch import Tensor
@@ -143,6 +144,17 @@ def test_qwen_mtp_layer_equals_its_definition(name: str):
         own.copy_(changes)
         assert relative_error(states_of(PROMPT[1:], hidden), theirs) > 0.05, other
         own.copy_(kept)
+
+
+@torch.no_grad()
+def test_quantised_qwen_head_equals_its_numbers(tmp_path: Path):
+    folders = quantise(qwen_mtp_folder("qwen3_next"), tmp_path, "fp8_block")
+    hidden = torch.randn(len(PROMPT) - 1, 32, generator=torch.Generator().manual_seed(1))
+    quantised, plain, exact = (
+        _ours(_loaded(folder, "mtp"), hidden, (), 7) for folder in (*folders, qwen_mtp_folder("qwen3_next"))
+    )
+    assert all(map(torch.equal, quantised, plain))
+    assert relative_error(plain[0], exact[0]) > 1e-3, "layers are quantised"
 
 
 @torch.no_grad()

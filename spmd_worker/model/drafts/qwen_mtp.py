@@ -49,7 +49,8 @@ class QwenStack(MtpStack):
         return stream
 
     def continued(self, stream: Tensor) -> Tensor:
-        return self.norm(stream)
+        states: Tensor = self.norm(stream)
+        return states
 
     def scored(self, states: Tensor) -> Tensor:
         return states
