@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from draft_checkpoints import EAGLE_TARGET, eagle_folder, mtp_folder, qwen_mtp_folder, small_draft_folder
+from draft_checkpoints import (
+    EAGLE_TARGET,
+    add_qwen_head,
+    eagle_folder,
+    mtp_folder,
+    qwen_mtp_folder,
+    small_draft_folder,
+)
+from image_models import PICTURES, image_folder, prompt_of
 from plain_outputs import without_times
 from reference_models import checkpoint_folder, mixed_prompts
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
@@ -122,6 +131,22 @@ def test_qwen_head_that_knows_is_always_accepted(tmp_path: Path):
             counters = llm.llm_engine.counters
     assert found[0] == found[1]
     assert counters.num_drafted_tokens == counters.num_accepted_tokens > 30, counters
+
+
+@pytest.mark.stress
+def test_qwen_drafts_change_no_row_with_images(tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(image_folder("qwen3_5"), folder)
+    add_qwen_head(folder, "qwen3_5_images", AutoConfig.from_pretrained(folder).get_text_config())
+    prompts = [prompt_of("qwen3_5", PICTURES), {"prompt": "Text and no picture."}, prompt_of("qwen3_5", PICTURES[:1])]
+    params = [replace(GREEDY, max_tokens=24), GREEDY, replace(GREEDY, temperature=1, seed=3, n=3, max_tokens=40)]
+    found = []
+    for given in ({}, {"speculative_config": speculation("qwen mtp")}):
+        with LLM(str(folder), dtype="float32", block_size=16, num_blocks=96, max_model_len=192, **given) as llm:
+            found.append([without_times(each) for each in llm.generate(prompts, params, use_tqdm=False)])
+            num_drafted = llm.llm_engine.counters.num_drafted_tokens
+    assert found[0] == found[1]
+    assert num_drafted > 20
 
 
 SCRIPT = """

@@ -40,12 +40,14 @@ def qwen_mtp_folder(name: str = "qwen3_5") -> Path:
 
 
 class QwenMtpReference(nn.Module):
-    """The head of classes of transformers, which has none. Its names are those of `mtp.` in the hub's files."""
+    """The head of classes of transformers, which has none. Its names are those of `mtp.` in the hub's files. `config`:
+    of another model than that of the case `name`.
+    """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, config: Any = None) -> None:
         super().__init__()
         module, prefix = next(each for beginning, each in _QWEN_CLASSES if name.startswith(beginning))
-        config = delta_config(name).get_text_config()
+        config = config or delta_config(name).get_text_config()
         size, eps = config.hidden_size, config.rms_norm_eps
         layer, norm, rotary = (getattr(module, prefix + each) for each in ("DecoderLayer", "RMSNorm", _ROTARY[prefix]))
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -78,8 +80,13 @@ _ROTARY: Final = {
 
 def _write_qwen_mtp(folder: Path, name: str) -> None:
     shutil.copytree(delta_folder(name), folder)
+    add_qwen_head(folder, name)
+
+
+def add_qwen_head(folder: Path, name: str, config: Any = None) -> None:
+    """Add the tensors of `QwenMtpReference` to a model's."""
     tensors = load_file(folder / "model.safetensors")
-    for own, value in QwenMtpReference(name).state_dict().items():
+    for own, value in QwenMtpReference(name, config).state_dict().items():
         for part, each in _on_hub(own, value, is_separate=name == "qwen3_next").items():
             tensors[f"mtp.{part}"] = each.contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
