@@ -1,7 +1,7 @@
 """Checks a plan's slots of recurrent states against a mirror: each row keeps its own, and no other row's is written.
 
-A slot has the tokens that its row's last step was given, and the inputs of that step's drafts: a row goes on after these
-tokens, or after some of the drafts.
+A slot has the tokens that its row's last step was given, and the inputs of that step's drafts: the row goes on after
+these tokens, or after some of the drafts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -78,7 +78,7 @@ class SequenceStates:
         assert not sequence.request.num_given_tokens, f"{sequence.key}: given keys and values have no state"
         sequence.state_slot = self.slots.take_from(hashes[num_blocks - 1]) if num_blocks else self.slots.take()
         self._counters.num_snapshot_hits += num_blocks > 0
-        assert not sequence.num_lagging_tokens, sequence.key
+        assert not sequence.num_lagging_tokens, f"{sequence.key} lags, and starts"
         if self._ends_chunks:
             sequence.snapshot_stops = self._choose_stops(sequence, hashes, num_blocks, max(num_matched, num_shared))
             for _, name in sequence.snapshot_stops:
@@ -86,7 +86,8 @@ class SequenceStates:
 
     def fork(self, parent: Sequence, fork: Sequence) -> None:
         """Give a fork a copy of its parent's state, made in the next step, before the parent goes on."""
-        assert parent.state_slot is not None and not parent.num_lagging_tokens, parent.key
+        assert parent.state_slot is not None, parent.key
+        assert not parent.num_lagging_tokens, f"{parent.key} forks behind drafts"
         fork.state_slot = self.slots.fork(parent.state_slot)
 
     def release(self, sequence: Sequence) -> None:
