@@ -223,9 +223,10 @@ def activation_bytes(
     num_image_tokens: int = 0,
     *,
     adds_by_tree: bool = False,
+    most_drafts: int = 0,
 ) -> int:
     """Peak bytes of a step of `num_tokens` tokens, of which `num_rows` are sampled, or of the tower for an image of
-    `num_image_tokens`, which precedes it on the first stage.
+    `num_image_tokens`, which precedes it on the first stage. Rows have `most_drafts` drafts at most.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gate and up columns and their product; fused layers hold one of each at the same time. Heads with partial or
@@ -234,7 +235,8 @@ def activation_bytes(
     the feed-forward's input. Sparse layers hold the outputs of a token's experts and sums in float32. The sampler holds
     float32 logits as shards, gathered and as logprobs, and the fixed-point probability weights twice in float64.
     Quantised layers hold their inputs as bytes and, with several ranks, the int32 sums of all. Ranks that add by a tree
-    (`GroupHandle.has_tree`) hold float32 parts: their own, those of all, and two sums of them.
+    (`GroupHandle.has_tree`) hold float32 parts: their own, those of all, and two sums of them. Recurrences over drafts
+    have two copies of their inputs and one of their outputs, also those of the tokens that rows lag by.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
@@ -255,6 +257,10 @@ def activation_bytes(
     elif layout.tensor_parallel_size > 1 and adds_by_tree:
         others = DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
     of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others)
+    if most_drafts:
+        states = [state_layer(layer, model_config.hidden_size, share, most_drafts) for layer, share in kinds]
+        width = max([state.saved[1] for state in states if state is not None], default=0)
+        of_step += 3 * width * (num_tokens + num_rows * most_drafts) * DTYPE_BYTES[dtype]
     if model_config.is_encoder:
         return of_step
     of_tower = (
