@@ -53,6 +53,7 @@ def segment_rows(segments: StateSegments) -> Iterator[SegmentRows]:
     """Those of every sequence that is no padding."""
     bounds = list(pairwise(segments.starts.tolist()))
     counts = [stop - start for start, stop in bounds] if segments.kept is None else segments.kept.tolist()
+    assert len(counts) == len(bounds), segments
     for slot, first, (start, stop), count in zip(
         segments.slots.tolist(), segments.firsts.tolist(), bounds, counts, strict=True
     ):

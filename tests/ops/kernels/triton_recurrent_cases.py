@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from kept_tokens import check_kept
 from state_segments import segments_of
 from triton_cases import in_gate, run
 
@@ -151,10 +152,16 @@ def a_scan_of_mamba_cut_anywhere_has_the_same_bits() -> None:
         assert torch.equal(state, whole), chunk
 
 
+def leading_tokens_are_kept() -> None:
+    for dtype in (torch.float32, torch.float16)[in_gate() :]:
+        assert check_kept(KERNELS, dtype) == []
+
+
 CASES: tuple[Callable[[], None], ...] = (
     *(convolutions_are_the_references, a_convolution_cut_anywhere_has_the_same_bits),
     *(scans_are_the_references, a_scan_cut_anywhere_has_the_same_bits, gated_norms_are_the_references),
     *(scans_of_mamba_are_the_references, a_scan_of_mamba_cut_anywhere_has_the_same_bits),
+    leading_tokens_are_kept,
 )
 
 
