@@ -186,7 +186,9 @@ def test_warm_up_compiles_replays_where_rows_draft() -> None:
         steps: list[Any] = []
         runner = SimpleNamespace(
             forward=lambda number, scheduled, seen=steps: seen.append(scheduled),
-            **{"sample": lambda: None, "num_groups": 1, "adapters": None},
+            sample=lambda: None,
+            num_groups=1,
+            adapters=None,
         )
         resolved = worker_of("lfm2", most_drafts).resolved
         device: Any = SimpleNamespace(resolved=resolved, warm_up_masks=lambda _: None, _warm_up_matmuls=lambda *_: None)
