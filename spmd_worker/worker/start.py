@@ -205,7 +205,7 @@ def allocate(
     event_handlers = (sleep, profiler, adapters, prompt_adapters, runner.keeper)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     sizes = (num_device_blocks, block_size, resolved.num_steps_ahead)
-    mirror = Mirror(*sizes, rules, num_slots[0], spec.groups.num_groups)
+    mirror = Mirror(*sizes, rules, num_slots[0], spec.groups.num_groups, resolved.most_drafts)
     return RunningWorker(
         loaded,
         caches,
