@@ -501,11 +501,6 @@ def _check_speculation(config: RunConfig, model_config: ModelConfig) -> None:
     key = f"speculative_config.method={speculation.method}"
     if model_config.pooling is not None:
         raise ConfigError(f"{key} drafts tokens, and this run pools: leave it out")
-    if model_config.has_states:
-        raise ConfigError(
-            f"{key} is not supported for {model_config.architecture}, whose recurrent states have a wrong draft for "
-            f"good: leave it out"
-        )
     if model_config.encoder_part is not None:
         raise ConfigError(f"{key} is not supported for encoder-decoder models: leave it out")
     size = speculation.draft_tensor_parallel_size

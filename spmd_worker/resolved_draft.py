@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.base.files import read_json_object, read_regular_file
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.model_config import ModelConfig, config_path, model_config_of, read_model_files
@@ -22,9 +23,16 @@ HEAD_METHODS: Final = (MTP, EAGLE3)
 MODEL_METHODS: Final = (DRAFT_MODEL, *HEAD_METHODS)
 """Values of `speculative_config.method` whose drafts workers make; of the first by a head of the target."""
 
+_INSTEAD: Final = "use speculative_config.method=suffix, or draft_model with a smaller model"
 _NUM_AUX_LAYERS: Final = 3
 _MAX_TOKENIZER_BYTES: Final = 2**28
 _MTP_NAMES: Final = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+QWEN_MTP_NAMES: Final = (
+    "Qwen3NextForCausalLM",
+    *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+)
+"""Architectures whose layer for multi-token prediction is beside the model's (`mtp.`), not behind its last one."""
 _EAGLE_NAMES: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 
@@ -127,6 +135,13 @@ def _read_mtp(model: str | None, num_drafts: int, target: Target) -> DraftRun:
         raise ConfigError(
             f"speculative_config.model={model}: method=mtp takes the head from the target's own files: leave it out"
         )
+    read = _qwen_mtp if target.model_config.architecture in QWEN_MTP_NAMES else _deepseek_mtp
+    own = read(target)
+    return DraftRun(MTP, own, target.new_layout(own), target.location, num_drafts, target.max_model_len)
+
+
+def _deepseek_mtp(target: Target) -> ModelConfig:
+    """The model of the layer behind the target's last one. Raises ConfigError without one."""
     config, folder = target.model_config, target.location.folder
     number = len(config.layers) + len(config.image_layers)
     names = tensor_names(folder)
@@ -137,12 +152,40 @@ def _read_mtp(model: str | None, num_drafts: int, target: Target) -> DraftRun:
     if config.architecture not in _MTP_NAMES or not has_head:
         raise ConfigError(
             f"speculative_config.method=mtp: {target.location.name} ({config.architecture}) has no layer for "
-            f"multi-token prediction that runs here (those of DeepSeek V3 and GLM do): use "
-            f"speculative_config.method=suffix, or draft_model with a smaller model"
+            f"multi-token prediction that runs here (those of DeepSeek V3, GLM, Qwen3-Next and Qwen3.5 do): {_INSTEAD}"
         )
     # The layer's number in the checkpoint; the others are not this model's.
-    own = replace(config, layers=config.layers[-1:], image_layers=tuple(range(number)), vision=None)
-    return DraftRun(MTP, own, target.new_layout(own), target.location, num_drafts, target.max_model_len)
+    return replace(config, layers=config.layers[-1:], image_layers=tuple(range(number)), vision=None)
+
+
+def _qwen_mtp(target: Target) -> ModelConfig:
+    """The model of the layer in `mtp.`, which is like the target's last one with full attention. Raises ConfigError or
+    ModelConfigError without one, and for heads of another kind.
+    """
+    config, folder, key = target.model_config, target.location.folder, f"speculative_config.method={MTP}"
+    path = config_path(folder)
+    found = read_json_object(path)
+    reader = ConfigReader(found.get("text_config") or found, path)
+    if reader.flag("mtp_use_dedicated_embeddings", False):
+        raise ConfigError(
+            f"{key}: {path} sets mtp_use_dedicated_embeddings=true, and only heads with the model's own embedding "
+            f"run: {_INSTEAD}"
+        )
+    names = tensor_names(folder)
+    # Files say it where config.json does not (Qwen3-Next), or says it of files that have lost the head.
+    most = checked_integer(reader.get("mtp_num_hidden_layers", 1), reader.where("mtp_num_hidden_layers"), 0, MAX_INT)
+    if not most or (names and not any(name.startswith("mtp.") for name in names)):
+        reason = "" if most else "mtp_num_hidden_layers=0: "
+        raise ConfigError(
+            f"{key}: {reason}the files of {target.location.name} have no layer for multi-token prediction (mtp.*), "
+            f"which quantised and fine-tuned releases may leave out: {_INSTEAD}"
+        )
+    if most > 1:
+        raise ConfigError(f"{key}: {path} has mtp_num_hidden_layers={most}, and a head of one layer runs: {_INSTEAD}")
+    layers = [layer for layer in config.layers if layer.mixer == "attention"]
+    if not layers:
+        raise ConfigError(f"{key}: {path} has no layer with full attention, of which the head has one: {_INSTEAD}")
+    return replace(config, layers=(layers[-1],), vision=None)
 
 
 def _read_eagle(location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:

@@ -1,25 +1,36 @@
 """Drafts that do not fit their target are refused by name, and a plan counts those that do."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draft_checkpoints import EAGLE_TARGET, eagle_folder, eagle_tensors, mtp_folder, small_draft_folder
-from reference_models import checkpoint_folder
-from safetensors.torch import save_file
+from delta_checkpoints import delta_folder
+from draft_checkpoints import (
+    EAGLE_TARGET,
+    eagle_folder,
+    eagle_tensors,
+    mtp_folder,
+    qwen_mtp_folder,
+    small_draft_folder,
+)
+from reference_models import checkpoint_folder, edit_config
+from safetensors.torch import load_file, save_file
 
 from spmd_worker.base.config.parallel import ParallelConfig
-from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, PlanConfig, RunConfig, SchedulerConfig
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.model.drafts.head_files import read_distances
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+from spmd_worker.worker.worker import Worker
 
 TARGET = checkpoint_folder
 
@@ -84,6 +95,59 @@ def test_model_without_mtp_layer_is_refused():
     assert "method=mtp takes the head from the target's own files" in problem
 
 
+def test_draft_model_with_states_is_refused():
+    problem = refusal(qwen_mtp_folder(), "draft_model", delta_folder("qwen3_5"))
+    assert "Qwen3_5ForCausalLM has recurrent states, which do not follow drafts" in problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers=0: the files"),
+        ({"mtp_num_hidden_layers": 2}, "has mtp_num_hidden_layers=2, and a head of one layer runs: use"),
+        ({"mtp_use_dedicated_embeddings": True}, "sets mtp_use_dedicated_embeddings=true"),
+        ({"layer_types": ["linear_attention"] * 3}, "has no layer with full attention"),
+    ],
+)
+def test_qwen_head_of_another_kind_is_refused(keys: dict[str, Any], words: str, tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(qwen_mtp_folder("qwen3_5_images"), folder)
+    edit_config(folder, lambda config: config["text_config"].update(keys))
+    assert words in refusal(folder, "mtp")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_qwen_files_without_a_head_are_refused(name: str, tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(qwen_mtp_folder(name), folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: each for key, each in tensors.items() if not key.startswith("mtp.")}, folder / "model.safetensors")
+    assert "have no layer for multi-token prediction (mtp.*)" in refusal(folder, "mtp")
+    # Without weights, config.json says it; one that says nothing has a head.
+    (folder / "model.safetensors").unlink()
+    assert resolved(folder, "mtp", plan=PlanConfig(enabled=True)).draft is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mtp.norm.weight", None, "mtp.norm.weight"),
+        ("mtp.layers.0.mlp.experts.3.up_proj.weight", None, "mtp.layers.0.mlp.experts.3.up_proj.weight"),
+        ("mtp.fc.weight", torch.zeros(32, 32), "mtp.fc.weight"),
+    ],
+)
+def test_faults_of_a_qwen_head_are_named(name: str, change: torch.Tensor | None, words: str, tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(qwen_mtp_folder("qwen3_next"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file({**tensors, **({} if change is None else {name: change})}, folder / "model.safetensors")
+    worker = Worker(resolved(folder, "mtp"), RankEnvironment())
+    worker.init_device()
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        worker.load_model()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -126,21 +190,22 @@ def test_distances_beyond_the_vocabulary_are_refused(tmp_path: Path):
     assert not read_distances(tmp_path, 211, 211).any()
 
 
-@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "qwen mtp", "eagle3"])
 def test_blocks_cost_target_and_draft(method: str):
     models = {"draft_model": small_draft_folder, "eagle3": eagle_folder}
-    folder = mtp_folder() if method == "mtp" else TARGET(EAGLE_TARGET)
-    run = resolved(folder, method, models[method]() if method in models else None)
+    folders = {"mtp": mtp_folder, "qwen mtp": qwen_mtp_folder}
+    folder, kind = folders[method]() if method in folders else TARGET(EAGLE_TARGET), method.removeprefix("qwen ")
+    run = resolved(folder, kind, models[method]() if method in models else None)
     spec = cache_spec_of(run, 0)
-    # Of one layer: keys and values of 1 or 2 heads of 16, or a latent of 48.
-    assert spec.draft_block_bytes == 16 * 4 * {"draft_model": 32, "mtp": 48, "eagle3": 64}[method]
+    # Of one layer: keys and values of 1 or 2 heads of 16 or 32, or a latent of 48.
+    assert spec.draft_block_bytes == 16 * 4 * {"draft_model": 32, "mtp": 48, "qwen mtp": 128, "eagle3": 64}[method]
     assert spec.block_bytes == spec.model_block_bytes + spec.draft_block_bytes
     plain = cache_spec_of(
         resolve_run(RunConfig(model=run.config.model, cache=run.config.cache, device="cpu"), "cpu"), 0
     )
     assert plain.block_bytes == spec.model_block_bytes
     text = describe_plan(make_plan(run))
-    assert f"(speculative_config.method={method}), up to 3 tokens a row" in text
+    assert f"(speculative_config.method={kind}), up to 3 tokens a row" in text
     assert decode_value(encode_value(run)).draft == run.draft, "processes get it"
 
 

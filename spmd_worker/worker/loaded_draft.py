@@ -8,16 +8,18 @@ import torch
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.drafts.deepseek_mtp import DeepseekStack
 from spmd_worker.model.drafts.draft_head import DraftHead
 from spmd_worker.model.drafts.eagle3 import EagleHead
 from spmd_worker.model.drafts.head_files import read_distances
 from spmd_worker.model.drafts.mtp import MtpHead
+from spmd_worker.model.drafts.qwen_mtp import QwenStack
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.weights.staging import staging_for
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.resolved_draft import EAGLE3, DraftRun
+from spmd_worker.resolved_draft import EAGLE3, QWEN_MTP_NAMES, DraftRun
 from spmd_worker.worker.drafts.drafting_rows import DraftLimits
 from spmd_worker.worker.drafts.head_drafter import HeadDrafter
 from spmd_worker.worker.drafts.model_drafter import ModelDrafter
@@ -99,7 +101,9 @@ def _new_head(
     if draft.method == EAGLE3:
         assert embedding is not None, "a pipeline has no head of EAGLE-3"
         return EagleHead(context, draft, embedding, allows_nonfinite=allows_nonfinite)
-    return MtpHead(context, draft.model_config, embedding, target.lm_head, allows_nonfinite=allows_nonfinite)
+    config = draft.model_config
+    stack_class = QwenStack if config.architecture in QWEN_MTP_NAMES else DeepseekStack
+    return MtpHead(stack_class, context, config, embedding, target.lm_head, allows_nonfinite=allows_nonfinite)
 
 
 def _fill_head(head: DraftHead, resolved: ResolvedRun, device: torch.device) -> None:

@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from draft_checkpoints import EAGLE_TARGET, eagle_folder, eagle_tensors, mtp_folder
+from draft_checkpoints import (
+    EAGLE_TARGET,
+    QwenMtpReference,
+    eagle_folder,
+    eagle_tensors,
+    mtp_folder,
+    qwen_mtp_folder,
+)
+from quantised_files import quantise
 from reference_models import checkpoint_folder, open_reference, random_prompt, reference_model, relative_error
 from safetensors.torch import load_file
 from torch import Tensor
@@ -104,6 +112,49 @@ def test_mtp_layer_equals_its_definition(name: str):
     logits = rms(theirs, norm) @ tensors["lm_head.weight"].T
     assert relative_error(values, logits.max(dim=-1).values) < TOLERANCE
     assert columns.tolist() == logits.argmax(dim=-1).tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_images", "qwen3_5_moe", "qwen3_5_moe_images", "qwen3_next"])
+def test_qwen_mtp_layer_equals_its_definition(name: str):
+    folder, reference = qwen_mtp_folder(name), QwenMtpReference(name)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = next(each for key, each in tensors.items() if key.endswith("embed_tokens.weight"))
+    hidden = torch.randn(len(PROMPT) - 1, embedding.shape[1], generator=torch.Generator().manual_seed(1))
+
+    def states_of(ids: list[int], given: Tensor) -> Tensor:
+        return reference(embedding[torch.tensor(ids)], given)
+
+    theirs = states_of(PROMPT[1:], hidden)
+    second = states_of([*PROMPT[1:], 77], torch.cat((hidden, theirs[-1:])))[-1:]
+    draft = _loaded(folder, "mtp")
+    for chunk in (len(PROMPT), 7):
+        ours, again = _ours(draft, hidden, (), chunk)
+        assert relative_error(ours, theirs) < TOLERANCE
+        assert relative_error(again, second) < TOLERANCE
+    values, columns = draft.module.argmax(ours)
+    logits = theirs @ tensors["lm_head.weight"].T
+    assert relative_error(values, logits.max(dim=-1).values) < TOLERANCE
+    assert columns.tolist() == logits.argmax(dim=-1).tolist()
+    # Each of these would be another head.
+    swapped = reference.fc.weight.roll(embedding.shape[1], dims=1)
+    for other, changes in (("fc", swapped), ("norm", reference.norm.weight + 1)):
+        own = getattr(reference, other).weight
+        kept = own.clone()
+        own.copy_(changes)
+        assert relative_error(states_of(PROMPT[1:], hidden), theirs) > 0.05, other
+        own.copy_(kept)
+
+
+@torch.no_grad()
+def test_quantised_qwen_head_equals_its_numbers(tmp_path: Path):
+    folders = quantise(qwen_mtp_folder("qwen3_next"), tmp_path, "fp8_block")
+    hidden = torch.randn(len(PROMPT) - 1, 32, generator=torch.Generator().manual_seed(1))
+    quantised, plain, exact = (
+        _ours(_loaded(folder, "mtp"), hidden, (), 7) for folder in (*folders, qwen_mtp_folder("qwen3_next"))
+    )
+    assert all(map(torch.equal, quantised, plain))
+    assert relative_error(plain[0], exact[0]) > 1e-3, "layers are quantised"
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Drafts by models change no bit of an answer, and the draft that is the target itself is always right."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -8,10 +9,20 @@ from typing import Any
 
 import pytest
 import ranks
-from draft_checkpoints import EAGLE_TARGET, eagle_folder, mtp_folder, small_draft_folder
+import torch
+from draft_checkpoints import (
+    EAGLE_TARGET,
+    add_qwen_head,
+    eagle_folder,
+    mtp_folder,
+    qwen_mtp_folder,
+    small_draft_folder,
+)
+from image_models import PICTURES, image_folder, prompt_of
 from plain_outputs import without_times
 from reference_models import checkpoint_folder, mixed_prompts
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
@@ -27,19 +38,25 @@ KINDS = [
 PROMPTS = [[token_id % 86 + 5 for token_id in prompt] for prompt in mixed_prompts(6, 40, seed=3)]
 PARAMS = [KINDS[index % len(KINDS)] for index in range(len(PROMPTS))]
 NUM_DRAFTS = 3
+MTP_FOLDERS = {"mtp": mtp_folder, "qwen mtp": qwen_mtp_folder}
+"""Targets by the kind of their head. Qwen's has recurrent states."""
 
 Answers = list[dict[str, Any]]
 
 
 def speculation(method: str) -> dict[str, Any]:
-    models = {"draft_model": small_draft_folder, "eagle3": eagle_folder, "mtp": None}
-    model = models[method]
-    given = {} if model is None else {"model": str(model())}
-    return {"method": method, "num_speculative_tokens": NUM_DRAFTS, "max_step_tokens": 64, **given}
+    models = {"draft_model": small_draft_folder, "eagle3": eagle_folder}
+    given = {"model": str(models[method]())} if method in models else {}
+    return {
+        "method": method.removeprefix("qwen "),
+        "num_speculative_tokens": NUM_DRAFTS,
+        "max_step_tokens": 64,
+        **given,
+    }
 
 
 def target_of(method: str) -> Path:
-    return mtp_folder() if method == "mtp" else checkpoint_folder(EAGLE_TARGET)
+    return MTP_FOLDERS[method]() if method in MTP_FOLDERS else checkpoint_folder(EAGLE_TARGET)
 
 
 def answers(
@@ -57,7 +74,7 @@ def plain_answers(folder: Path) -> Answers:
     return answers(folder)[0]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "qwen mtp", "eagle3"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"num_blocks": 9, "max_num_batched_tokens": 48, "preemption_mode": "recompute"}],
@@ -86,6 +103,50 @@ def test_draft_equal_to_its_target_is_always_accepted():
         assert all(len(each) <= NUM_DRAFTS for each in taken.draft_token_ids)
         assert executor.take_draft_token_ids() is None, "they are given once"
     assert counters.num_drafted_tokens == counters.num_accepted_tokens > 60, counters
+
+
+def write_echo(folder: Path, source: Path) -> None:
+    """A model of Qwen whose layers add nothing, so that a token follows from the one before; its head knows that, by
+    the embeddings, which are the first half of what it joins.
+    """
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    last = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+    tensors = {name: each * (not name.endswith(last)) for name, each in tensors.items()}
+    size = len(tensors["model.norm.weight"])
+    tensors["mtp.fc.weight"] = torch.eye(size, 2 * size)
+    tensors["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(size)
+    tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_qwen_head_that_knows_is_always_accepted(tmp_path: Path):
+    write_echo(tmp_path / "model", qwen_mtp_folder("qwen3_5"))
+    config, settings = speculation("qwen mtp"), {"dtype": "float32", "max_model_len": 128}
+    prompts = [{"prompt_token_ids": each} for each in PROMPTS[:3]]
+    found = []
+    for given in ({}, {"speculative_config": config}):
+        with LLM(str(tmp_path / "model"), **settings, **given) as llm:
+            found.append([each.outputs[0].token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)])
+            counters = llm.llm_engine.counters
+    assert found[0] == found[1]
+    assert counters.num_drafted_tokens == counters.num_accepted_tokens > 30, counters
+
+
+@pytest.mark.stress
+def test_qwen_drafts_change_no_row_with_images(tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(image_folder("qwen3_5"), folder)
+    add_qwen_head(folder, "qwen3_5_images", AutoConfig.from_pretrained(folder).get_text_config())
+    prompts = [prompt_of("qwen3_5", PICTURES), {"prompt": "Text and no picture."}, prompt_of("qwen3_5", PICTURES[:1])]
+    params = [replace(GREEDY, max_tokens=24), GREEDY, replace(GREEDY, temperature=1, seed=3, n=3, max_tokens=40)]
+    found = []
+    for given in ({}, {"speculative_config": speculation("qwen mtp")}):
+        with LLM(str(folder), dtype="float32", block_size=16, num_blocks=96, max_model_len=192, **given) as llm:
+            found.append([without_times(each) for each in llm.generate(prompts, params, use_tqdm=False)])
+            num_drafted = llm.llm_engine.counters.num_drafted_tokens
+    assert found[0] == found[1]
+    assert num_drafted > 20
 
 
 SCRIPT = """
@@ -142,7 +203,7 @@ def sampling_values(params: SamplingParams) -> dict[str, Any]:
     "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "pipeline"]
 )
 def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], tmp_path: Path):
-    methods = ["draft_model", "mtp"] + ["eagle3"] * ("tensor_parallel_size" in layout)
+    methods = ["draft_model", "mtp", "qwen mtp"] + ["eagle3"] * ("tensor_parallel_size" in layout)
     completed = run_on_ranks(tmp_path, layout, methods)
     assert completed.returncode == 0, completed
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]

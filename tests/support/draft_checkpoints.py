@@ -8,16 +8,18 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from delta_checkpoints import delta_config, delta_folder, stir_hybrid
 from expert_checkpoints import expert_folder
 from latent_checkpoints import latent_folder
 from reference_models import CHECKPOINTS, CheckpointSpec, checkpoint_folder, edit_config, write_checkpoint
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.models import qwen3_5, qwen3_5_moe, qwen3_next
 
 DRAFT_VOCAB_SIZE = 64
 EAGLE_TARGET = "llama_four_layers"
@@ -29,6 +31,82 @@ def mtp_folder(name: str = "deepseek_v3") -> Path:
     """A checkpoint with a layer for multi-token prediction."""
     source = expert_folder if name == "glm4_moe" else latent_folder
     return made_once(f"mtp {name}", lambda folder: _write_mtp(folder, source(name)))
+
+
+@cache
+def qwen_mtp_folder(name: str = "qwen3_5") -> Path:
+    """A checkpoint of `delta_checkpoints` with a layer for multi-token prediction."""
+    return made_once(f"qwen mtp {name}", lambda folder: _write_qwen_mtp(folder, name))
+
+
+class QwenMtpReference(nn.Module):
+    """The head of classes of transformers, which has none. Its names are those of `mtp.` in the hub's files. `config`:
+    of another model than that of the case `name`.
+    """
+
+    def __init__(self, name: str, config: Any = None) -> None:
+        super().__init__()
+        module, prefix = next(each for beginning, each in _QWEN_CLASSES if name.startswith(beginning))
+        config = config or delta_config(name).get_text_config()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        layer, norm, rotary = (getattr(module, prefix + each) for each in ("DecoderLayer", "RMSNorm", _ROTARY[prefix]))
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (norm(size, eps=eps) for _ in range(3))
+        self.layers = nn.ModuleList([layer(config, config.layer_types.index("full_attention"))])
+        self.rotary = rotary(config)
+        stir_hybrid(self)
+
+    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """Of the first tokens of a row, [T, hidden] both -> states [T, hidden]."""
+        both = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states))
+        x = self.fc(torch.cat(both, dim=-1))[None]
+        angles = self.rotary(x, torch.arange(len(states))[None])
+        mask = torch.full((len(states), len(states)), -torch.inf).triu(1)[None, None]
+        found: Tensor = self.norm(self.layers[0](x, position_embeddings=angles, attention_mask=mask))[0]
+        return found
+
+
+_QWEN_CLASSES: Final = (
+    ("qwen3_5_moe", (qwen3_5_moe.modeling_qwen3_5_moe, "Qwen3_5Moe")),
+    ("qwen3_5", (qwen3_5.modeling_qwen3_5, "Qwen3_5")),
+    ("qwen3_next", (qwen3_next.modeling_qwen3_next, "Qwen3Next")),
+)
+_ROTARY: Final = {
+    "Qwen3_5Moe": "TextRotaryEmbedding",
+    "Qwen3_5": "TextRotaryEmbedding",
+    "Qwen3Next": "RotaryEmbedding",
+}
+
+
+def _write_qwen_mtp(folder: Path, name: str) -> None:
+    shutil.copytree(delta_folder(name), folder)
+    add_qwen_head(folder, name)
+
+
+def add_qwen_head(folder: Path, name: str, config: Any = None) -> None:
+    """Add the tensors of `QwenMtpReference` to a model's."""
+    tensors = load_file(folder / "model.safetensors")
+    for own, value in QwenMtpReference(name, config).state_dict().items():
+        for part, each in _on_hub(own, value, is_separate=name == "qwen3_next").items():
+            tensors[f"mtp.{part}"] = each.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # The hub's Qwen3-Next has no such key.
+    if name != "qwen3_next":
+        keys = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+        edit_config(folder, lambda config: config.get("text_config", config).update(keys))
+
+
+def _on_hub(name: str, value: Tensor, *, is_separate: bool) -> dict[str, Tensor]:
+    """Experts of Qwen3-Next are separate in files, and stacks of transformers in memory."""
+    module, _, leaf = name.rpartition(".")
+    if not is_separate or not module.endswith("mlp.experts"):
+        return {name: value}
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+    return {
+        f"{module}.{expert}.{part}.weight": each
+        for expert, own in enumerate(value)
+        for part, each in zip(parts, own.chunk(len(parts)), strict=True)
+    }
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Checkpoint names of draft heads: of a layer behind the target's last, and of an EAGLE-3 head's own files.
+"""Checkpoint names of draft heads: of a layer behind the target's last, of Qwen's beside the model's layers, and of an
+EAGLE-3 head's own files.
 
 All other tensors of the files are the target's, or derived, and are skipped.
 """
@@ -14,6 +15,8 @@ from spmd_worker.ranks.topology import Stage, complete_model
 _MIDLAYER: Final = "midlayer."
 _MIDLAYER_ALIASES: Final = ("layers.0.", "model.layers.0.", "model.midlayer.")
 _TOPS: Final = ("embed_tokens", "fc", "norm", "lm_head")
+_QWEN_LAYER: Final = "mtp.layers.0."
+_QWEN_TOPS: Final = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 
 
 class DraftNames(CheckpointNames):
@@ -37,6 +40,23 @@ class DraftNames(CheckpointNames):
     def embedding_in(self, files: object) -> None:
         """A head's embedding has one name."""
         del files
+
+
+class QwenNames(DraftNames):
+    """Names of a head beside the layers of Qwen3-Next or Qwen3.5. The embedding has the target's name."""
+
+    def __init__(self, model_config: ModelConfig) -> None:
+        super().__init__(model_config)
+        tops = {f"model.{top}": f"mtp.{top}" for top in _QWEN_TOPS}
+        self._tops |= tops
+        self._top_modules |= set(tops.values())
+
+    def _layer_prefix(self, index: int) -> str:
+        assert index == 0, index
+        return _QWEN_LAYER
+
+    def _layer_of(self, name: str) -> tuple[int, str] | None:
+        return (0, name.removeprefix(_QWEN_LAYER)) if name.startswith(_QWEN_LAYER) else None
 
 
 class EagleNames(DraftNames):

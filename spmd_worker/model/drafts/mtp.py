@@ -1,14 +1,16 @@
-"""A layer for multi-token prediction (https://arxiv.org/abs/2412.19437) of DeepSeek V3 and its likes.
+"""A head for multi-token prediction (https://arxiv.org/abs/2412.19437) in the target's own files.
 
-    states, token i + 1 -> [enorm(embedding) | hnorm(states)] -> eh_proj -> decoder layer -> shared_head.norm -> logits
+    states, token i + 1 -> [norm(embedding) | norm(states)] -> projection -> decoder layer -> norm -> logits
 
-The embedding and the token head are the target's; a stage without the embedding has the copy of the layer's files.
+The embedding and the token head are the target's; a stage without the embedding has one more, filled from the files.
+Releases differ in names, and in what a further draft is made of (`MtpStack`).
 
-T: tokens.
+T: tokens; R: rows that draft.
 """
 
+from abc import abstractmethod
 from dataclasses import replace
-from typing import Final
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,44 +21,36 @@ from spmd_worker.model.drafts.draft_head import DraftHead, HeadStack
 from spmd_worker.model.drafts.draft_names import DraftNames
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
-from spmd_worker.model.layers.linear import replicated_linear
-from spmd_worker.model.layers.norm import add_without_norm, new_norm
+from spmd_worker.model.layers.norm import add_without_norm
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 
-_NORM: Final = "norm"
-
-
-class MtpLayer(DecoderLayer):
-    """A decoder layer with what is before and behind it, all under one prefix of the checkpoint."""
-
-    def __init__(self, context: LayerContext, model_config: ModelConfig, *, has_embedding: bool) -> None:
-        (layer,), size, norm = model_config.layers, model_config.hidden_size, model_config.norm
-        super().__init__(context, layer, size, defers=layer.is_plain_wiring)
-        self.enorm, self.hnorm = (new_norm(context, size, norm) for _ in range(2))
-        self.eh_proj = replicated_linear(context, "eh_proj", 2 * size, size)
-        self.shared_head = nn.ModuleDict({_NORM: new_norm(context, size, norm)})
-        if has_embedding:
-            sizes = (model_config.num_embeddings, model_config.embedding_size)
-            self.embed_tokens = VocabularyParallelEmbedding(context.of_head, *sizes)
-
-    def joined(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Embeddings and states [T, hidden] -> the stream [T, hidden] before the decoder layer."""
-        stream: Tensor = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), dim=-1))
-        return stream
-
-    def normed(self, stream: Tensor) -> Tensor:
-        """[R, hidden] for the token head."""
-        rows: Tensor = self.shared_head[_NORM](stream)
-        return rows
-
 
 class MtpStack(HeadStack):
-    """The layer, the first of a model of its own."""
+    """A decoder layer, the first of a model of its own, and what is before and behind it. `names` are its files'."""
 
-    def __init__(self, layer: MtpLayer) -> None:
+    names: ClassVar[type[DraftNames]]
+    layers: nn.ModuleList
+
+    def __init__(self, context: LayerContext, model_config: ModelConfig, *, has_embedding: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([layer])
+
+    @property
+    @abstractmethod
+    def own_embedding(self) -> VocabularyParallelEmbedding:
+        """Its embedding, if it has one."""
+
+    @abstractmethod
+    def joined(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """Embeddings and states [T, hidden] -> the stream [T, hidden] before the decoder layer."""
+
+    @abstractmethod
+    def continued(self, stream: Tensor) -> Tensor:
+        """The stream [T, hidden] behind the decoder layer -> the head's states, of which the next draft is made."""
+
+    @abstractmethod
+    def scored(self, states: Tensor) -> Tensor:
+        """The head's states [R, hidden] -> inputs of the token head."""
 
 
 class MtpHead(DraftHead):
@@ -64,6 +58,7 @@ class MtpHead(DraftHead):
 
     def __init__(
         self,
+        stack_class: type[MtpStack],
         context: LayerContext,
         model_config: ModelConfig,
         embedding: VocabularyParallelEmbedding | None,
@@ -72,15 +67,15 @@ class MtpHead(DraftHead):
         allows_nonfinite: bool = False,
     ) -> None:
         super().__init__(context, model_config)
+        self.model = stack = stack_class(context, model_config, has_embedding=embedding is None)
         # In tuples, so that what is the target's, or in the stack, does not become a submodule.
-        self._layer = (MtpLayer(context, model_config, has_embedding=embedding is None),)
-        self.model = MtpStack(self._layer[0])
-        self._embedding, self._head = (embedding or self._layer[0].embed_tokens,), (head,)
+        self._stack, self._embedding, self._head = (stack,), (embedding or stack.own_embedding,), (head,)
         self._group = context.parts_group
         on_meta = replace(context, device=torch.device("meta"))
+        given = (model_config, embedding, head)
         self.weights = self._new_store(
-            DraftNames(model_config),
-            lambda: MtpHead(on_meta, model_config, embedding, head, allows_nonfinite=allows_nonfinite),
+            stack.names(model_config),
+            lambda: MtpHead(stack_class, on_meta, *given, allows_nonfinite=allows_nonfinite),
             allows_nonfinite=allows_nonfinite,
         )
 
@@ -93,13 +88,15 @@ class MtpHead(DraftHead):
         cache: LayerCaches,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        (layer,), (embedding,) = self._layer, self._embedding
-        stream = layer.joined(embedding(token_ids), states)
+        (stack,), (embedding,) = self._stack, self._embedding
+        (layer,) = stack.layers
+        assert isinstance(layer, DecoderLayer), layer
+        stream = stack.joined(embedding(token_ids), states)
         part, stream = layer(None, stream, self.angles(positions, rope_regimes), cache[0], metadata)
-        return stream if part is None else add_without_norm(self._group, part, stream)
+        return stack.continued(stream if part is None else add_without_norm(self._group, part, stream))
 
     def argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        return self._head[0].argmax(self._layer[0].normed(states))
+        return self._head[0].argmax(self._stack[0].scored(states))
 
     @property
     def vocab_size(self) -> int:

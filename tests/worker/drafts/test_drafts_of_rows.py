@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from draft_checkpoints import EAGLE_TARGET, eagle_folder, mtp_folder, small_draft_folder
+from delta_checkpoints import delta_reference
+from draft_checkpoints import (
+    EAGLE_TARGET,
+    QwenMtpReference,
+    eagle_folder,
+    mtp_folder,
+    qwen_mtp_folder,
+    small_draft_folder,
+)
 from reference_models import checkpoint_folder, mixed_prompts
 from torch import Tensor
 
@@ -21,17 +29,23 @@ from spmd_worker.worker.worker import Worker
 
 PROMPTS = [[token_id % 86 + 5 for token_id in prompt] for prompt in mixed_prompts(4, 50, seed=8)]
 PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=10, ignore_eos=True)
-DRAFTERS = {"draft_model": ModelDrafter, "mtp": HeadDrafter, "eagle3": HeadDrafter}
+METHODS = ("draft_model", "mtp", "qwen mtp", "eagle3")
+MTP_FOLDERS = {"mtp": mtp_folder, "qwen mtp": qwen_mtp_folder}
 
 Drafts = dict[tuple[int, ...], tuple[int, ...]]
 """By the row's tokens."""
 
 
 def _llm(method: str, **settings: Any) -> LLM:
-    folder = mtp_folder() if method == "mtp" else checkpoint_folder(EAGLE_TARGET)
+    folder = MTP_FOLDERS[method]() if method in MTP_FOLDERS else checkpoint_folder(EAGLE_TARGET)
     models = {"draft_model": small_draft_folder, "eagle3": eagle_folder}
     model = str(models[method]()) if method in models else None
-    config = {"method": method, "model": model, "num_speculative_tokens": 3, "max_step_tokens": 999}
+    config = {
+        "method": method.removeprefix("qwen "),
+        "model": model,
+        "num_speculative_tokens": 3,
+        "max_step_tokens": 999,
+    }
     settings = {"num_blocks": 100, "max_model_len": 128, **settings}
     return LLM(str(folder), dtype="float32", speculative_config=config, **settings)
 
@@ -69,7 +83,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch, recorded: list[tuple[int, ...]]) -> 
     return found
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize("method", METHODS)
 def test_drafts_do_not_depend_on_other_rows(method: str, drafts: Drafts, recorded: list[tuple[int, ...]]):
     prompts = [{"prompt_token_ids": each} for each in PROMPTS]
     with _llm(method) as llm:
@@ -99,6 +113,23 @@ def test_drafts_of_head_are_its_argmax(method: str, drafts: Drafts):
                 assert own[0] == firsts[len(tokens) - 2]
                 checked += 1
     assert checked >= len(drafts) > 8
+
+
+@torch.no_grad()
+def test_drafts_of_qwen_are_those_of_transformers(drafts: Drafts):
+    """Of a model with states, in chunks and behind drafts that were wrong: every draft of every step."""
+    with _llm("qwen mtp", max_num_batched_tokens=24, max_num_seqs=24) as llm:
+        llm.generate([{"prompt_token_ids": each} for each in PROMPTS[:3]], PARAMS, use_tqdm=False)
+    model, head = delta_reference("qwen3_5"), QwenMtpReference("qwen3_5")
+    assert len(drafts) > 8
+    for tokens, own in drafts.items():
+        hidden = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0][:-1]
+        ids, expected = list(tokens[1:]), []
+        for _ in own:
+            states = head(model.model.embed_tokens(torch.tensor(ids)), hidden)
+            expected.append(int(model.lm_head(states[-1]).argmax()))
+            ids, hidden = [*ids, expected[-1]], torch.cat((hidden, states[-1:]))
+        assert own == tuple(expected)
 
 
 @torch.inference_mode()
