@@ -44,9 +44,11 @@ def differing_blocks(engine: CacheEngine, pairs: Sequence[Pair], group: int = 0)
 
 
 def differing_states(engine: CacheEngine, pairs: Sequence[Pair]) -> ByteDifference | None:
-    """The first pair of slots that differ in the state or tail of any layer; None if all are equal."""
+    """The first pair of slots that differ in the state or tail of any layer, whatever is saved of drafts; None if all
+    are equal.
+    """
     assert engine.states is not None, "the model has no states"
-    if all(_are_equal(tensor, pairs) for tensor in engine.states.tensors):
+    if all(_are_equal(tensor, pairs) for tensor in engine.states.lasting_tensors):
         return None
     layers = [(layer, each) for layer, each in enumerate(engine.states.layers) if each is not None]
     states = [("state", layer, each.state) for layer, each in layers]

@@ -138,6 +138,11 @@ class CacheSpec:
         return self.block_bytes * self.groups.num_groups
 
     @property
+    def most_drafts(self) -> int:
+        """Drafts of a row whose inputs layers with states save; 0 if no layer of the stage saves any."""
+        return max((layer.saved[0] for layer in self.states if layer is not None), default=0)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one sequence's states in all layers, of a snapshot too."""
         return sum(layer.num_bytes(self.dtype_bytes) for layer in self.states if layer is not None)

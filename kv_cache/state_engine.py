@@ -1,24 +1,27 @@
 """Recurrent states of sequences, and their moves between slots of the device and of the host.
 
 A slot holds everything that layers with states keep of one sequence, or of a snapshot. Layers whose states have one
-shape share a tensor, and so do those whose tails have.
+shape share a tensor, and so do those whose tails have, and those whose saved inputs of drafts have.
 
 Shapes: states float32 [layers of the shape, num_slots, *state shape],
-        tails          [layers of the shape, num_slots, K - 1, C], K taps and C channels of a convolution.
+        tails          [layers of the shape, num_slots, K - 1, C], K taps and C channels of a convolution,
+        saved inputs   [layers of the shape, num_slots, most drafts, N], N numbers of a draft.
 """
 
 from collections import Counter
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from kv_cache.cache_spec import CacheSpec
+from kv_cache.cache_spec import CacheSpec, StateLayer
 from kv_cache.host_memory import HostMemory, lazy_zeros, new_host_memory
 from kv_cache.layer_states import LayerStates
 from kv_cache.moves import check_moves, run_moves
 from kv_cache.state_ops import StateOps
 
-_Kind = tuple[tuple[int, ...], torch.dtype]
+_Kind = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape in a slot, dtype, and whether it is of saved inputs."""
 
 
 class StateEngine:
@@ -50,6 +53,12 @@ class StateEngine:
         assert self._tensors is not None, "the states are not allocated"
         return self._tensors
 
+    @property
+    def lasting_tensors(self) -> tuple[Tensor, ...]:
+        """`tensors` without the saved inputs of drafts, which mean nothing while a row does not lag."""
+        num_lasting = len({kind for kinds in self._kinds() for kind in kinds if not kind[2]})
+        return self.tensors[:num_lasting]
+
     def layer_states(self, layer: int) -> LayerStates | None:
         """The states of a layer of the stage; None if it has none."""
         return self.layers[layer]
@@ -67,7 +76,7 @@ class StateEngine:
     def allocate(self) -> None:
         """Make all slots, zero-filled; on the CPU they take memory when they are written."""
         assert self._tensors is None, "the states are allocated already"
-        counts = Counter(kind for kinds in self._kinds() for kind in kinds)
+        counts = Counter(sorted((kind for kinds in self._kinds() for kind in kinds), key=itemgetter(2)))
         # A tensor created in inference mode could not be written outside it, and the states outlive both.
         with torch.inference_mode(False):
             tensors = {kind: self._zeros((count, self.num_slots, *kind[0]), kind[1]) for kind, count in counts.items()}
@@ -87,21 +96,23 @@ class StateEngine:
         run_moves(state_ops, self.tensors, self._hosts)
 
     def _kinds(self) -> list[tuple[_Kind, ...]]:
-        """Shape and dtype of each layer's state, unless it is a convolution alone, and of its tail."""
-        return [
-            ()
-            if layer is None
-            else (*([(layer.state, torch.float32)] if layer.state else []), (layer.tail, self._dtype))
-            for layer in self.spec.states
-        ]
+        """Kinds of each layer's parts, in the order of `LayerStates`, without those that it lacks."""
+        return [() if layer is None else tuple(filter(None, self._parts(layer))) for layer in self.spec.states]
+
+    def _parts(self, layer: StateLayer) -> tuple[_Kind | None, ...]:
+        """Kinds of a layer's state, None for a convolution alone, tail, and saved inputs, None without drafts."""
+        state = (layer.state, torch.float32, False) if layer.state else None
+        return state, (layer.tail, self._dtype, False), (layer.saved, self._dtype, True) if layer.saved[0] else None
 
     def _by_layer(self, tensors: dict[_Kind, Tensor]) -> tuple[LayerStates | None, ...]:
         left = {kind: iter(tensor) for kind, tensor in tensors.items()}
-        found: list[LayerStates | None] = []
-        for kinds in self._kinds():
-            parts = [next(left[kind]) for kind in kinds]
-            found.append(LayerStates(parts[0] if len(parts) == 2 else None, parts[-1]) if parts else None)
-        return tuple(found)
+
+        def states(layer: StateLayer) -> LayerStates:
+            state, tail, saved = (None if kind is None else next(left[kind]) for kind in self._parts(layer))
+            assert tail is not None, layer
+            return LayerStates(state, tail, saved)
+
+        return tuple([None if layer is None else states(layer) for layer in self.spec.states])
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._device.type == "cpu":

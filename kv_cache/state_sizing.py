@@ -116,7 +116,9 @@ def _describe(spec: CacheSpec, num_seqs: int, num_snapshots: int) -> str:
 
 
 def describe_slot(spec: CacheSpec) -> str:
-    """`49.1 MiB (24 layers of 32 heads of 128 x 128 float32, 3 x 8,192 inputs)`."""
+    """`49.1 MiB (24 layers of 32 heads of 128 x 128 float32, 3 x 8,192 inputs)`, `4 x 8,320 inputs of drafts` behind
+    the latter in a run with drafts.
+    """
     kinds = Counter(layer for layer in spec.states if layer is not None)
     layers = ", ".join(f"{count} layers of {_describe_layer(layer)}" for layer, count in kinds.items())
     return f"{format_bytes(spec.slot_bytes)} ({layers or 'no layer of this stage'})"
@@ -124,6 +126,8 @@ def describe_slot(spec: CacheSpec) -> str:
 
 def _describe_layer(layer: StateLayer) -> str:
     inputs = f"{layer.tail[0]} x {layer.tail[1]:,} inputs"
+    if layer.saved[0]:
+        inputs += f", {layer.saved[0]} x {layer.saved[1]:,} inputs of drafts"
     if not layer.state:
         return inputs
     num_heads, *sizes = layer.state

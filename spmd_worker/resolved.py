@@ -88,6 +88,12 @@ class ResolvedRun:
         return highest_num_seqs(self.config)
 
     @property
+    def most_drafts(self) -> int:
+        """Most drafts of a row in a step; 0 without speculative decoding."""
+        speculation = self.config.speculative_config
+        return speculation.most_drafts if speculation.is_on else 0
+
+    @property
     def num_steps_ahead(self) -> int:
         """Number of steps decided before the ids of the oldest of them are read, beyond one for each stage."""
         return int(_uses_async_scheduling(self.config, self.model_config, self.device_type))

@@ -33,6 +33,7 @@ struct Scan {
   const float *a_log, *dt_bias;
   float* states;  // [slots, value heads, key size, value size]
   const int32_t *slots, *starts, *firsts;
+  const int32_t* kept;  // tokens whose effect on the state is kept, or null for all
   int64_t num_segments, num_key_heads, num_value_heads, key_size, value_size;
   float beta_scale;
   Element* to;  // [tokens, value heads, value size]
@@ -132,11 +133,12 @@ SPMD_INLINE Token load_token(const Scan<Element>& scan, int64_t row, int64_t hea
 }
 
 // One tile of a head's columns, from `first` on, over all tokens of a segment. The state is read from its slot with the
-// first token and written there with the last.
+// first token and written there with the last that is kept; those behind go on in the scratch.
 template <class Element, bool kIsPerChannel>
 void scan_tile(const Scan<Element>& scan, int64_t segment, int64_t head, int64_t first, Scratch& scratch) {
   const int64_t start = scan.starts[segment], stop = scan.starts[segment + 1], num_heads = scan.num_value_heads;
   if (scan.slots[segment] < 0 || start >= stop) return;
+  const int64_t kept_stop = scan.kept == nullptr ? stop : start + scan.kept[segment];
   const int64_t count = std::min(kColumns, scan.value_size - first);
   float* slot = scan.states + (scan.slots[segment] * num_heads + head) * scan.key_size * scan.value_size + first;
   float* tile = scratch.state.data();
@@ -162,7 +164,7 @@ void scan_tile(const Scan<Element>& scan, int64_t segment, int64_t head, int64_t
       const Element* from = values + head * scan.value_size + first + part * kLanes;
       value[part] = left > 0 ? load_some(from, left) : Floats{};
     }
-    const bool goes_to_slot = row + 1 == stop && count == kColumns;
+    const bool is_kept = row + 1 == kept_stop, goes_to_slot = is_kept && count == kColumns;
     float* state = goes_to_slot ? slot : tile;
     const int64_t stride = goes_to_slot ? scan.value_size : kColumns;
     advance<kIsPerChannel>(token, scan.key_size, old_state, old_stride, state, stride, value, result);
@@ -170,10 +172,10 @@ void scan_tile(const Scan<Element>& scan, int64_t segment, int64_t head, int64_t
     for (int64_t part = 0; part * kLanes < count; ++part)
       store_some(to + part * kLanes, result[part], count - part * kLanes);
     old_state = state, old_stride = stride;
+    if (!is_kept || goes_to_slot) continue;
+    for (int64_t channel = 0; channel < scan.key_size; ++channel)
+      std::copy_n(tile + channel * kColumns, count, slot + channel * scan.value_size);
   }
-  if (count == kColumns) return;
-  for (int64_t channel = 0; channel < scan.key_size; ++channel)
-    std::copy_n(tile + channel * kColumns, count, slot + channel * scan.value_size);
 }
 
 template <class Element, bool kIsPerChannel>
@@ -257,12 +259,12 @@ void gated_norm(const GatedNorm<Element>& norm, int64_t num_threads) {
   extern "C" void spmd_scan_delta_##name(                                                                              \
       const Element* mixed, int64_t mixed_stride, const Element* a, int64_t a_stride, const Element* b,                \
       int64_t b_stride, const float* a_log, const float* dt_bias, float* states, const int32_t* slots,                 \
-      const int32_t* starts, const int32_t* firsts, int64_t num_segments, int64_t num_key_heads,                       \
+      const int32_t* starts, const int32_t* firsts, const int32_t* kept, int64_t num_segments, int64_t num_key_heads,  \
       int64_t num_value_heads, int64_t key_size, int64_t value_size, float beta_scale, int64_t is_per_channel,         \
       Element* to, int64_t num_threads) {                                                                              \
     const Scan<Element> scan{mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, states, slots, starts,     \
-                             firsts, num_segments, num_key_heads, num_value_heads, key_size, value_size, beta_scale,   \
-                             to};                                                                                      \
+                             firsts, kept, num_segments, num_key_heads, num_value_heads, key_size, value_size,         \
+                             beta_scale, to};                                                                          \
     is_per_channel ? scan_delta<Element, true>(scan, num_threads) : scan_delta<Element, false>(scan, num_threads);     \
   }                                                                                                                    \
   extern "C" void spmd_gated_norm_##name(                                                                              \

@@ -24,6 +24,7 @@ constexpr int64_t kFewElements = 1 << 15;
 struct MambaStep {
   int64_t num_heads, head_size, num_groups, state_size;
   const int32_t *slots, *starts, *firsts;
+  const int32_t* kept;  // tokens whose effect on the state is kept, or null for all
 };
 
 // dt and exp(dt A) of a token and a head.
@@ -75,7 +76,8 @@ void widen(const Element* from, int64_t count, float* to) {
     store_some(to + index, load_some(from + index, count - index), count - index);
 }
 
-// All tokens of one sequence for `num_rows` rows of a head, from `row` on.
+// All tokens of one sequence for `num_rows` rows of a head, from `row` on. Behind the kept ones the state goes on in
+// the scratch.
 template <class Element>
 void scan_rows(
     const MambaStep& step, int64_t sequence, int64_t head, int64_t row, int64_t num_rows, const Element* mixed,
@@ -85,10 +87,16 @@ void scan_rows(
   const int64_t padded = (size + kChains - 1) / kChains * kChains, column = head * step.head_size + row;
   float* state = states + ((step.slots[sequence] * step.num_heads + head) * step.head_size + row) * size;
   if (step.firsts[sequence] == 0) std::fill(state, state + num_rows * size, 0.0f);
+  const int64_t start = step.starts[sequence], stop = step.starts[sequence + 1];
+  const int64_t kept_stop = step.kept == nullptr ? stop : start + step.kept[sequence];
   thread_local std::vector<float> scratch;
-  scratch.assign(size_t(2 * padded), 0.0f);
+  scratch.assign(size_t(2 * padded + (kept_stop < stop ? num_rows * size : 0)), 0.0f);
   float *b = scratch.data(), *c = b + padded;
-  for (int64_t token = step.starts[sequence]; token < step.starts[sequence + 1]; ++token) {
+  for (int64_t token = start; token < stop; ++token) {
+    if (token == kept_stop) {
+      std::copy_n(state, num_rows * size, c + padded);
+      state = c + padded;
+    }
     const Element* inputs = mixed + token * stride;
     widen(inputs + inner + group * size, size, b);
     widen(inputs + inner + (step.num_groups + group) * size, size, c);
@@ -132,11 +140,11 @@ void scan_mamba(
 // `mixed` [T, H P + 2 G n] and `dt` [T, H] with these strides of rows, `states` [slots, H, P, n], `to` [T, H P].
 #define SPMD_SCAN_MAMBA(name, Element)                                                                                 \
   extern "C" void spmd_scan_mamba_##name(                                                                              \
-      const int32_t* slots, const int32_t* starts, const int32_t* firsts, int64_t num_sequences, int64_t num_heads,    \
-      int64_t head_size, int64_t num_groups, int64_t state_size, const Element* mixed, int64_t stride,                 \
-      const Element* dt, int64_t dt_stride, const float* a_log, const float* dt_bias, const float* skip, float least,  \
-      float most, float* states, Element* to, int64_t num_threads) {                                                   \
-    const MambaStep step{num_heads, head_size, num_groups, state_size, slots, starts, firsts};                         \
+      const int32_t* slots, const int32_t* starts, const int32_t* firsts, const int32_t* kept, int64_t num_sequences,  \
+      int64_t num_heads, int64_t head_size, int64_t num_groups, int64_t state_size, const Element* mixed,              \
+      int64_t stride, const Element* dt, int64_t dt_stride, const float* a_log, const float* dt_bias,                  \
+      const float* skip, float least, float most, float* states, Element* to, int64_t num_threads) {                   \
+    const MambaStep step{num_heads, head_size, num_groups, state_size, slots, starts, firsts, kept};                   \
     scan_mamba(                                                                                                        \
         step, num_sequences, mixed, stride, dt, dt_stride, a_log, dt_bias, skip, least, most, states, to,              \
         num_threads);                                                                                                  \

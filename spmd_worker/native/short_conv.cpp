@@ -24,6 +24,7 @@ struct Convolution {
   const Element* bias;  // or null
   Element* tails;       // [slots, taps - 1, channels]
   const int32_t *slots, *starts, *firsts;
+  const int32_t* kept;  // tokens whose effect on the tail is kept, or null for all
   int64_t num_segments;
   bool has_silu;
   Element* to;
@@ -63,8 +64,8 @@ void convolve_row(const Convolution<Element>& conv, const Tile& tile, const floa
   }
 }
 
-// Replaces a tail [taps - 1, channels] by the last inputs of the segment, of which a short one has some before it. Copies
-// elements: conversion could flush the smallest.
+// Replaces a tail [taps - 1, channels] by the last inputs before `stop`, a row of the step; few tokens have some of them
+// before theirs. Copies elements: conversion could flush the smallest.
 template <class Element>
 void write_tail(
     const Convolution<Element>& conv, const Tile& tile, Element* tail, int64_t start, int64_t stop, bool begins) {
@@ -104,7 +105,8 @@ void convolve_segment(const Convolution<Element>& conv, int64_t segment, Tile& t
       convolve_row(conv, tile, tile.rows + row, conv.to + (token + row) * conv.num_channels + tile.first);
     std::copy(tile.rows[count], tile.rows[count + num_past], tile.rows[0]);
   }
-  write_tail(conv, tile, tail, start, stop, begins);
+  // Last: what is behind the kept tokens needs the old tail too.
+  write_tail(conv, tile, tail, start, conv.kept == nullptr ? stop : start + conv.kept[segment], begins);
 }
 
 // Sequences are inside tiles: the weights of a tile are loaded once for neighbouring sequences.
@@ -130,10 +132,10 @@ void short_conv(const Convolution<Element>& conv, int64_t num_threads) {
   extern "C" void spmd_short_conv_##name(                                                                              \
       const Element* x, int64_t x_stride, int64_t num_channels, const Element* weight, int64_t num_taps,               \
       const Element* bias, Element* tails, const int32_t* slots, const int32_t* starts, const int32_t* firsts,         \
-      int64_t num_segments, int64_t has_silu, Element* to, int64_t num_threads) {                                      \
+      const int32_t* kept, int64_t num_segments, int64_t has_silu, Element* to, int64_t num_threads) {                 \
     short_conv<Element>(                                                                                               \
-        {x, x_stride, num_channels, weight, num_taps, bias, tails, slots, starts, firsts, num_segments, has_silu != 0, \
-         to},                                                                                                          \
+        {x, x_stride, num_channels, weight, num_taps, bias, tails, slots, starts, firsts, kept, num_segments,          \
+         has_silu != 0, to},                                                                                           \
         num_threads);                                                                                                  \
   }
 

@@ -43,7 +43,7 @@ from spmd_worker.worker.memory.plan import (
     size_rank,
 )
 from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
-from spmd_worker.worker.runner.dummy_steps import longest_chunk, max_step, prepared_step
+from spmd_worker.worker.runner.dummy_steps import lagging, longest_chunk, max_step, prepared_step
 from spmd_worker.worker.runner.stream_keeper import StreamKeeper
 from spmd_worker.worker.running_worker import RunningWorker
 from spmd_worker.worker.sleep import WorkerSleep
@@ -123,6 +123,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         resolved.config.model.quantization,
         resolved.max_tower_rows,
         adds_by_tree=True,
+        most_drafts=resolved.most_drafts,
     )
     estimate = max(estimate, draft_activation_bytes(resolved, rank))
     measurement = measure_host(weights, estimate, environment.local_world_size)
@@ -142,7 +143,7 @@ def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     max_tokens, pooling = scheduler.max_num_batched_tokens, resolved.model_config.pooling
     is_on_cpu = loaded.opened.device.type == "cpu"
     sizes = (max_tokens, resolved.max_num_seqs, resolved.max_model_len, block_size)
-    scheduled = max_step(*sizes, pooling, all_filtered=not is_on_cpu)
+    scheduled = lagging(max_step(*sizes, pooling, all_filtered=not is_on_cpu), spec.most_drafts)
     num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
     if is_on_cpu:
         kinds = list(zip(spec.layers, spec.states or (None,) * spec.num_layers, strict=True))
@@ -204,7 +205,7 @@ def allocate(
     event_handlers = (sleep, profiler, adapters, prompt_adapters, runner.keeper)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     sizes = (num_device_blocks, block_size, resolved.num_steps_ahead)
-    mirror = Mirror(*sizes, rules, num_slots[0], spec.groups.num_groups)
+    mirror = Mirror(*sizes, rules, num_slots[0], spec.groups.num_groups, resolved.most_drafts)
     return RunningWorker(
         loaded,
         caches,

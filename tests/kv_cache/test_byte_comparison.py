@@ -12,7 +12,7 @@ from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.state_engine import StateEngine
 
 PLAIN, LATENT = BlockLayer(2, 4, 4), BlockLayer(1, 6, 0)
-STATES = (StateLayer((2, 3), (3, 4)), None, StateLayer((), (2, 4)))
+STATES = (StateLayer((2, 3), (3, 4), (2, 5)), None, StateLayer((), (2, 4), (2, 4)))
 SPEC = CacheSpec((PLAIN, None, LATENT), dtype_bytes=2, block_size=4, states=STATES)
 PAIRS = [(0, 5), (1, 6), (2, 7)]
 
@@ -50,6 +50,14 @@ def test_states_and_tails_are_compared(engine: CacheEngine, layer: int, part: st
     tensor = getattr(engine.states.layer_states(layer), part)
     tensor[2, 1, 2], tensor[7, 1, 2] = 3.0, 4.0
     assert differing_states(engine, PAIRS) == ByteDifference(2, layer, part, (1, 2), 3.0, 4.0)
+
+
+def test_saved_inputs_of_drafts_are_not_compared(engine: CacheEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in (engine.states.layer_states(0), engine.states.layer_states(2)):
+        each.saved[7] += 1
+    # Seen at once, not layer by layer.
+    monkeypatch.setattr(byte_comparison, "_first_difference", None)
+    assert differing_states(engine, PAIRS) is None
 
 
 def test_zeros_of_two_signs_differ(engine: CacheEngine) -> None:

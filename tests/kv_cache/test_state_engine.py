@@ -1,4 +1,6 @@
-"""StateEngine: a slot's states and tails move together, bit for bit, in the promised order; a wrong pair moves none."""
+"""StateEngine: all that a slot holds moves together, bit for bit, in the promised order; a wrong pair moves none."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from kv_cache.state_ops import StateOps
 
 DELTA, CONV = StateLayer((2, 4, 3), (3, 10)), StateLayer((), (2, 6))
 STATES = (DELTA, None, CONV, DELTA)
+DRAFTING = (replace(DELTA, saved=(2, 14)), None, replace(CONV, saved=(2, 6)), replace(DELTA, saved=(2, 14)))
+"""Of a run with drafts: what the convolution saves has the shape of its tail."""
 NUM_SLOTS, NUM_HOST_SLOTS = 5, 3
 DTYPES = [torch.float32, torch.bfloat16]
 DEVICES = [
@@ -21,13 +25,15 @@ DEVICES = [
 ]
 
 
-def make_spec(dtype: torch.dtype = torch.float32) -> CacheSpec:
-    layers = tuple(BlockLayer(1, 8, 8) if each is None else None for each in STATES)
-    return CacheSpec(layers, dtype.itemsize, 16, STATES)
+def make_spec(dtype: torch.dtype = torch.float32, states: tuple[StateLayer | None, ...] = STATES) -> CacheSpec:
+    layers = tuple(BlockLayer(1, 8, 8) if each is None else None for each in states)
+    return CacheSpec(layers, dtype.itemsize, 16, states)
 
 
-def make_engine(dtype: torch.dtype = torch.float32, device: str = "cpu") -> StateEngine:
-    engine = StateEngine(make_spec(dtype), NUM_SLOTS, NUM_HOST_SLOTS, dtype, torch.device(device))
+def make_engine(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", states: tuple[StateLayer | None, ...] = STATES
+) -> StateEngine:
+    engine = StateEngine(make_spec(dtype, states), NUM_SLOTS, NUM_HOST_SLOTS, dtype, torch.device(device))
     engine.allocate()
     return engine
 
@@ -53,9 +59,10 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(params=[(dtype, states) for dtype in DTYPES for states in (STATES, DRAFTING)], ids=str)
 def engine(request: pytest.FixtureRequest, device: str) -> StateEngine:
-    engine = make_engine(request.param, device)
+    dtype, states = request.param
+    engine = make_engine(dtype, device, states)
     fill([*engine.tensors], 1)
     fill(host_tensors(engine), 2)
     return engine
@@ -87,6 +94,25 @@ def test_allocated_bytes_are_those_of_the_spec(dtype: torch.dtype):
     assert spec.slot_bytes == 2 * (4 * 24 + dtype.itemsize * 30) + dtype.itemsize * 12
     assert sum(each.nbytes for each in engine.tensors) == engine.num_device_bytes == NUM_SLOTS * spec.slot_bytes
     assert engine.num_host_bytes == NUM_HOST_SLOTS * spec.slot_bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inputs_of_drafts_are_saved_beside_states(dtype: torch.dtype):
+    engine, spec = make_engine(dtype, states=DRAFTING), make_spec(dtype, DRAFTING)
+    assert (spec.most_drafts, make_spec().most_drafts) == (2, 0)
+    assert spec.slot_bytes == make_spec(dtype).slot_bytes + dtype.itemsize * 2 * (14 + 6 + 14)
+    assert sum(each.nbytes for each in engine.tensors) == engine.num_device_bytes == NUM_SLOTS * spec.slot_bytes
+    layers = [each for each in engine.layers if each is not None]
+    assert [each.saved.shape[1:] for each in layers] == [(2, 14), (2, 6), (2, 14)]
+    assert all(each.saved.dtype == dtype and each.saved.is_contiguous() for each in layers)
+    for each in engine.lasting_tensors:
+        each.fill_(1.0)
+    assert not any(each.saved.any() for each in layers)
+    assert all(each.tail.all() and (each.state is None or each.state.all()) for each in layers)
+    # In a run without drafts nothing is there.
+    plain = make_engine(dtype)
+    assert all(each is None or each.saved is None for each in plain.layers)
+    assert len(plain.lasting_tensors) == len(plain.tensors) == len(engine.lasting_tensors)
 
 
 def test_states_and_tails_of_one_shape_are_apart():

@@ -110,3 +110,9 @@ def test_states_in_words():
     conv = CacheSpec((None, None), 2, 16, (StateLayer((), (2, 2048)),) * 2)
     need = replace(NEED, num_seqs=2, has_snapshots=False)
     assert size_states(conv, need, GIB).note == "32.0 KiB: 2 of 16.0 KiB (2 layers of 2 x 2,048 inputs)"
+    drafting = replace(SPEC, states=(replace(STATES[0], saved=(4, 8320)),) * 24 + (None,) * 8)
+    assert drafting.slot_bytes == SPEC.slot_bytes + 24 * 2 * 4 * 8320
+    assert (
+        ": 2 of 50.6 MiB (24 layers of 32 heads of 128 x 128 float32, 3 x 8,192 inputs, 4 x 8,320 inputs of drafts)"
+        in (size_states(drafting, need, 2 * GIB).note)
+    )

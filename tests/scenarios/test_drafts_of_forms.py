@@ -5,12 +5,14 @@ The engine counts the work for masks; the masks at drafts that turn out wrong ar
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 from constrained_rows import answers, open_model, run, write_model
+from planted_drafts import planted
 from run_folder import made_once
-from test_speculation import DRAFTS, planted
+from test_speculation import DRAFTS, right
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.replica.grammar import compiler
@@ -45,7 +47,7 @@ def plain() -> Iterator[list[Any]]:
     ],
 )
 def test_forms_have_their_answers_with_drafts(plain: list[Any], kind: str, options: dict[str, Any]):
-    with planted(plain, kind), open_model(folder(), speculative_config=DRAFTS, **options) as llm:
+    with planted(partial(right, plain), kind), open_model(folder(), speculative_config=DRAFTS, **options) as llm:
         assert answers(run(llm)) == plain
         groups = llm.llm_engine.counters
         assert groups.num_drafted_tokens > 50
@@ -88,7 +90,7 @@ def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_states")
 @pytest.mark.parametrize("kind", ["wrong", pytest.param("chance", marks=pytest.mark.stress)])
 def test_limits_end_rows_where_they_do_without_drafts(limited: list[Any], kind: str):
-    with planted(limited, kind), open_model(folder(), speculative_config=DRAFTS) as llm:
+    with planted(partial(right, limited), kind), open_model(folder(), speculative_config=DRAFTS) as llm:
         assert ends_of_limited_rows(llm) == limited
         assert llm.llm_engine.counters.num_drafted_tokens > 20
 
@@ -103,5 +105,5 @@ def test_work_for_drafts_counts_against_no_answer(limited: list[Any], monkeypatc
         return fill_ahead(self, key, row, bits)
 
     monkeypatch.setattr(GrammarMasks, "_fill_ahead", shared)
-    with planted(limited, "chance"), open_model(folder(), speculative_config=DRAFTS) as llm:
+    with planted(partial(right, limited), "chance"), open_model(folder(), speculative_config=DRAFTS) as llm:
         assert ends_of_limited_rows(llm) != limited

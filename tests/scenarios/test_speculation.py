@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import ranks
 from cut_jobs import Ended, end_after
 from forked_workers import forked
-from planted_drafts import PlantedProposer
+from planted_drafts import PlantedProposer, planted
 
 from spmd_worker import LLM, SamplingParams, resolved
 from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig, SamplingConfig
@@ -84,17 +83,6 @@ def open_llm(**options: Any) -> LLM:
     return LLM(MODEL, **{**settings, **options})
 
 
-@contextmanager
-def planted(expected: list[Any], kind: str) -> Iterator[None]:
-    """Drafts of engines that are opened meanwhile, for rows with these answers and, of all rows, others."""
-    make = factory.make_proposer
-    factory.make_proposer = lambda config, vocab_size: PlantedProposer(partial(right, expected), kind, vocab_size)
-    try:
-        yield
-    finally:
-        factory.make_proposer = make
-
-
 def right(expected: list[Any], key: Any, num_outputs: int, most: int) -> list[int]:
     """Requests are numbered from row to row, and again from call to call."""
     samples = expected[key.request_id % len(expected)]
@@ -131,7 +119,7 @@ def test_planted_drafts_change_no_byte(
     expected: list[Any], kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SPMD_WORKER_CHECK", "1")
-    with planted(expected, kind), open_llm(speculative_config=DRAFTS, **options) as llm:
+    with planted(partial(right, expected), kind), open_llm(speculative_config=DRAFTS, **options) as llm:
         found, counters = answers(llm), llm.llm_engine.counters
         assert found == expected
         assert counters.num_drafted_tokens > 50
@@ -152,7 +140,7 @@ def test_acceptance_by_argmax_is_found(expected: list[Any], monkeypatch: pytest.
             yield row if is_own else row._replace(sampling=replace(row.sampling, temperature=0.0))
 
     monkeypatch.setattr(batch, "_sample_rows", greedy)
-    with planted(expected, "right"), open_llm(speculative_config=DRAFTS) as llm:
+    with planted(partial(right, expected), "right"), open_llm(speculative_config=DRAFTS) as llm:
         found = answers(llm)
     assert found != expected
     greedy_rows = [row for row in range(20) if KINDS[row % len(KINDS)].temperature == 0.0]
@@ -201,7 +189,7 @@ def test_step_log_with_drafts_replays(expected: list[Any], by_workers: bool, mon
     method: dict[str, Any] = {"method": "mtp"} if by_workers else {}
     messages: list[bytes] = []
     # Undone before the planted proposer is, which would else be put back afterwards.
-    with planted(expected, "chance"), monkeypatch.context() as inner:
+    with planted(partial(right, expected), "chance"), monkeypatch.context() as inner:
         if by_workers:
             inner.setattr(factory, "make_proposer", lambda config, vocab_size: None)
         with open_llm(speculative_config=DRAFTS | method) as llm:
@@ -269,7 +257,7 @@ def test_plan_has_a_line_about_drafts():
 @pytest.mark.parametrize("layout", ["two shards", "two stages"])
 def test_worker_processes_verify_drafts(expected: list[Any], layout: str):
     options = {"distributed_executor_backend": "multiproc", **LAYOUTS[layout], **SMALL}
-    with forked(), planted(expected, "chance"), open_llm(speculative_config=DRAFTS, **options) as llm:
+    with forked(), planted(partial(right, expected), "chance"), open_llm(speculative_config=DRAFTS, **options) as llm:
         assert answers(llm) == expected
         assert llm.llm_engine.counters.num_accepted_tokens > 20
 
@@ -296,7 +284,7 @@ def test_bad_options_are_refused(given: Any, text: str):
 def main(folder: Path, layout: str, kind: str) -> None:
     expected = json.loads((folder / "expected.json").read_text())
     os.environ["SPMD_WORKER_CHECK"] = "1"
-    with planted(expected, kind), open_llm(speculative_config=DRAFTS, **LAYOUTS[layout]) as llm:
+    with planted(partial(right, expected), kind), open_llm(speculative_config=DRAFTS, **LAYOUTS[layout]) as llm:
         found, counters = answers(llm), llm.llm_engine.counters
         counts = {"num_drafted": counters.num_drafted_tokens, "num_accepted": counters.num_accepted_tokens}
         rank = llm.llm_engine.engine_channel.rank

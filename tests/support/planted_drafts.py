@@ -1,8 +1,10 @@
 """Proposers that are planted: their drafts are right, wrong, or by chance either, whatever a row's tokens are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
+from spmd_worker.replica.scheduler import factory
 from spmd_worker.replica.sequence.sequence import Sequence as ScheduledSequence
 from spmd_worker.replica.sequence.sequence import SequenceKey
 
@@ -39,3 +41,14 @@ class PlantedProposer:
 def chance_of(*numbers: int) -> int:
     """A number that these alone decide."""
     return crc32(repr(tuple(map(int, numbers))).encode())
+
+
+@contextmanager
+def planted(right: Right, kind: str) -> Iterator[None]:
+    """Drafts of engines that are opened meanwhile."""
+    make = factory.make_proposer
+    factory.make_proposer = lambda config, vocab_size: PlantedProposer(right, kind, vocab_size)
+    try:
+        yield
+    finally:
+        factory.make_proposer = make

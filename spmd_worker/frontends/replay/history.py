@@ -215,6 +215,8 @@ def _scheduled_text(data: SequenceData | SequenceDataDelta, token_ids: tuple[int
     text = f"computes {_positions(data.num_computed_tokens, data.num_computed_tokens + data.num_scheduled_tokens - 1)}"
     if isinstance(data, SequenceData):
         text += f", sent completely with blocks {shorten(data.block_ids)}"
+        if data.num_lagging_tokens:
+            text += f", states {data.num_lagging_tokens} tokens behind"
     elif data.appended_block_ids:
         kept = f"keeps {data.num_kept_blocks} blocks and gets" if data.num_kept_blocks else "in blocks"
         text += f", {kept} {shorten(data.appended_block_ids)}"

@@ -75,7 +75,9 @@ class Replay:
         self.scheduler = _new_replica(header, tokenizer)
         rules = AdapterRules(self.scheduler.adapters.has, header.max_loras)
         sizes = (header.num_blocks, header.block_size, header.num_steps_ahead)
-        self.mirror = Mirror(*sizes, rules, header.num_state_slots, header.groups.num_groups)
+        config = header.speculative_config
+        most_drafts = 0 if config is None else config.most_drafts
+        self.mirror = Mirror(*sizes, rules, header.num_state_slots, header.groups.num_groups, most_drafts)
         self.num_steps = 0
         self.num_equal_digests = 0
         self.num_requests = 0

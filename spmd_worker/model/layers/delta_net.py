@@ -15,6 +15,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
+from spmd_worker.model.layers.recurrence import own_outputs, recurrent_inputs
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import DeltaConfig, LayerConfig
@@ -140,16 +141,17 @@ class DeltaNet(nn.Module):
         assert wanted is None, "a state is a function of all tokens"
         assert states is not None
         assert states.state is not None
-        segments, gates = metadata.segments, self.gates
-        assert segments is not None, "the step has states"
+        gates = self.gates
         mixed, gate, b, a = self.in_proj(x, adapters).split_with_sizes(self._sizes, dim=-1)
         if self.z_proj is not None and self.a_proj is not None:
             gate, a = self.z_proj(gate.contiguous(), adapters), self.a_proj(a.contiguous(), adapters)
+        segments, (mixed, b, a) = recurrent_inputs(metadata, states, mixed, b, a)
         mixed = self._kernels.short_conv(mixed, self.conv.weight[:, 0], None, states.tail, segments, has_silu=True)
         scanned = self._kernels.scan_delta(
             mixed, a, b, gates.rates(), gates.dt_bias, states.state, segments, self.config
         )
-        output: Tensor = self.out_proj(self.norm(scanned.flatten(1), gate), adapters)
+        scanned = own_outputs(metadata, scanned).flatten(1)
+        output: Tensor = self.out_proj(self.norm(scanned, gate), adapters)
         return output
 
 

@@ -16,6 +16,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
+from spmd_worker.model.layers.recurrence import own_outputs, recurrent_inputs
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, MambaConfig
@@ -195,19 +196,20 @@ class Mamba(nn.Module):
     ) -> Tensor:
         """Reads and writes the states of the step's sequences alone."""
         del ropes, layer_cache, is_fused
-        segments, config = metadata.segments, self.config
+        config = self.config
         assert wanted is None, "a state is a function of all tokens"
-        assert segments is not None, "the layer has states"
         assert states is not None, "the layer has states"
         assert states.state is not None, "the layer has states"
         projected = self.in_proj(_scaled(x, config.in_multiplier), adapters)
         projected = projected if self._multipliers is None else projected * self._multipliers
         gate, mixed, dt = projected.split_with_sizes(self._sizes, dim=-1)
+        segments, (mixed, dt) = recurrent_inputs(metadata, states, mixed, dt)
         taps, gates = self.conv1d.weight.view(len(self.conv1d.weight), -1), self.gates
         mixed = self._recurrent.short_conv(mixed, taps, self.conv1d.bias, states.tail, segments, has_silu=True)
         scanned = self._recurrent.scan_mamba(
             *(mixed, dt, gates.a_log, gates.dt_bias, gates.skip, states.state, segments, config)
         )
+        scanned = own_outputs(metadata, scanned)
         if self.norm is None:
             gated = self._kernels.silu_and_mul(torch.cat((gate, scanned), dim=1))
         else:

@@ -12,6 +12,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from spmd_worker.model.layers.recurrence import own_outputs, recurrent_inputs
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig
@@ -72,10 +73,10 @@ class ShortConv(nn.Module):
         del ropes, layer_cache, is_fused
         assert wanted is None, "a state is a function of all tokens"
         assert states is not None, "a convolution has states"
-        assert metadata.segments is not None, "the step has states"
         before, after, value = self.in_proj(x, adapters).chunk(3, dim=-1)
+        segments, (inputs,) = recurrent_inputs(metadata, states, before * value)
         mixed = self._kernels.short_conv(
-            before * value, self.conv.weight[:, 0], self.conv.bias, states.tail, metadata.segments, has_silu=False
+            inputs, self.conv.weight[:, 0], self.conv.bias, states.tail, segments, has_silu=False
         )
-        output: Tensor = self.out_proj(after * mixed, adapters)
+        output: Tensor = self.out_proj(after * own_outputs(metadata, mixed), adapters)
         return output

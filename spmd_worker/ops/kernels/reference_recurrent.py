@@ -9,7 +9,8 @@ T: tokens; S: sequences; K: taps, C: channels of a convolution.
 """
 
 from collections.abc import Iterator
-from typing import Final
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +39,27 @@ def softplus(x: Tensor) -> Tensor:
     return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
 
 
-def segment_rows(segments: StateSegments) -> Iterator[tuple[int, int, int, bool]]:
-    """(slot, first row, stop, whether it begins from zeros) of every sequence that is no padding."""
-    starts = segments.starts.tolist()
-    for slot, first, start, stop in zip(segments.slots.tolist(), segments.firsts.tolist(), starts, starts[1:]):
+class SegmentRows(NamedTuple):
+    """Rows of one sequence in a step, from `start` to `stop`. Its slot gets what it has after the row before `kept`."""
+
+    slot: int
+    start: int
+    kept: int
+    stop: int
+    begins: bool
+
+
+def segment_rows(segments: StateSegments) -> Iterator[SegmentRows]:
+    """Those of every sequence that is no padding."""
+    bounds = list(pairwise(segments.starts.tolist()))
+    counts = [stop - start for start, stop in bounds] if segments.kept is None else segments.kept.tolist()
+    assert len(counts) == len(bounds), segments
+    for slot, first, (start, stop), count in zip(
+        segments.slots.tolist(), segments.firsts.tolist(), bounds, counts, strict=True
+    ):
         if slot >= 0 and start < stop:
-            yield slot, start, stop, first == 0
+            assert 1 <= count <= stop - start, (count, stop - start, slot)
+            yield SegmentRows(slot, start, start + count, stop, first == 0)
 
 
 def unit(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -81,7 +97,7 @@ class ReferenceRecurrentKernels:
     ) -> Tensor:
         taps, out = weight.float(), torch.zeros_like(x)
         num_taps = weight.shape[1]
-        for slot, start, stop, begins in segment_rows(segments):
+        for slot, start, kept, stop, begins in segment_rows(segments):
             tail = torch.zeros_like(tails[slot]) if begins else tails[slot]
             rows = torch.cat((tail, x[start:stop]))
             count, wide = stop - start, rows.float()
@@ -90,7 +106,7 @@ class ReferenceRecurrentKernels:
                 y = y + wide[tap : tap + count] * taps[:, tap]
             y = y if bias is None else y + bias.float()
             out[start:stop] = (silu(y) if has_silu else y).to(x.dtype)
-            tails[slot] = rows[len(rows) - num_taps + 1 :]
+            tails[slot] = rows[kept - start : kept - start + num_taps - 1]
         return out
 
     def scan_delta(
@@ -117,14 +133,15 @@ class ReferenceRecurrentKernels:
         beta = sigmoid(b.float()).to(b.dtype).float() * config.beta_scale
         decay = delta_decay(a, a_log, dt_bias, config)
         out = mixed.new_zeros(num_tokens, *heads[2:], config.value_size)
-        for slot, start, stop, begins in segment_rows(segments):
+        for slot, start, kept, stop, begins in segment_rows(segments):
             state = torch.zeros_like(states[slot]) if begins else states[slot]
             for t in range(start, stop):
                 state = state * decay[t]
                 change = (value[t] - (state * key[t, :, :, None]).sum(-2)) * beta[t, :, None]
                 state = state + key[t, :, :, None] * change[:, None]
                 out[t] = (state * query[t, :, :, None]).sum(-2).to(out.dtype)
-            states[slot] = state
+                if t + 1 == kept:
+                    states[slot] = state
         return out
 
     def scan_mamba(
@@ -146,12 +163,13 @@ class ReferenceRecurrentKernels:
         steps = softplus(dt.float() + dt_bias).clamp(*config.dt_limits)
         decays, added = torch.exp(steps * -torch.exp(a_log)), steps.unsqueeze(-1) * x
         out, direct = torch.zeros_like(x), x * skip.unsqueeze(-1)
-        for slot, start, stop, begins in segment_rows(segments):
+        for slot, start, kept, stop, begins in segment_rows(segments):
             state = torch.zeros_like(states[slot]) if begins else states[slot]
             for row in range(start, stop):
                 state = state * decays[row, :, None, None] + added[row].unsqueeze(-1) * b[row].unsqueeze(1)
                 out[row] = (state * c[row].unsqueeze(1)).sum(-1) + direct[row]
-            states[slot] = state
+                if row + 1 == kept:
+                    states[slot] = state
         return out.view(len(mixed), inner).to(mixed.dtype)
 
     def gated_norm(

@@ -1,8 +1,8 @@
 """The rows of the mirror's last step, by column: most of them continue in the next one, in the same order.
 
 So a step costs what changes in it, and a few passes over columns: no sequence is looked up or checked by itself that
-has only continued by one id. Such a row is plain: all its tokens are computed, it has no drafts, and its table covers
-them.
+has only continued by one id. Such a row is plain: all its tokens are computed, it has no drafts, its states do not lag,
+and its table covers them.
 """
 
 from collections.abc import Iterable
@@ -66,7 +66,7 @@ class LastRows:
             sequence.num_computed_tokens += 1
         others = self.sequences[num_plain:]
         for sequence in others:
-            sequence.draft_token_ids = ()
+            sequence.draft_token_ids, sequence.num_lagging_tokens = (), 0
             sequence.num_computed_tokens += sequence.num_scheduled_tokens
             sequence.num_scheduled_tokens = 1
         self.ends[:] = [end + 1 for end in self.ends[:num_plain]] + [each.num_computed_tokens + 1 for each in others]

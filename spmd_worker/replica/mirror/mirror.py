@@ -15,7 +15,7 @@ from spmd_worker.replica.mirror.last_rows import LastRows
 from spmd_worker.replica.mirror.media_check import MediaCheck
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
-from spmd_worker.replica.mirror.state_check import StateCheck
+from spmd_worker.replica.mirror.state_check import StateCheck, num_lagging_tokens
 from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata, SequenceGroupMetadataDelta
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import NOT_READ, SampledIds
@@ -42,6 +42,7 @@ class Mirror:
     or, with 0, without one. With `num_steps_ahead` plans come before the ids that they append are read: `take_sampled`.
     `adapters` None: no request may have one. `num_state_slots` is 0 in a model without recurrent states. Tables have
     `num_groups` entries for each block (`kv_cache/layer_groups.py`); the mirror does not know which are left over.
+    Sequences have at most `most_drafts` drafts.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class Mirror:
         adapters: AdapterRules | None = None,
         num_state_slots: int = 0,
         num_groups: int = 1,
+        most_drafts: int = 0,
     ) -> None:
         assert num_blocks >= 0, num_blocks
         assert block_size >= 1, block_size
         self.num_blocks = num_blocks
         self.block_size, self.num_groups = block_size, num_groups
-        self._num_steps_ahead, self._adapters = num_steps_ahead, adapters
+        self._num_steps_ahead, self._adapters, self._most_drafts = num_steps_ahead, adapters, most_drafts
         self.media_rows: dict[bytes, None] = {}
         """Names of the images whose rows are kept."""
         # The sequence that was given each slot last.
@@ -219,7 +221,7 @@ class Mirror:
         ahead = rows.advance(islice(self._appended_ids(plan, continuing), num_ahead)).scheduled
         given = SampledIds(plan.continuing_token_ids, plan.continuing_num_ids).rows()
         for sequence, token_ids in zip(continuing[num_ahead:], given):
-            sequence.draft_token_ids = ()
+            sequence.draft_token_ids, sequence.num_lagging_tokens = (), 0
             sequence.output_token_ids += token_ids
             sequence.num_scheduled_tokens = max(len(token_ids), 1)
             sequence.num_computed_tokens = sequence.num_tokens - sequence.num_scheduled_tokens
@@ -227,7 +229,7 @@ class Mirror:
         return [*ahead, *[ScheduledSequence(sequence, sequence.num_scheduled_tokens, 1) for sequence in others]]
 
     def _state_check(self, plan: StepPlan) -> StateCheck:
-        return StateCheck(plan, self._groups, self._owners)
+        return StateCheck(plan, self._groups, self._owners, self._most_drafts)
 
     def _move_states(self, operations: StateOps) -> None:
         """A slot that receives something is not its former owner's any more."""
@@ -274,6 +276,7 @@ class Mirror:
                 num_scheduled_tokens=data.num_scheduled_tokens - len(data.draft_token_ids),
                 state_slot=data.state_slot,
                 draft_token_ids=data.draft_token_ids,
+                num_lagging_tokens=data.num_lagging_tokens,
             )
             if data.state_slot >= 0:
                 self._give_slot(data.state_slot, sequence)
@@ -289,6 +292,8 @@ class Mirror:
                 if data.state_slot >= 0:
                     self._give_slot(data.state_slot, sequence)
                 group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
+            elif self._owners:
+                sequence.num_lagging_tokens = num_lagging_tokens(sequence, data.num_computed_tokens)
             sequence.output_token_ids += data.appended_token_ids
             if data.num_kept_blocks != len(sequence.block_ids):
                 # A new list: a holder of the old one sees that it did not only grow.

@@ -1,4 +1,8 @@
-"""Checks a plan's slots of recurrent states against a mirror: each row keeps its own, and no other row's is written."""
+"""Checks a plan's slots of recurrent states against a mirror: each row keeps its own, and no other row's is written.
+
+A slot has the tokens that its row's last step was given, and the inputs of that step's drafts: the row goes on after
+these tokens, or after some of the drafts.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
@@ -11,7 +15,7 @@ from spmd_worker.replica.sequence.step import StepPlan
 
 class StateCheck:
     """One check of one plan, whose rows `PlanCheck` has accepted. `owners` has the sequence that was given each slot
-    last; it has no entry in a model without recurrent states.
+    last; it has no entry in a model without recurrent states. A row has at most `most_drafts` drafts.
 
     A mirror does not know which sequences are preempted. So a slot may be given to another sequence at any time, and
     who had it may be scheduled again only with a slot of its own.
@@ -22,8 +26,9 @@ class StateCheck:
         plan: StepPlan,
         groups: Mapping[RequestId, MirroredGroup],
         owners: Sequence[MirroredSequence | None],
+        most_drafts: int = 0,
     ) -> None:
-        self._plan, self._groups, self._owners = plan, groups, owners
+        self._plan, self._groups, self._owners, self._most_drafts = plan, groups, owners, most_drafts
 
     def check(self, continuing: Sequence[MirroredSequence]) -> None:
         """Raise MirrorError, before anything has changed, for a slot that does not exist or is not the row's."""
@@ -39,6 +44,8 @@ class StateCheck:
             for data in group.sequences:
                 sequence = None if is_snapshot or held is None else held.sequences.get(data.sample_index)
                 key = (group.request_id, data.sample_index)
+                if isinstance(group, SequenceGroupMetadata) and isinstance(data, SequenceData):
+                    self._check_lag(data, len(group.request.prompt_token_ids), *key)
                 if sequence is None:
                     self._check_slots("state_slot", (data.state_slot,), *key)
                     if data.state_slot in given:
@@ -77,15 +84,28 @@ class StateCheck:
             self._reject("state_ops", self._plan.state_ops, "none in a model without recurrent states")
         for group in self._plan.groups:
             for data in group.sequences:
-                if data.state_slot != -1:
-                    rule = "-1 in a model without recurrent states"
-                    self._reject("state_slot", data.state_slot, rule, group.request_id, data.sample_index)
+                lag = data.num_lagging_tokens if isinstance(data, SequenceData) else 0
+                for name, value, expected in (("state_slot", data.state_slot, -1), ("num_lagging_tokens", lag, 0)):
+                    if value != expected:
+                        rule = f"{expected} in a model without recurrent states"
+                        self._reject(name, value, rule, group.request_id, data.sample_index)
+
+    def _check_lag(self, data: SequenceData, num_prompt_tokens: int, *key: int) -> None:
+        """Check a sequence that is sent completely: its slot has the prompt at least."""
+        most = max(min(self._most_drafts, data.num_computed_tokens - num_prompt_tokens), 0)
+        if not 0 <= data.num_lagging_tokens <= most:
+            rule = f"from 0 to {most}: of at most {self._most_drafts} drafts, behind the prompt"
+            self._reject("num_lagging_tokens", data.num_lagging_tokens, rule, *key)
 
     def _check_known(self, sequence: MirroredSequence, data: SequenceData | SequenceDataDelta) -> None:
         if data.state_slot != -1:
             self._reject("state_slot", data.state_slot, "-1 for a sequence that has its slot", *sequence.key)
-        if data.num_computed_tokens != sequence.num_computed_tokens + sequence.num_scheduled_tokens:
-            rule = "the token after the last computed one: a state has that already"
+        num_drafts = len(sequence.draft_token_ids)
+        if not 0 <= num_lagging_tokens(sequence, data.num_computed_tokens) <= num_drafts:
+            end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
+            rule = f"from {end} to {end + num_drafts}: a state has {end} tokens already, and the drafts' inputs"
+            if not num_drafts:
+                rule = "the token after the last computed one: a state has that already"
             self._reject("num_computed_tokens", data.num_computed_tokens, rule, *sequence.key)
 
     def _check_slots(self, name: str, slots: Iterable[int], *key: int) -> None:
@@ -96,3 +116,10 @@ class StateCheck:
     def _reject(self, name: str, value: object, expected: object, *key: int) -> NoReturn:
         where = "".join([f", {kind} {number}" for kind, number in zip(("request", "sample"), key)])
         raise MirrorError(f"step {self._plan.step}{where}: field {name} is {value}, the mirror expects {expected}")
+
+
+def num_lagging_tokens(sequence: MirroredSequence, num_computed_tokens: int) -> int:
+    """Tokens by which the states of a sequence that goes on after `num_computed_tokens` lag: accepted drafts of its
+    last step.
+    """
+    return num_computed_tokens - (sequence.num_computed_tokens + sequence.num_scheduled_tokens)

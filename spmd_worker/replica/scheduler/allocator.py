@@ -292,6 +292,11 @@ class Allocator:
     def weight_version(self) -> int:
         return self._weight_version
 
+    @property
+    def snapshot_unit(self) -> int:
+        """Tokens from one position to the next at which an answer's state is kept; 0 if none is."""
+        return self.states.unit if self.states is not None and self._enable_prefix_caching else 0
+
     def set_weight_version(self, version: int, groups: Iterable[SequenceGroup]) -> None:
         """Start block hashes from another root; drop what was computed with the old weights from the prefix cache."""
         self._weight_version = version

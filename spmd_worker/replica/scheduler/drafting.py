@@ -5,6 +5,10 @@ proposed: by the replica's proposer (`replica/drafts`), or by the workers with t
 
 Drafts take only what the step leaves over: tokens of its budget, and free blocks. Blocks that a table has beyond its
 tokens are given back before a sequence is preempted, so drafts cause no preemption.
+
+In a model with recurrent states a step leaves a slot with the state after the given tokens. So that answers can be
+continued from snapshots, which are made at multiples of a unit, drafts end before the last token that leads to one: the
+next step is given that token.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +26,8 @@ from spmd_worker.replica.sequence.sequence import Sequence
 class Drafting:
     """Call `begin` when a step is planned, then `choose` for its sequences. `max_output_tokens` is the stop checker's:
     a draft that could not be an output is not made. Tables get blocks for `num_lookahead_tokens` more than that, where
-    the workers draft. Without `proposer` the drafts are those of the workers. Token ids are below `vocab_size`.
+    the workers draft. Without `proposer` the drafts are those of the workers. Token ids are below `vocab_size`. Drafts
+    end before the token that leads to a multiple of `snapshot_unit`, if that is not 0.
     """
 
     def __init__(
@@ -33,9 +38,11 @@ class Drafting:
         proposer: Proposer | None,
         vocab_size: int,
         num_lookahead_tokens: int,
+        snapshot_unit: int = 0,
     ) -> None:
         self._config, self._cache, self._max_output_tokens = config, cache, max_output_tokens
         self._proposer, self._vocab_size, self._num_lookahead_tokens = proposer, vocab_size, num_lookahead_tokens
+        self._snapshot_unit = snapshot_unit
         self._num_decoding = self._num_scheduled = 0
         self._num_tokens_left = self._num_blocks_left = self._num_compile_bytes = 0
         self.is_on = False
@@ -61,6 +68,8 @@ class Drafting:
         """Drafts of a sequence that `can_draft`, and computes its given tokens in this step; perhaps none."""
         drafts = sequence.worker_drafts if self._proposer is None else ()
         most = min(self._num_allowed(sequence), self._num_tokens_left)
+        if self._snapshot_unit:
+            most = min(most, num_before_snapshot(sequence.num_tokens, self._snapshot_unit))
         if most:
             most = self._num_with_blocks(sequence, most)
         if most and self._proposer is not None:
@@ -149,6 +158,11 @@ class Drafting:
         first, table = sequence.num_computed_tokens, sequence.table
         wanted = [self._cache.num_new_blocks(table, first, stop) for stop in (end, end + num_more)]
         return wanted[1] - wanted[0]
+
+
+def num_before_snapshot(num_tokens: int, unit: int) -> int:
+    """Most drafts behind the first `num_tokens` tokens that leave the next multiple of `unit` to a given token."""
+    return unit - 1 - num_tokens % unit
 
 
 def may_draft(sequence: Sequence) -> bool:

@@ -44,6 +44,11 @@ def check_states(queues: Queues, slots: StateSlots) -> None:
         status = sequence.status
         expected = (status is SequenceStatus.RUNNING, status is SequenceStatus.SWAPPED)
         assert has_slots == expected, f"{sequence.key} is {status.value}, has slots on device and host: {has_slots}"
+        # Accepted drafts are outputs, and follow a given one; the next is still to be computed.
+        num_lagging, num_outputs = sequence.num_lagging_tokens, len(sequence.output_token_ids)
+        may_lag = any(has_slots) and sequence.num_uncomputed_tokens == 1
+        most = max(num_outputs - 2, 0) if may_lag else 0
+        assert 0 <= num_lagging <= most, f"{sequence.key} lags by {num_lagging}, not 0 to {most}"
     owned = [each.state_slot for each in sequences if each.state_slot is not None]
     slots.check_integrity(owned, [each.host_state_slot for each in sequences if each.host_state_slot is not None])
 

@@ -97,8 +97,7 @@ class Scheduler:
         self.media_rows = MediaRows(limits.media, self.counters)
         self._drafting = None
         if limits.speculation is not None:
-            assert state_slots is None, "a state cannot go back to the token before a wrong draft"
-            sizes = (limits.vocab_size, limits.num_lookahead_tokens)
+            sizes = (limits.vocab_size, limits.num_lookahead_tokens, self._allocator.snapshot_unit)
             most = stop_checker.max_output_tokens
             self._drafting = Drafting(limits.speculation, cache, most, proposer, *sizes)
         parts = (self._split, self.media_rows, self._drafting)
@@ -374,6 +373,8 @@ class Scheduler:
             # Its keys and values were computed as a draft's.
             sequence.num_computed_tokens += index < num_accepted
             self._append(sequence, token_id, entry, kept_ids, ended)
+        if self.state_slots is not None and sequence.status is SequenceStatus.RUNNING:
+            sequence.num_lagging_tokens = num_accepted
         if not token_ids and sequence.status is SequenceStatus.RUNNING:
             if self.state_slots is not None:
                 self._recompute(sequence)

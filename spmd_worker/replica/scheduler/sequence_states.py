@@ -13,6 +13,10 @@ has, or starts again: from zeros, or from a copy of a snapshot.
 A decoding sequence keeps the state at the last multiple that its answer has reached, for the next turn of a
 conversation; a later one replaces it. It takes no slot from a prompt's snapshot: those are shared by other sequences,
 and after the next turn's prompt only the answer is computed again.
+
+**Drafts.** A slot never has a draft's tokens: it is `num_lagging_tokens` behind the computed ones. So a slot's position
+is known when a step is planned, whichever of its drafts are right, and each multiple is a slot's position at some step,
+as drafts are not made beyond the token before it (`drafting.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -48,8 +52,9 @@ class SequenceStates:
         self.slots, self._writers = slots, writers
         self._counters, self._block_size, self._ends_chunks = counters, block_size, ends_chunks
         check_state_block_size(block_size, slots.grid)
-        self._unit = max(slots.grid, block_size)
-        self._interval = -(-snapshot_interval // self._unit) * self._unit
+        self.unit = max(slots.grid, block_size)
+        """Snapshots are made at multiples of so many tokens."""
+        self._interval = -(-snapshot_interval // self.unit) * self.unit
         # Names of snapshots that running sequences will make, each with the sequence that makes it first.
         self._expected: dict[BlockHash, Sequence] = {}
         # Names of snapshots of answers, the oldest first; some are gone.
@@ -73,6 +78,7 @@ class SequenceStates:
         assert not sequence.request.num_given_tokens, f"{sequence.key}: given keys and values have no state"
         sequence.state_slot = self.slots.take_from(hashes[num_blocks - 1]) if num_blocks else self.slots.take()
         self._counters.num_snapshot_hits += num_blocks > 0
+        assert not sequence.num_lagging_tokens, f"{sequence.key} lags, and starts"
         if self._ends_chunks:
             sequence.snapshot_stops = self._choose_stops(sequence, hashes, num_blocks, max(num_matched, num_shared))
             for _, name in sequence.snapshot_stops:
@@ -81,13 +87,14 @@ class SequenceStates:
     def fork(self, parent: Sequence, fork: Sequence) -> None:
         """Give a fork a copy of its parent's state, made in the next step, before the parent goes on."""
         assert parent.state_slot is not None, parent.key
+        assert not parent.num_lagging_tokens, f"{parent.key} forks behind drafts"
         fork.state_slot = self.slots.fork(parent.state_slot)
 
     def release(self, sequence: Sequence) -> None:
         """Free what a sequence that ended or is to be recomputed owns."""
         while sequence.snapshot_stops:
             self._drop_stop(sequence)
-        sequence.answer_snapshot, sequence.last_snapshot_position = None, 0
+        sequence.answer_snapshot, sequence.last_snapshot_position, sequence.num_lagging_tokens = None, 0, 0
         if sequence.state_slot is not None:
             self.slots.release(sequence.state_slot)
             sequence.state_slot = None
@@ -111,7 +118,7 @@ class SequenceStates:
         sequence.state_slot = None
 
     def swap_in(self, sequence: Sequence) -> None:
-        """The slot is another one, so the mirrors are sent the sequence again."""
+        """The slot is another one, so the mirrors are sent the sequence again, with the tokens that it lags by."""
         assert sequence.host_state_slot is not None, sequence.key
         sequence.state_slot = self.slots.swap_in(sequence.host_state_slot)
         sequence.host_state_slot, sequence.is_known = None, False
@@ -137,9 +144,9 @@ class SequenceStates:
         """Keep the states that the steps planned so far compute. Call before a step's decisions: before anything is
         preempted or advances, and while the ids of all computed tokens are known.
         """
-        unit = self._unit
+        unit = self.unit
         for sequence in running:
-            position = sequence.num_computed_tokens
+            position = sequence.num_computed_tokens - sequence.num_lagging_tokens
             if position % unit == 0 and position:
                 self._reach(sequence, position, hashes)
 
@@ -192,7 +199,7 @@ class SequenceStates:
         self, sequence: Sequence, hashes: Sized[BlockHash], num_blocks: int, num_shared: int
     ) -> tuple[tuple[int, BlockHash], ...]:
         """Positions and names of the snapshots to make, ascending. `hashes` leave a token to compute."""
-        size, unit, num_tokens = self._block_size, self._unit, len(hashes) * self._block_size
+        size, unit, num_tokens = self._block_size, self.unit, len(hashes) * self._block_size
         ends = (sequence.num_prompt_tokens - 1, sequence.num_tokens - 1, num_shared * size)
         wanted = [min(end, num_tokens) // unit * unit for end in ends]
         if self._interval:
@@ -209,7 +216,7 @@ class SequenceStates:
 
     def _last_at(self, hashes: Sized[BlockHash], num_blocks: int, is_there: Callable[[BlockHash], bool]) -> int:
         """Number of the first `num_blocks` blocks, at most, that end on the grid at a name that `is_there`; else 0."""
-        every = self._unit // self._block_size
+        every = self.unit // self._block_size
         for count in range(num_blocks // every * every, 0, -every):
             if is_there(hashes[count - 1]):
                 return count

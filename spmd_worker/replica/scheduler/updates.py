@@ -112,6 +112,8 @@ def _update_of(decisions: list[Decision]) -> GroupUpdate:
     for sequence in sequences:
         sequence.is_known, sequence.is_new_fork = True, False
         sequence.num_sent_tokens = len(sequence.output_token_ids)
+        # A sequence that lags is always sent here: more ids were appended than it computes, so it does not continue.
+        sequence.num_lagging_tokens = 0
     return update
 
 
@@ -126,6 +128,7 @@ def _snapshot_of(decision: Decision) -> SequenceData:
         num_samples=num_samples,
         state_slot=-1 if sequence.state_slot is None else sequence.state_slot,
         draft_token_ids=sequence.drafts if num_drafts else (),
+        num_lagging_tokens=sequence.num_lagging_tokens,
     )
 
 

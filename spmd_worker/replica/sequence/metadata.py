@@ -11,9 +11,9 @@ from kv_cache.block import BlockId
 from spmd_worker.replica.sequence.request import Request, RequestId
 
 
-def _check_num_samples(num_samples: int) -> None:
-    if num_samples < 0:
-        raise ValueError(f"num_samples={num_samples} must be 0 or more")
+def _check_number(name: str, value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{name}={value} must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class SequenceData:
     num_lagging_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _check_num_samples(self.num_samples)
+        _check_number("num_samples", self.num_samples)
+        _check_number("num_lagging_tokens", self.num_lagging_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class SequenceDataDelta:
 
     The other fields are those of `SequenceData`. `num_kept_blocks` is below the length of the known table only where
     copy-on-write replaced the table's tail. `state_slot` is given only for a sequence that has just forked, which the
-    mirror does not know: it never changes while a sequence runs.
+    mirror does not know: it never changes while a sequence runs. The mirror knows how far its states lag: they have the
+    tokens that the last step was given.
     """
 
     sample_index: int
@@ -63,7 +65,7 @@ class SequenceDataDelta:
     draft_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_num_samples(self.num_samples)
+        _check_number("num_samples", self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)

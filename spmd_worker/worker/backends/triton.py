@@ -39,6 +39,7 @@ from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.device import is_on_any_rank
 from spmd_worker.worker.memory.window_groups import grouping_of
 from spmd_worker.worker.runner.dummy_steps import (
+    drafting_step,
     greedy_step,
     in_groups,
     max_step,
@@ -194,6 +195,8 @@ class TritonDevice(DeviceBackend):
             # Whose cache has the blocks of one step of at most `max_num_seqs`.
             sizes = (max_model_len, block_size, pooling)
             steps = (max_step(num_tokens, 1, *sizes), max_step(1, 1, *sizes))
+        if self.resolved.most_drafts and self.resolved.model_config.has_states:
+            steps = (*steps, drafting_step(block_size, num_blocks))
         for number, scheduled in enumerate(steps):
             runner.forward(number, in_groups(scheduled, runner.num_groups))
             runner.sample()

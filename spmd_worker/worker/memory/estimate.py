@@ -223,9 +223,10 @@ def activation_bytes(
     num_image_tokens: int = 0,
     *,
     adds_by_tree: bool = False,
+    most_drafts: int = 0,
 ) -> int:
     """Peak bytes of a step of `num_tokens` tokens, of which `num_rows` are sampled, or of the tower for an image of
-    `num_image_tokens`, which precedes it on the first stage.
+    `num_image_tokens`, which precedes it on the first stage. Rows have `most_drafts` drafts at most.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gate and up columns and their product; fused layers hold one of each at the same time. Heads with partial or
@@ -234,7 +235,8 @@ def activation_bytes(
     the feed-forward's input. Sparse layers hold the outputs of a token's experts and sums in float32. The sampler holds
     float32 logits as shards, gathered and as logprobs, and the fixed-point probability weights twice in float64.
     Quantised layers hold their inputs as bytes and, with several ranks, the int32 sums of all. Ranks that add by a tree
-    (`GroupHandle.has_tree`) hold float32 parts: their own, those of all, and two sums of them.
+    (`GroupHandle.has_tree`) hold float32 parts: their own, those of all, and two sums of them. Recurrences over drafts
+    have two copies of their inputs and one of their outputs, also those of the tokens that rows lag by.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
@@ -255,6 +257,10 @@ def activation_bytes(
     elif layout.tensor_parallel_size > 1 and adds_by_tree:
         others = DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
     of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others)
+    if most_drafts:
+        states = [state_layer(layer, model_config.hidden_size, share, most_drafts) for layer, share in kinds]
+        width = max([state.saved[1] for state in states if state is not None], default=0)
+        of_step += 3 * width * (num_tokens + num_rows * most_drafts) * DTYPE_BYTES[dtype]
     if model_config.is_encoder:
         return of_step
     of_tower = (
@@ -340,8 +346,12 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     return max(counts, default=0)
 
 
-def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:
-    """One rank's share of the cache. Layers of an encoder, which has no cache, share one step's buffer."""
+def cache_spec(
+    model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, block_size: int, most_drafts: int = 0
+) -> CacheSpec:
+    """One rank's share of the cache, in a run whose rows have up to `most_drafts` drafts. Layers of an encoder, which
+    has no cache, share one step's buffer.
+    """
     layers = tuple([block_layer(*each) for each in rank_layers(model_config, layout, rank)])
     if model_config.is_encoder:
         assert len(dict.fromkeys(layers)) == 1, f"layers of an encoder are alike: {layers}"
@@ -350,28 +360,36 @@ def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: 
     if model_config.has_states:
         hidden_size = model_config.hidden_size
         states = tuple(
-            [state_layer(layer, hidden_size, share) for layer, share in rank_layers(model_config, layout, rank)]
+            [
+                state_layer(layer, hidden_size, share, most_drafts)
+                for layer, share in rank_layers(model_config, layout, rank)
+            ]
         )
     return CacheSpec(layers, DTYPE_BYTES[dtype], block_size, states)
 
 
-def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare) -> StateLayer | None:
-    """Recurrent state that a rank with this share of a layer keeps; None if it keeps none. Key heads and groups of
-    which there are fewer than ranks are on several.
+def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_drafts: int = 0) -> StateLayer | None:
+    """Recurrent state that a rank with this share of a layer keeps, and what it saves of `most_drafts` drafts; None if
+    it keeps none. Key heads and groups of which there are fewer than ranks are on several.
     """
     size = share.num_ranks
+    shape: tuple[int, ...] = ()
+    # A draft's inputs of the recurrence are those of the convolution, and the numbers that gate its step.
+    num_gates = 0
     if layer.conv is not None:
-        return StateLayer((), (layer.conv.kernel_size - 1, hidden_size // size))
-    if layer.delta is not None:
+        num_taps, num_channels = layer.conv.kernel_size, hidden_size // size
+    elif layer.delta is not None:
         delta = layer.delta.share(size)
         shape = (delta.num_value_heads, delta.key_size, delta.value_size)
-        return StateLayer(shape, (delta.kernel_size - 1, delta.num_channels))
-    if layer.mamba is not None:
-        mamba = layer.mamba
-        num_heads, num_groups = mamba.num_heads // size, max(mamba.num_groups // size, 1)
-        num_channels = num_heads * mamba.head_size + 2 * num_groups * mamba.state_size
-        return StateLayer((num_heads, mamba.head_size, mamba.state_size), (mamba.kernel_size - 1, num_channels))
-    return None
+        num_taps, num_channels, num_gates = delta.kernel_size, delta.num_channels, shape[0] + delta.num_steps
+    elif layer.mamba is not None:
+        mamba = layer.mamba.share(size)
+        shape = (mamba.num_heads, mamba.head_size, mamba.state_size)
+        num_taps, num_channels, num_gates = mamba.kernel_size, mamba.num_channels, mamba.num_heads
+    else:
+        return None
+    saved = (most_drafts, num_channels + num_gates) if most_drafts else (0, 0)
+    return StateLayer(shape, (num_taps - 1, num_channels), saved)
 
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:

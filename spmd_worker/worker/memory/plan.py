@@ -128,7 +128,7 @@ def resolve_cache_need(resolved: ResolvedRun) -> CacheNeed:
 def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
     """One rank's share of the cache."""
     block_size, model_config, grouping = resolved.config.cache.block_size, resolved.model_config, grouping_of(resolved)
-    spec = cache_spec(model_config, resolved.layout, rank, resolved.dtype, block_size)
+    spec = cache_spec(model_config, resolved.layout, rank, resolved.dtype, block_size, resolved.most_drafts)
     spec = replace(spec, draft_layers=draft_layers(resolved, rank))
     if not grouping.groups.num_windows:
         return spec

@@ -231,6 +231,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
                 quantization,
                 resolved.max_tower_rows,
                 adds_by_tree=resolved.device_type == "cpu" or layout.num_leaves > 1,
+                most_drafts=resolved.most_drafts,
             ),
         ),
         spec.block_bytes,

@@ -24,7 +24,6 @@ from kv_cache.block import num_blocks_for
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.host_copies import to_device
-from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.ops.kernels.sample_row import SampleRow
 from spmd_worker.replica.grammar.step_masks import ConstrainedRow
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
@@ -32,6 +31,7 @@ from spmd_worker.replica.sequence.sampled import sample_indices
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.worker.runner.cross_step import with_cross_step
 from spmd_worker.worker.runner.image_layout import last_visible_of, media_of_step, rope_positions_of
+from spmd_worker.worker.runner.state_rows import draft_replay, state_segments
 
 Integers = NDArray[np.int64]
 
@@ -78,6 +78,7 @@ def build_batch(
     is_encoder: bool = False,
     slot_of: SlotOf | None = None,
     has_states: bool = False,
+    most_drafts: int = 0,
     vision: VisionConfig | None = None,
     num_groups: int = 1,
     group_of: tuple[int, ...] = (),
@@ -85,7 +86,8 @@ def build_batch(
 ) -> Batch:
     """Lay out a step. `scheduled` comes from the mirror, in plan order; `rows` are those of `rows_to_sample`, if they
     are known. Rows of an encoder have blocks for this step only, one row after another. `slot_of` None: no row has an
-    adapter. `has_states`: the model's rows have recurrent states. `vision`: how the model takes images, if it does.
+    adapter. `has_states`: the model's rows have recurrent states, and layers of the stage save the inputs of
+    `most_drafts` drafts of a row beside them. `vision`: how the model takes images, if it does.
     Tables have entries of `num_groups` groups of layers, `group_of` each layer's. `has_encoder`: the model is the
     decoder of an encoder-decoder model, and positions count from the decoder's first.
     """
@@ -109,7 +111,8 @@ def build_batch(
         token_blocks=_to(tables[sequence_of_token, positions // block_size], device),
         token_offsets=_to(positions % block_size, device),
         sees_later=is_encoder,
-        segments=_segments(scheduled, starts, firsts, device) if has_states else None,
+        segments=state_segments(scheduled, device) if has_states else None,
+        replay=draft_replay(scheduled, most_drafts, device) if has_states else None,
         last_visible=None if last_visible is None else _to(last_visible.astype(np.int32), device),
     )
     if other_tables:
@@ -156,20 +159,6 @@ def sampled_tokens(scheduled: Sequence[ScheduledSequence], ends: Integers) -> In
         for end, num_samples, num_drafts in zip(map(int, ends), nums_samples, nums_drafts)
     ]
     return np.concatenate(spans)
-
-
-def state_slots(sequences: Iterable[MirroredSequence]) -> Integers:
-    """Slot of each sequence's recurrent states, int64 [S]."""
-    slots = np.array([sequence.state_slot for sequence in sequences], dtype=np.int64)
-    assert slots.min(initial=0) >= 0, "a row has no slot for its states, and the model has states"
-    return slots
-
-
-def _segments(
-    scheduled: Sequence[ScheduledSequence], starts: tuple[int, ...], firsts: list[int], device: torch.device
-) -> StateSegments:
-    arrays = (state_slots(each.sequence for each in scheduled), np.array(starts), np.array(firsts))
-    return StateSegments(*[_to(each.astype(np.int32), device) for each in arrays])
 
 
 def adapter_slots(sequences: Iterable[MirroredSequence], slot_of: SlotOf | None) -> Integers | None:

@@ -40,10 +40,10 @@ from spmd_worker.worker.runner.batch import (
     adapter_slots,
     drafts_of,
     sampled_tokens,
-    state_slots,
     token_ids,
 )
 from spmd_worker.worker.runner.image_layout import last_visible_of, media_of_step, position_delta, rope_positions_of
+from spmd_worker.worker.runner.state_rows import draft_replay, state_slots
 
 _SLOTS_A_SEQUENCE: Final = 4
 """Slots for the sequences of a few steps in flight and for waiting ones."""
@@ -129,12 +129,14 @@ class BatchState:
         slot_of: SlotOf | None = None,
         *,
         has_states: bool = False,
+        most_drafts: int = 0,
         vision: VisionConfig | None = None,
         num_groups: int = 1,
         group_of: tuple[int, ...] = (),
     ) -> None:
         self._vision = vision
         self._block_size, self._device, self._slot_of, self._has_states = block_size, device, slot_of, has_states
+        self._most_drafts = most_drafts
         self._num_groups, self._group_of = num_groups, group_of
         self._slots: dict[MirroredSequence, _Slot] = {}
         """The least recently used first."""
@@ -155,7 +157,9 @@ class BatchState:
         is_same = last is not None and scheduled is last.scheduled
         sequences = last.sequences if last is not None and is_same else list(map(_SEQUENCE, scheduled))
         firsts = _column(_NUM_COMPUTED, sequences)
-        if last is not None and _continues(last, sequences, firsts) and (is_same or _decode(scheduled)):
+        replay = draft_replay(scheduled, self._most_drafts, self._device)
+        can_continue = last is not None and replay is None and _continues(last, sequences, firsts)
+        if last is not None and can_continue and (is_same or _decode(scheduled)):
             layout, sent = self._continue(replace(last, scheduled=scheduled, ends=firsts + 1), has_ids=has_ids)
         else:
             layout, sent = self._lay_out(scheduled, sequences, firsts)
@@ -174,6 +178,7 @@ class BatchState:
             segments=None
             if layout.state_slots is None
             else StateSegments(layout.state_slots, layout.starts, sent.firsts),
+            replay=replay,
             last_visible=sent.last_visible if len(sent.last_visible) else None,
         )
         if self._num_groups > 1:

@@ -109,6 +109,13 @@ def greedy_step(num_sequences: int, block_size: int, num_blocks: int) -> tuple[S
     return tuple(_sequence(index, _WARM_UP_PARAMS[0], blocks, 1) for index in range(num_sequences))
 
 
+def drafting_step(block_size: int, num_blocks: int) -> tuple[ScheduledSequence, ...]:
+    """A step of a greedy sequence that has a draft, and whose recurrent states lag by a token."""
+    sequence, _, num_samples = _sequence(0, _WARM_UP_PARAMS[0], _cycled_blocks(4, block_size, num_blocks), 1, 2)
+    sequence.draft_token_ids = (0,)
+    return lagging([ScheduledSequence(sequence, 2, num_samples)], 1)
+
+
 def prompt_step(
     num_tokens: int, max_model_len: int, block_size: int, num_blocks: int, pooling: PoolingConfig | None = None
 ) -> tuple[ScheduledSequence, ...]:
@@ -125,6 +132,13 @@ def with_adapter(scheduled: Sequence[ScheduledSequence], adapter: int) -> tuple[
     """The same step of rows with this adapter (`Request.adapter`)."""
     for each in scheduled:
         each.sequence.request = replace(each.sequence.request, adapter=adapter)
+    return tuple(scheduled)
+
+
+def lagging(scheduled: Sequence[ScheduledSequence], num_tokens: int) -> tuple[ScheduledSequence, ...]:
+    """The same step of rows whose recurrent states lag by so many tokens."""
+    for each in scheduled:
+        each.sequence.num_lagging_tokens = num_tokens
     return tuple(scheduled)
 
 

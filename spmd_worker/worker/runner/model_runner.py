@@ -181,13 +181,14 @@ class ModelRunner:
         has_state = keeps_state and not (model.model_config.is_encoder or self._has_encoder)
         self.adapters, self._slot_of = adapters, None if adapters is None else adapters.slot_of
         self._step_adapters: StepAdapters | None = None
-        self._has_states = model.model_config.has_states
+        self._has_states, self._most_drafts = model.model_config.has_states, cache_engine.spec.most_drafts
         self._repeater = RowRepeater(model, cache_engine, adapters, rank)
         self._state = None
         if has_state:
             self._state = BatchState(
                 *(block_size, self._device, self._slot_of),
                 has_states=self._has_states,
+                most_drafts=self._most_drafts,
                 vision=model.model_config.vision,
                 num_groups=self.num_groups,
                 group_of=cache_engine.spec.group_of,
@@ -383,6 +384,7 @@ class ModelRunner:
             is_encoder=self.model.model_config.is_encoder,
             slot_of=self._slot_of,
             has_states=self._has_states,
+            most_drafts=self._most_drafts,
             vision=self.model.model_config.vision,
             num_groups=self.num_groups,
             group_of=self._cache_engine.spec.group_of,

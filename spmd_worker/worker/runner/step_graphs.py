@@ -121,7 +121,7 @@ class StepGraphs:
 
     def takes(self, batch: Batch) -> bool:
         fits = len(batch.token_ids) <= self.sizes[-1] and len(batch.attention.context_lengths) <= self._max_seqs
-        return fits and batch.attention.is_causal
+        return fits and batch.attention.is_causal and batch.attention.replay is None
 
     def forward(
         self, batch: Batch, cache: LayerCaches, incoming: Tensor | None, states: Sequence[LayerStates | None] = ()

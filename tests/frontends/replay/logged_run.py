@@ -36,7 +36,7 @@ from spmd_worker.replica.sequence.events import (
 )
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.request import Request, RequestId, random_stream
-from spmd_worker.replica.sequence.sampled import SampledIds, sampling_keys
+from spmd_worker.replica.sequence.sampled import SampledIds, num_equal, sampling_keys
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import FinishReason, SequenceGroup, SequenceKey, SequenceStatus
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
@@ -152,6 +152,9 @@ class LoggedRun:
             verify_hits=header.verify_hits,
             verify_steps=header.verify_steps,
             media=header.media,
+            speculation=header.speculative_config,
+            num_lookahead_tokens=header.num_lookahead_tokens,
+            vocab_size=header.vocab_size,
         )
         cache = CacheManager(
             header.num_blocks,
@@ -169,7 +172,7 @@ class LoggedRun:
         self.aborted: list[tuple[RequestId, SequenceStatus]] = []
         self._has_digests, self._nums_of_ids = has_digests, nums_of_ids
         self._max_under_way = header.num_in_flight
-        self._in_flight: deque[tuple[StepPlan, SampledIds, tuple[Event, ...]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepResult, tuple[Event, ...]]] = deque()
         self._encoder, self._digest = Encoder(self._max_under_way), ChainedDigest()
         self._last_events: tuple[Event, ...] = ()
         self._sampled = SampledIds()
@@ -190,7 +193,7 @@ class LoggedRun:
         self.log.write(self._encoder.encode(message))
         self.plans.append(plan)
         self._last_events, self._sampled = events, SampledIds()
-        self._in_flight.append((plan, self._sample(plan), events))
+        self._in_flight.append((plan, self._compute(plan), events))
         while self._must_settle(events):
             self._settle(*self._in_flight.popleft())
 
@@ -198,9 +201,8 @@ class LoggedRun:
         is_full = len(self._in_flight) == self._max_under_way
         return must_end_oldest(len(self._in_flight), is_full, events, self.scheduler, is_closed=False)
 
-    def _settle(self, plan: StepPlan, sampled: SampledIds, events: tuple[Event, ...]) -> None:
-        self._sampled = self._sampled.joined(sampled)
-        result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
+    def _settle(self, plan: StepPlan, result: StepResult, events: tuple[Event, ...]) -> None:
+        self._sampled = self._sampled.joined(SampledIds(result.token_ids, result.num_token_ids))
         self.ended += end_step(self.scheduler, plan, result, events, self.scheduler.handle)
 
     def keys_in(self, status: SequenceStatus) -> list[SequenceKey]:
@@ -213,16 +215,27 @@ class LoggedRun:
         self.step(Close())
         self.log.close()
 
-    def _sample(self, plan: StepPlan) -> SampledIds:
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """Drafts of the workers, if they are wanted, are three ids of which most are right."""
+        listed = [(group.request_id, data) for group in plan.groups for data in group.sequences]
+        drafts_of = {(request_id, data.sample_index): data.draft_token_ids for request_id, data in listed}
         # The scheduler has counted what the step computes: the next position is the first sampled token's.
         positions = {sequence.key: sequence.num_computed_tokens for sequence in self.scheduler.running}
-        rows = []
+        rows, drafts = [], []
         for request_id, sample_index in sampling_keys(plan):
             # Forks are not there yet and are computed as far as sample 0.
             position = positions.get((request_id, sample_index), positions.get((request_id, 0), 0))
             num_ids = self._nums_of_ids[fake_token_id(request_id, sample_index, plan.step) % len(self._nums_of_ids)]
+            known = drafts_of.get((request_id, sample_index), ())
+            right = [fake_token_id(request_id, sample_index, position + offset) for offset in range(len(known) + 4)]
+            num_ids = num_equal(known, right) + 1 if known else num_ids
             rows.append([fake_token_id(request_id, sample_index, position + offset) for offset in range(num_ids)])
-        return SampledIds.from_rows(rows)
+            first = position + num_ids
+            made = [fake_token_id(request_id, sample_index, first + offset) for offset in range(3)]
+            drafts.append((*made[:2], made[2] if first % 3 else 1))
+        sampled = SampledIds.from_rows(rows)
+        made = tuple(drafts) if plan.wants_drafts else ()
+        return StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids, drafts=made)
 
 
 def fake_token_id(request_id: int, sample_index: int, position: int) -> int:

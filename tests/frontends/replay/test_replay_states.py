@@ -10,6 +10,7 @@ from spmd_worker.base.errors import ReplayDivergedError
 from spmd_worker.frontends.replay.replay import Replay
 from spmd_worker.frontends.replay.step_log import read_step_log
 from spmd_worker.replica.sequence.events import Admit, ResetPrefixCache
+from spmd_worker.replica.sequence.metadata import SequenceData
 
 STATES = {
     "max_model_len": 300,
@@ -53,6 +54,27 @@ def test_run_with_states_replays(tmp_path: Path, depth: dict[str, int]):
     assert counters.num_verified_steps >= 4
     for kind in ("swap_out", "swap_in", "copy"):
         assert any(getattr(plan.state_ops, kind) for plan in run.plans), f"no {kind}"
+
+
+DRAFTS = {
+    "speculation": '{"method": "mtp", "num_speculative_tokens": 3, "max_step_tokens": 90}',
+    "num_lookahead_tokens": 3,
+}
+
+
+@pytest.mark.parametrize("depth", [{}, {"pipeline_parallel_size": 2}], ids=str)
+def test_run_with_states_and_drafts_replays(tmp_path: Path, depth: dict[str, int]):
+    run = write_state_log(tmp_path / "log", **{**DRAFTS, **depth, "preemption_mode": "swap"})
+    log = read_step_log(tmp_path / "log")
+    replay = Replay(log.header, None)
+    assert [step.plan for step in replay.steps(log.messages())] == run.plans
+    counters = run.scheduler.counters
+    assert counters == replay.scheduler.counters
+    assert counters.num_drafted_tokens > counters.num_accepted_tokens > 20
+    assert min(counters.num_snapshots, counters.num_snapshot_hits, counters.num_swapped_in) > 0
+    rows = [data for plan in run.plans for group in plan.groups for data in group.sequences]
+    # A row is sent completely while its state lags, and its mirror accepts that.
+    assert any(isinstance(data, SequenceData) and data.num_lagging_tokens for data in rows)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_stored_experts_cases.py": (("gate",), 4),
     "triton_quantised_cases.py": (("gate",), 4),
     "triton_adapter_cases.py": (("gate",), 7),
-    "triton_recurrent_cases.py": (("gate",), 7),
+    "triton_recurrent_cases.py": (("gate",), 8),
     "triton_latent_cases.py": (("gate",), 4),
     "triton_tower_cases.py": ((), 3),
     "triton_cross_cases.py": (("gate",), 1),
@@ -36,7 +36,7 @@ ALL_CASES = {
     "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 15),
-    "triton_recurrent_cases.py": ((), 7),
+    "triton_recurrent_cases.py": ((), 8),
     "triton_latent_cases.py": ((), 4),
     "triton_cross_cases.py": ((), 2),
 }

@@ -7,13 +7,16 @@ python tests/ops/kernels/triton_recurrent_cases.py cuda                     the 
 import json
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import torch
+from kept_tokens import check_kept
 from state_segments import segments_of
 from triton_cases import in_gate, run
 
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
+from spmd_worker.ops.kernels.triton import scan_delta_kernels, scan_mamba_kernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ops.kernels.triton.recurrent import TritonRecurrentKernels
 
@@ -151,10 +154,19 @@ def a_scan_of_mamba_cut_anywhere_has_the_same_bits() -> None:
         assert torch.equal(state, whole), chunk
 
 
+def leading_tokens_are_kept() -> None:
+    # Interpreted programs take their time one after another.
+    tiles = (64, 32) if is_interpreted() else (scan_delta_kernels.BV, scan_mamba_kernels.BP)
+    with mock.patch.object(scan_delta_kernels, "BV", tiles[0]), mock.patch.object(scan_mamba_kernels, "BP", tiles[1]):
+        for dtype in (torch.float32, torch.float16)[in_gate() :]:
+            assert check_kept(KERNELS, dtype) == []
+
+
 CASES: tuple[Callable[[], None], ...] = (
     *(convolutions_are_the_references, a_convolution_cut_anywhere_has_the_same_bits),
     *(scans_are_the_references, a_scan_cut_anywhere_has_the_same_bits, gated_norms_are_the_references),
     *(scans_of_mamba_are_the_references, a_scan_of_mamba_cut_anywhere_has_the_same_bits),
+    leading_tokens_are_kept,
 )
 
 

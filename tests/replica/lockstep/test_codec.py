@@ -5,6 +5,7 @@ import random
 import re
 import struct
 import tracemalloc
+from zlib import crc32
 
 import pytest
 from hypothesis import example, given
@@ -14,6 +15,7 @@ from step_records import RunModel, every_change, messages, sampled_by, with_chec
 
 from kv_cache.block_ops import BlockOps
 from kv_cache.state_ops import StateOps
+from spmd_worker.replica.lockstep.wire import codec
 from spmd_worker.replica.lockstep.wire.codec import VERSION, Decoder, Encoder, decode_message, encode_message
 from spmd_worker.replica.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.replica.sequence.events import (
@@ -64,7 +66,7 @@ FULL_PLAN = StepPlan(
         SequenceGroupMetadataDelta(3, (SequenceDataDelta(0, (11,), 2, (), 32, 1, 1, -1, (12, 14)),)),
         SequenceGroupMetadata(
             Request(4, (5, 6, 7), OTHER_SAMPLING, 2**64 - 1),
-            (SequenceData(0, (12, 13), (8, 9), 0, 5, 1), SequenceData(1, (12,), (8, 10), 0, 4, 0, 7, (9,))),
+            (SequenceData(0, (12, 13), (8, 9), 0, 5, 1), SequenceData(1, (12,), (8, 10), 0, 4, 0, 7, (9,), 2)),
         ),
         SequenceGroupMetadataDelta(
             6, (SequenceDataDelta(0, (21,), 2, (5,), 32, 1, 1), SequenceDataDelta(1, (22,), 0, (6, 7), 32, 1, 1, 9))
@@ -313,6 +315,17 @@ def test_records_with_other_fields_are_rejected():
         other = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         with pytest.raises(MessageError, match=r"records .*other fields"):
             decode_message(refit(other))
+
+
+def test_log_from_before_lagging_states_is_rejected(monkeypatch: pytest.MonkeyPatch):
+    layout = codec._PLAN.layout.replace(", num_lagging_tokens: int = 0", "")
+    assert layout != codec._PLAN.layout
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "_LAYOUT", codec._CHECKSUM.pack(crc32(f"{codec._EVENTS.layout}; {layout}".encode())))
+        data = encode_message(FULL_MESSAGE)
+        assert decode_message(data) == FULL_MESSAGE
+    with pytest.raises(MessageError, match="another version of this code wrote the message"):
+        decode_message(data)
 
 
 def test_sampling_parameter_out_of_range_is_rejected():

@@ -25,7 +25,7 @@ FIRST, SECOND = SequenceKey(1, 0), SequenceKey(2, 0)
 
 
 def new_mirror(num_slots: int = NUM_SLOTS) -> Mirror:
-    return Mirror(NUM_BLOCKS, BLOCK_SIZE, num_state_slots=num_slots)
+    return Mirror(NUM_BLOCKS, BLOCK_SIZE, num_state_slots=num_slots, most_drafts=3)
 
 
 def snapshot(request_id: int, slot: int, blocks: tuple[int, ...], num_samples: int = 1) -> SequenceGroupMetadata:
@@ -98,6 +98,78 @@ def test_swapped_sequence_comes_back_with_another_slot():
     assert mirror_slots(mirror)[SECOND] == 4
 
 
+def resent(step: int, num_lagging_tokens: int, num_computed_tokens: int = 8, **fields: object) -> StepPlan:
+    """Request 2, sent completely while it decodes: its next token is the tenth."""
+    request = Request(2, (5, 6, 7, 8, 9), SamplingParams(n=2), 0)
+    outputs, num_tokens = (11, 12, 13, 14), 9 - num_computed_tokens
+    counts = (num_computed_tokens, num_tokens, 1, 3, (), num_lagging_tokens)
+    data = SequenceData(0, outputs, (2, 3, 6), *counts)
+    return StepPlan(step, (SequenceGroupMetadata(request, (data,)),), num_tokens=num_tokens, **fields)
+
+
+def drafted(step: int = 2) -> StepPlan:
+    """Request 2's next token, and three drafts behind it."""
+    return delta(step, appended_block_ids=(6,), num_scheduled_tokens=4, draft_token_ids=(12, 13, 14))
+
+
+def accepted(step: int, *token_ids: int, num_lagging_tokens: int) -> StepPlan:
+    """Request 2 goes on after some of the drafts."""
+    first = 6 + num_lagging_tokens
+    return delta(step, appended_token_ids=token_ids, num_kept_blocks=3, num_computed_tokens=first)
+
+
+@pytest.mark.parametrize("num_lagging_tokens", range(4))
+def test_row_lags_by_accepted_drafts_once(num_lagging_tokens: int):
+    ids = (*(12, 13, 14)[:num_lagging_tokens], 19)
+    (row,) = at_work(drafted()).apply(accepted(3, *ids, num_lagging_tokens=num_lagging_tokens))
+    assert (row.sequence.num_lagging_tokens, row.sequence.num_computed_tokens) == (
+        num_lagging_tokens,
+        6 + num_lagging_tokens,
+    )
+    mirror = at_work(drafted(), accepted(3, *ids, num_lagging_tokens=num_lagging_tokens))
+    for step in (4, 5):
+        # The first is not plain, the second is.
+        (row,) = mirror.apply(decoding(step, SECOND))
+        assert (row.sequence.num_lagging_tokens, row.sequence.draft_token_ids) == (0, ())
+
+
+def test_drafts_may_follow_lagging_tokens():
+    given = {"appended_token_ids": (12, 13, 20), "num_kept_blocks": 3, "num_computed_tokens": 8}
+    mirror = at_work(drafted(), delta(3, **given, num_scheduled_tokens=3, draft_token_ids=(21, 22)))
+    assert mirror.held(SECOND).num_lagging_tokens == 2
+    # The slot has nine tokens, and the row goes on after the first draft.
+    last = delta(4, appended_token_ids=(21, 30), num_kept_blocks=3, num_computed_tokens=10)
+    (row,) = mirror.apply(last)
+    assert (row.sequence.num_lagging_tokens, row.sequence.num_scheduled_tokens) == (1, 1)
+
+
+@pytest.mark.parametrize("num_lagging_tokens", [0, 3])
+def test_row_sent_completely_says_how_far_it_lags(num_lagging_tokens: int):
+    (row,) = at_work(drafted()).apply(resent(3, num_lagging_tokens))
+    assert row.sequence.num_lagging_tokens == num_lagging_tokens
+
+
+def test_row_lags_while_others_continue():
+    """It is listed behind them, and in the next step continues with them."""
+    mirror = at_work(dataclasses.replace(drafted(), continuing=(FIRST,), continuing_token_ids=(11,), num_tokens=5))
+    lagging = accepted(3, 12, 13, 19, num_lagging_tokens=2)
+    rows = mirror.apply(dataclasses.replace(lagging, continuing=(FIRST,), continuing_token_ids=(11,), num_tokens=2))
+    assert [row.sequence.num_lagging_tokens for row in rows] == [0, 2]
+    assert [row.sequence.num_lagging_tokens for row in mirror.apply(decoding(4, FIRST, SECOND))] == [0, 0]
+
+
+def test_models_without_states_have_no_lag():
+    mirror = new_mirror(0)
+    mirror.apply(StepPlan(1, (snapshot(2, -1, (2, 3)),), num_tokens=5))
+    mirror.apply(drafted())
+    (row,) = mirror.apply(accepted(3, 12, 13, 19, num_lagging_tokens=2))
+    assert row.sequence.num_lagging_tokens == 0
+    other = dataclasses.replace(resent(4, 1).groups[0].sequences[0], state_slot=-1)
+    group = dataclasses.replace(resent(4, 1).groups[0], sequences=(other,))
+    with pytest.raises(MirrorError, match=r"num_lagging_tokens is 1, .* 0 in a model without recurrent states"):
+        mirror.apply(StepPlan(4, (group,), num_tokens=1))
+
+
 TAKEN = StepPlan(2, (snapshot(3, 3, (4, 5)),), num_tokens=5)
 OVERWRITTEN = StepPlan(2, state_ops=StateOps(copy=((0, 3),)))
 
@@ -128,6 +200,26 @@ REJECTED: dict[str, tuple[list[StepPlan], Callable[[], StepPlan], str]] = {
         [],
         lambda: delta(2, appended_token_ids=(), num_computed_tokens=4),
         "num_computed_tokens is 4, .* a state has that already",
+    ),
+    "a token applied twice, behind drafts": (
+        [drafted()],
+        lambda: delta(3, appended_token_ids=(), num_kept_blocks=3, num_computed_tokens=5),
+        "num_computed_tokens is 5, .* from 6 to 9: a state has 6 tokens already, and the drafts' inputs",
+    ),
+    "a draft that was none": (
+        [drafted()],
+        lambda: accepted(3, 12, 99, 20, num_lagging_tokens=2),
+        "num_computed_tokens is 8, the mirror expects 7",
+    ),
+    "a lag of more than all drafts": (
+        [],
+        lambda: resent(2, 4, 9 - 1),
+        "request 2, sample 0: field num_lagging_tokens is 4, .* from 0 to 3: of at most 3 drafts, behind the prompt",
+    ),
+    "a lag into the prompt": (
+        [],
+        lambda: resent(2, 3, 7),
+        "request 2, sample 0: field num_lagging_tokens is 3, .* from 0 to 2",
     ),
     "a token applied twice, continuing": (
         [],

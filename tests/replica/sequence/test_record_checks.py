@@ -25,6 +25,7 @@ REQUEST = Request(1, (2, 3), SamplingParams(), 2**64 - 1)
         (lambda: StepPlan(1, block_ops=None), "StepPlan.block_ops=None must be of type BlockOps"),
         (lambda: SequenceData(0, (), (), 0, 1, -1), "num_samples=-1 must be 0 or more"),
         (lambda: SequenceDataDelta(0, (), 0, (), 0, 1, -1), "num_samples=-1 must be 0 or more"),
+        (lambda: SequenceData(0, (), (), 0, 1, 1, 0, (), -2), "num_lagging_tokens=-2 must be 0 or more"),
         (lambda: SamplingParams(max_tokens=2**63), "max_tokens=9223372036854775808 must fit 64 bits"),
         (lambda: SamplingParams(top_k=2**64), "top_k=18446744073709551616 must fit 64 bits"),
         (lambda: SamplingParams(stop_token_ids=(2**63,)), "stop_token_ids: 9223372036854775808 must be a token id"),

@@ -11,6 +11,7 @@ from kv_cache.cache_sizing import MemoryMeasurement
 from kv_cache.state_sizing import StateNeed, size_states
 from spmd_worker import LLM
 from spmd_worker.base.config.schema import CacheConfig, ModelOptions, PlanConfig, RunConfig, SchedulerConfig
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.worker import start
@@ -90,6 +91,25 @@ def test_plan_names_states_and_their_traffic() -> None:
     assert "traffic    a decode step of 8 sequences reads and writes 16.0 KiB of states beside " in text
     # 64 blocks of 8 KiB and 12 slots of 1 KiB.
     assert " 524.0 KiB" in text
+
+
+def drafting(resolved: ResolvedRun, num_drafts: int) -> ResolvedRun:
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts)
+    return replace(resolved, config=replace(resolved.config, speculative_config=speculation))
+
+
+def test_plan_counts_inputs_of_drafts() -> None:
+    """Three inputs of 64 channels in each of two layers, and copies of a step's in one."""
+    plain = run(num_blocks=64, max_num_seqs=8, num_state_snapshots=4)
+    text = describe_plan(make_plan(drafting(plain, 3)))
+    assert (
+        "states     20.0 KiB: 8 of 2.5 KiB (2 layers of 2 x 64 inputs, 3 x 64 inputs of drafts), 4 snapshots 10.0 KiB"
+    ) in text
+    specs = [cache_spec_of(each, 0) for each in (plain, drafting(plain, 3))]
+    assert specs[1].slot_bytes - specs[0].slot_bytes == 2 * 3 * 64 * 4
+    activations = [make_plan(each).shares[0].activation_bytes for each in (plain, drafting(plain, 3))]
+    num_tokens = plain.config.scheduler.max_num_batched_tokens + 8 * 3
+    assert activations[1] - activations[0] == 3 * 64 * num_tokens * 4
 
 
 def test_plan_of_gpus_has_numbers_of_states() -> None:

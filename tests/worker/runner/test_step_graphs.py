@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kv_cache.layer_states import LayerStates
+from spmd_worker.ops.attention.draft_replay import DraftReplay
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.worker.runner.batch import Batch
 from spmd_worker.worker.runner.step_graphs import StepGraphs, graph_sizes
 
@@ -231,3 +233,10 @@ def test_steps_that_see_later_tokens_have_none(graphs: StepGraphs):
     step = batch(5)
     assert graphs.takes(step)
     assert not graphs.takes(replace(step, attention=replace(step.attention, last_visible=torch.arange(5))))
+
+
+def test_steps_that_replay_drafts_have_none(graphs: StepGraphs):
+    step, rows = batch(5), torch.arange(5)
+    assert step.attention.replay is None
+    replay = DraftReplay(StateSegments(rows, rows, rows, rows), *[rows] * 5)
+    assert not graphs.takes(replace(step, attention=replace(step.attention, replay=replay)))

@@ -7,6 +7,7 @@ Mamba2, their size, groups, and size of a state.
 
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,15 +156,19 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         return output
 
 
-def segment_addresses(segments: StateSegments, num_tokens: int, num_slots: int) -> tuple[int, int, int, int]:
-    """Addresses of slots, starts and first positions, and the number of sequences, as the library takes them. Raises
-    AssertionError if tokens or slots are out of range.
+def segment_addresses(segments: StateSegments, num_tokens: int, num_slots: int) -> tuple[int | None, ...]:
+    """Addresses of slots, starts, first positions and kept tokens, None where all are kept, and the number of
+    sequences, as the library takes them. Raises AssertionError if tokens or slots are out of range.
     """
-    num_segments = len(segments.slots)
+    num_segments, counts = len(segments.slots), segments.kept
     check_tensor(segments.slots, torch.int32, (num_segments,))
     check_tensor(segments.starts, torch.int32, (num_segments + 1,))
     check_tensor(segments.firsts, torch.int32, (num_segments,))
     assert int(segments.starts[-1]) <= num_tokens, (segments, num_tokens)
     assert num_segments == 0 or int(segments.slots.max()) < num_slots, (segments, num_slots)
+    if counts is not None:
+        check_tensor(counts, torch.int32, (num_segments,))
+        slots, kept, lengths = segments.slots.numpy(), counts.numpy(), np.diff(segments.starts.numpy())
+        assert ((slots < 0) | (lengths == 0) | ((kept > 0) & (kept <= lengths))).all(), segments
     addresses = (each.data_ptr() for each in (segments.slots, segments.starts, segments.firsts))
-    return (*addresses, num_segments)  # type: ignore[return-value]  # three addresses and a number
+    return (*addresses, None if counts is None else counts.data_ptr(), num_segments)

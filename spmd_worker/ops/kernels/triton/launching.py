@@ -1,4 +1,4 @@
-"""Number of programs of a persistent kernel, and properties of the device.
+"""Number of programs of a persistent kernel, properties of the device, and arguments that kernels have in common.
 
 Bits do not depend on it. Under TRITON_INTERPRET=1, which must be set before triton is imported, kernels run on CPU
 tensors, one program after another; a few programs then test that several share the work.
@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+
+from spmd_worker.ops.kernels.recurrent import StateSegments
 
 _INTERPRETED_PROGRAMS = 3
 
@@ -44,3 +47,10 @@ def is_interpreted() -> bool:
 def power_of_two(number: int) -> int:
     """The smallest power of two not below `number`, which is 1 or more."""
     return 1 << (number - 1).bit_length()
+
+
+def segment_arguments(segments: StateSegments) -> tuple[Tensor | None, ...]:
+    """Slots, starts, first positions and kept tokens of sequences, the last None where all are kept."""
+    kept = segments.kept
+    assert kept is None or (kept.dtype == torch.int32 and kept.shape == segments.slots.shape), (kept, segments.slots)
+    return segments.slots, segments.starts, segments.firsts, kept

@@ -5,7 +5,7 @@ from torch import Tensor
 from spmd_worker.model_config.layer_config import DeltaConfig
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.ops.kernels.triton import scan_delta_kernels
-from spmd_worker.ops.kernels.triton.launching import power_of_two
+from spmd_worker.ops.kernels.triton.launching import power_of_two, segment_arguments
 
 
 def scan_delta(
@@ -29,16 +29,16 @@ def scan_delta(
         # Neighbouring columns at once, and padding last.
         grid = (-(-value_size // scan_delta_kernels.BV), num_heads, len(segments.slots))
         scan_delta_kernels.scan_delta[grid](
-            *(mixed, a, b, a_log, dt_bias, states, segments.slots, segments.starts, segments.firsts, out),
+            *(mixed, a, b, a_log, dt_bias, states, *segment_arguments(segments), out),
             *(config.num_key_heads, num_heads, mixed.stride(0), a.stride(0), b.stride(0)),
             *(config.beta_scale, key_size**-0.5),
-            **scan_constants(config),
+            **scan_constants(config, has_kept=segments.kept is not None),
             **scan_delta_kernels.SCAN,
         )
     return out
 
 
-def scan_constants(config: DeltaConfig) -> dict[str, int | bool]:
+def scan_constants(config: DeltaConfig, *, has_kept: bool = False) -> dict[str, int | bool]:
     """Constexprs of `scan_delta_kernels.scan_delta`."""
     return {
         "DK": config.key_size,
@@ -46,6 +46,7 @@ def scan_constants(config: DeltaConfig) -> dict[str, int | bool]:
         "BK": power_of_two(config.key_size),
         "BV": scan_delta_kernels.BV,
         "IS_PER_CHANNEL": config.is_per_channel,
+        "HAS_KEPT": has_kept,
     }
 
 

@@ -114,6 +114,7 @@ def scan_delta(
     slots,
     starts,
     firsts,
+    kept,
     out,
     HK,
     HV,
@@ -127,6 +128,7 @@ def scan_delta(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
 ):
     """mixed [T, 2 HK DK + HV DV], a [T, HV] or [T, HV DK], b [T, HV], in rows of their strides; states [slots, HV, DK,
     DV] -> out [T, HV, DV]: `RecurrentKernels.scan_delta`. One program for each BV columns, value head and sequence.
@@ -147,6 +149,8 @@ def scan_delta(
         else:
             bias = tl.load(dt_bias + head)
         row, count = start.to(tl.int64), stop - start
+        if HAS_KEPT:
+            num_kept = tl.load(kept + segment)
         query, key, value, step, gate = _read(
             mixed, a, b, row, count > 0, key_head, head, channels, columns, is_channel, is_column, HK, stride_mixed,
             stride_a, stride_b, DK, DV, IS_PER_CHANNEL,
@@ -167,11 +171,16 @@ def scan_delta(
             state, result = _advanced(state, now_query, now_key, now_value, decay, beta, IS_PER_CHANNEL)
             to = out + ((row + token) * HV + head) * DV + columns
             tl.store(to, result.to(out.dtype.element_ty), mask=is_column)
+            if HAS_KEPT:  # noqa: SIM102  # the outer one is compiled away
+                if token + 1 == num_kept:
+                    tl.store(place, state, mask=inside)
             now_query, now_key, now_value, decay, beta = following
             query, key, value, step, gate = after
         state, result = _advanced(state, now_query, now_key, now_value, decay, beta, IS_PER_CHANNEL)
         to = out + ((row + count - 1) * HV + head) * DV + columns
         tl.store(to, result.to(out.dtype.element_ty), mask=is_column)
+        if HAS_KEPT:
+            inside = inside & (count == num_kept)
         tl.store(place, state, mask=inside)
 
 

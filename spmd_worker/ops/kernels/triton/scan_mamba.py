@@ -5,7 +5,7 @@ from torch import Tensor
 from spmd_worker.model_config.layer_config import MambaConfig
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.ops.kernels.triton import scan_mamba_kernels
-from spmd_worker.ops.kernels.triton.launching import power_of_two
+from spmd_worker.ops.kernels.triton.launching import power_of_two, segment_arguments
 
 
 def scan_mamba(
@@ -30,19 +30,20 @@ def scan_mamba(
         # Neighbouring rows at once, and padding last.
         grid = (-(-size // scan_mamba_kernels.BP), num_heads, len(segments.slots))
         scan_mamba_kernels.scan_mamba[grid](
-            *(mixed, dt, a_log, dt_bias, skip, states, segments.slots, segments.starts, segments.firsts, out),
+            *(mixed, dt, a_log, dt_bias, skip, states, *segment_arguments(segments), out),
             *(num_heads, config.num_groups, mixed.stride(0), dt.stride(0), *config.dt_limits),
-            **mamba_constants(config),
+            **mamba_constants(config, has_kept=segments.kept is not None),
             **scan_mamba_kernels.LAUNCH,
         )
     return out
 
 
-def mamba_constants(config: MambaConfig) -> dict[str, int]:
+def mamba_constants(config: MambaConfig, *, has_kept: bool = False) -> dict[str, int | bool]:
     """Constexprs of `scan_mamba_kernels.scan_mamba`."""
     return {
         "P": config.head_size,
         "N": config.state_size,
         "BP": scan_mamba_kernels.BP,
         "BN": power_of_two(config.state_size),
+        "HAS_KEPT": has_kept,
     }

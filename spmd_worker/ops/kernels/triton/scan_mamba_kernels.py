@@ -51,6 +51,7 @@ def scan_mamba(
     slots,
     starts,
     firsts,
+    kept,
     out,
     H,
     G,
@@ -62,6 +63,7 @@ def scan_mamba(
     N: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
 ):
     """mixed [T, H P + 2 G N] and dt [T, H] in rows of their strides, states [slots, H, P, N] -> out [T, H P]:
     `RecurrentKernels.scan_mamba`. One program for each BP rows of the state of a head and sequence.
@@ -78,6 +80,8 @@ def scan_mamba(
         rate, factor = tl.exp(tl.load(a_log + head)), tl.load(skip + head)
         bias, group = tl.load(dt_bias + head), head * G // H
         row, count = start.to(tl.int64), stop - start
+        if HAS_KEPT:
+            num_kept = tl.load(kept + segment)
         x, b, c, step = _read(
             mixed, dt, row, count > 0, head, group, p, n, is_row, is_column, H, G, stride_mixed, stride_dt, P, N
         )
@@ -89,5 +93,9 @@ def scan_mamba(
             state, result = _advanced(state, x, b, c, step, rate, factor, bias, least, most)
             to = out + (row + token) * (H * P) + head * P + p
             tl.store(to, result.to(out.dtype.element_ty), mask=is_row)
+            if HAS_KEPT:  # noqa: SIM102  # the outer one is compiled away
+                if token + 1 == num_kept:
+                    tl.store(place, state, mask=inside)
             x, b, c, step = following
-        tl.store(place, state, mask=inside)
+        if HAS_KEPT == 0:
+            tl.store(place, state, mask=inside)

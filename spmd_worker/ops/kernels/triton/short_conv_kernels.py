@@ -38,6 +38,7 @@ def short_conv(
     slots,
     starts,
     firsts,
+    kept,
     out,
     C,
     stride_x,
@@ -45,6 +46,7 @@ def short_conv(
     PAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SILU: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -86,9 +88,11 @@ def short_conv(
                 total = _finished(total, added[None, :], HAS_SILU)
                 tl.store(out + t.to(tl.int64)[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=is_token)
         row = tl.arange(0, PAST)
+        if HAS_KEPT:
+            stop = start + tl.load(kept + segment)
         source = stop - (TAPS - 1) + row
         is_row = (row < TAPS - 1)[:, None] & inside[None, :]
-        kept = _inputs(x, tail, source, start, c, C, stride_x, is_row, goes_on, TAPS)
+        last = _inputs(x, tail, source, start, c, C, stride_x, is_row, goes_on, TAPS)
         # Other threads read rows of the tail that this one writes.
         tl.debug_barrier()
-        tl.store(tail + row[:, None] * C + c[None, :], kept, mask=is_row)
+        tl.store(tail + row[:, None] * C + c[None, :], last, mask=is_row)

@@ -1,0 +1,178 @@
+"""Drafts for models with recurrent states: answers, and the states that are kept, have the bits they have without.
+
+Each run checks queues, tables, pools and slots against each other after every step (SPMD_WORKER_CHECK).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from planted_drafts import planted
+from state_models import state_folder
+from state_rows import SETTINGS, answers_of, state_rows
+from torch import Tensor
+
+from kv_cache.state_engine import StateEngine
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.engine.engine import CHECK_VARIABLE
+from spmd_worker.ops.attention.draft_replay import DraftReplay
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.sequence.sequence import SequenceKey
+
+IN_GATE = ("lfm2", "qwen3_5", "nemotron")
+OTHERS = ("lfm2_moe", "lfm3", "olmo_hybrid", "granite", "falcon", "kimi_linear")
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "max_step_tokens": 256}
+MANY = {**SETTINGS, "num_blocks": 300, "num_state_snapshots": 60}
+FEW = {**SETTINGS, "num_blocks": 23, "max_num_seqs": 6}
+WAYS: dict[str, dict[str, Any]] = {
+    "plenty": MANY,
+    "chunks of 17 tokens, each row repeated": {**MANY, "max_num_batched_tokens": 17, "verify_steps": 1},
+    "recompute": {**FEW, "preemption_mode": "recompute"},
+    "swap": {**FEW, "preemption_mode": "swap", "swap_space": 1.0},
+    "ahead of ids": {**MANY, "async_scheduling": True},
+    "no prefix cache": {**MANY, "enable_prefix_caching": False},
+    "blocks of 128": {**MANY, "block_size": 128, "num_blocks": 20},
+}
+GATE = {("lfm2", "chance", way) for way in WAYS} | {(kind, "right", "plenty") for kind in IN_GATE}
+GATE |= {("qwen3_5", "wrong", "plenty"), ("nemotron", "chance", "swap")}
+CASES = [
+    pytest.param(*case, marks=[] if case in GATE else pytest.mark.stress)
+    for case in product(IN_GATE + OTHERS, ("right", "wrong", "chance"), WAYS)
+]
+
+Answers = list[Any]
+Prompts = list[dict[str, list[int]]]
+
+
+@pytest.fixture(autouse=True)
+def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+
+
+def first_turn(num_samples: int = 1) -> tuple[Prompts, list[SamplingParams]]:
+    """Rows of which two answers pass a multiple of 64."""
+    rows, params = state_rows(num_samples=num_samples)
+    return rows, [replace(each, max_tokens=70 if index % 3 == 1 else 14) for index, each in enumerate(params)]
+
+
+def next_turn(rows: Prompts, answers: Answers) -> Prompts:
+    """Each row, the answer of its first sample, and a few tokens more."""
+    tokens = [(*row["prompt_token_ids"], *answer[0][0], 7, 8, 9) for row, answer in zip(rows, answers, strict=True)]
+    return [{"prompt_token_ids": list(each)} for each in tokens]
+
+
+def kept_states(llm: LLM) -> dict[bytes, list[Tensor]]:
+    """States and tails of all snapshots, by name; not what drafts left beside them."""
+    engine = llm.llm_engine
+    layers = engine.executor.driver_worker.worker.running.caches.engine.states.layers
+    names = engine.scheduler.state_slots._pool._index
+    tensors = [each for layer in layers if layer is not None for each in (layer.state, layer.tail) if each is not None]
+    return {name: [each[slot].clone() for each in tensors] for name, slot in names.items()}
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Answers of two turns, the states kept after the first, and the prompt tokens of the second that were found."""
+
+    answers: tuple[Answers, Answers]
+    states: dict[bytes, list[Tensor]]
+    found: list[int]
+    counters: SchedulerCounters
+
+
+def two_turns(kind: str, settings: dict[str, Any], num_samples: int = 1, turn: Prompts | None = None) -> Turns:
+    rows, params = first_turn(num_samples)
+    with LLM(state_folder(kind), **settings) as llm:
+        first = answers_of(llm.generate(rows, params, use_tqdm=False))
+        states = kept_states(llm)
+        later = llm.generate(turn or next_turn(rows, first), params, use_tqdm=False)
+        found = [each.num_cached_tokens or 0 for each in later]
+        return Turns((first, answers_of(later)), states, found, llm.llm_engine.counters)
+
+
+@cache
+def plain(kind: str, num_samples: int = 1) -> Turns:
+    return two_turns(kind, MANY, num_samples)
+
+
+def right(kind: str, num_samples: int, key: SequenceKey, num_outputs: int, most: int) -> Sequence[int]:
+    """The row's next tokens; requests of the second turn are numbered after those of the first."""
+    turn, row = divmod(key.request_id, 6)
+    token_ids: list[int] = plain(kind, num_samples).answers[turn % 2][row][key.sample_index][0]
+    return token_ids[num_outputs : num_outputs + most]
+
+
+def drafted(kind: str, drafts: str, way: str, num_samples: int = 1) -> Turns:
+    settings = {**WAYS[way], "speculative_config": DRAFTS}
+    turn = next_turn(first_turn(num_samples)[0], plain(kind, num_samples).answers[0])
+    with planted(partial(right, kind, num_samples), drafts):
+        return two_turns(kind, settings, num_samples, turn)
+
+
+@pytest.mark.guarantee("Drafts leave no trace in a recurrent state, accepted or not")
+@pytest.mark.parametrize(("kind", "drafts", "way"), CASES)
+def test_drafts_change_no_state(kind: str, drafts: str, way: str) -> None:
+    num_samples = 1 + 2 * (way in ("recompute", "swap"))
+    drafting, expected = drafted(kind, drafts, way, num_samples), plain(kind, num_samples)
+    counters = drafting.counters
+    assert drafting.answers == expected.answers
+    assert counters.num_drafted_tokens > 100
+    assert (counters.num_accepted_tokens == 0) == (drafts == "wrong")
+    assert bool(counters.num_preemptions) == (num_samples > 1)
+    assert bool(counters.num_swapped_in) == (way == "swap")
+    if WAYS[way] is MANY:
+        # Answers have snapshots where they have them without drafts.
+        assert drafting.states.keys() == expected.states.keys()
+        assert drafting.found == expected.found
+    for name in drafting.states.keys() & expected.states.keys():
+        assert all(map(torch.equal, drafting.states[name], expected.states[name]))
+
+
+class ForgetsSavedInputs(StateEngine):
+    """Moves a row's states to the host and back, and its drafts' inputs not."""
+
+    def execute(self, state_ops: Any) -> None:
+        saved = [layer.saved.clone() for layer in self.layers if layer is not None and layer.saved is not None]
+        super().execute(state_ops)
+        for layer, before in zip([each for each in self.layers if each is not None], saved, strict=True):
+            assert layer.saved is not None
+            layer.saved.copy_(before)
+
+
+def forget_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmd_worker.worker.loaded_model.StateEngine", ForgetsSavedInputs)
+
+
+def keep_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = DraftReplay.__init__
+
+    def keeps_all(self: DraftReplay, segments: Any, *others: Any, **named: Any) -> None:
+        make(self, replace(segments, kept=None), *others, **named)
+
+    monkeypatch.setattr(DraftReplay, "__init__", keeps_all)
+
+
+def forget_lagging(monkeypatch: pytest.MonkeyPatch) -> None:
+    extend = DraftReplay.extend
+
+    def extends(self: DraftReplay, inputs: Tensor, saved: Tensor) -> Tensor:
+        extended = extend(self, inputs, saved)
+        extended[self.lagging_rows] = 0
+        return extended
+
+    monkeypatch.setattr(DraftReplay, "extend", extends)
+
+
+@pytest.mark.control("Drafts leave no trace in a recurrent state, accepted or not")
+@pytest.mark.parametrize(
+    ("broken", "way"), [(forget_swaps, "swap"), (keep_drafts, "plenty"), (forget_lagging, "plenty")]
+)
+def test_trace_of_drafts_is_seen(broken: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_samples = 1 + 2 * (way == "swap")
+    expected = plain("lfm2", num_samples).answers
+    broken(monkeypatch)
+    assert drafted("lfm2", "chance", way, num_samples).answers != expected
