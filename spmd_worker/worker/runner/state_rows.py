@@ -39,7 +39,7 @@ def state_slots(sequences: Iterable[MirroredSequence]) -> _Integers:
 def state_segments(
     sequences: Sequence[MirroredSequence], starts: Sequence[int], firsts: Sequence[int], device: torch.device
 ) -> StateSegments:
-    """The step's own tokens: row `starts` [S + 1] of each sequence's first in the step, and its position `firsts` [S]."""
+    """The step's own tokens: each sequence's from a row of `starts` [S + 1] on, the first at a position of `firsts`."""
     arrays = (state_slots(sequences), np.array(starts), np.array(firsts))
     return StateSegments(*[to_device(torch.from_numpy(each.astype(np.int32)), device) for each in arrays])
 
