@@ -38,7 +38,10 @@ class StateCheck:
             return
         if self._plan.continuing_num_ids and 0 in self._plan.continuing_num_ids:
             self._reject("continuing_num_ids", 0, "1 or more: a state has the last token already")
-        known, given = list(continuing), dict[int, None]()
+        known, given, operations = list(continuing), dict[int, None](), self._plan.state_ops
+        copied, swapped_in = (
+            dict.fromkeys([slot for _, slot in each]) for each in (operations.copy, operations.swap_in)
+        )
         for group in self._plan.groups:
             held = self._groups.get(group.request_id)
             for data in group.sequences:
@@ -48,7 +51,8 @@ class StateCheck:
                     rule = f"at most {self._most_drafts}, which a slot has room for"
                     self._reject("draft_token_ids", f"{len(data.draft_token_ids)} drafts", rule, *key)
                 if isinstance(data, SequenceData):
-                    self._check_sent_completely(data, sequence, *key)
+                    is_copy, is_back = data.state_slot in copied, data.state_slot in swapped_in
+                    self._check_lag(data, None if is_copy else sequence, *key, is_back=is_back)
                     sequence = None
                 if sequence is None:
                     self._check_slots("state_slot", (data.state_slot,), *key)
@@ -94,18 +98,17 @@ class StateCheck:
                         rule = f"{expected} in a model without recurrent states"
                         self._reject(name, value, rule, group.request_id, data.sample_index)
 
-    def _check_sent_completely(self, data: SequenceData, held: MirroredSequence | None, *key: int) -> None:
-        """Check how far a sequence lags. `held`: what the mirror has of it; its slot is the same, or was swapped in, or
-        has a copy of another one, or begins from zeros.
+    def _check_lag(self, data: SequenceData, held: MirroredSequence | None, *key: int, is_back: bool) -> None:
+        """Check how far a sequence that is sent completely lags. `held` is what the mirror has of it; None: nothing, or
+        it begins from a copy. `is_back`: its states are swapped in.
         """
-        operations, lag = self._plan.state_ops, data.num_lagging_tokens
-        is_copy = data.state_slot in [slot for _, slot in operations.copy]
-        is_back = data.state_slot in [slot for _, slot in operations.swap_in]
-        if held is None or is_copy or not data.num_computed_tokens:
+        lag = data.num_lagging_tokens
+        if held is None or not data.num_computed_tokens:
             if lag:
                 self._reject("num_lagging_tokens", lag, "0 where nothing is saved of the sequence's drafts", *key)
             return
         if not lag and not is_back and data.state_slot != held.state_slot:
+            # Its slot is a snapshot's.
             return
         end = held.num_computed_tokens + held.num_scheduled_tokens
         num_accepted = num_equal(held.draft_token_ids, data.output_token_ids[end - held.num_prompt_tokens :])
