@@ -22,7 +22,7 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
-from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, Entry, RangeRecord, range_name
+from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, MERGE_LOG, Entry, RangeRecord, range_name
 from spmd_worker.frontends.batch.pool_world import input_content, merge, pool_index, pool_worker
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.parts import FinishedRow, decode_part, encode_part
@@ -209,7 +209,7 @@ def test_reclaimed_rows_in_flight_are_not_read_twice(job: JobConfig):
     assert slow.num_computed == NUM_ROWS
 
 
-@pytest.mark.parametrize("kind", ["parts/", "ranges/", "merged/merge", "done/"])
+@pytest.mark.parametrize("kind", ["parts/", "ranges/", "merged/", "done/"])
 def test_kill_at_each_write_loses_no_row(tmp_path: Path, kind: str):
     """Between a part and its entry, too: the n-th write of the kind is the world's last moment."""
     for number in range(3):
@@ -217,9 +217,14 @@ def test_kill_at_each_write_loses_no_row(tmp_path: Path, kind: str):
         folder.mkdir()
         job, store = job_in(folder), MemoryStore()
         killed = TurnedWorld(store, job)
+        former = Path(job.output or "")
+        former.write_text("former")
         store.before = strike(kind, number)
         with contextlib.suppress(Killed):
             killed.finish()
+        if former.read_text() != "former":
+            check(job)
+        assert (f"{MERGE_LOG}.0002" in store.objects) <= (merge.PROVENANCE in store.objects)
         store.before = lambda kind, name: None
         store.now += LEASE_S + 1
         other = TurnedWorld(store, job)
@@ -227,6 +232,16 @@ def test_kill_at_each_write_loses_no_row(tmp_path: Path, kind: str):
         check(job)
         assert killed.num_computed + other.num_computed <= NUM_ROWS + job.lease_rows
         assert sorted(path.name for path in folder.glob("out*")) == ["out.jsonl"]
+
+
+def test_provenance_is_created_before_the_end(job: JobConfig):
+    """Regression: it was replaced, which need not be durable, and the end is."""
+    store, writes = MemoryStore(), list[tuple[str, str]]()
+    world = TurnedWorld(store, job)
+    store.before = lambda operation, name: writes.append((operation, name))
+    world.finish()
+    of_merge = [each for each in writes if each[1].startswith("merged/")]
+    assert of_merge == [("create", name) for name in (f"{MERGE_LOG}.0001", merge.PROVENANCE, f"{MERGE_LOG}.0002")]
 
 
 class Killed(BaseException):
