@@ -36,8 +36,8 @@ from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
     """Write the output of all shards, which replaces an existing file when it is complete, and its provenance in
     `<output>.run`. Returns the provenance. Raises ConfigError for run directories that are not all shards of one job,
-    or whose outputs have changed; OSError. The former output and its provenance are unchanged then, and by a kill before
-    the output is replaced. A kill after that leaves the new output: another merge writes its provenance.
+    or whose outputs have changed; OSError. The former output and its provenance are unchanged then, and by a kill
+    before the output is replaced. A kill after that leaves the new output: another merge writes its provenance.
     """
     runs = read_shard_runs(folders)
     run_dir = run_dir_of(JobConfig(output=output.raw if isinstance(output, RemotePath) else str(output)))
