@@ -158,8 +158,10 @@ class History:
             if done:
                 del self._running[pid]
                 code = os.waitstatus_to_exitcode(status)
-                errors = [path.read_text() for path in self.folder.glob("error.*")]
-                assert self._is_expected(code), (code, errors)
+                assert self._is_expected(code), (code, self._errors())
+
+    def _errors(self) -> list[str]:
+        return [path.read_text() for path in self.folder.glob("error.*")]
 
     def _is_expected(self, code: int) -> bool:
         return code in (0, 143, -signal.SIGTERM, -signal.SIGKILL)
@@ -253,7 +255,7 @@ class LaunchedHistory(History):
         family = [pid]
         for parent in family:
             family += children_of(parent)
-        for each in [pid] if number == signal.SIGTERM else family[::-1]:
+        for each in [pid] if number == signal.SIGTERM else family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, number)
         if number == signal.SIGTERM:
@@ -314,10 +316,11 @@ class LaunchedHistory(History):
 
     def _is_expected(self, code: int) -> bool:
         # torchrun reports its own end by a signal, and the kill of a rank, as 1.
-        return code in (0, 1, 143, -signal.SIGTERM, -signal.SIGKILL) and not any(
-            b"Traceback" in path.read_bytes() and b"SignalException" not in path.read_bytes()
-            for path in self.folder.glob("log.*")
-        )
+        return code in (0, 1, 143, -signal.SIGTERM, -signal.SIGKILL) and not self._errors()
+
+    def _errors(self) -> list[str]:
+        texts = [path.read_text() for path in self.folder.glob("log.*")]
+        return [text[-2000:] for text in texts if "Traceback" in text and "SignalException" not in text]
 
     def _expected(self) -> bytes:
         output = self.folder / f"one{''.join(Path(self.job.output or '').suffixes)}"

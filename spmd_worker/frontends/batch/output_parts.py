@@ -5,6 +5,7 @@ in the run directory: a resumed job does not write it again, and writes the othe
 """
 
 import contextlib
+import errno
 import json
 import logging
 import re
@@ -43,6 +44,15 @@ def last_path(output: FilePath) -> FilePath:
 def part_path(pattern: FilePath, number: int) -> FilePath:
     """File of a part."""
     return pattern.with_name(pattern.name.replace("*", f"{number:05d}"))
+
+
+def files_of(output: FilePath) -> list[FilePath]:
+    """The files of an output, in order. Raises ConfigError, OSError for parts that no manifest lists."""
+    if not is_parts(output):
+        return [output]
+    if size_of(manifest := output.with_name(MANIFEST_NAME)) is None:
+        raise FileNotFoundError(errno.ENOENT, f"no {manifest}, which lists its parts")
+    return [output.with_name(name) for name in earlier_parts(output, "output")]
 
 
 class LineDigest:
