@@ -85,8 +85,7 @@ class History:
 
     def _faults(self) -> list[Callable[[], bool]]:
         """What is done, in order; one that is not possible yet returns False."""
-        kinds = [self._add, self._kill, self._pause, self._terminate]
-        return [self.random.choice(kinds) for _ in range(self.random.randint(0, 8))]
+        return self.random.choices([self._add, self._kill, self._pause, self._terminate], k=self.random.randint(0, 8))
 
     def _signal(self, pid: int, number: int) -> None:
         os.killpg(pid, number)
@@ -191,13 +190,12 @@ class History:
         assert extra <= self.job.lease_rows * strikes, (extra, self.job.lease_rows, strikes)
 
     def _lost(self) -> tuple[int, int]:
-        """Unfinished rows of leases that ended by a takeover or were handed back, and the number of takeovers."""
+        """Unfinished rows of leases that were taken over or handed back, and the number of takeovers."""
         rows = num_lost = 0
         for log, entry in self._entries():
-            if entry is None:
-                continue
-            is_lost = entry.kind == "lease" and log.holder is not None
-            if is_lost or entry.kind == "handback":
+            kind = "" if entry is None else entry.kind
+            is_lost = kind == "lease" and log.holder is not None
+            if is_lost or kind == "handback":
                 rows += log.stop - log.start - log.num_rows_done
             num_lost += is_lost
         return rows, num_lost
@@ -247,8 +245,8 @@ class LaunchedHistory(History):
         self._rows_of: dict[int, Path] = {}
 
     def _faults(self) -> list[Callable[[], bool]]:
-        kinds = [self._kill, self._pause, self._terminate]
-        return [self._add, self._kill, *[self.random.choice(kinds) for _ in range(self.NUM_FAULTS - 1)]]
+        others = self.random.choices([self._kill, self._pause, self._terminate], k=self.NUM_FAULTS - 1)
+        return [self._add, self._kill, *others]
 
     def _signal(self, pid: int, number: int) -> None:
         """Ranks have sessions of their own. SIGTERM is the launcher's to pass on."""
