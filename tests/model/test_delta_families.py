@@ -491,7 +491,11 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
         {"output_gate_type": "sigmoid"},
         "output_gate_type='sigmoid' is not supported, only",
     ),
-    "output": ("Qwen3NextForCausalLM", {"attn_output_gate": False}, "attn_output_gate=False is not supported, only"),
+    "output": (
+        "Qwen3NextForCausalLM",
+        {"attn_output_gate": False},
+        "attn_output_gate=False is not supported, only true",
+    ),
     "taps": ("OlmoHybridForCausalLM", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 must be a whole"),
     "eigenvalues": ("OlmoHybridForCausalLM", {"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval=1 must be true"),
     "rope": ("OlmoHybridForCausalLM", {"rope_parameters": 3}, "rope_parameters=3 must be an object"),

@@ -178,7 +178,7 @@ def test_comparison_sees_kilobytes_of_27_gigabytes(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(estimate, "float32_elements", lambda layer, hidden_size, share: 0)
     run = resolved_run(folder_of("Qwen3.6-27B", tmp_path), "Qwen3.6-27B")
     difference = weight_bytes(run, 0) - make_plan(run).shares[0].weights_bytes
-    assert difference == 48 * (24 + 24 + 128) * 2
+    assert difference == 48 * (24 + 24) * 2
 
 
 @pytest.mark.matrix
