@@ -236,7 +236,7 @@ def test_verified_hits_change_no_answer(kind: str, settings: dict[str, Any]) -> 
 @pytest.mark.guarantee("Prefix hits change no answer")
 @pytest.mark.parametrize(
     ("kind", "part"),
-    [("blocks", ""), ("convolutions", "tail"), ("delta nets", "state"), ("delta nets", "tail"), ("mamba", "state")],
+    [("blocks", ""), ("convolutions", "tail"), ("delta nets", "state"), ("mamba", "state")],
 )
 def test_ten_thousand_hits_are_equal(kind: str, part: str) -> None:
     """Minutes of processor time. Changes of the cache, at the end, are found in the same crowd."""
