@@ -77,8 +77,9 @@ def folder_of(name: str, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def resolved_run(folder: Path, name: str) -> ResolvedRun:
-    parallel = ParallelConfig(MODELS[name].tensor, MODELS[name].pipeline)
+def resolved_run(folder: Path, name: str, parallel: ParallelConfig | None = None) -> ResolvedRun:
+    """Of the model's own ranks without others."""
+    parallel = parallel or ParallelConfig(MODELS[name].tensor, MODELS[name].pipeline)
     run = RunConfig(ModelOptions(path=str(folder)), parallel, plan=True, device="cuda")
     return resolve_run(run, "cuda")
 
@@ -189,3 +190,25 @@ def test_every_layer_of_real_config_counts(name: str, tmp_path: Path):
     assert number_of_parameters(tmp_path) == MODELS[name].num_parameters
     for rank in distinct_ranks(make_plan(run)):
         assert bytes_of_all_layers(run, rank) == bytes_of_distinct_layers(run, rank)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"),
+    [
+        (name, *sizes)
+        for name in MODELS
+        # 24 heads.
+        for sizes in ((1, 1), (4, 4), (8, 1), (8, 2) if name == "Qwen3.6-27B" else (16, 2))
+    ],
+)
+def test_plans_of_other_layouts_equal_tensors(name: str, tensor: int, pipeline: int, experts: bool, tmp_path: Path):
+    """More ranks than key heads, too."""
+    parallel = ParallelConfig(tensor, pipeline, enable_expert_parallel=experts)
+    run = resolved_run(folder_of(name, tmp_path), name, parallel)
+    plan = make_plan(run)
+    for rank in distinct_ranks(plan):
+        share = plan.shares[rank]
+        assert share.weights_bytes == weight_bytes(run, rank)
+        assert (share.block_bytes, share.slot_bytes) == cache_bytes(run, rank)
