@@ -27,7 +27,8 @@ class StateSegments:
     tokens get any result, and nothing is read or written.
 
     `kept` [S]: the slot gets the state, and the tail, after so many leading tokens of the segment, at least 1; those
-    behind get their results all the same. None: after all of them.
+    behind get their results all the same. Both have the bits that two segments cut there would have. Nothing reads it
+    for padding and sequences without tokens. None: after all of them.
     """
 
     slots: Tensor
@@ -56,7 +57,7 @@ class RecurrentKernels(Protocol):
         x[t - K + 1 + j], in float32 from the oldest tap to the newest, then the bias, then silu, rounded once.
 
         `tails` [slots, K - 1, C], of the dtype of x: the inputs before a segment, zeros before position 0; then the
-        last K - 1 inputs of the segment.
+        last K - 1 inputs up to the last kept token.
         """
 
     def scan_delta(

@@ -849,35 +849,47 @@ def _typed(kernel: Any, element: str) -> dict[str, str]:
     return {name: known.get(name, f"*{element}") for name in names}
 
 
-_SEGMENTS = dict.fromkeys(("slots", "starts", "firsts"), "*i32") | {"C": "i32", "stride_x": "i32"}
+_SEGMENTS = dict.fromkeys(("slots", "starts", "firsts"), "*i32")
 
 
 def recurrent_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Every kernel of layers with states; those of segments as they are, and with tokens behind the kept ones."""
+    yield from norms_of_states(element)
+    for variant in (*conv_variants(element), *delta_variants(element), *mamba_variants(element)):
+        yield variant
+        types, constants = variant.types | {"kept": "*i32"}, variant.constants | {"HAS_KEPT": True}
+        yield replace(variant, name=f"{variant.name} kept", types=types, constants=constants)
+
+
+def conv_variants(element: str) -> Iterator[Variant]:
     """Convolutions of LFM2, LFM3 and a gated delta net."""
     kernel = short_conv_kernels.short_conv
     for num_taps, has_silu in ((3, False), (7, False), (4, True)):
         types = dict.fromkeys(("x", "weight", "bias", "tails", "out"), f"*{element}") | _SEGMENTS
+        types |= {"C": "i32", "stride_x": "i32"}
         constants = short_conv.conv_constants(num_taps, has_bias=True, has_silu=has_silu)
         options = short_conv_kernels.LAUNCH
         yield Variant(f"short_conv {num_taps}", kernel, types, constants, options, ("C", "stride_x"))
-    yield from delta_variants(element)
-    yield from mamba_variants(element)
 
 
 def delta_variants(element: str) -> Iterator[Variant]:
-    """Gated delta nets of Qwen3.5 and OLMo-Hybrid, and their norm."""
+    """Gated delta nets of Qwen3.5 and OLMo-Hybrid."""
     floats = dict.fromkeys(("a_log", "dt_bias", "states"), "*fp32") | dict.fromkeys(
         ("beta_scale", "query_scale"), "fp32"
     )
     counts = ("HK", "HV", "stride_mixed", "stride_a", "stride_b")
     types = dict.fromkeys(("mixed", "a", "b", "out"), f"*{element}") | floats | dict.fromkeys(counts, "i32")
-    types |= dict.fromkeys(("slots", "starts", "firsts"), "*i32")
-    kernel, norm, options = scan_delta_kernels.scan_delta, scan_delta_kernels.gated_norm, scan_delta_kernels.LAUNCH
+    types |= _SEGMENTS
+    kernel = scan_delta_kernels.scan_delta
     for key_size, value_size, is_per_channel in ((128, 128, False), (96, 192, False), (128, 128, True)):
         config = DeltaConfig(16, 32, key_size, value_size, 1e-6, is_per_channel=is_per_channel)
         name = f"scan_delta {key_size} {value_size}{' channels' if is_per_channel else ''}"
         constants, scan = scan_delta.scan_constants(config), scan_delta_kernels.SCAN
         yield Variant(name, kernel, types, constants, scan, ("stride_mixed",))
+
+
+def norms_of_states(element: str) -> Iterator[Variant]:
+    norm, options = scan_delta_kernels.gated_norm, scan_delta_kernels.LAUNCH
     numbers = dict.fromkeys(("SIZE", "stride_x", "stride_gate", "stride_weight"), "i32") | {"eps": "fp32"}
     types = dict.fromkeys(("x", "gate", "weight", "out"), f"*{element}") | numbers
     for size, gates_first, rounds_once in ((128, False, False), (8192, True, False), (1536, False, True)):
@@ -889,7 +901,7 @@ def mamba_variants(element: str) -> Iterator[Variant]:
     """Mamba2 of Nemotron-H and Granite 4 H, and of Falcon-H1 with its larger states."""
     types = dict.fromkeys(("mixed", "dt", "out"), f"*{element}")
     types |= dict.fromkeys(("a_log", "dt_bias", "skip", "states"), "*fp32") | dict.fromkeys(("least", "most"), "fp32")
-    types |= dict.fromkeys(("slots", "starts", "firsts"), "*i32")
+    types |= _SEGMENTS
     types |= dict.fromkeys(("H", "G", "stride_mixed", "stride_dt"), "i32")
     kernel, options = scan_mamba_kernels.scan_mamba, scan_mamba_kernels.LAUNCH
     for head_size, state_size in ((64, 128), (128, 256)):
@@ -927,7 +939,13 @@ def planted() -> dict[str, Variant]:
     }
 
 
-RECURRENT_OF_THE_GATE = ("short_conv 3", "scan_delta 128 128", "gated_norm 128", "scan_mamba 64 128")
+RECURRENT_OF_THE_GATE = (
+    "short_conv 3",
+    "scan_delta 128 128",
+    "scan_delta 128 128 kept",
+    "gated_norm 128",
+    "scan_mamba 64 128",
+)
 MATMULS_OF_THE_GATE = (
     "linear 16x64x256 4 4 ptt",
     "linear 64x64x128 4 6 ttt",
