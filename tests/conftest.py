@@ -146,15 +146,6 @@ def _our_logger_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    """In this test, what collecting the tests has made is not frozen."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture
 def control() -> Callable[..., AbstractContextManager[object]]:
     """`with control("WORDS"):` in a negative control: the check in it must fail, and its failure must contain WORDS.
 

@@ -3,11 +3,12 @@
 import gc
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY
+from ranks import REPOSITORY, run_script
+from waiting import LIMIT_S
 
 from spmd_worker.worker.memory.garbage import hold_collections, resume_collections, settled_objects
 
@@ -25,33 +26,59 @@ def _none_of_its_own() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.usefixtures("nothing_frozen", "_none_of_its_own")
-def test_survivors_of_first_collection_are_frozen():
+_FREEZES = """
+import gc, weakref
+from spmd_worker.worker.memory.garbage import settled_objects
+gc.disable()
+gc.unfreeze()
+before = len(gc.callbacks)
+with settled_objects():
     assert gc.get_freeze_count() == 0
-    before = len(gc.callbacks)
-    with settled_objects():
-        assert gc.get_freeze_count() == 0
-        gc.collect(1)
-        assert gc.get_freeze_count() == 0, "a lesser one has not looked at all"
-        gc.collect()
-        settled = gc.get_freeze_count()
-        assert settled > 10_000
-        gone = weakref.ref(Cycle())
-        gc.collect()
-        assert gone() is None, "what came after it is looked at"
-        assert gc.get_freeze_count() <= settled
-        assert len(gc.callbacks) == before
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.usefixtures("nothing_frozen", "_none_of_its_own")
-def test_early_end_removes_the_callback():
-    before = len(gc.callbacks)
-    with pytest.raises(KeyError), settled_objects():
-        raise KeyError
-    assert (len(gc.callbacks), gc.get_freeze_count()) == (before, 0)
+    gc.collect(1)
+    assert gc.get_freeze_count() == 0, "a lesser one has not looked at all"
     gc.collect()
-    assert gc.get_freeze_count() == 0
+    settled = gc.get_freeze_count()
+    assert settled > 10_000
+    cycle = type("Cycle", (), {})()
+    cycle.own = cycle
+    gone = weakref.ref(cycle)
+    del cycle
+    gc.collect()
+    assert gone() is None, "what came after it is looked at"
+    assert gc.get_freeze_count() <= settled
+    assert len(gc.callbacks) == before
+assert gc.get_freeze_count() == 0
+"""
+
+_ENDS_EARLY = """
+import gc
+from spmd_worker.worker.memory.garbage import settled_objects
+gc.disable()
+gc.unfreeze()
+before = len(gc.callbacks)
+try:
+    with settled_objects():
+        raise KeyError
+except KeyError:
+    pass
+assert (len(gc.callbacks), gc.get_freeze_count()) == (before, 0)
+gc.collect()
+assert gc.get_freeze_count() == 0
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(_FREEZES, id="first_collection_freezes_survivors"),
+        pytest.param(_ENDS_EARLY, id="early_end_removes_callback"),
+    ],
+)
+def test_settled_objects_are_frozen_once(program: str, tmp_path: Path):
+    """In a process that has the program's objects alone: here a collection looks at those of all tests, for seconds."""
+    (tmp_path / "program.py").write_text(program)
+    done = run_script([tmp_path / "program.py"], LIMIT_S)
+    assert done.returncode == 0, done.output
 
 
 @pytest.mark.usefixtures("_none_of_its_own")
