@@ -286,8 +286,9 @@ def import_everything() -> None:
             if ".integrations" not in module.name:
                 importlib.import_module(module.name)
     importlib.import_module("launch")
-    # As an import does that is paid for once.
-    spmd_worker.base.config.compose.register_schema()
+    # As imports do that are paid for once: parsers that learn, and a digest of all source files.
+    spmd_worker.base.config.compose.compose_run(REPOSITORY / "conf", ["model.path=model", "device=cpu"])
+    spmd_worker.base.version.code_fingerprint()
 
 
 def check_that_forks_are_safe() -> None:
