@@ -3,34 +3,28 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ranks import REPOSITORY, run_script
 from waiting import LIMIT_S
 
-from spmd_worker.worker.memory.garbage import hold_collections, resume_collections, settled_objects
+from spmd_worker.worker.memory.garbage import hold_collections, resume_collections
 
-
-class Cycle:
-    def __init__(self) -> None:
-        self.own = self
-
-
-@pytest.fixture
-def _none_of_its_own() -> Iterator[None]:
-    """Collections come where the test asks for them, and nowhere else."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-_FREEZES = """
-import gc, weakref
-from spmd_worker.worker.memory.garbage import settled_objects
+_ALONE = """
+import gc, importlib, weakref
+from spmd_worker.worker.memory import garbage
+settled_objects = importlib.reload(garbage).settled_objects
 gc.disable()
 gc.unfreeze()
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+"""
+"""Of the process that forks it nothing is left: it has counted its objects, and frozen them."""
+
+_FREEZES = """
 before = len(gc.callbacks)
 with settled_objects():
     assert gc.get_freeze_count() == 0
@@ -39,10 +33,7 @@ with settled_objects():
     gc.collect()
     settled = gc.get_freeze_count()
     assert settled > 10_000
-    cycle = type("Cycle", (), {})()
-    cycle.own = cycle
-    gone = weakref.ref(cycle)
-    del cycle
+    gone = weakref.ref(Cycle())
     gc.collect()
     assert gone() is None, "what came after it is looked at"
     assert gc.get_freeze_count() <= settled
@@ -51,10 +42,6 @@ assert gc.get_freeze_count() == 0
 """
 
 _ENDS_EARLY = """
-import gc
-from spmd_worker.worker.memory.garbage import settled_objects
-gc.disable()
-gc.unfreeze()
 before = len(gc.callbacks)
 try:
     with settled_objects():
@@ -67,33 +54,34 @@ assert gc.get_freeze_count() == 0
 """
 
 
+_OF_CALLER = """
+gc.collect()
+gc.freeze()
+frozen = gc.get_freeze_count()
+assert frozen > 10_000
+with settled_objects():
+    ours = [Cycle() for _ in range(100)]
+    gc.collect()
+    # A frozen object goes like any other when nobody has it any more.
+    assert frozen - 1_000 < gc.get_freeze_count() <= frozen
+assert frozen - 1_000 < gc.get_freeze_count() <= frozen
+assert len(ours) == 100
+"""
+
+
 @pytest.mark.parametrize(
     "program",
     [
         pytest.param(_FREEZES, id="first_collection_freezes_survivors"),
         pytest.param(_ENDS_EARLY, id="early_end_removes_callback"),
+        pytest.param(_OF_CALLER, id="objects_frozen_by_caller_stay_frozen"),
     ],
 )
 def test_settled_objects_are_frozen_once(program: str, tmp_path: Path):
     """In a process that has the program's objects alone: here a collection looks at those of all tests, for seconds."""
-    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "program.py").write_text(_ALONE + program)
     done = run_script([tmp_path / "program.py"], LIMIT_S)
     assert done.returncode == 0, done.output
-
-
-@pytest.mark.usefixtures("_none_of_its_own")
-def test_objects_frozen_by_caller_stay_frozen():
-    gc.collect()
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    assert frozen > 10_000
-    with settled_objects():
-        ours = [Cycle() for _ in range(100)]
-        gc.collect()
-        # A frozen object goes like any other when nobody has it any more.
-        assert frozen - 1_000 < gc.get_freeze_count() <= frozen
-    assert frozen - 1_000 < gc.get_freeze_count() <= frozen
-    assert len(ours) == 100
 
 
 _COLLECTIONS = "sum(each['collections'] for each in gc.get_stats())"
