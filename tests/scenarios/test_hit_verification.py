@@ -232,6 +232,9 @@ def test_verified_hits_change_no_answer(kind: str, settings: dict[str, Any]) -> 
     assert counters.num_verified_hits >= 3
 
 
+NUM_HITS = 10_000
+
+
 @pytest.mark.stress
 @pytest.mark.guarantee("Prefix hits change no answer")
 @pytest.mark.parametrize(
@@ -240,14 +243,14 @@ def test_verified_hits_change_no_answer(kind: str, settings: dict[str, Any]) -> 
 )
 def test_ten_thousand_hits_are_equal(kind: str, part: str) -> None:
     """Minutes of processor time. Changes of the cache, at the end, are found in the same crowd."""
-    num_rows, num_rounds = 1500, 0
-    crowd_of = (num_rows, tuple(range(2, num_rows, 9)), (1, 1, 2, 14, 28))
+    num_rows, num_rounds = 300, 0
+    crowd_of = (num_rows, tuple(range(2, num_rows, 9)), (1, 1, 1, 1, 1, 2, 28, 28))
     with new_llm(kind, num_blocks=32, verify_hits=1) as llm:
         counters = llm.llm_engine.counters
-        while counters.num_verified_hits < 10_000:
+        while counters.num_verified_hits < NUM_HITS:
             answered(llm, *crowd_of)
             num_rounds += 1
-            assert counters.num_verified_hits > 200 * num_rounds, counters
+            assert counters.num_verified_hits > 100 * num_rounds, counters
         assert counters.num_preemptions > 0
         assert counters.num_verified_hits > 20 * counters.num_unverified_hits
         change_all(llm, part)
