@@ -106,10 +106,14 @@ def pytest_collection() -> Iterator[None]:
     """Importing every test makes many objects and no garbage: a fifth of the time was spent looking for some, and each
     full collection of a test would look through all of them.
     """
+    from spmd_worker.worker.memory import garbage
+
     gc.disable()
     yield
     gc.freeze()
     gc.enable()
+    # From here on there always are some, and each job in this process would count them.
+    garbage.has_frozen_objects = lambda: True
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -143,15 +147,6 @@ def _our_logger_as_it_was() -> Iterator[None]:
     """A program configures it for its process, with the stream that is stderr at that moment: another test's is not."""
     with logger_as_it_was():
         yield
-
-
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    """In this test, what collecting the tests has made is not frozen."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import stat
 from collections import Counter
 from collections.abc import Iterable
@@ -64,6 +65,32 @@ def write_pieces(path: Path, pieces: Iterable[bytes], *, is_durable: bool = True
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Create a file, whole and durably; False if the name exists. Raises OSError."""
+    partial = partial_path(path.with_name(f"{path.name}.{secrets.token_hex(8)}"))
+    try:
+        with open(partial, "xb") as stream:
+            stream.write(data)
+            sync_stream(stream)
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            # A file system without hard links: a kill in between leaves a part of the data.
+            with contextlib.suppress(FileExistsError), open(path, "xb") as stream:
+                stream.write(data)
+                sync_stream(stream)
+                sync_folder(path.parent)
+                return True
+            return False
+        sync_folder(path.parent)
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

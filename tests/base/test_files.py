@@ -1,6 +1,9 @@
 """Files that are complete or not there, and strict JSON."""
 
+import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from spmd_worker.base import files
 from spmd_worker.base.errors import ModelConfigError, TokenizerError
 from spmd_worker.base.files import (
     JsonError,
+    create_file,
     make_folder_durably,
     parse_json_object,
     read_json_object,
@@ -155,3 +159,18 @@ def test_folders_are_created_durably_from_first_missing_one(tmp_path: Path, monk
     assert synced == [str(tmp_path), str(tmp_path / "a")]
     make_folder_durably(tmp_path / "a" / "b")
     assert len(synced) == 2
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_one_of_many_writers_creates_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool):
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "planted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    path, contents = tmp_path / "manifest.json", [b"%d" % number * 10_000 for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        created = list(threads.map(partial(create_file, path), contents))
+    assert sorted(created) == [False, False, False, True]
+    assert path.read_bytes() == contents[created.index(True)]
+    assert [each.name for each in tmp_path.iterdir()] == ["manifest.json"]

@@ -33,8 +33,11 @@ def evaluate(
 
 def report(tasks: Path, out: Path, model: object, arguments: str, chat: bool) -> None:
     import lm_eval
+    from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
+    # The harness describes the machine with each result, for which it runs pip and other commands: most of the time.
+    evaluator.add_env_info = lambda _results: None
     results = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,

@@ -204,13 +204,15 @@ def test_chat_template_is_applied_like_in_transformers(alone: dict):
 
 COMMAND = """
 import runpy
+from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
+evaluator.add_env_info = lambda _results: None
 index = TaskManager.__init__
 TaskManager.__init__ = lambda self, *given, **named: index(self, *given, **{**named, "include_defaults": False})
 runpy.run_module("spmd_worker.integrations.lm_eval_model", run_name="__main__", alter_sys=True)
 """
-"""The harness reads the thousands of its own tasks for long."""
+"""The harness reads the thousands of its own tasks, and describes the machine by running pip: both take long."""
 
 
 def test_module_is_the_harness_command_with_this_model(tasks: Path, folder: Path):

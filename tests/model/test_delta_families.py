@@ -486,6 +486,16 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "count": ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"]}, "must list 4 of linear_attention"),
     "interval": ("Qwen3_5ForCausalLM", {"full_attention_interval": 0}, "full_attention_interval=0 must be a whole"),
     "heads": ("Qwen3_5ForCausalLM", {"linear_num_key_heads": 5}, "is not a multiple of linear_num_key_heads=5"),
+    "gate": (
+        "Qwen3_5ForCausalLM",
+        {"output_gate_type": "sigmoid"},
+        "output_gate_type='sigmoid' is not supported, only",
+    ),
+    "output": (
+        "Qwen3NextForCausalLM",
+        {"attn_output_gate": False},
+        "attn_output_gate=False is not supported, only true",
+    ),
     "taps": ("OlmoHybridForCausalLM", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 must be a whole"),
     "eigenvalues": ("OlmoHybridForCausalLM", {"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval=1 must be true"),
     "rope": ("OlmoHybridForCausalLM", {"rope_parameters": 3}, "rope_parameters=3 must be an object"),
@@ -498,6 +508,12 @@ def test_broken_config_error_names_key_and_rule(case: str):
     with pytest.raises(ModelConfigError) as caught:
         model_config_of(bare(architecture, **keys), Path("config.json"))
     assert message in str(caught.value)
+
+
+def test_known_output_gates_are_read():
+    for keys in ({"output_gate_type": "swish"}, {"output_gate_type": "silu", "attn_output_gate": True}):
+        given, plain = (model_config_of(bare("Qwen3_5ForCausalLM", **each), Path("config.json")) for each in (keys, {}))
+        assert given == plain
 
 
 def test_ranks_that_do_not_divide_heads_are_rejected():

@@ -1,7 +1,6 @@
 """Without a compiler everything runs in plain torch, within the same tolerances, and one warning says so."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -80,7 +79,6 @@ def test_runs_without_compiler_and_warns_once(
 def test_models_equal_transformers_without_compiler(environment: dict[str, str], names: tuple[str, ...]):
     files = [str(TESTS / name) for name in names]
     command = [
-        sys.executable,
         "-m",
         "pytest",
         "-q",
@@ -92,7 +90,5 @@ def test_models_equal_transformers_without_compiler(environment: dict[str, str],
         "not computed_in_chunks or 7",
         *files,
     ]
-    done = subprocess.run(
-        command, env=environment, cwd=ranks.REPOSITORY, capture_output=True, text=True, timeout=560, check=False
-    )
+    done = ranks.run_script(command, timeout_s=560, env=environment, cwd=ranks.REPOSITORY)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -23,11 +23,13 @@ SCRIPT = ranks.SUPPORT / "power_loss_job.py"
 CASES = ["jsonl", "parquet", "resumed", "next run"]
 CASES_OF_GATE = ["jsonl", "resumed"]
 
-PLANTED = f"""
+RIGHT_AND_PLANTED = f"""
     import sys
     from unittest import mock
     sys.path.insert(0, {str(SCRIPT.parent)!r})
     import power_loss_job
+    power_loss_job.main()
+    sys.argv[2:] = ["0", sys.argv[3], "jsonl, any order"]
     from spmd_worker.frontends.batch import output_file
     from spmd_worker.frontends.batch.run_dir import journal
 
@@ -69,12 +71,20 @@ def run(library: Path, script: Path, folder: Path, count: int, *cases: str) -> t
     return found, done.output
 
 
+@pytest.fixture(scope="module")
+def right_and_planted(library: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
+    """Findings of the cases of the gate, then of the planted faults, and the output: one process imports all once."""
+    folder = tmp_path_factory.mktemp("losses")
+    (folder / "script.py").write_text(textwrap.dedent(RIGHT_AND_PLANTED))
+    return run(library, folder / "script.py", folder, 2, *(f"{case}, any order" for case in CASES_OF_GATE))
+
+
 @pytest.mark.guarantee("Durable; output has its name when complete")
 @pytest.mark.matrix
-def test_power_loss_keeps_committed_rows_and_resumes(library: Path, tmp_path: Path):
-    found, output = run(library, SCRIPT, tmp_path, 2, *(f"{case}, any order" for case in CASES_OF_GATE))
-    assert [each["case"] for each in found] == CASES_OF_GATE, output
-    for each in found:
+def test_power_loss_keeps_committed_rows_and_resumes(right_and_planted: tuple[list[dict[str, Any]], str]):
+    found, output = right_and_planted
+    assert [each["case"] for each in found[: len(CASES_OF_GATE)]] == CASES_OF_GATE, output
+    for each in found[: len(CASES_OF_GATE)]:
         assert not each["troubles"], output
         assert each["resumed"] == 2
         assert each["states"] > 100
@@ -96,12 +106,10 @@ def test_job_resumes_from_random_power_loss_states(library: Path, tmp_path: Path
 
 @pytest.mark.control("Durable; output has its name when complete")
 @pytest.mark.matrix
-def test_power_loss_test_detects_wrong_write_order(library: Path, tmp_path: Path):
+def test_power_loss_test_detects_wrong_write_order(right_and_planted: tuple[list[dict[str, Any]], str]):
     """Negative controls: syncs that do nothing, an output that is renamed before it is synced, records before lines."""
-    script = tmp_path / "planted.py"
-    script.write_text(textwrap.dedent(PLANTED))
-    found, output = run(library, script, tmp_path, 0, "jsonl, any order")
-    unsynced, unsynced_output, records_first = (str(each["some"]) for each in found)
+    found, output = right_and_planted
+    unsynced, unsynced_output, records_first = (str(each["some"]) for each in found[len(CASES_OF_GATE) :])
     assert "rows were committed and 0 are there" in unsynced, output
     assert "something else than an output has its name" in unsynced_output, output
     assert "a record names a line that is not there" in records_first, output

@@ -17,8 +17,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ import ranks
 from pool_worlds import one_piece, run_world, write_rows
 
 from spmd_worker.base.config.schema import JobConfig
-from spmd_worker.frontends.batch.pool import lease_log
-from spmd_worker.frontends.batch.pool.posix_store import PosixStore, open_folder
+from spmd_worker.base.process import children_of
+from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
+from spmd_worker.frontends.batch.pool.posix_store import PosixStore
 from spmd_worker.frontends.batch.pool.records import Entry, RangeRecord, number_and_entry
 from spmd_worker.frontends.batch.pool_world import merge
 
@@ -45,7 +47,8 @@ class History:
 
     def __init__(self, folder: Path, seed: int, lease_s: float) -> None:
         self.random, self.folder, self.seed = random.Random(seed), folder, seed
-        self.figures = dict.fromkeys(("worlds", "kills", "pauses", "terms", "rows", "computed", "lost"), 0)
+        names = ("worlds", "working", "kills", "pauses", "terms", "rows", "computed", "lost")
+        self.figures = dict.fromkeys(names, 0)
         self._lease_s = lease_s
         self._tick = 0
         self._running: dict[int, int] = {}
@@ -65,14 +68,13 @@ class History:
         )
 
     def run(self) -> dict[str, Any]:
-        num_faults = self.random.randint(0, 8)
+        faults = self._faults()
         self._add()
         while not self._has_ended():
             self._wait("the pool")
             self._reap()
-            if num_faults and self.random.random() < self.FAULT_CHANCE:
-                num_faults -= 1
-                self.random.choice([self._add, self._kill, self._pause, self._terminate])()
+            if faults and self.random.random() < self.FAULT_CHANCE and faults[0]():
+                del faults[0]
             if not [pid for pid, until in self._running.items() if not until]:
                 self._add()
         while self._running:
@@ -80,6 +82,13 @@ class History:
             self._reap()
         self._check()
         return self.figures
+
+    def _faults(self) -> list[Callable[[], bool]]:
+        """What is done, in order; one that is not possible yet returns False."""
+        return self.random.choices([self._add, self._kill, self._pause, self._terminate], k=self.random.randint(0, 8))
+
+    def _signal(self, pid: int, number: int) -> None:
+        os.killpg(pid, number)
 
     def _wait(self, what: str) -> None:
         self._tick += 1
@@ -91,11 +100,11 @@ class History:
             path.read_bytes() for path in (self.folder / "pool" / "merged").glob("merge.*")
         )
 
-    def _add(self) -> None:
-        if len(self._running) >= MAX_WORLDS:
-            return
-        self.figures["worlds"] += 1
-        self._running[self._start()] = 0
+    def _add(self) -> bool:
+        if len(self._running) < MAX_WORLDS:
+            self.figures["worlds"] += 1
+            self._running[self._start()] = 0
+        return True
 
     def _start(self) -> int:
         seed, step_s = self.random.random(), self.random.choice([0.005, 0.02, 0.1])
@@ -118,35 +127,40 @@ class History:
         pids = [pid for pid, until in self._running.items() if not until]
         return self.random.choice(pids) if pids else None
 
-    def _kill(self) -> None:
+    def _kill(self) -> bool:
         if (pid := self._victim()) is not None:
             self.figures["kills"] += 1
-            os.killpg(pid, signal.SIGKILL)
+            self._signal(pid, signal.SIGKILL)
+        return pid is not None
 
-    def _terminate(self) -> None:
+    def _terminate(self) -> bool:
         if (pid := self._victim()) is not None:
             self.figures["terms"] += 1
-            os.killpg(pid, signal.SIGTERM)
+            self._signal(pid, signal.SIGTERM)
+        return pid is not None
 
-    def _pause(self) -> None:
+    def _pause(self) -> bool:
         if (pid := self._victim()) is not None:
             self.figures["pauses"] += 1
-            os.killpg(pid, signal.SIGSTOP)
+            self._signal(pid, signal.SIGSTOP)
             pause_s = self._lease_s * self.random.choice([0.3, 1.3, 2.0])
             self._running[pid] = self._tick + 1 + int(pause_s / TICK_S)
+        return pid is not None
 
     def _reap(self) -> None:
         for pid, until in list(self._running.items()):
             if until and self._tick >= until:
                 self._running[pid] = 0
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGCONT)
+                    self._signal(pid, signal.SIGCONT)
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 del self._running[pid]
                 code = os.waitstatus_to_exitcode(status)
-                errors = [path.read_text() for path in self.folder.glob("error.*")]
-                assert self._is_expected(code), (code, errors)
+                assert self._is_expected(code), (code, self._errors())
+
+    def _errors(self) -> list[str]:
+        return [path.read_text() for path in self.folder.glob("error.*")]
 
     def _is_expected(self, code: int) -> bool:
         return code in (0, 143, -signal.SIGTERM, -signal.SIGKILL)
@@ -161,10 +175,14 @@ class History:
         suffixes = "".join(Path(self.job.output or "").suffixes)
         return one_piece(self.folder / "rows.jsonl", self.folder / f"one{suffixes}")
 
+    def _computed(self) -> list[int]:
+        """A number for each time that a row was answered."""
+        return [int(row) for row in (self.folder / "computed").read_text().split()]
+
     def _check_work(self) -> None:
-        computed = (self.folder / "computed").read_text().split()
+        computed = self._computed()
         self.figures["computed"] = len(computed)
-        assert {int(row) for row in computed} == set(range(self.figures["rows"]))
+        assert set(computed) == set(range(self.figures["rows"]))
         lost_rows, self.figures["lost"] = self._lost()
         extra = len(computed) - self.figures["rows"]
         assert extra <= lost_rows, f"{extra} rows more than once, but leases with only {lost_rows} were not finished"
@@ -172,28 +190,43 @@ class History:
         assert extra <= self.job.lease_rows * strikes, (extra, self.job.lease_rows, strikes)
 
     def _lost(self) -> tuple[int, int]:
-        """Unfinished rows of leases that ended by a takeover or were handed back, and the number of takeovers."""
-        store = open_folder(self.folder / "pool")
-        entries = {number_and_entry(each.name): each.name for each in store.list("ranges/")}
+        """Unfinished rows of leases that were taken over or handed back, and the number of takeovers."""
         rows = num_lost = 0
+        for log, entry in self._entries():
+            kind = "" if entry is None else entry.kind
+            is_lost = kind == "lease" and log.holder is not None
+            if is_lost or kind == "handback":
+                rows += log.stop - log.start - log.num_rows_done
+            num_lost += is_lost
+        return rows, num_lost
+
+    def _entries(self) -> Iterator[tuple[LeaseLog, Entry | None]]:
+        """The logs of all ranges: before each later entry, with it, and, with None, at their ends."""
+        store = PosixStore(self.folder / "pool")
+        entries = {number_and_entry(each.name): each.name for each in store.list("ranges/")}
+        log = None
         for (number, entry), name in sorted(entries.items()):
             data = store.read(name) or b""
             if entry == 1:
-                log = lease_log.LeaseLog.of_range(number, RangeRecord.from_bytes(name, data))
+                if log is not None:
+                    yield log, None
+                log = LeaseLog.of_range(number, RangeRecord.from_bytes(name, data))
                 continue
+            assert log is not None
             found = Entry.from_bytes(name, data)
-            is_lost = found.kind == "lease" and log.holder is not None
-            if is_lost or found.kind == "handback":
-                rows += log.stop - log.start - log.num_rows_done
-            num_lost += is_lost
+            yield log, found
             log.apply(found)
-        return rows, num_lost
+        if log is not None:
+            yield log, None
 
 
 class LaunchedHistory(History):
-    """Worlds are launches of the demo model, which take seconds to start."""
+    """Worlds are launches of the demo model, which take seconds to start. Faults strike one that is in the middle of a
+    lease: it has answered rows that are in no part. It is stopped to know that.
+    """
 
-    FAULT_CHANCE = 0.04
+    FAULT_CHANCE = 0.5
+    NUM_FAULTS = 3
 
     LAYOUTS = ((1, ""), (1, ""), (2, "tensor_parallel_size"), (2, "data_parallel_size"), (2, "pipeline_parallel_size"))
 
@@ -209,6 +242,53 @@ class LaunchedHistory(History):
         rows[-1] |= {"custom_id": "a"}
         (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         self._started: list[subprocess.Popen[bytes]] = []
+        self._rows_of: dict[int, Path] = {}
+
+    def _faults(self) -> list[Callable[[], bool]]:
+        others = self.random.choices([self._kill, self._pause, self._terminate], k=self.NUM_FAULTS - 1)
+        return [self._add, self._kill, *others]
+
+    def _signal(self, pid: int, number: int) -> None:
+        """Ranks have sessions of their own. SIGTERM is the launcher's to pass on."""
+        family = [pid]
+        for parent in family:
+            family += children_of(parent)
+        for each in [pid] if number == signal.SIGTERM else family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, number)
+        if number == signal.SIGTERM:
+            self._signal(pid, signal.SIGCONT)
+
+    def _victim(self) -> int | None:
+        pid = super()._victim()
+        if pid is None:
+            return None
+        self._signal(pid, signal.SIGSTOP)
+        time.sleep(TICK_S)
+        if self._is_in_a_lease(pid):
+            return pid
+        self._signal(pid, signal.SIGCONT)
+        return None
+
+    def _is_in_a_lease(self, pid: int) -> bool:
+        computed = [line.split() for line in self._lines(self._rows_of[pid])]
+        worker, rows = (computed[-1][0], {int(row) for _, row in computed}) if computed else ("", set())
+        return any(
+            entry is None
+            and not log.is_over
+            and log.holder == worker
+            and rows & set(chain(*starmap(range, log.missing())))
+            for log, entry in self._entries()
+        )
+
+    @staticmethod
+    def _lines(path: Path) -> list[str]:
+        return path.read_text().splitlines() if path.exists() else []
+
+    def _computed(self) -> list[int]:
+        lines = [line.split() for path in self._rows_of.values() for line in self._lines(path)]
+        self.figures["working"] = len({worker for worker, _ in lines})
+        return [int(row) for _, row in lines]
 
     def _start(self) -> int:
         size, key = self.random.choice(self.LAYOUTS)
@@ -219,21 +299,26 @@ class LaunchedHistory(History):
         self, size: int, layout: Sequence[str], output: str, job: Mapping[str, Any]
     ) -> "subprocess.Popen[bytes]":
         python = [sys.executable] if size == 1 else [*ranks.torchrun(size)]
-        words = [*python, str(ranks.REPOSITORY / "launch.py"), f"model.path={ranks.REPOSITORY}/scripts/demo/model"]
+        words = [*python, str(ranks.SUPPORT / "counted_launch.py"), f"model.path={ranks.REPOSITORY}/scripts/demo/model"]
         words += ["model.dtype=float32", "device=cpu", "cache.num_blocks=512", "executor.timeout_s=60", *layout]
         words += [f"scheduler.max_num_seqs={self.random.choice([4, 16])}", f"job.input={self.job.input}"]
         words += [f"job.output={output}", *(f"job.{key}={value}" for key, value in job.items())]
-        with open(self.folder / f"log.{len(self._started)}", "wb") as log:
-            process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        number = len(self._started)
+        rows = self.folder / f"computed.{number}"
+        with open(self.folder / f"log.{number}", "wb") as log:
+            environment = {**os.environ, "COMPUTED_ROWS": str(rows)}
+            process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, env=environment)
         self._started.append(process)
+        self._rows_of[process.pid] = rows
         return process
 
     def _is_expected(self, code: int) -> bool:
         # torchrun reports its own end by a signal, and the kill of a rank, as 1.
-        return code in (0, 1, 143, -signal.SIGTERM, -signal.SIGKILL) and not any(
-            b"Traceback" in path.read_bytes() and b"SignalException" not in path.read_bytes()
-            for path in self.folder.glob("log.*")
-        )
+        return code in (0, 1, 143, -signal.SIGTERM, -signal.SIGKILL) and not self._errors()
+
+    def _errors(self) -> list[str]:
+        texts = [path.read_text() for path in self.folder.glob("log.*")]
+        return [text[-2000:] for text in texts if "Traceback" in text and "SignalException" not in text]
 
     def _expected(self) -> bytes:
         output = self.folder / f"one{''.join(Path(self.job.output or '').suffixes)}"
@@ -241,7 +326,10 @@ class LaunchedHistory(History):
         return output.read_bytes()
 
     def _check_work(self) -> None:
-        _, self.figures["lost"] = self._lost()
+        super()._check_work()
+        kills, lost = self.figures["kills"], self.figures["lost"]
+        # A killed world held a lease in which rows were missing.
+        assert lost >= kills > 0, (lost, kills)
 
 
 def plant(flaw: str) -> None:

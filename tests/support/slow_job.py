@@ -14,7 +14,7 @@ from pathlib import Path
 import launch
 from spmd_worker.frontends.batch.row_runner import RowRunner
 
-PAUSE_S = 0.1
+PAUSE_S = 0.3
 
 
 def main() -> int:

@@ -5,10 +5,12 @@ in the run directory: a resumed job does not write it again, and writes the othe
 """
 
 import contextlib
+import errno
 import json
+import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import chain, islice
@@ -16,9 +18,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import JsonError, parse_json_object, read_json_object, write_file, write_json
-from spmd_worker.base.remote_files import delete_remote, read_remote, replace_remote, state_of
+from spmd_worker.base.files import JsonError, create_file, parse_json_object, read_json_object, write_file, write_json
+from spmd_worker.base.remote_files import create_remote, delete_remote, read_remote, replace_remote, state_of
 from spmd_worker.base.remote_names import FilePath, RemotePath
+
+logger = logging.getLogger(__name__)
 
 PART_ROWS: Final = 100_000
 PARTS_NAME: Final = "parts.json"
@@ -40,6 +44,15 @@ def last_path(output: FilePath) -> FilePath:
 def part_path(pattern: FilePath, number: int) -> FilePath:
     """File of a part."""
     return pattern.with_name(pattern.name.replace("*", f"{number:05d}"))
+
+
+def files_of(output: FilePath) -> list[FilePath]:
+    """The files of an output, in order. Raises ConfigError, OSError for parts that no manifest lists."""
+    if not is_parts(output):
+        return [output]
+    if size_of(manifest := output.with_name(MANIFEST_NAME)) is None:
+        raise FileNotFoundError(errno.ENOENT, f"no {manifest}, which lists its parts")
+    return [output.with_name(name) for name in earlier_parts(output, "output")]
 
 
 class LineDigest:
@@ -90,6 +103,7 @@ class CommittedParts:
             return CommittedParts(
                 pattern, part_rows, run_dir, [Part(**each) for each in record["parts"]], record["earlier"]
             )
+        claim_folder(pattern)
         return CommittedParts(pattern, part_rows, run_dir, [], earlier_parts(pattern))
 
     def has(self, number: int) -> bool:
@@ -120,15 +134,23 @@ class CommittedParts:
             write_json(self._run_dir / PARTS_NAME, record | {"parts": [asdict(each) for each in self._parts]})
 
     def _show(self, lines: dict[str, Any] | None = None) -> None:
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "is_complete": lines is not None,
-            "part_rows": self.part_rows,
-            "rows": sum(each.rows for each in self._parts),
-            "parts": [asdict(each) for each in self._parts],
-            "lines": lines,
-        }
-        _replace(self.pattern.with_name(MANIFEST_NAME), (json.dumps(manifest, indent=1) + "\n").encode("ascii"))
+        data = _manifest_of(self.pattern, self.part_rows, self._parts, lines)
+        _replace(self.pattern.with_name(MANIFEST_NAME), data)
+
+
+def _manifest_of(
+    pattern: FilePath, part_rows: int | None, parts: Sequence[Part], lines: dict[str, Any] | None = None
+) -> bytes:
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "pattern": pattern.name,
+        "is_complete": lines is not None,
+        "part_rows": part_rows,
+        "rows": sum(each.rows for each in parts),
+        "parts": [asdict(each) for each in parts],
+        "lines": lines,
+    }
+    return (json.dumps(manifest, indent=1) + "\n").encode("ascii")
 
 
 def write_parts(
@@ -151,6 +173,14 @@ def write_parts(
     parts.end(digest.as_dict())
 
 
+def claim_folder(pattern: FilePath, key: str = "job.output") -> None:
+    """Make the folder this output's by its manifest, which one of several jobs can create. Raises ConfigError as
+    `earlier_parts` does if it is another's, OSError.
+    """
+    _create(pattern.with_name(MANIFEST_NAME), _manifest_of(pattern, None, []))
+    earlier_parts(pattern, key)
+
+
 def earlier_parts(pattern: FilePath, key: str = "job.output") -> list[str]:
     """Names of the parts in an earlier output's manifest. Raises ConfigError for the manifest of anything else, which
     would be replaced; its files removed.
@@ -161,9 +191,15 @@ def earlier_parts(pattern: FilePath, key: str = "job.output") -> list[str]:
         return []
     way_out = "would be replaced: give parts a folder of their own"
     try:
-        names = [str(each["part"]) for each in parse_json_object(data)["parts"]]
+        manifest = parse_json_object(data)
+        names = [str(each["part"]) for each in manifest["parts"]]
     except (JsonError, TypeError, LookupError):
         raise ConfigError(f"{key}={pattern}: {path} is not of an output in parts, and {way_out}") from None
+    if (name := manifest.get("pattern", pattern.name)) != pattern.name:
+        raise ConfigError(
+            f"{key}={pattern}: {path} is of the output {name}, whose job may be running, and {way_out}, or remove that "
+            f"file if its job has ended and is not to go on"
+        )
     number = r"\d{5,}".join(map(re.escape, pattern.name.split("*")))
     if other := [name for name in names if re.fullmatch(number, name) is None]:
         raise ConfigError(f"{key}={pattern}: {path} lists {other[0]}, a part of another output, and {way_out}")
@@ -174,6 +210,20 @@ def _read(path: FilePath) -> bytes | None:
     if isinstance(path, RemotePath):
         return read_remote(path.raw)
     return path.read_bytes() if path.is_file() else None
+
+
+def _create(path: FilePath, data: bytes) -> None:
+    """Create a file unless it exists."""
+    if not isinstance(path, RemotePath):
+        create_file(path, data)
+        return
+    try:
+        create_remote(path.raw, data)
+    except (OSError, NotImplementedError) as error:
+        # A store without conditional writes, which cannot tell two jobs that start at once.
+        logger.warning("%s cannot be created exclusively: %s", path, error)
+        if read_remote(path.raw) is None:
+            replace_remote(path.raw, data)
 
 
 def _replace(path: FilePath, data: bytes) -> None:

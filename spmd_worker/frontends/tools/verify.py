@@ -1,4 +1,4 @@
-"""Compare two output files of the runtime: rows by their tokens, and bit for bit.
+"""Compare two outputs of the runtime: rows by their tokens, and bit for bit.
 
     python -m spmd_worker.tools.verify A.jsonl B.jsonl
         compares token ids, log-probabilities, texts, errors
@@ -9,6 +9,7 @@
     python -m spmd_worker.tools.verify --images A.jsonl.run
         reads the images or audio of a job again, and compares them with those that its answers are of
 
+Outputs are named as in job.output, and may be compressed, Parquet, in parts (part-*.jsonl) and remote (s3://...).
 Prints "same" and exits with 0; or prints the first row that differs, its sample, the token (counted from 0 in the
 output) and both values, and exits with 1; or reports why the files cannot be compared, and exits with 2. Embeddings,
 scores and results of pooling rows are compared bit for bit with and without --tokens-only. Rows, plain or OpenAI's, are
@@ -24,6 +25,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_names import FilePath, file_path, is_remote, shown_name
+from spmd_worker.frontends.batch.input.input_files import open_bytes
+from spmd_worker.frontends.batch.output_file import read_lines
+from spmd_worker.frontends.batch.output_parts import files_of
 from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
 from spmd_worker.frontends.tools.verify_images import ImagesError, compare_images
 
@@ -61,7 +67,7 @@ class Totals:
     tokens: int = 0
 
 
-def compare_files(first: Path, other: Path, *, tokens_only: bool, totals: Totals) -> str | None:
+def compare_files(first: FilePath, other: FilePath, *, tokens_only: bool, totals: Totals) -> str | None:
     """The first difference as text; None for equal rows."""
     unmatched: dict[tuple[str, Any, int], Row] = {}
     rest = read_rows(other)
@@ -88,10 +94,10 @@ def compare_files(first: Path, other: Path, *, tokens_only: bool, totals: Totals
     return None
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: FilePath) -> Iterator[Row]:
     """Parse the rows. Raises VerifyError for a line that is not a JSON object."""
     seen: Counter[tuple[str, Any]] = Counter()
-    for position, line in enumerate(line for line in each_line(path) if line.strip()):
+    for position, line in enumerate(line for line in each_line(path, is_decoded=True) if line.strip()):
         where = f"{path}, line {position + 1}"
         try:
             value = json.loads(line)
@@ -244,9 +250,10 @@ def differing_index(mine: str | bytes, theirs: str | bytes) -> int:
     return next((index for index, (one, two) in pairs if one != two), min(len(mine), len(theirs)))
 
 
-def compare_bytes(first: Path, other: Path) -> str | None:
+def compare_bytes(first: FilePath, other: FilePath) -> str | None:
     offset = 0
-    for number, (mine, theirs) in enumerate(zip_longest(each_line(first), each_line(other), fillvalue=b"")):
+    files = (each_line(path, is_decoded=False) for path in (first, other))
+    for number, (mine, theirs) in enumerate(zip_longest(*files, fillvalue=b"")):
         if mine != theirs:
             index = differing_index(mine, theirs)
             values = [repr(line[index:][:NUM_CONTEXT_CHARACTERS]) for line in (mine, theirs)]
@@ -255,24 +262,29 @@ def compare_bytes(first: Path, other: Path) -> str | None:
     return None
 
 
-def each_line(path: Path) -> Iterator[bytes]:
+def each_line(path: FilePath, *, is_decoded: bool) -> Iterator[bytes]:
+    """Lines of an output: of rows, whatever its format, or of its bytes as they are; of all parts in order."""
     try:
-        with open(path, "rb") as stream:
-            yield from stream
+        for each in files_of(path):
+            if is_decoded:
+                yield from read_lines(each)
+            else:
+                with open_bytes(each) as stream:
+                    yield from stream
     except IsADirectoryError:
         raise VerifyError(f"{path}: is a folder: give the output of a job (job.output)") from None
     except OSError as error:
-        raise VerifyError(f"cannot read {path}: {error.strerror}") from error
+        raise VerifyError(f"cannot read {path}: {error.strerror or error}") from error
+    except ConfigError as error:
+        raise VerifyError(str(error)) from None
 
 
 @ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("verify", __doc__)
-    parser.add_argument("first", type=Path, nargs="?", help="output rows, JSON Lines")
-    parser.add_argument("second", type=Path, nargs="?", help="output rows of another run of the same input")
-    parser.add_argument(
-        "--images", type=Path, metavar="RUN_DIR", help="the run directory of a job with images, or audio"
-    )
+    parser.add_argument("first", type=file_path, nargs="?", help="output rows, as in job.output")
+    parser.add_argument("second", type=file_path, nargs="?", help="output rows of another run of the same input")
+    parser.add_argument("--images", metavar="RUN_DIR", help="the run directory of a job with images, or audio")
     parser.add_argument("--tokens-only", action="store_true", help="ignore log-probabilities")
     parser.add_argument("--bytes", action="store_true", help="compare the files byte by byte")
     options = parser.parse_args(arguments)
@@ -281,7 +293,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("give two files of output rows, or --images RUN_DIR")
     try:
         if options.images is not None:
-            difference = compare_images(options.images)
+            if is_remote(options.images):
+                where = shown_name(options.images)
+                raise VerifyError(f"{where}: a run directory is on the machine of the job: copy it to a folder")
+            difference = compare_images(Path(options.images))
         elif options.bytes:
             difference = compare_bytes(options.first, options.second)
         else:

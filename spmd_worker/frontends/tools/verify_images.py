@@ -3,15 +3,18 @@
 import json
 from collections.abc import Iterator
 from hashlib import sha256
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object
+from spmd_worker.base.remote_names import file_path
 from spmd_worker.compat.image_prompts import media_digest
 from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.output_file import read_lines
+from spmd_worker.frontends.batch.output_parts import files_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
@@ -47,17 +50,17 @@ def _digests(manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:
     """(row, digest of its images or its audio) of the rows that ran with any."""
     config = manifest["config"]
     limits, root = RowLimits(**config["limits"]), manifest["answers"].get("job.media_root")
-    inputs = RowReader([Path(each) for each in manifest["input"]], limits.num_line_bytes)
+    inputs = RowReader([file_path(each) for each in manifest["input"]], limits.num_line_bytes)
     shard = manifest.get("shard") or {"start": 0, "stop": None, "output": config["job"]["output"]}
-    outputs = RowReader([Path(shard["output"])], max_line_bytes=1 << 31)
     try:
-        for (index, line), (_, answer) in zip(islice(inputs, shard["start"], shard["stop"]), outputs):
+        outputs = chain.from_iterable(map(read_lines, files_of(file_path(shard["output"]))))
+        for (index, line), answer in zip(islice(inputs, shard["start"], shard["stop"]), outputs):
             row = parse_row(index, line, SamplingParams(), limits)
             sources = () if isinstance(row, RowError) else _sources(row, limits)
             if not sources or json.loads(answer).get("error") is not None:
                 continue
             yield index, media_digest([_digest(index, each, root) for each in sources])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         raise ImagesError(str(error)) from None
 
 

@@ -54,6 +54,9 @@ def _delta(reader: ConfigReader, defaults: Mapping[str, int], **others: Any) -> 
 def _qwen_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
     sizes = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
     delta = _delta(reader, sizes, norm_eps=layers[0].norm.eps)
+    # Files may name gates, which transformers does not read: these are its own.
+    reader.choice("output_gate_type", ("silu", "swish"), "silu")
+    reader.choice("attn_output_gate", (True,), True)
     return tuple(
         layer if kind == "full_attention" else replace(layer, mixer="delta", delta=delta, rope=None, output_gate="")
         for kind, layer in zip(_layer_types(reader, len(layers)), layers, strict=True)

@@ -26,7 +26,7 @@ from spmd_worker.base.liveness import signals as signals_module
 from spmd_worker.base.liveness.signals import EndingSignals
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
 
-FIRST_STEPS = 120
+FIRST_STEPS = 80
 """What a job makes before a test strikes it. Those that are struck are slow from then on."""
 NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
 LIMIT_S = 240.0

@@ -14,7 +14,10 @@ from media_models import media_folder, noise, saved
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits, RunConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_files import delete_remote
+from spmd_worker.base.remote_names import file_path
 from spmd_worker.compat.image_prompts import media_digest
+from spmd_worker.frontends.batch.output_file import write_lines
 from spmd_worker.frontends.batch.run_dir import image_answers as answers_module
 from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import PROVENANCE_NAME
@@ -90,24 +93,26 @@ def test_manifest_of_text_has_no_entries_of_images(folder: Path):
         resolved_media_root(str(folder / "none"))
 
 
-def ended_run(folder: Path) -> Path:
-    """Run directory of a job of three rows, of which one has no image and one failed."""
+def ended_run(folder: Path, root: str = "", output: str = "out.jsonl") -> Path:
+    """Run directory of a job of three rows, of which one has no image and one failed; its files are in `root`."""
+    root = root or str(folder)
     (folder / "img").mkdir()
     (folder / "img/a.png").write_bytes(saved(noise(8, 8)))
     row = {"prompt": WRITTEN, "images": ["a.png"]}
     for name, rows in (
         ("in.jsonl", [row, {"prompt": "a"}, {**row, "images": ["gone.png"]}]),
-        ("out.jsonl", [{"error": None}, {"error": None}, {"error": {"code": "image_missing"}}]),
+        (output, [{"error": None}, {"error": None}, {"error": {"code": "image_missing"}}]),
     ):
-        (folder / name).write_text("".join([json.dumps(each) + "\n" for each in rows]))
+        lines = [json.dumps(each).encode() + b"\n" for each in rows]
+        write_lines(lines, file_path(f"{root}/{name}"), part_rows=2)
     run_dir = folder / "run"
     run_dir.mkdir()
     digest = media_digest([sha256((folder / "img/a.png").read_bytes()).digest()])
     (run_dir / PROVENANCE_NAME).write_text(json.dumps({"images": chained_digest([(0, digest)])}))
-    config = {"limits": asdict(RowLimits()), "job": {"output": str(folder / "out.jsonl")}}
+    config = {"limits": asdict(RowLimits()), "job": {"output": f"{root}/{output}"}}
     answers = {"job.media_root": str(folder / "img")}
     manifest = {"format_version": FORMAT_VERSION, "has_ended": True, "answers": answers, "config": config}
-    write_manifest(run_dir, {**manifest, "input": [str(folder / "in.jsonl")]})
+    write_manifest(run_dir, {**manifest, "input": [f"{root}/in.jsonl"]})
     return run_dir
 
 
@@ -121,6 +126,21 @@ def test_images_of_a_run_are_read_again(tmp_path: Path, capfd: pytest.CaptureFix
     assert "row 0: 'a.png' cannot be read" in capfd.readouterr().err
     assert verify(["--images", str(tmp_path)]) == 2
     assert "is not the run directory of an ended job" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["out.jsonl.gz", "part-*.jsonl"])
+def test_images_of_a_remote_run_are_read_again(s3: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], output: str):
+    """Regression: remote names were taken for paths, and parts for the name of a file."""
+    run_dir = ended_run(tmp_path, s3.bucket, output)
+    assert verify(["--images", str(run_dir)]) == 0
+    (tmp_path / "img/a.png").write_bytes(saved(noise(8, 8, seed=1)))
+    assert verify(["--images", str(run_dir)]) == 1
+    delete_remote(f"{s3.bucket}/in.jsonl")
+    capfd.readouterr()
+    assert verify(["--images", str(run_dir)]) == 2
+    assert f"{s3.bucket}/in.jsonl" in capfd.readouterr().err
+    assert verify(["--images", f"{s3.bucket}/out.run"]) == 2
+    assert "/out.run: a run directory is on the machine of the job: copy it to a folder" in capfd.readouterr().err
 
 
 @pytest.mark.control("The images of a job can be read again and compared")

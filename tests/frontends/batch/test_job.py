@@ -1,6 +1,5 @@
 """The job on one rank, in this process: its reading, writing, counts and errors. Answers are not checked."""
 
-import gc
 import json
 import os
 import sys
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 from bad_rows import BAD_ROWS
-from ranks import REPOSITORY
+from ranks import IMPORT_PATH, REPOSITORY, run_script
+from waiting import LIMIT_S
 
 from spmd_worker.base.config.schema import (
     CacheConfig,
@@ -26,7 +26,6 @@ from spmd_worker.frontends.batch import answer_rows, row_runner
 from spmd_worker.frontends.batch import job as job_module
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.progress import Progress
-from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.openai import row_parser
 from spmd_worker.frontends.openai.row import TextPrompt
 from spmd_worker.ranks.environment import RankEnvironment
@@ -198,20 +197,36 @@ def test_second_run_writes_the_same_bytes(tmp_path: Path):
     assert (tmp_path / "out.jsonl").read_bytes() != first
 
 
-@pytest.mark.usefixtures("nothing_frozen")
-def test_full_collections_of_job_skip_earlier_survivors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    step, frozen = RowRunner.step, []
+COLLECTING = """
+import gc, sys
+from pathlib import Path
+gc.unfreeze()
+import test_job
+from spmd_worker.frontends.batch.row_runner import RowRunner
+from spmd_worker.worker.memory import garbage
 
-    def collecting(runner: RowRunner, *given: Any) -> Any:
-        gc.collect()
-        frozen.append(gc.get_freeze_count())
-        return step(runner, *given)
+garbage.has_frozen_objects = lambda: gc.get_freeze_count() > 0
+step, frozen = RowRunner.step, []
 
-    monkeypatch.setattr(RowRunner, "step", collecting)
+def collecting(runner, *given):
+    gc.collect()
+    frozen.append(gc.get_freeze_count())
+    return step(runner, *given)
+
+RowRunner.step = collecting
+test_job.run(test_job.config_of(Path(sys.argv[1])))
+assert min(frozen) > 10_000, frozen
+assert gc.get_freeze_count() == 0, "the process goes on"
+"""
+
+
+def test_full_collections_of_job_skip_earlier_survivors(tmp_path: Path):
+    """In a process without the objects of all tests, at which each collection would look for a second."""
+    (tmp_path / "collecting.py").write_text(COLLECTING)
     write_rows(tmp_path, [{"prompt": "add 1 2 =", "max_tokens": 3}])
-    run(config_of(tmp_path))
-    assert min(frozen) > 10_000
-    assert gc.get_freeze_count() == 0, "the process goes on"
+    folders = os.pathsep.join([*IMPORT_PATH, str(Path(__file__).parent)])
+    done = run_script([tmp_path / "collecting.py", tmp_path], LIMIT_S, {"PYTHONPATH": folders})
+    assert done.returncode == 0, done.output
 
 
 def test_max_rows_takes_only_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

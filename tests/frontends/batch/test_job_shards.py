@@ -1,21 +1,26 @@
 """Shards of a job, and their merge: the bytes of the job in one piece."""
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 from cut_jobs import Ended, end_after
+from forked_child import in_child
+from killed_writer import KILLED, FileCalls, calls_on_files
 from pooling_models import pooling_folder
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.input import file_pieces, input_index
 from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.batch.merge import merge_shards as merge_module
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
@@ -146,6 +151,92 @@ def test_merge_replaces_output_and_can_be_verified(runs: Path, tmp_path: Path):
     assert output.read_bytes() == (runs / "out.jsonl").read_bytes()
     assert verify([str(output), str(runs / "out.jsonl")]) == 0
     assert verify(["--images", f"{output}.run"]) == 0
+
+
+@pytest.fixture
+def former(copied: list[Path]) -> tuple[Path, list[Path]]:
+    """An output with its run, which a merge would replace, and the run directories to merge."""
+    output = copied[0].parent / "merged.jsonl"
+    run_dir = Path(f"{output}.run")
+    shutil.copytree(copied[0].parent / "out.jsonl.run", run_dir)
+    output.write_text("former")
+    (run_dir / "provenance.json").write_text(json.dumps({"output": {"sha256": digest_of(output)}}))
+    return output, copied
+
+
+def digest_of(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
+
+
+def state_of(output: Path) -> tuple[str, str]:
+    """Digests of an output, and of that in its provenance."""
+    provenance = json.loads(Path(f"{output}.run", "provenance.json").read_text())
+    return digest_of(output), provenance["output"]["sha256"]
+
+
+def states_after_kills(output: Path, folders: list[Path], numbers: Iterable[int]) -> list[tuple[str, str]]:
+    """The state after a kill in each of the calls that change a file, up to a merge that ends."""
+    run_dir, found = Path(f"{output}.run"), []
+    former, former_run = output.read_bytes(), shutil.copytree(run_dir, f"{output}.backup")
+    for number in numbers:
+
+        def merge(number: int = number) -> None:
+            with calls_on_files(FileCalls(number)):
+                merge_shards(folders, output)
+
+        code = in_child(merge)
+        found.append(state_of(output))
+        if code == 0:
+            break
+        assert code == KILLED
+        output.write_bytes(former)
+        shutil.rmtree(run_dir)
+        shutil.copytree(former_run, run_dir)
+    return found
+
+
+def check_states(found: list[tuple[str, str]], old: str, new: str) -> None:
+    """The former output with its provenance; the new output, with the former's until it has its own."""
+    states = [(old, old), (new, old), (new, new)]
+    assert set(found) <= set(states)
+    assert found == sorted(found, key=states.index)
+
+
+@pytest.mark.guarantee("A killed merge loses neither output nor provenance")
+def test_kill_at_any_call_of_a_merge_loses_nothing(former: tuple[Path, list[Path]], runs: Path):
+    old, new = digest_of(former[0]), digest_of(runs / "out.jsonl")
+    found = states_after_kills(*former, itertools.count())
+    check_states(found, old, new)
+    assert len(set(found)) == 3
+
+
+@pytest.mark.control("A killed merge loses neither output nor provenance")
+def test_kill_check_detects_early_removal(
+    former: tuple[Path, list[Path]], runs: Path, monkeypatch: pytest.MonkeyPatch, control: Callable
+):
+    old, new, run_dir = digest_of(former[0]), digest_of(runs / "out.jsonl"), Path(f"{former[0]}.run")
+    write = merge_module.write_lines
+
+    def write_late(*given: Any) -> dict[str, Any]:
+        (run_dir / "provenance.json").write_text('{"output": {"sha256": "none"}}')
+        return write(*given)
+
+    monkeypatch.setattr(merge_module, "write_lines", write_late)
+    found = states_after_kills(*former, range(3))
+    with control():
+        check_states(found, old, new)
+
+
+def test_failed_merge_leaves_the_former_run(former: tuple[Path, list[Path]]):
+    """Regression: the provenance of the former output was removed before the shards were read."""
+    output, folders = former
+    before = {path.name for path in Path(f"{output}.run").iterdir()}
+    folders[2].with_suffix("").write_text("changed")
+    with pytest.raises(ConfigError, match=r"out-00002-of-00003\.jsonl has changed since shard"):
+        merge_shards(folders, output)
+    assert state_of(output) == (digest_of(output), digest_of(output))
+    assert output.read_text() == "former"
+    assert {path.name for path in Path(f"{output}.run").iterdir()} == before
 
 
 def test_shards_answer_consecutive_rows(runs: Path):

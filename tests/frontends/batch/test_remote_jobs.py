@@ -19,12 +19,13 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import list_remote, read_remote, replace_remote
 from spmd_worker.base.remote_names import file_path
 from spmd_worker.base.remote_upload import remove_leftovers, write_remote
-from spmd_worker.frontends.batch import output_parts
+from spmd_worker.frontends.batch import open_job, output_parts
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import write_lines
+from spmd_worker.frontends.batch.output_parts import claim_folder
 from spmd_worker.frontends.batch.run_dir.job_files import check_job, run_dir_of
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 from spmd_worker.ranks.environment import RankEnvironment
@@ -239,6 +240,38 @@ def test_parts_replace_no_manifest_of_another(tmp_path, manifest):
         run(input=str(tmp_path / "q-00000.jsonl"), output=str(tmp_path / "p-*.jsonl"))
     assert (tmp_path / "manifest.json").read_bytes() == manifest
     assert (tmp_path / "q-00000.jsonl").exists()
+
+
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_second_output_of_a_folder_is_rejected(s3, tmp_path, monkeypatch, where):
+    """Regression: two jobs that looked at once into an empty folder replaced each other's manifest."""
+    (tmp_path / "rows.jsonl").write_bytes(LINES[0])
+    folder = f"{s3.bucket}/answers" if where == "s3" else str(tmp_path / "answers")
+    job = {"input": str(tmp_path / "rows.jsonl"), "run_dir": str(tmp_path / "run")}
+    check = open_job.check_files
+
+    def look_before_another(resolved):
+        check(resolved)
+        (tmp_path / "answers").mkdir(exist_ok=True)
+        claim_folder(file_path(f"{folder}/a-*.jsonl"))
+
+    monkeypatch.setattr(open_job, "check_files", look_before_another)
+    message = r"job\.output=.*b-\*\.jsonl: .*manifest\.json is of the output a-\*\.jsonl, whose job may be running, "
+    with pytest.raises(ConfigError, match=f"{message}and would be replaced: give parts a folder of their own, or rem"):
+        run(output=f"{folder}/b-*.jsonl", **job)
+    # The other goes on.
+    run(output=f"{folder}/a-*.jsonl", **job)
+    assert sorted(parts_in(folder)) == ["a-00000.jsonl", "manifest.json"]
+
+
+def test_claim_needs_no_conditional_writes(s3, monkeypatch):
+    def unsupported(name, data):
+        raise NotImplementedError
+
+    monkeypatch.setattr(output_parts, "create_remote", unsupported)
+    claim_folder(file_path(f"{s3.bucket}/a-*.jsonl"))
+    with pytest.raises(ConfigError, match=r"manifest\.json is of the output a-"):
+        claim_folder(file_path(f"{s3.bucket}/b-*.jsonl"))
 
 
 REJECTED = {

@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd_worker.base.remote_names import file_path
+from spmd_worker.frontends.batch.output_file import write_lines
+
 
 @pytest.fixture
 def verify(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -286,6 +289,25 @@ def test_incomparable_files_exit_with_2_and_reason(verify, tmp_path: Path, capsy
     why = f"cannot read {tmp_path / 'absent'}: No such file or directory"
     assert capsys.readouterr().err == f"python -m spmd_worker.tools.verify: {why}\n"
     assert main([str(good), str(tmp_path / "absent"), "--bytes"]) == 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet", "part-*.jsonl", "part-*.jsonl.gz"])
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_outputs_of_every_kind_are_compared(s3: Any, tmp_path: Path, capsys, name: str, where: str):
+    """Regression: `s3://bucket/a.jsonl` was the file `s3:/bucket/a.jsonl`, and a compressed output no JSON."""
+    main = import_module("spmd_worker.frontends.tools.verify").main
+    output, other = f"{s3.bucket if where == 's3' else tmp_path}/{name}", tmp_path / "other.jsonl"
+    lines = [json.dumps(each).encode() + b"\n" for each in ROWS]
+    for path in (output, str(other)):
+        write_lines(lines, file_path(path), part_rows=3)
+    assert main([output, str(other)]) == 0
+    assert main([output, output, "--bytes"]) == 0
+    if name.endswith(".jsonl"):
+        assert main([str(other), output, "--bytes"]) == 0
+    write_lines(lines[:-1], file_path(str(other)))
+    assert main([str(other), output]) == 1
+    assert main([f"{output}.gone", str(other)]) == 2
+    assert f"cannot read {output}.gone: " in capsys.readouterr().err or "*" in name
 
 
 def pooled_row(**answer: Any) -> dict[str, Any]:

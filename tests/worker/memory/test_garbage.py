@@ -3,70 +3,85 @@
 import gc
 import subprocess
 import sys
-import weakref
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY
+from ranks import REPOSITORY, run_script
+from waiting import LIMIT_S
 
-from spmd_worker.worker.memory.garbage import hold_collections, resume_collections, settled_objects
+from spmd_worker.worker.memory.garbage import hold_collections, resume_collections
 
+_ALONE = """
+import gc, importlib, weakref
+from spmd_worker.worker.memory import garbage
+settled_objects = importlib.reload(garbage).settled_objects
+gc.disable()
+gc.unfreeze()
 
 class Cycle:
-    def __init__(self) -> None:
+    def __init__(self):
         self.own = self
+"""
+"""Of the process that forks it nothing is left: it has counted its objects, and frozen them."""
 
-
-@pytest.fixture
-def _none_of_its_own() -> Iterator[None]:
-    """Collections come where the test asks for them, and nowhere else."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("nothing_frozen", "_none_of_its_own")
-def test_survivors_of_first_collection_are_frozen():
+_FREEZES = """
+before = len(gc.callbacks)
+with settled_objects():
     assert gc.get_freeze_count() == 0
-    before = len(gc.callbacks)
+    gc.collect(1)
+    assert gc.get_freeze_count() == 0, "a lesser one has not looked at all"
+    gc.collect()
+    settled = gc.get_freeze_count()
+    assert settled > 10_000
+    gone = weakref.ref(Cycle())
+    gc.collect()
+    assert gone() is None, "what came after it is looked at"
+    assert gc.get_freeze_count() <= settled
+    assert len(gc.callbacks) == before
+assert gc.get_freeze_count() == 0
+"""
+
+_ENDS_EARLY = """
+before = len(gc.callbacks)
+try:
     with settled_objects():
-        assert gc.get_freeze_count() == 0
-        gc.collect(1)
-        assert gc.get_freeze_count() == 0, "a lesser one has not looked at all"
-        gc.collect()
-        settled = gc.get_freeze_count()
-        assert settled > 10_000
-        gone = weakref.ref(Cycle())
-        gc.collect()
-        assert gone() is None, "what came after it is looked at"
-        assert gc.get_freeze_count() <= settled
-        assert len(gc.callbacks) == before
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.usefixtures("nothing_frozen", "_none_of_its_own")
-def test_early_end_removes_the_callback():
-    before = len(gc.callbacks)
-    with pytest.raises(KeyError), settled_objects():
         raise KeyError
-    assert (len(gc.callbacks), gc.get_freeze_count()) == (before, 0)
-    gc.collect()
-    assert gc.get_freeze_count() == 0
+except KeyError:
+    pass
+assert (len(gc.callbacks), gc.get_freeze_count()) == (before, 0)
+gc.collect()
+assert gc.get_freeze_count() == 0
+"""
 
 
-@pytest.mark.usefixtures("_none_of_its_own")
-def test_objects_frozen_by_caller_stay_frozen():
+_OF_CALLER = """
+gc.collect()
+gc.freeze()
+frozen = gc.get_freeze_count()
+assert frozen > 10_000
+with settled_objects():
+    ours = [Cycle() for _ in range(100)]
     gc.collect()
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    assert frozen > 10_000
-    with settled_objects():
-        ours = [Cycle() for _ in range(100)]
-        gc.collect()
-        # A frozen object goes like any other when nobody has it any more.
-        assert frozen - 1_000 < gc.get_freeze_count() <= frozen
+    # A frozen object goes like any other when nobody has it any more.
     assert frozen - 1_000 < gc.get_freeze_count() <= frozen
-    assert len(ours) == 100
+assert frozen - 1_000 < gc.get_freeze_count() <= frozen
+assert len(ours) == 100
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(_FREEZES, id="first_collection_freezes_survivors"),
+        pytest.param(_ENDS_EARLY, id="early_end_removes_callback"),
+        pytest.param(_OF_CALLER, id="objects_frozen_by_caller_stay_frozen"),
+    ],
+)
+def test_settled_objects_are_frozen_once(program: str, tmp_path: Path):
+    """In a process that has the program's objects alone: here a collection looks at those of all tests, for seconds."""
+    (tmp_path / "program.py").write_text(_ALONE + program)
+    done = run_script([tmp_path / "program.py"], LIMIT_S)
+    assert done.returncode == 0, done.output
 
 
 _COLLECTIONS = "sum(each['collections'] for each in gc.get_stats())"

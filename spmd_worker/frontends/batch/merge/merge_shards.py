@@ -1,6 +1,7 @@
 """Merges the outputs of a job's shards into the bytes of the job in one piece, with bounded memory."""
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +36,8 @@ from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
     """Write the output of all shards, which replaces an existing file when it is complete, and its provenance in
     `<output>.run`. Returns the provenance. Raises ConfigError for run directories that are not all shards of one job,
-    or whose outputs have changed; OSError. The former output is unchanged then.
+    or whose outputs have changed; OSError. The former output and its provenance are unchanged then, and by a kill
+    before the output is replaced. A kill after that leaves the new output: another merge writes its provenance.
     """
     runs = read_shard_runs(folders)
     run_dir = run_dir_of(JobConfig(output=output.raw if isinstance(output, RemotePath) else str(output)))
@@ -50,22 +52,23 @@ def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
             )
         except KeptDigestsError as error:
             raise ConfigError(f"--merge: {error}: remove the shard's run directory and run it again") from None
-        _remove_earlier_run(run_dir)
         vectors = runs[0].record["vectors"]
         written = write_lines(_lines(runs, duplicates), output, None if vectors is None else tuple(vectors))
         manifest = merged_manifest([run.manifest for run in runs], output)
         provenance = merged_provenance(
             manifest, {"path": str(output), **written}, [run.provenance for run in runs], len(duplicates), images
         )
-        write_json(run_dir / PROVENANCE_NAME, provenance)
+        # Last: until then the former output's is there, whose digest says that it is not the new one's.
+        _remove_earlier_run(run_dir)
         write_manifest(run_dir, manifest)
+        write_json(run_dir / PROVENANCE_NAME, provenance)
     return provenance
 
 
 def _remove_earlier_run(run_dir: Path) -> None:
-    """Remove what an ended job of the same output left; its manifest is replaced."""
+    """Remove what an ended job of the same output left; its manifest and provenance are replaced."""
     for path in list(run_dir.iterdir()):
-        if path.name not in (LOCK_NAME, MANIFEST_NAME) and is_reserved(path):
+        if path.name not in (LOCK_NAME, MANIFEST_NAME, PROVENANCE_NAME) and is_reserved(path):
             path.unlink()
 
 
@@ -96,7 +99,13 @@ def _kept(runs: Sequence[ShardRun], name: str) -> Iterator[KeptDigest]:
 
 
 def _lines(runs: Sequence[ShardRun], duplicates: "array[int]") -> Iterator[bytes]:
-    return merged_lines((pair for run in runs for pair in _checked_lines(run)), duplicates)
+    try:
+        yield from merged_lines((pair for run in runs for pair in _checked_lines(run)), duplicates)
+    except (ValueError, LookupError, TypeError):
+        # A line that is no answer: an output has changed, which its digest shows at its end.
+        for run in runs:
+            deque(_checked_lines(run), maxlen=0)
+        raise
 
 
 def _checked_lines(run: ShardRun) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,7 @@ from spmd_worker.frontends.batch.merge.merged_lines import duplicate_line
 from spmd_worker.frontends.batch.output_file import VectorColumn, own_partial, write_lines
 from spmd_worker.frontends.batch.output_parts import PART_ROWS, is_parts
 from spmd_worker.frontends.batch.pool.driver import done_ranges, run
-from spmd_worker.frontends.batch.pool.members import Lease, Member
+from spmd_worker.frontends.batch.pool.members import Lease, Member, put_once
 from spmd_worker.frontends.batch.pool.protocol import end_merge, still_holds
 from spmd_worker.frontends.batch.pool.records import (
     MERGED,
@@ -73,7 +73,8 @@ def merge_pool(
         "error_codes": dict(rows.error_codes),
         "merged_by": member.worker,
     }
-    store.touch(PROVENANCE, free_record(merged))
+    # Durable before the end is; that of a merge that was taken over is the same, but for who merged.
+    run(store, put_once(PROVENANCE, free_record(merged)))
     if run(store, end_merge(member, lease, Merged(**digest))):
         _remove_partials(store, output)
 

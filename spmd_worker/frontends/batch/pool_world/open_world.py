@@ -20,6 +20,7 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job_rows import JobOutput
 from spmd_worker.frontends.batch.open_job import check_adapters, clear_run_dir, manifest_of, vectors_of
 from spmd_worker.frontends.batch.output_file import WrittenOutput
+from spmd_worker.frontends.batch.output_parts import claim_folder, is_parts
 from spmd_worker.frontends.batch.pool.object_store import open_pool_store
 from spmd_worker.frontends.batch.pool.pool_metrics import PoolValues
 from spmd_worker.frontends.batch.pool_world.pool_index import PoolIndex
@@ -135,6 +136,8 @@ def open_world(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None
     held.callback(world.close)
     world.check_equal()
     world.check_output()
+    if is_parts(output):
+        claim_folder(output)
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     index.wait(_SCAN_S)
     path, values = prometheus_of(job), PoolValues(store, job.lease_s / 4)

@@ -4,16 +4,16 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Final
 
 from spmd_worker.base.errors import ConfigError, PoolError
-from spmd_worker.frontends.batch.input.input_index import InputIndex, RangeReader, index_input
+from spmd_worker.frontends.batch.input.input_index import InputIndex, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.pool.driver import run
 from spmd_worker.frontends.batch.pool.members import put_once
 from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME
 from spmd_worker.frontends.batch.pool.store import PoolStore
+from spmd_worker.frontends.batch.pool_world.input_content import check_content
 
 _ASK_S: Final = 5.0
 """Time between two looks for an index that another world has made."""
@@ -35,8 +35,8 @@ class PoolIndex:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = 0.0) -> InputIndex | None:
-        """The index; None when the timeout (None: there is none) has passed. Raises ConfigError, also for local files
-        of other sizes than the pool's, PoolError, OSError.
+        """The index; None when the timeout (None: there is none) has passed. Raises ConfigError, also for another
+        input than the pool's as far as `check_content` finds it, PoolError, OSError.
         """
         if timeout_s != 0:
             wait([self._future], timeout_s)
@@ -56,6 +56,7 @@ class PoolIndex:
         index = self._own
         if index is None and not self._is_over():
             index = index_input(self._reader, self._is_over)
+        is_known = self._own is None and self._other is None
         if self._other is None:
             assert index is not None
             if self._is_closed:
@@ -65,12 +66,14 @@ class PoolIndex:
             found = InputIndex.from_bytes(self._other)
         except ConfigError as error:
             raise PoolError(f"{INPUT_INDEX_NAME} of the pool {error}: give job.pool another folder") from None
-        if self._own is not None and found.digest != self._own.digest:
+        whole = index if is_known else self._own
+        if whole is not None and found.digest != whole.digest:
+            key, given = ("job.input", "pool's input") if is_known else ("job.input_index", "index of the pool's input")
             raise ConfigError(
-                f"job.input_index has {self._own.digest}, and the pool's index {found.digest}: give the index of the "
-                f"pool's input, or another job.pool"
+                f"{key} has {whole.digest}, and the pool's index {found.digest}: give the {given}, or another job.pool"
             )
-        _check_sizes(self._reader, found)
+        if not is_known:
+            check_content(self._reader, found, lambda: self._is_closed)
         return found
 
     def _is_over(self) -> bool:
@@ -82,14 +85,3 @@ class PoolIndex:
             with contextlib.suppress(OSError):
                 self._other = self._store.read(INPUT_INDEX_NAME)
         return self._is_closed or self._other is not None
-
-
-def _check_sizes(reader: RowReader, index: InputIndex) -> None:
-    """Raise ConfigError for local files of other sizes than the pool's. Bytes are compared when they are read."""
-    RangeReader(reader, index)
-    for path, file in zip(reader.paths or (), index.files):
-        if isinstance(path, Path) and (num_bytes := path.stat().st_size) != file.num_bytes:
-            raise ConfigError(
-                f"job.input has {num_bytes} bytes in {path}, and {file.num_bytes} in the pool: every world of a pool "
-                f"must have the same job; start with what the pool has, or give another job.pool"
-            )

@@ -20,7 +20,7 @@ from spmd_worker.base.remote_upload import check_creatable, remove_leftovers
 from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
 from spmd_worker.frontends.batch.output_parts import MANIFEST_NAME as PARTS_MANIFEST_NAME
-from spmd_worker.frontends.batch.output_parts import PARTS_NAME, earlier_parts, is_parts
+from spmd_worker.frontends.batch.output_parts import PARTS_NAME, claim_folder, earlier_parts, is_parts
 from spmd_worker.frontends.batch.run_dir.file_names import (
     Claim,
     Name,
@@ -286,12 +286,16 @@ def check_run_dir(run_dir: Name) -> None:
 
 
 def check_output(job: JobConfig) -> None:
-    """Begin and abandon the output file; with the locks held. Raises ConfigError for a file that cannot be written."""
+    """Begin and abandon the output file, and claim the folder of parts; with the locks held. Raises ConfigError for a
+    file that cannot be written.
+    """
     path = output_of(job)
     try:
         if isinstance(path, RemotePath):
             _check_remote(path)
         OutputFile.open(path).abandon()
+        if is_parts(path):
+            claim_folder(path)
     except OSError as error:
         raise ConfigError(f"job.output={path} cannot be written ({error.strerror}): give another file") from None
 

@@ -4,12 +4,18 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
+from typing import Final
 
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.process import node_name, start_time_of
 from spmd_worker.base.remote_names import RemotePath, is_remote
 from spmd_worker.frontends.batch.pool.records import WORLDS
+
+_MOST_CHARACTERS: Final = 84
+_DIGEST_BYTES: Final = 6
 
 
 def check_pool(job: JobConfig) -> None:
@@ -43,13 +49,25 @@ def world_file(path: Path, variables: Mapping[str, str] = os.environ) -> Path:
 
 
 def _world_name(variables: Mapping[str, str]) -> str:
-    """Name from the launcher's variables; of a launch on one machine with its launcher's process."""
+    """Name from the launcher's variables; of a launch on one machine from its launcher's process. Containers may have
+    the host names, process ids and ports of others, and of their predecessors: a digest identifies the process.
+    """
     host, world_size = socket.gethostname(), variables.get("WORLD_SIZE", "1")
     port = variables.get("MASTER_PORT", "")
     if world_size == "1":
-        name = f"{host}-{os.getpid()}"
+        words = [host, str(os.getpid())]
+        process = _process(os.getpid())
     elif variables.get("LOCAL_WORLD_SIZE", world_size) == world_size:
-        name = f"{host}-{os.getppid()}-{port}"
+        words = [host, str(os.getppid()), port]
+        process = _process(os.getppid())
     else:
-        name = f"{variables.get('MASTER_ADDR', '')}-{port}-{variables.get('TORCHELASTIC_RUN_ID', '')}"
-    return re.sub(r"[^A-Za-z0-9-]", "-", name)[:100]
+        words = [variables.get("MASTER_ADDR", ""), port, variables.get("TORCHELASTIC_RUN_ID", "")]
+        process = ""
+    text = "-".join(words)
+    digest = blake2b(f"{text} {process}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return f"{re.sub('[^A-Za-z0-9-]', '-', text)[:_MOST_CHARACTERS]}-{digest}"
+
+
+def _process(pid: int) -> str:
+    """A process, which no other has been or will be."""
+    return f"{node_name()} {pid} {start_time_of(pid)}"

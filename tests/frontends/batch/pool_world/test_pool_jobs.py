@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from spmd_worker.frontends.batch import job as job_module
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.pool_world import open_world as open_world_module
 from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
+from spmd_worker.frontends.batch.run_dir import world
 from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 from spmd_worker.frontends.batch.run_dir.world import world_dir
 from spmd_worker.ranks.environment import RankEnvironment
@@ -126,5 +128,34 @@ def test_ranks_of_a_launch_share_a_folder():
     local = {world_dir(job, {**each, "LOCAL_WORLD_SIZE": "4"}) for each in ranks}
     wide = {world_dir(job, {**each, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a/b"}) for each in ranks}
     assert len(local) == 1
-    assert wide == {Path("p/worlds/n1-x-29500-a-b")}
+    assert len(wide) == 1
+    assert next(iter(wide)).name.startswith("n1-x-29500-a-b-")
     assert len({alone, *local, *wide}) == 3
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}],
+)
+def test_equal_containers_have_own_folders(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    """Regression: two pods with one host name, and launcher 1, had one folder; so had a pod that was started again."""
+    job = JobConfig(pool="p")
+    for name in ("getpid", "getppid"):
+        monkeypatch.setattr(f"os.{name}", lambda: 1)
+    monkeypatch.setattr("socket.gethostname", lambda: "pod-0")
+    folders = []
+    for node, start in (("boot a", 7), ("boot b", 7), ("boot a", 8), ("boot a", 8)):
+        monkeypatch.setattr(world, "node_name", partial(str, node))
+        monkeypatch.setattr(world, "start_time_of", {1: start}.get)
+        folders.append(world_dir(job, variables))
+    assert len(set(folders)) == 3
+    assert folders[2] == folders[3]
+    assert {folder.name.startswith("pod-0-1-") for folder in folders} == {True}
+
+
+def test_long_names_of_launches_differ():
+    """Regression: names were cut where they differed."""
+    wide = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n" * 120}
+    folders = [world_dir(JobConfig(pool="p"), {**wide, "TORCHELASTIC_RUN_ID": run_id}) for run_id in "ab"]
+    assert folders[0] != folders[1]
+    assert max(len(folder.name) for folder in folders) < 100

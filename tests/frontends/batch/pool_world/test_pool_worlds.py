@@ -17,13 +17,13 @@ from pool_worlds import DEFAULTS, MemoryStore, TurnedWorld, one_piece, write_row
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.base.errors import ConfigError, PoolError
 from spmd_worker.frontends.batch.input.input_files import find_inputs
-from spmd_worker.frontends.batch.input.input_index import InputIndex, index_input
+from spmd_worker.frontends.batch.input.input_index import IndexedFile, InputIndex, Mark, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
-from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, Entry, RangeRecord, range_name
-from spmd_worker.frontends.batch.pool_world import merge, pool_index, pool_worker
+from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, MERGE_LOG, Entry, RangeRecord, range_name
+from spmd_worker.frontends.batch.pool_world import input_content, merge, pool_index, pool_worker
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.parts import FinishedRow, decode_part, encode_part
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
@@ -209,7 +209,7 @@ def test_reclaimed_rows_in_flight_are_not_read_twice(job: JobConfig):
     assert slow.num_computed == NUM_ROWS
 
 
-@pytest.mark.parametrize("kind", ["parts/", "ranges/", "merged/merge", "done/"])
+@pytest.mark.parametrize("kind", ["parts/", "ranges/", "merged/", "done/"])
 def test_kill_at_each_write_loses_no_row(tmp_path: Path, kind: str):
     """Between a part and its entry, too: the n-th write of the kind is the world's last moment."""
     for number in range(3):
@@ -217,9 +217,14 @@ def test_kill_at_each_write_loses_no_row(tmp_path: Path, kind: str):
         folder.mkdir()
         job, store = job_in(folder), MemoryStore()
         killed = TurnedWorld(store, job)
+        former = Path(job.output or "")
+        former.write_text("former")
         store.before = strike(kind, number)
         with contextlib.suppress(Killed):
             killed.finish()
+        if former.read_text() != "former":
+            check(job)
+        assert (f"{MERGE_LOG}.0002" in store.objects) <= (merge.PROVENANCE in store.objects)
         store.before = lambda kind, name: None
         store.now += LEASE_S + 1
         other = TurnedWorld(store, job)
@@ -227,6 +232,16 @@ def test_kill_at_each_write_loses_no_row(tmp_path: Path, kind: str):
         check(job)
         assert killed.num_computed + other.num_computed <= NUM_ROWS + job.lease_rows
         assert sorted(path.name for path in folder.glob("out*")) == ["out.jsonl"]
+
+
+def test_provenance_is_created_before_the_end(job: JobConfig):
+    """Regression: it was replaced, which need not be durable, and the end is."""
+    store, writes = MemoryStore(), list[tuple[str, str]]()
+    world = TurnedWorld(store, job)
+    store.before = lambda operation, name: writes.append((operation, name))
+    world.finish()
+    of_merge = [each for each in writes if each[1].startswith("merged/")]
+    assert of_merge == [("create", name) for name in (f"{MERGE_LOG}.0001", merge.PROVENANCE, f"{MERGE_LOG}.0002")]
 
 
 class Killed(BaseException):
@@ -401,14 +416,56 @@ def test_other_answers_are_rejected_before_loading(job: JobConfig):
 
 
 def test_changed_input_is_rejected(job: JobConfig):
-    store = MemoryStore()
-    TurnedWorld(store, job)
-    path = Path(job.input or "")
+    world, path = TurnedWorld(MemoryStore(), job), Path(job.input or "")
     path.write_bytes(path.read_bytes().replace(b"row 3", b"row 4"))
-    world = TurnedWorld(store, job)
     world.turn()
     with pytest.raises(ConfigError, match=r"rows\.jsonl changed"):
         world.read()
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_other_input_of_equal_size_is_rejected(job: JobConfig, has_ended: bool):
+    """Regression: a world that found no row to answer compared sizes only, and ended with exit code 0."""
+    store = MemoryStore()
+    first = TurnedWorld(store, job)
+    if has_ended:
+        first.finish()
+    path, other = Path(job.input or ""), Path(job.input or "").with_name("other.jsonl")
+    other.write_bytes(path.read_bytes())
+    TurnedWorld(store, replace(job, input=str(other)))
+    other.write_bytes(path.read_bytes().replace(b"row 58", b"row 85"))
+    message = (
+        r"^job\.input has other bytes in .*other\.jsonl than in the pool \(.*rows\.jsonl\): from byte 0 to \d+ their "
+        r"digest is \w+, and \w+ in the pool: every .* give the pool's input, or another job\.pool"
+    )
+    with pytest.raises(ConfigError, match=message):
+        TurnedWorld(store, replace(job, input=str(other)))
+    with pytest.raises(ConfigError, match=r"^job\.input has [23] files, and 1 in the pool"):
+        TurnedWorld(store, replace(job, input=str(path.with_name("*.jsonl"))))
+
+
+def test_worlds_that_read_at_once_compare_digests(job: JobConfig, monkeypatch: pytest.MonkeyPatch):
+    """Another world's index came while this one read its own, other, input to the end."""
+    store, reader = MemoryStore(), RowReader.of(job.input or "")
+    monkeypatch.setattr(pool_index, "index_input", lambda *_: index_input(reader))
+    monkeypatch.setattr(store, "read", lambda name: store.contents.get(name) if name in read else read.append(name))
+    read: list[str] = []
+    store.touch(INPUT_INDEX_NAME, InputIndex.of((), reader.max_line_bytes, 0).to_bytes())
+    with pytest.raises(
+        ConfigError, match=r"^job\.input has \d+ bytes in 1 file, \w+, and the pool's index 0 bytes in 0"
+    ):
+        pool_index.PoolIndex(store, reader).wait(None)
+
+
+def test_large_input_is_compared_in_part():
+    """Evenly spread pieces, the last one with them; of compressed files one at least."""
+    marks = [Mark(number, number * 10, str(number)) for number in range(100)]
+    plain = IndexedFile("a.jsonl", 1000, 100, tuple(marks))
+    packed = [IndexedFile(f"{size}.gz", size, 1, (Mark(0, 0, ""),)) for size in (900, 500)]
+    assert input_content._choose((plain,), 1000) == [list(range(99, -1, -1))]
+    assert input_content._choose((plain,), 250) == [list(range(99, -1, -4))]
+    assert input_content._choose(tuple(packed), 100) == [[], [0]]
+    assert input_content._choose((plain, *packed), 100) == [list(range(99, -1, -10)), [], []]
 
 
 @pytest.mark.parametrize("num_rows", [0, 7])

@@ -1,0 +1,66 @@
+"""Comparison of a world's input with the pool's index: a world that finds no row to answer reads nothing else of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.batch.input.file_pieces import digest_of
+from spmd_worker.frontends.batch.input.input_files import open_bytes
+from spmd_worker.frontends.batch.input.input_index import IndexedFile, InputIndex, RangeReader
+from spmd_worker.frontends.batch.input.row_reader import RowReader
+
+_LOCAL_BYTES: Final = 256 << 20
+_REMOTE_BYTES: Final = 32 << 20
+"""Most bytes that are compared, for a large input."""
+_RULE: Final = "every world of a pool must have the same job: give the pool's input, or another job.pool for this one"
+
+
+def check_content(reader: RowReader, index: InputIndex, is_over: Callable[[], bool]) -> None:
+    """Raise ConfigError, naming both, for files that are not the index's: by their number, the sizes of local ones, and
+    the digests of their pieces, of which a large input's are not all read. Stops once `is_over`. Raises OSError.
+    """
+    paths = reader.paths or ()
+    if len(paths) != len(index.files):
+        raise ConfigError(f"job.input has {len(paths)} files, and {len(index.files)} in the pool: {_RULE}")
+    RangeReader(reader, index)
+    files = list(zip(paths, index.files))
+    is_local = all(isinstance(path, Path) for path, _ in files)
+    for path, file in files:
+        if isinstance(path, Path) and (num_bytes := path.stat().st_size) != file.num_bytes:
+            raise ConfigError(
+                f"job.input has {num_bytes} bytes in {path}, and {file.num_bytes} in the pool ({file.path}): {_RULE}"
+            )
+    chosen = _choose(index.files, _LOCAL_BYTES if is_local else _REMOTE_BYTES)
+    for (path, file), numbers in zip(files, chosen):
+        if not numbers:
+            continue
+        with open_bytes(path) as stream:
+            for number in numbers:
+                start, end = file.piece(number)
+                digest = digest_of(stream, start, end, is_over)
+                if is_over():
+                    return
+                if digest != file.marks[number].digest:
+                    raise ConfigError(
+                        f"job.input has other bytes in {path} than in the pool ({file.path}): from byte {start} to "
+                        f"{end} their digest is {digest}, and {file.marks[number].digest} in the pool: {_RULE}"
+                    )
+
+
+def _choose(files: tuple[IndexedFile, ...], most_bytes: int) -> list[list[int]]:
+    """Numbers of pieces of each file, evenly spread: all, or of about `most_bytes`; at least one."""
+    pieces = [(slot, number) for slot, file in enumerate(files) for number in range(len(file.marks))]
+
+    def size(piece: tuple[int, int]) -> int:
+        start, end = files[piece[0]].piece(piece[1])
+        return end - start
+
+    # A compressed file is one piece.
+    fitting = [each for each in pieces if size(each) <= most_bytes] or sorted(pieces, key=size)[:1]
+    step = max(1, -(-sum(map(size, fitting)) // most_bytes))
+    chosen: list[list[int]] = [[] for _ in files]
+    # From the end: appended rows and a Parquet footer are there.
+    for slot, number in fitting[::-1][::step]:
+        chosen[slot].append(number)
+    return chosen
