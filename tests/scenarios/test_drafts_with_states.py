@@ -3,13 +3,16 @@
 Each run checks queues, tables, pools and slots against each other after every step (SPMD_WORKER_CHECK).
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from planted_drafts import planted
 from state_models import state_folder
@@ -176,3 +179,40 @@ def test_trace_of_drafts_is_seen(broken: Any, way: str, monkeypatch: pytest.Monk
     expected = plain("lfm2", num_samples).answers
     broken(monkeypatch)
     assert drafted("lfm2", "chance", way, num_samples).answers != expected
+
+
+ON_RANKS = """
+import json, os, sys
+from pathlib import Path
+from planted_drafts import planted
+from state_rows import SETTINGS, answers_of, state_rows
+from spmd_worker import LLM
+
+layout, folders = json.loads(sys.argv[1])
+rows, params = state_rows()
+found = {}
+for folder in folders:
+    def answers(**options):
+        with LLM(folder, **{**SETTINGS, **layout, **options}) as llm:
+            answered = answers_of(llm.generate(rows, params, use_tqdm=False))
+            return answered, llm.llm_engine.counters.num_accepted_tokens
+
+    plain, _ = answers()
+    right = lambda key, num_outputs, most: plain[key.request_id][0][0][num_outputs : num_outputs + most]
+    with planted(right, "chance"):
+        drafted, num_accepted = answers(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    found[folder] = [drafted == plain, num_accepted > 30]
+Path(sys.argv[2], os.environ["RANK"]).write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_drafts_change_no_state_on_ranks(name: str, tmp_path: Path) -> None:
+    """Shares of heads and channels, and stages of which one may have no state."""
+    folders = [str(state_folder(kind)) for kind in IN_GATE + OTHERS]
+    completed = ranks.run_ranks(ON_RANKS, 2, 300, [json.dumps([{name: 2}, folders]), tmp_path])
+    assert completed.returncode == 0, completed
+    for rank in range(2):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        assert found == {folder: [True, True] for folder in folders}, rank

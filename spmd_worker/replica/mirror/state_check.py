@@ -1,15 +1,16 @@
 """Checks a plan's slots of recurrent states against a mirror: each row keeps its own, and no other row's is written.
 
 A slot has the tokens that its row's last step was given, and the inputs of that step's drafts: the row goes on after
-these tokens, or after some of the drafts.
+these tokens, or after those of the drafts that have become its ids.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError
-from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta, SequenceGroupMetadata
+from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.sampled import num_equal
 from spmd_worker.replica.sequence.step import StepPlan
 
 
@@ -37,15 +38,22 @@ class StateCheck:
             return
         if self._plan.continuing_num_ids and 0 in self._plan.continuing_num_ids:
             self._reject("continuing_num_ids", 0, "1 or more: a state has the last token already")
-        known, given = list(continuing), dict[int, None]()
+        known, given, operations = list(continuing), dict[int, None](), self._plan.state_ops
+        copied, swapped_in = (
+            dict.fromkeys([slot for _, slot in each]) for each in (operations.copy, operations.swap_in)
+        )
         for group in self._plan.groups:
-            is_snapshot = isinstance(group, SequenceGroupMetadata)
             held = self._groups.get(group.request_id)
             for data in group.sequences:
-                sequence = None if is_snapshot or held is None else held.sequences.get(data.sample_index)
+                sequence = None if held is None else held.sequences.get(data.sample_index)
                 key = (group.request_id, data.sample_index)
-                if isinstance(group, SequenceGroupMetadata) and isinstance(data, SequenceData):
-                    self._check_lag(data, len(group.request.prompt_token_ids), *key)
+                if len(data.draft_token_ids) > self._most_drafts:
+                    rule = f"at most {self._most_drafts}, which a slot has room for"
+                    self._reject("draft_token_ids", f"{len(data.draft_token_ids)} drafts", rule, *key)
+                if isinstance(data, SequenceData):
+                    is_copy, is_back = data.state_slot in copied, data.state_slot in swapped_in
+                    self._check_lag(data, None if is_copy else sequence, *key, is_back=is_back)
+                    sequence = None
                 if sequence is None:
                     self._check_slots("state_slot", (data.state_slot,), *key)
                     if data.state_slot in given:
@@ -90,22 +98,30 @@ class StateCheck:
                         rule = f"{expected} in a model without recurrent states"
                         self._reject(name, value, rule, group.request_id, data.sample_index)
 
-    def _check_lag(self, data: SequenceData, num_prompt_tokens: int, *key: int) -> None:
-        """Check a sequence that is sent completely: its slot has the prompt at least."""
-        most = max(min(self._most_drafts, data.num_computed_tokens - num_prompt_tokens), 0)
-        if not 0 <= data.num_lagging_tokens <= most:
-            rule = f"from 0 to {most}: of at most {self._most_drafts} drafts, behind the prompt"
-            self._reject("num_lagging_tokens", data.num_lagging_tokens, rule, *key)
+    def _check_lag(self, data: SequenceData, held: MirroredSequence | None, *key: int, is_back: bool) -> None:
+        """Check how far a sequence that is sent completely lags. `held` is what the mirror has of it; None: nothing, or
+        it begins from a copy. `is_back`: its states are swapped in.
+        """
+        lag = data.num_lagging_tokens
+        if held is None or not data.num_computed_tokens:
+            if lag:
+                self._reject("num_lagging_tokens", lag, "0 where nothing is saved of the sequence's drafts", *key)
+            return
+        if not lag and not is_back and data.state_slot != held.state_slot:
+            # Its slot is a snapshot's.
+            return
+        end = held.num_computed_tokens + held.num_scheduled_tokens
+        num_accepted = num_equal(held.draft_token_ids, data.output_token_ids[end - held.num_prompt_tokens :])
+        if lag != num_lagging_tokens(held, data.num_computed_tokens) or not 0 <= lag <= num_accepted:
+            rule = f"up to {num_accepted} drafts behind the {end} tokens that its state has"
+            self._reject("num_computed_tokens", f"{data.num_computed_tokens}, with a lag of {lag}", rule, *key)
 
     def _check_known(self, sequence: MirroredSequence, data: SequenceData | SequenceDataDelta) -> None:
         if data.state_slot != -1:
             self._reject("state_slot", data.state_slot, "-1 for a sequence that has its slot", *sequence.key)
-        num_drafts = len(sequence.draft_token_ids)
-        if not 0 <= num_lagging_tokens(sequence, data.num_computed_tokens) <= num_drafts:
-            end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
-            rule = f"from {end} to {end + num_drafts}: a state has {end} tokens already, and the drafts' inputs"
-            if not num_drafts:
-                rule = "the token after the last computed one: a state has that already"
+        # `PlanCheck` has counted the drafts that are among the sequence's ids.
+        if num_lagging_tokens(sequence, data.num_computed_tokens) < 0:
+            rule = "the token after the last computed one: a state has that already"
             self._reject("num_computed_tokens", data.num_computed_tokens, rule, *sequence.key)
 
     def _check_slots(self, name: str, slots: Iterable[int], *key: int) -> None:

@@ -111,7 +111,7 @@ def build_batch(
         token_blocks=_to(tables[sequence_of_token, positions // block_size], device),
         token_offsets=_to(positions % block_size, device),
         sees_later=is_encoder,
-        segments=state_segments(scheduled, device) if has_states else None,
+        segments=state_segments(sequences, starts, firsts, device) if has_states else None,
         replay=draft_replay(scheduled, most_drafts, device) if has_states else None,
         last_visible=None if last_visible is None else _to(last_visible.astype(np.int32), device),
     )

@@ -17,12 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from spmd_worker.ops.attention.draft_replay import DraftReplay
-from spmd_worker.ops.kernels.host_copies import send
+from spmd_worker.ops.kernels.host_copies import send, to_device
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 
 _Integers = NDArray[np.int64]
 
+_NUM_SCHEDULED: Final = attrgetter("num_scheduled_tokens")
+_NUM_COMPUTED: Final = attrgetter("sequence.num_computed_tokens")
 _NUM_LAGGING: Final = attrgetter("sequence.num_lagging_tokens")
 _DRAFTS: Final = attrgetter("sequence.draft_token_ids")
 
@@ -34,11 +36,12 @@ def state_slots(sequences: Iterable[MirroredSequence]) -> _Integers:
     return slots
 
 
-def state_segments(scheduled: Sequence[ScheduledSequence], device: torch.device) -> StateSegments:
-    """The step's own tokens."""
-    counts, firsts = _counts(scheduled), _firsts(scheduled)
-    arrays = (state_slots(each.sequence for each in scheduled), np.append(0, counts.cumsum()), firsts)
-    return StateSegments(*send([each.astype(np.int32) for each in arrays], device))
+def state_segments(
+    sequences: Sequence[MirroredSequence], starts: Sequence[int], firsts: Sequence[int], device: torch.device
+) -> StateSegments:
+    """The step's own tokens: each sequence's from a row of `starts` [S + 1] on, the first at a position of `firsts`."""
+    arrays = (state_slots(sequences), np.array(starts), np.array(firsts))
+    return StateSegments(*[to_device(torch.from_numpy(each.astype(np.int32)), device) for each in arrays])
 
 
 def draft_replay(scheduled: Sequence[ScheduledSequence], most_drafts: int, device: torch.device) -> DraftReplay | None:
@@ -46,7 +49,7 @@ def draft_replay(scheduled: Sequence[ScheduledSequence], most_drafts: int, devic
     if not most_drafts or not (any(map(_NUM_LAGGING, scheduled)) or any(map(_DRAFTS, scheduled))):
         return None
     slots = state_slots(each.sequence for each in scheduled)
-    counts, lags = _counts(scheduled), _column(_NUM_LAGGING, scheduled)
+    counts, firsts, lags = (_column(getter, scheduled) for getter in (_NUM_SCHEDULED, _NUM_COMPUTED, _NUM_LAGGING))
     nums_drafts = _column(len, list(map(_DRAFTS, scheduled)))
     assert max(lags.max(), nums_drafts.max()) <= most_drafts, (lags, nums_drafts, most_drafts)
     assert (nums_drafts < counts).all(), "a row computes a given token before its drafts"
@@ -60,18 +63,9 @@ def draft_replay(scheduled: Sequence[ScheduledSequence], most_drafts: int, devic
         _ranges(ends - nums_drafts, nums_drafts),
         _ranges(places, nums_drafts),
     )
-    segments = (slots, np.append(0, extended_ends), _firsts(scheduled) - lags, lags + counts - nums_drafts)
+    segments = (slots, np.append(0, extended_ends), firsts - lags, lags + counts - nums_drafts)
     sent = send([*[each.astype(np.int32) for each in segments], *rows], device)
     return DraftReplay(StateSegments(*sent[:4]), *sent[4:])
-
-
-def _counts(scheduled: Sequence[ScheduledSequence]) -> _Integers:
-    return _column(attrgetter("num_scheduled_tokens"), scheduled)
-
-
-def _firsts(scheduled: Sequence[ScheduledSequence]) -> _Integers:
-    """First position of each row in the step."""
-    return _column(attrgetter("sequence.num_computed_tokens"), scheduled)
 
 
 def _column(getter: Callable[[Any], int], values: Sequence[object]) -> _Integers:

@@ -5,8 +5,8 @@ on its batch, and attention skips them. One graph serves decode rows, prompt chu
 ask for another where it needs fewer launches (`AttentionMetadata.kind`), as for short rows that all decode. Steps with
 adapters have graphs of their own, for any adapters of their rows; they are recorded again when other layers are
 adapted. So have steps whose tokens have three positions, as those of rows with images; steps whose tokens see later
-ones have none. A step's inputs are copied to fixed tensors; weights, cache and recurrent states are read at the
-recorded addresses, and if these change, all graphs are recorded again.
+ones, or that replay drafts, have none. A step's inputs are copied to fixed tensors; weights, cache and recurrent states
+are read at the recorded addresses, and if these change, all graphs are recorded again.
 
 The first step of a size runs launch by launch in the same tensors, which compiles missing kernels and gives the step
 its result. Then its graph is recorded, which computes nothing. All graphs share one memory pool: they never overlap.

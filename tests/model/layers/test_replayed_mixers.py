@@ -110,11 +110,11 @@ def new_states(name: str, num_slots: int, dtype: torch.dtype, most_drafts: int) 
 def step(mixer: Any, states: LayerStates, x: Tensor, scheduled: Sequence[ScheduledSequence]) -> list[Tensor]:
     """Outputs of each row."""
     most_drafts = 0 if states.saved is None else states.saved.shape[1]
-    counts = [each.num_scheduled_tokens for each in scheduled]
-    nothing = torch.empty(0)
+    counts, sequences = [each.num_scheduled_tokens for each in scheduled], [each.sequence for each in scheduled]
+    starts, firsts, nothing = (0, *accumulate(counts)), [each.num_computed_tokens for each in sequences], torch.empty(0)
     metadata = AttentionMetadata(
-        *((0, *accumulate(counts)), (), nothing, nothing, nothing),
-        segments=state_segments(scheduled, CPU),
+        *(starts, (), nothing, nothing, nothing),
+        segments=state_segments(sequences, starts, firsts, CPU),
         replay=state_rows.draft_replay(scheduled, most_drafts, CPU),
     )
     return list(mixer(x, (), None, metadata, states=states).split(counts))

@@ -98,13 +98,15 @@ def test_swapped_sequence_comes_back_with_another_slot():
     assert mirror_slots(mirror)[SECOND] == 4
 
 
-def resent(step: int, num_lagging_tokens: int, num_computed_tokens: int = 8, **fields: object) -> StepPlan:
+def resent(
+    step: int, num_lagging_tokens: int, num_computed_tokens: int = 8, slot: int = 3, last_id: int = 13, **moves: object
+) -> StepPlan:
     """Request 2, sent completely while it decodes: its next token is the tenth."""
     request = Request(2, (5, 6, 7, 8, 9), SamplingParams(n=2), 0)
-    outputs, num_tokens = (11, 12, 13, 14), 9 - num_computed_tokens
-    counts = (num_computed_tokens, num_tokens, 1, 3, (), num_lagging_tokens)
-    data = SequenceData(0, outputs, (2, 3, 6), *counts)
-    return StepPlan(step, (SequenceGroupMetadata(request, (data,)),), num_tokens=num_tokens, **fields)
+    outputs, num_tokens = (11, 12, last_id, 14), 9 - num_computed_tokens
+    counts = (num_computed_tokens, num_tokens, 1, slot, (), num_lagging_tokens)
+    group = SequenceGroupMetadata(request, (SequenceData(0, outputs, (2, 3, 6), *counts),))
+    return StepPlan(step, (group,), num_tokens=num_tokens, state_ops=StateOps(**moves))
 
 
 def drafted(step: int = 2) -> StepPlan:
@@ -143,10 +145,18 @@ def test_drafts_may_follow_lagging_tokens():
     assert (row.sequence.num_lagging_tokens, row.sequence.num_scheduled_tokens) == (1, 1)
 
 
-@pytest.mark.parametrize("num_lagging_tokens", [0, 3])
-def test_row_sent_completely_says_how_far_it_lags(num_lagging_tokens: int):
-    (row,) = at_work(drafted()).apply(resent(3, num_lagging_tokens))
-    assert row.sequence.num_lagging_tokens == num_lagging_tokens
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(resent(3, 0, 6), resent(3, 1, 7), resent(3, 2)),
+        resent(3, 2, slot=4, swap_in=((0, 4),)),
+        # Computed again, from what other sequences have left.
+        *(resent(3, 0, slot=4, copy=((0, 4),)), resent(3, 0, copy=((0, 3),)), resent(3, 0, 0)),
+    ],
+)
+def test_row_sent_completely_says_how_far_it_lags(plan: StepPlan):
+    (row,) = at_work(drafted()).apply(plan)
+    assert row.sequence.num_lagging_tokens == plan.groups[0].sequences[0].num_lagging_tokens
 
 
 def test_row_lags_while_others_continue():
@@ -204,22 +214,34 @@ REJECTED: dict[str, tuple[list[StepPlan], Callable[[], StepPlan], str]] = {
     "a token applied twice, behind drafts": (
         [drafted()],
         lambda: delta(3, appended_token_ids=(), num_kept_blocks=3, num_computed_tokens=5),
-        "num_computed_tokens is 5, .* from 6 to 9: a state has 6 tokens already, and the drafts' inputs",
+        "num_computed_tokens is 5, .* a state has that already",
     ),
     "a draft that was none": (
         [drafted()],
         lambda: accepted(3, 12, 99, 20, num_lagging_tokens=2),
         "num_computed_tokens is 8, the mirror expects 7",
     ),
-    "a lag of more than all drafts": (
+    "more drafts than a slot has room for": (
         [],
-        lambda: resent(2, 4, 9 - 1),
-        "request 2, sample 0: field num_lagging_tokens is 4, .* from 0 to 3: of at most 3 drafts, behind the prompt",
+        lambda: delta(2, appended_block_ids=(6,), num_scheduled_tokens=5, draft_token_ids=(12, 13, 14, 15)),
+        "request 2, sample 0: field draft_token_ids is 4 drafts, .* at most 3",
     ),
-    "a lag into the prompt": (
-        [],
-        lambda: resent(2, 3, 7),
-        "request 2, sample 0: field num_lagging_tokens is 3, .* from 0 to 2",
+    "a lag, and no drafts": ([], lambda: resent(2, 2), "is 8, with a lag of 2, .* up to 0 drafts behind the 5 tokens"),
+    "too long a lag": ([drafted()], lambda: resent(3, 3), "is 8, with a lag of 3, .* up to 3 drafts behind the 6"),
+    "too short a lag": ([drafted()], lambda: resent(3, 1), "is 8, with a lag of 1"),
+    "a lag forgotten": ([drafted()], lambda: resent(3, 0), "is 8, with a lag of 0"),
+    "a lag forgotten at a swap": (
+        [drafted()],
+        lambda: resent(3, 0, slot=4, swap_in=((0, 4),)),
+        "is 8, with a lag of 0",
+    ),
+    "a lag by a draft that was none": ([drafted()], lambda: resent(3, 2, last_id=9), "a lag of 2, .* up to 1 drafts"),
+    "a lag of a copy": ([drafted()], lambda: resent(3, 2, slot=4, copy=((0, 4),)), "num_lagging_tokens is 2"),
+    "a lag of zeros": ([drafted()], lambda: resent(3, 1, 0), "num_lagging_tokens is 1"),
+    "a lag of a new sequence": (
+        [drafted(), StepPlan(3, finished_request_ids=(2,))],
+        lambda: resent(4, 2),
+        "num_lagging_tokens is 2, .* 0 where nothing is saved",
     ),
     "a token applied twice, continuing": (
         [],

@@ -5,9 +5,9 @@ T: tokens; S: sequences; K: taps, C: channels of a convolution; Hk, Hv: key and 
 Mamba2, their size, groups, and size of a state.
 """
 
+from itertools import pairwise
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,7 +168,10 @@ def segment_addresses(segments: StateSegments, num_tokens: int, num_slots: int) 
     assert num_segments == 0 or int(segments.slots.max()) < num_slots, (segments, num_slots)
     if counts is not None:
         check_tensor(counts, torch.int32, (num_segments,))
-        slots, kept, lengths = segments.slots.numpy(), counts.numpy(), np.diff(segments.starts.numpy())
-        assert ((slots < 0) | (lengths == 0) | ((kept > 0) & (kept <= lengths))).all(), segments
+        rows = zip(segments.slots.tolist(), pairwise(segments.starts.tolist()), counts.tolist(), strict=True)
+        # Few rows have drafts: cheaper one by one than with arrays.
+        assert all(0 < kept <= stop - start for slot, (start, stop), kept in rows if slot >= 0 and start < stop), (
+            segments
+        )
     addresses = (each.data_ptr() for each in (segments.slots, segments.starts, segments.firsts))
     return (*addresses, None if counts is None else counts.data_ptr(), num_segments)
