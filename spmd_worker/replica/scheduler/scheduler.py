@@ -244,7 +244,10 @@ class Scheduler:
             drop_rows=drop_rows,
             hit_comparisons=self._allocator.take_comparisons(),
             repeated_rows=repeated_rows,
-            wants_drafts=num_tokens > 0 and not is_frozen and self._drafting is not None and self._drafting.wants_drafts,
+            wants_drafts=num_tokens > 0
+            and not is_frozen
+            and self._drafting is not None
+            and self._drafting.wants_drafts,
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()
