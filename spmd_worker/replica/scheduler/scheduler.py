@@ -216,6 +216,7 @@ class Scheduler:
         self.counters.num_steps += 1
         is_frozen = self.pause.is_frozen
         decisions = catch_up(self.queues, self.cache, self._allocator) if is_frozen else self._planner.decide()
+        drafting = None if is_frozen else self._drafting
         num_tokens = decisions.num_tokens
         if num_tokens:
             self._in_flight.append(decisions)
@@ -244,10 +245,7 @@ class Scheduler:
             drop_rows=drop_rows,
             hit_comparisons=self._allocator.take_comparisons(),
             repeated_rows=repeated_rows,
-            wants_drafts=num_tokens > 0
-            and not is_frozen
-            and self._drafting is not None
-            and self._drafting.wants_drafts,
+            wants_drafts=num_tokens > 0 and drafting is not None and drafting.wants_drafts,
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()
