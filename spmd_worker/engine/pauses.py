@@ -54,8 +54,8 @@ class Pauses:
         return self._scheduler.pause.is_paused
 
     def pause(self, mode: str, clear_cache: bool, run_step: RunStep, interruptible: Interruptible) -> None:
-        """`LLM.pause_generation`: takes one step in mode "keep" and "abort", and in mode "wait" as many as the requests
-        that have begun need.
+        """`LLM.pause_generation`: takes one step in mode "keep" and "abort", another where recurrent states lag behind
+        drafts, and in mode "wait" as many as the requests that have begun need.
         """
         with self._calls.inside("pause_generation"):
             self._life.check_open()

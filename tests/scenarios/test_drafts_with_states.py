@@ -15,6 +15,7 @@ import pytest
 import ranks
 import torch
 from planted_drafts import planted
+from safetensors.torch import load_file
 from state_models import state_folder
 from state_rows import SETTINGS, answers_of, state_rows
 from torch import Tensor
@@ -23,7 +24,9 @@ from kv_cache.state_engine import StateEngine
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.engine.engine import CHECK_VARIABLE
 from spmd_worker.ops.attention.draft_replay import DraftReplay
+from spmd_worker.replica.scheduler import scheduler as scheduler_module
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.replica.scheduler.updates import Decisions
 from spmd_worker.replica.sequence.sequence import SequenceKey
 
 IN_GATE = ("lfm2", "qwen3_5", "nemotron")
@@ -216,3 +219,41 @@ def test_drafts_change_no_state_on_ranks(name: str, tmp_path: Path) -> None:
     for rank in range(2):
         found = json.loads((tmp_path / str(rank)).read_text())
         assert found == {folder: [True, True] for folder in folders}, rank
+
+
+def answer_over_new_weights(settings: dict[str, Any], num_outputs: int) -> tuple[Answers, int]:
+    """Answer to a row that is kept while the gates of its states change, once it has so many tokens, and lags if it may
+    have drafts; and the number of its tokens then.
+    """
+    folder, (rows, params) = state_folder("qwen3_5"), first_turn()
+    weights = load_file(folder / "model.safetensors")
+    with LLM(folder, **MANY, **settings) as llm:
+        engine, outputs = llm.llm_engine, []
+        engine.add_request("0", rows[1], params[1])
+        while not engine.scheduler.running:
+            engine.step()
+        (sequence,) = engine.scheduler.running
+        while len(sequence.output_token_ids) < num_outputs or (settings and not sequence.num_lagging_tokens):
+            engine.step()
+        llm.pause_generation("keep", clear_cache=False)
+        num_kept = len(sequence.output_token_ids)
+        llm.update_weights((name, each * (1.3 if "A_log" in name else 1.0)) for name, each in weights.items())
+        llm.resume_generation()
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        return answers_of(outputs), num_kept
+
+
+@pytest.mark.parametrize("catches_up", [True, False])
+def test_kept_states_are_of_old_weights(catches_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: accepted drafts go through the states of the new ones where a pause lets rows lag."""
+    token_ids = plain("qwen3_5").answers[0][1][0][0]
+    with monkeypatch.context() as patch, planted(lambda key, num, most: token_ids[num : num + most], "right"):
+        if not catches_up:
+            patch.setattr(scheduler_module, "catch_up", lambda *given: Decisions())
+            patch.setattr(scheduler_module, "lagging", lambda queues: [])
+        found, num_kept = answer_over_new_weights({"speculative_config": DRAFTS}, 5)
+    # A pause takes a step.
+    expected = answer_over_new_weights({}, num_kept - 1)
+    assert expected[1] == num_kept
+    assert (found == expected[0]) == catches_up

@@ -12,6 +12,7 @@ from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
 from planted_drafts import PlantedProposer
 from ranks import REPOSITORY
+from state_models import state_folder
 from stress_seed import SEED
 
 from spmd_worker import LLM, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
@@ -27,6 +28,8 @@ MODELS: dict[str, Any] = {
     "qwen3_moe": lambda: expert_folder("qwen3_moe"),
     "gemma3": lambda: family_folder("gemma3"),
     "gpt_oss": lambda: expert_folder("gpt_oss"),
+    "qwen3_5": lambda: state_folder("qwen3_5"),
+    "qwen3_5_moe": lambda: state_folder("qwen3_5_moe"),
 }
 NUM_IDS = 86
 """Token ids of prompts: below the size of each model's vocabulary."""
@@ -70,7 +73,7 @@ def row_of(draw: Random, name: str, number: int) -> Row:
         {"n": 1, "best_of": 3},
         {"cache_salt": "a"},
     ]
-    if name in ("qwen3_moe", "gpt_oss"):
+    if name in ("qwen3_moe", "gpt_oss", "qwen3_5_moe"):
         more += [{"return_routed_experts": True}] * 3
     if is_demo:
         more += [

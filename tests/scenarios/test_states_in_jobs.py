@@ -32,6 +32,7 @@ from spmd_worker.frontends.replay.step_log import read_step_log
 from spmd_worker.ranks.environment import RankEnvironment
 
 NUM_ROWS = 120
+DRAFTS = ["speculative_config.method=suffix", "speculative_config.num_speculative_tokens=4"]
 
 
 def write_rows(folder: Path, num_rows: int = NUM_ROWS, shorter: int = 1) -> None:
@@ -91,14 +92,16 @@ def are_greedy(model: PreTrainedModel, prompt: list[int], ids: list[int]) -> boo
 @pytest.mark.stress
 @pytest.mark.parametrize("name", SHAPES)
 def test_killed_job_resumes_to_equal_bytes(name: str, tmp_path: Path) -> None:
-    """Two kills by SIGKILL, of all processes and of one rank, at drawn steps."""
+    """Two kills by SIGKILL, of all processes and of one rank, at drawn steps; the job that is killed drafts."""
     tested, chance = SHAPES[name], random.Random(f"{SEED} {name}")
 
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
     def attempt(folder: Path, layout: str, **more: tuple[str, ...]) -> Attempt:
-        options = (f"model.path={tested.folder()}", "cache.num_blocks=160", "scheduler.max_num_seqs=16")
+        options = [f"model.path={tested.folder()}", "cache.num_blocks=160", "scheduler.max_num_seqs=16"]
+        options += DRAFTS if folder == killed else []
         return Attempt(folder, layout, *options, **more)
 
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
         write_rows(folder, shorter=2)
@@ -115,6 +118,7 @@ def test_killed_job_resumes_to_equal_bytes(name: str, tmp_path: Path) -> None:
     assert (killed / "out.jsonl").read_bytes() == (whole / "out.jsonl").read_bytes()
     metrics = json.loads((killed / "out.jsonl.run" / "metrics.json").read_text())
     assert 0 < metrics["resumed_rows"] < NUM_ROWS
+    assert metrics["speculation"]["accepted_tokens"] > 0
     rows = [json.loads(line) for line in (whole / "rows.jsonl").read_text().splitlines()]
     answers = [json.loads(line)["outputs"][0]["token_ids"] for line in (whole / "out.jsonl").read_text().splitlines()]
     for index in range(0, NUM_ROWS, 2):

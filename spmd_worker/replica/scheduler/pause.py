@@ -12,7 +12,9 @@ _BEFORE_ALL: Final = (INT64.start, -1)
 
 
 class Pause:
-    """State of one scheduler's pause. `is_frozen`: no step computes anything until it ends."""
+    """State of one scheduler's pause. `is_frozen`: no step computes anything until it ends, but for states that
+    catch up first (`catching_up.py`).
+    """
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues

@@ -18,6 +18,7 @@ from spmd_worker.replica.drafts.proposer import Proposer
 from spmd_worker.replica.drafts.rule import record_drafts
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.allocator_factory import new_allocator
+from spmd_worker.replica.scheduler.catching_up import catch_up, lagging
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.drafting import Drafting
 from spmd_worker.replica.scheduler.integrity import check_adapters, check_integrity, check_states
@@ -118,8 +119,8 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether steps compute for any request."""
-        return self.pause.num_computing > 0
+        """Whether steps compute for any request. Before a pause, states that lag catch up."""
+        return self.pause.num_computing > 0 or (self.pause.is_frozen and bool(lagging(self.queues)))
 
     @property
     def waits_for_ids(self) -> bool:
@@ -213,7 +214,9 @@ class Scheduler:
         """Decide the next step. Call `apply` for each plan with rows, in order, `num_in_flight` plans later at most."""
         self._step += 1
         self.counters.num_steps += 1
-        decisions = Decisions() if self.pause.is_frozen else self._planner.decide()
+        is_frozen = self.pause.is_frozen
+        decisions = catch_up(self.queues, self.cache, self._allocator) if is_frozen else self._planner.decide()
+        drafting = None if is_frozen else self._drafting
         num_tokens = decisions.num_tokens
         if num_tokens:
             self._in_flight.append(decisions)
@@ -242,7 +245,7 @@ class Scheduler:
             drop_rows=drop_rows,
             hit_comparisons=self._allocator.take_comparisons(),
             repeated_rows=repeated_rows,
-            wants_drafts=num_tokens > 0 and self._drafting is not None and self._drafting.wants_drafts,
+            wants_drafts=num_tokens > 0 and drafting is not None and drafting.wants_drafts,
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()

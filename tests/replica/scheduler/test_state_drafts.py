@@ -107,6 +107,10 @@ def long_history(seed: int, run: Run) -> None:
             run.abort(chance.randrange(len(asked) + 1))
         elif chance.random() < 0.03:
             run.pause("keep", chance.random() < 0.3)
+            if run.scheduler.has_unfinished and chance.random() < 0.7:
+                run.step(sampled)
+                assert not run.scheduler.has_unfinished
+                run.seen["caught up"] += 1
             run.resume()
         run.step(sampled)
     run.settle()
@@ -139,7 +143,7 @@ def test_states_lag_in_many_histories():
         run = lagging_run(("right", "chance", "wrong")[seed % 3], **LAYOUTS[list(LAYOUTS)[seed % 5]])
         long_history(seed, run)
         seen += run.seen
-    kinds = ("planned", "sent completely", "kept", "swapped out", "released", "aborted")
+    kinds = ("planned", "sent completely", "kept", "swapped out", "released", "aborted", "caught up")
     assert min(seen[kind] for kind in kinds) > 5, seen
 
 
@@ -269,6 +273,23 @@ def test_row_without_ids_lags_no_more():
     run.num_ids = iter([0, *[1] * 30]).__next__
     run.step(7)
     assert (sequence.num_lagging_tokens, sequence.state_slot, run.waiting()) == (0, None, [(0, 0)])
+    run.finish(7)
+
+
+def test_states_catch_up_before_a_pause():
+    """One has a block for its next token, the other starts again: its block would be a third."""
+    run = lagging_run("right", seven, num_blocks=5)
+    for _ in range(2):
+        run.admit(0, tokens(1, 5), max_tokens=12)
+    run.step(7)
+    run.step(7)
+    assert [each.num_lagging_tokens for each in run.scheduler.running] == [3, 2]
+    run.pause("keep")
+    assert run.scheduler.has_unfinished
+    assert len(run.step(7)) == 1
+    assert not run.scheduler.has_unfinished
+    assert run.step(7) == []
+    run.resume()
     run.finish(7)
 
 
