@@ -52,9 +52,9 @@ WORDS = {
 SILENT = ("SIGSTOP", HANG, LOOP)
 """Faults that are none until the timeout."""
 
-ONLY_STRESS = ("SIGTERM", HANG, LOOP)
-"""Faults that the gate leaves out: a stopped rank is waited for as one that hangs, a killed one ends as one that is
-asked to.
+ONLY_STRESS = ("SIGKILL", "SIGTERM", "exit in the sampler", HANG, LOOP)
+"""Faults that the gate leaves out here: a stopped rank is waited for as one that hangs, and one killed under torchrun
+ends as one that is asked to, or exits.
 """
 ALL = [
     pytest.param(fault, int(fault != "full disk"), marks=getattr(pytest.mark, tier))
@@ -74,6 +74,7 @@ def _figures() -> Iterator[None]:
         print(f"\nFAULTS {fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
 
 
+@pytest.mark.guarantee("A rank fails: all end, the culprit is named")
 def test_killed_rank_is_named_by_us_and_torchrun(tmp_path: Path):
     break_a_rank(tmp_path, "SIGKILL", 2, 0, SURE_S, is_fresh=False)
 
