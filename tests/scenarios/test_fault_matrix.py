@@ -74,7 +74,6 @@ def _figures() -> Iterator[None]:
         print(f"\nFAULTS {fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
 
 
-@pytest.mark.guarantee("A rank fails: all end, the culprit is named")
 def test_killed_rank_is_named_by_us_and_torchrun(tmp_path: Path):
     break_a_rank(tmp_path, "SIGKILL", 2, 0, SURE_S, is_fresh=False)
 
