@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import ranks
-from reference_models import checkpoint_folder, mixed_prompts
 
 from spmd_worker import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-PROMPTS = mixed_prompts(4, 40, seed=3)
 
 
 @pytest.mark.finding(number="D6")
@@ -23,8 +21,12 @@ PROMPTS = mixed_prompts(4, 40, seed=3)
 )
 def test_llm_goes_on_when_followers_return(tmp_path: Path, layout: dict[str, int]):
     """The engine was closed: the next call raised "this LLM was closed"."""
-    folder = checkpoint_folder("llama3")
-    done = ranks.run_forked([__file__, json.dumps(layout), str(folder), tmp_path], nproc=2, timeout_s=240)
+    # Imports transformers, for which each rank would wait.
+    from reference_models import checkpoint_folder, mixed_prompts
+
+    prompts = json.dumps(mixed_prompts(4, 40, seed=3))
+    arguments = [json.dumps(layout), str(checkpoint_folder("llama3")), prompts, tmp_path]
+    done = ranks.run_forked([__file__, *arguments], nproc=2, timeout_s=240)
     assert done.returncode == 0, done.output
     first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert first["together"] == second["together"] == first["alone"]
@@ -32,23 +34,23 @@ def test_llm_goes_on_when_followers_return(tmp_path: Path, layout: dict[str, int
     assert first["words"].startswith("1 requests of llm_engine.add_request or enqueue are not answered yet")
 
 
-def main(layout: dict[str, int], folder: str, target: Path) -> None:
+def main(layout: dict[str, int], folder: str, prompts: list[list[int]], target: Path) -> None:
     rank, seen = int(os.environ["RANK"]), dict[str, object]()
 
-    def ask(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-        return [each.outputs[0].token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    def ask(llm: LLM, given: list[list[int]]) -> list[list[int]]:
+        return [each.outputs[0].token_ids for each in llm.generate(given, GREEDY, use_tqdm=False)]
 
     with LLM(folder, num_blocks=100, device="cpu", **layout) as llm:
         engine = llm.llm_engine
         for again in range(2):
             if rank == 0:
                 found = {}
-                for index, prompt in enumerate(PROMPTS):
+                for index, prompt in enumerate(prompts):
                     engine.add_request(f"{again} {index}", prompt, GREEDY)
                 while engine.has_unfinished_requests():
                     found |= {each.request_id: each.outputs[0].token_ids for each in engine.step()}
-                seen["alone"] = [found[f"{again} {index}"] for index in range(len(PROMPTS))]
-                engine.add_request("late", PROMPTS[0], GREEDY)
+                seen["alone"] = [found[f"{again} {index}"] for index in range(len(prompts))]
+                engine.add_request("late", prompts[0], GREEDY)
                 try:
                     engine.close_followers()
                 except RuntimeError as error:
@@ -58,12 +60,12 @@ def main(layout: dict[str, int], folder: str, target: Path) -> None:
                 engine.close_followers()
             else:
                 engine.follow()
-            seen["together"] = ask(llm, PROMPTS)
+            seen["together"] = ask(llm, prompts)
         with llm.turns():
             # One rank asks once, the other three times.
-            seen["turns"] = ask(llm, PROMPTS[:1]) if rank == 0 else [ask(llm, [each])[0] for each in PROMPTS[1:]]
+            seen["turns"] = ask(llm, prompts[:1]) if rank == 0 else [ask(llm, [each])[0] for each in prompts[1:]]
     (target / f"{rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(json.loads(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import ranks
 import torch.distributed as dist
-from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,6 +135,9 @@ def main_of_memory(folder: Path, model: Path) -> None:
 @pytest.mark.stress
 def test_no_rank_ever_has_a_whole_tensor(tmp_path: Path):
     """Control: a gather has one, of 128 MiB."""
+    # Imports transformers, for which the ranks would wait.
+    from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
+
     model = write_checkpoint(tmp_path / "model", CheckpointSpec(LlamaConfig, {**LARGE, "tie_word_embeddings": False}))
     done = ranks.run_forked([__file__, "memory", tmp_path, model], nproc=2, timeout_s=480)
     assert done.returncode == 0, done.output

@@ -54,14 +54,20 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str, in_all_wa
         "alone"
     )
     prompt = PROMPTS[-1]
-    (thin,) = their_logits(expert_reference(name, is_thinned=True), [prompt])
-    assert relative_error(thin, expected(name)[-1]) < 1e-6, "the oracle's own"
     assert (
         read_model_files(thinned_expert_folder(name)).model_config == read_model_files(expert_folder(name)).model_config
     )
     assert relative_error(prompt_logits(load_model(thinned_expert_folder(name)), [prompt])[0], expected(name)[-1]) < (
         TOLERANCE
     )
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_reads_thin_expert_files_as_full_ones(name: str):
+    """None of our code is asked: what it is compared with says the same of both files."""
+    (thin,) = their_logits(expert_reference(name, is_thinned=True), [PROMPTS[-1]])
+    assert relative_error(thin, expected(name)[-1]) < 1e-6
 
 
 @each_and_all("qwen3_moe", "gpt_oss", "glm4_moe", later=SECOND)
@@ -75,7 +81,9 @@ def test_shards_equal_transformers_and_stages_equal_one_rank(name: str, in_all_w
         "exact": ExpertLayout(PLACED, is_exact=True),
     }
     if not in_all_ways:
-        layouts = {what: layouts[what] for what in ("columns", "placed")}
+        # One of both, in turns.
+        what = ("columns", "placed")[list(CASES).index(name) % 2]
+        layouts = {what: layouts[what]}
     for what, layout in layouts.items():
 
         def run(group: GroupHandle, layout: ExpertLayout | None = layout) -> list[Tensor]:
@@ -318,7 +326,7 @@ def test_row_has_equal_bits_chunked_cached_and_recomputed(name: str, dtype: str)
 
 
 def each_type() -> list[Any]:
-    layouts = [("gpt_oss", "float32"), ("qwen3_moe", "bfloat16"), ("glm4_moe", "bfloat16")]
+    layouts = [("gpt_oss", "float32"), ("qwen3_moe", "bfloat16")]
     cases = [(name, dtype) for name in CASES for dtype in ("float32", "bfloat16")]
     return [pytest.param(*each, marks=pytest.mark.matrix if each in layouts else pytest.mark.stress) for each in cases]
 

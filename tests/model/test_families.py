@@ -88,9 +88,15 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str):
     assert worst_error(name, prompt_logits(model, PROMPTS)) < TOLERANCE
     assert worst_error(name, prompt_logits(model, PROMPTS, 7)) < TOLERANCE
     prompt = PROMPTS[-1]
-    assert relative_error(their_logits(name, prompt, is_thinned=True), expected(name)[-1]) < 1e-6, "the oracle's own"
     assert read_model_files(thinned_folder(name)).model_config == read_model_files(family_folder(name)).model_config
     assert relative_error(prompt_logits(load_model(thinned_folder(name)), [prompt])[0], expected(name)[-1]) < TOLERANCE
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_oracle_reads_thin_files_as_full_ones(name: str):
+    """None of our code is asked: what it is compared with says the same of both files."""
+    assert relative_error(their_logits(name, PROMPTS[-1], is_thinned=True), expected(name)[-1]) < 1e-6
 
 
 def test_new_weights_are_loaded_without_optional_prefix():
@@ -274,8 +280,10 @@ def _stateless(model: Any) -> Any:
 
 
 # One of each kind of layer: bounded scores and windows, rotated parts and fused tensors, LongRoPE, norms of whole
-# projections, norms with biases and learned positions.
-IN_BFLOAT16 = ("gemma2", "gemma3_images", "glm4", "phi3_long", "olmo2", "gpt2")
+# projections.
+IN_BFLOAT16 = ("gemma2", "gemma3_images", "glm4", "phi3_long", "olmo2")
+BY_ROW = ("apertus", "cohere_plus", "hunyuan", "olmo", "opt_350m")
+"""Cases that differ from others in operations that see one token alone: their schedules are in the stress tier."""
 
 
 def each_type() -> list[Any]:
@@ -283,7 +291,7 @@ def each_type() -> list[Any]:
     tier.
     """
     marks = {(name, "float32"): pytest.mark.matrix for name in ALL_CASES}
-    marks |= {(name, "float32"): pytest.mark.stress for name in (*LIKE_OTHERS, *IN_BFLOAT16)}
+    marks |= {(name, "float32"): pytest.mark.stress for name in (*LIKE_OTHERS, *IN_BFLOAT16, *BY_ROW)}
     marks |= {("gpt2", "float32"): []}
     marks |= {
         (name, "bfloat16"): pytest.mark.matrix if name in IN_BFLOAT16 else pytest.mark.stress for name in ALL_CASES

@@ -110,11 +110,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 QUICK_BFLOAT16 = ("chunks of 7", "small blocks", "recomputed", "without a prefix cache")
 LAYOUT_BFLOAT16 = ("three at a time", "a step ahead, swapped")
-"""Compared in float32 are all cases; in bfloat16 these, these in the tier of layouts, and others in the stress tier."""
+"""In bfloat16 these, these in the tier of layouts, and others in the stress tier."""
+ONLY_BFLOAT16 = ("small blocks", "recomputed", "without a prefix cache")
+"""Cases whose float32 is in the stress tier."""
 
 
 def each_case() -> list[Any]:
-    marks = {("float32", case): [] for case in CASES}
+    marks = {("float32", case): [pytest.mark.stress] if case in ONLY_BFLOAT16 else [] for case in CASES}
     for case in CASES:
         later = pytest.mark.matrix if case in LAYOUT_BFLOAT16 else pytest.mark.stress
         marks["bfloat16", case] = [] if case in QUICK_BFLOAT16 else [later]

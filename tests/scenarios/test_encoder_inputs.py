@@ -5,6 +5,7 @@ inputs behind the same ids give other answers.
 """
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 import transformers
 from cross_rows import CASES, cross_folder, cross_reference
 from encoder_prompts import encoder_prompts, given, heard
-from reference_models import random_prompt
 from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 
 from spmd_worker import LLM, BeamSearchParams, PromptsRefusedError, SamplingParams
@@ -25,7 +25,8 @@ from spmd_worker.worker.runner.media_store import MediaStore
 
 
 def ids(num_tokens: int, seed: int) -> list[int]:
-    return [4 + each % (VOCAB_SIZE - 4) for each in random_prompt(num_tokens, seed=seed, vocab_size=VOCAB_SIZE)]
+    generator = random.Random(f"{seed}:{num_tokens}")
+    return [4 + generator.randrange(10, VOCAB_SIZE) % (VOCAB_SIZE - 4) for _ in range(num_tokens)]
 
 
 FOLLOWING = [2, *ids(10, 40)]

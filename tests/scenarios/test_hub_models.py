@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import ranks
 from hub_cache import COMMIT, serve_hub, write_snapshot
-from pooling_models import pooling_folder
 
 import launch
 from spmd_worker import LLM, SamplingParams
@@ -71,6 +70,9 @@ def test_two_ranks_download_a_hub_model_once(tmp_path: Path):
 
 def test_pooling_hub_model_gives_its_folders_vectors(tmp_path: Path):
     """Mean, dense and normalised; of the hub's name alone it was the last token's state."""
+    # Imports transformers, for which the ranks of the other test would wait.
+    from pooling_models import pooling_folder
+
     folder = pooling_folder("dense")
     source = f"""
         import json

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
@@ -11,7 +11,6 @@ from image_rows import ImageRow
 from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 from run_folder import made_once
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
@@ -21,6 +20,10 @@ from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.topology import Stage
+
+if TYPE_CHECKING:
+    # Importing it takes seconds, which ranks that run these files would pay for each.
+    from transformers import PreTrainedModel
 
 _HALVES: Final[dict[str, Any]] = {
     f"{part}_{key}": value
@@ -71,7 +74,7 @@ def _class_of(name: str) -> Any:
 
 
 @cache
-def cross_reference(name: str) -> PreTrainedModel:
+def cross_reference(name: str) -> "PreTrainedModel":
     """transformers' model of the folder."""
     model_class = _class_of(name)
     return model_class.from_pretrained(cross_folder(name), dtype=torch.float32, attn_implementation="eager").eval()

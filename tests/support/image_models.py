@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
@@ -16,11 +16,14 @@ from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from run_folder import made_once
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel
 from vision_checkpoints import CASES, stir
 
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels
+
+if TYPE_CHECKING:
+    # Importing it takes seconds, which ranks that run these files would pay for each.
+    from transformers import PreTrainedModel
 
 KINDS: Final = (*MODELS, "qwen3_5")
 NUM_TOKENS: Final = 8
@@ -76,7 +79,7 @@ def image_folder(kind: str) -> Path:
 
 
 @cache
-def image_reference(kind: str) -> PreTrainedModel:
+def image_reference(kind: str) -> "PreTrainedModel":
     """transformers' model of the folder."""
     model_class = getattr(transformers, f"{CASES[kind][0]}ForConditionalGeneration")
     return model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -158,7 +161,7 @@ def their_answer(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list
 
 @torch.no_grad()
 def their_logprobs(
-    model: PreTrainedModel, kind: str, pictures: Sequence[Pixels], prompt: Sequence[int], chosen: Sequence[int]
+    model: "PreTrainedModel", kind: str, pictures: Sequence[Pixels], prompt: Sequence[int], chosen: Sequence[int]
 ) -> Tensor:
     """Log-probabilities of the ids behind a prompt of ids, by a model of transformers."""
     with one_axis_a_call():

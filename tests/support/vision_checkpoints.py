@@ -7,17 +7,20 @@ import json
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
 from run_folder import made_once
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.towers.squares import best_resolution
+
+if TYPE_CHECKING:
+    # Importing it takes seconds, which ranks that run these files would pay for each.
+    from transformers import PreTrainedModel
 
 IMAGE_TOKEN = 60
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.2, 0.25)
@@ -121,7 +124,7 @@ def vision_folder(name: str) -> Path:
 
 
 @cache
-def vision_reference(name: str) -> PreTrainedModel:
+def vision_reference(name: str) -> "PreTrainedModel":
     """transformers' model of the folder."""
     model_class = getattr(transformers, f"{CASES[name][0]}ForConditionalGeneration")
     return model_class.from_pretrained(vision_folder(name), dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -142,7 +145,7 @@ def _write(folder: Path, name: str) -> None:
 
 
 @torch.no_grad()
-def stir(model: PreTrainedModel) -> None:
+def stir(model: "PreTrainedModel") -> None:
     """Fill the model with numbers."""
     generator = torch.Generator().manual_seed(11)
     for _, value in sorted(model.named_parameters()):

@@ -129,8 +129,8 @@ def many_rows_for(kernels, num_inputs):
 # panel that is alone.
 CUTS = tiers([(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400)], stress=[(1536, 576), (896, 2080)])
 MANY_ROWS = 520
-# Gates are cut as plain products are: wide and narrow ones show it, the others are in the stress tier.
-GATED_CUTS = ((576, 960), (64, 16400))
+# Gates are cut as plain products are: narrow ones show it, the others are in the stress tier.
+GATED_CUTS = ((576, 960),)
 
 
 def each_cut() -> list:
@@ -375,8 +375,9 @@ def test_unpackable_weight_is_multiplied_unpacked(kernels, packs_only, dtype, ca
 
 
 # One block and several, of a number of outputs that ends in a block of its own; then one that fits no tile.
-CONVERTED = [(576, 960), (4864, 272), (4096, 530), (64, 50), (33, 40)]
-LONG = [(4864, 272)]
+CONVERTED = [(576, 960), (4864, 272), (4096, 530), SMALL_BLOCKS := (256, 530), (64, 50), (33, 40)]
+"""In `SMALL_BLOCKS` blocks are as many as in the one before, of a sixteenth of the elements."""
+LONG = [(4864, 272), (4096, 530)]
 """Of these, in the stress tier."""
 
 
@@ -395,8 +396,10 @@ def converting(packs_only) -> PackedKernels:
         (64, 50, True),
     ],
 )
-def test_converted_weights_multiply_rows_independently(converting, num_inputs, num_outputs, has_bias):
+def test_converted_weights_multiply_rows_independently(converting, num_inputs, num_outputs, has_bias, monkeypatch):
     """In any batch, at any place in it, by one thread and by two; past the rows that share a block; to the last bit."""
+    if (num_inputs, num_outputs) == SMALL_BLOCKS:
+        monkeypatch.setattr(linear, "_BLOCK_ELEMENTS", 1 << 16)
     weight = converting.pack(numbers(num_outputs, num_inputs, dtype=torch.bfloat16))
     bias = numbers(num_outputs, dtype=torch.bfloat16) if has_bias else None
     x = numbers(linear._BLOCK_ROWS + NUM_ROWS, num_inputs, dtype=torch.bfloat16)
