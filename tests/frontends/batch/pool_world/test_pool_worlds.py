@@ -16,6 +16,7 @@ from pool_worlds import DEFAULTS, MemoryStore, TurnedWorld, one_piece, write_row
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.base.errors import ConfigError, PoolError
+from spmd_worker.base.remote_files import replace_remote
 from spmd_worker.frontends.batch.input.input_files import find_inputs
 from spmd_worker.frontends.batch.input.input_index import IndexedFile, InputIndex, Mark, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
@@ -442,6 +443,33 @@ def test_other_input_of_equal_size_is_rejected(job: JobConfig, has_ended: bool):
         TurnedWorld(store, replace(job, input=str(other)))
     with pytest.raises(ConfigError, match=r"^job\.input has [23] files, and 1 in the pool"):
         TurnedWorld(store, replace(job, input=str(path.with_name("*.jsonl"))))
+
+
+def test_longer_remote_input_is_rejected(s3: Any, job: JobConfig):
+    """Regression: of remote files no byte behind the pool's was looked for."""
+    content, store, name = Path(job.input or "").read_bytes(), MemoryStore(), f"{s3.bucket}/rows.jsonl"
+    replace_remote(name, content)
+    job = replace(job, input=name)
+    TurnedWorld(store, job).finish()
+    for more, message in (
+        (b'{"prompt": "more"}\n', r"^job\.input has \d+ bytes in s3:.*, and \d+ in the pool"),
+        (b"", ""),
+    ):
+        replace_remote(name, content + more)
+        with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+            pool_index.PoolIndex(store, RowReader.of(name)).wait(None)
+
+
+def test_stale_index_is_not_put_into_the_pool(job: JobConfig):
+    """Regression: it was, and kept every world from the pool."""
+    store, path = MemoryStore(), Path(job.input or "")
+    stale = index_input(RowReader.of(job.input or ""))
+    path.write_bytes(path.read_bytes().replace(b"row 58", b"row 85"))
+    with pytest.raises(ConfigError, match=r"than in job\.input_index \(.*make it again with spmd-worker-index"):
+        pool_index.PoolIndex(store, RowReader.of(job.input or ""), stale).wait(None)
+    assert INPUT_INDEX_NAME not in store.contents
+    TurnedWorld(store, job).finish()
+    check(job)
 
 
 def test_worlds_that_read_at_once_compare_digests(job: JobConfig, monkeypatch: pytest.MonkeyPatch):
