@@ -18,7 +18,7 @@ _REMOTE_BYTES: Final = 32 << 20
 
 
 class IndexOrigin(NamedTuple):
-    """Where an index is from, for errors."""
+    """Origin of an index, in errors."""
 
     place: str
     rule: str
