@@ -15,6 +15,8 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 _LOCAL_BYTES: Final = 256 << 20
 _REMOTE_BYTES: Final = 32 << 20
 """Most bytes that are compared, for a large input."""
+_REMOTE_FILES: Final = 256
+"""Most remote files that are opened: each takes requests, one after another, before the world can begin."""
 
 
 class IndexOrigin(NamedTuple):
@@ -46,7 +48,8 @@ def check_content(reader: RowReader, index: InputIndex, origin: IndexOrigin, is_
     for path, file in files:
         if isinstance(path, Path):
             _check_size(path, file, path.stat().st_size, origin)
-    chosen = _choose(index.files, _LOCAL_BYTES if is_local else _REMOTE_BYTES)
+    most_bytes, most_files = (_LOCAL_BYTES, len(files)) if is_local else (_REMOTE_BYTES, _REMOTE_FILES)
+    chosen = _choose(index.files, most_bytes, most_files)
     for (path, file), numbers in zip(files, chosen):
         if not numbers:
             continue
@@ -73,8 +76,8 @@ def _check_size(path: FilePath, file: IndexedFile, num_bytes: int, origin: Index
         )
 
 
-def _choose(files: tuple[IndexedFile, ...], most_bytes: int) -> list[list[int]]:
-    """Numbers of pieces of each file, evenly spread: all, or of about `most_bytes`; at least one."""
+def _choose(files: tuple[IndexedFile, ...], most_bytes: int, most_files: int) -> list[list[int]]:
+    """Numbers of pieces of each file, evenly spread: all, or of about `most_bytes`, of `most_files`; at least one."""
     pieces = [(slot, number) for slot, file in enumerate(files) for number in range(len(file.marks))]
 
     def size(piece: tuple[int, int]) -> int:
@@ -88,4 +91,6 @@ def _choose(files: tuple[IndexedFile, ...], most_bytes: int) -> list[list[int]]:
     # From the end: appended rows and a Parquet footer are there.
     for slot, number in fitting[::-1][::step]:
         chosen[slot].append(number)
-    return chosen
+    opened = [slot for slot, numbers in enumerate(chosen) if numbers][::-1]
+    kept = set(opened[:: max(1, -(-len(opened) // most_files))])
+    return [numbers if slot in kept else [] for slot, numbers in enumerate(chosen)]

@@ -490,10 +490,12 @@ def test_large_input_is_compared_in_part():
     marks = [Mark(number, number * 10, str(number)) for number in range(100)]
     plain = IndexedFile("a.jsonl", 1000, 100, tuple(marks))
     packed = [IndexedFile(f"{size}.gz", size, 1, (Mark(0, 0, ""),)) for size in (900, 500)]
-    assert input_content._choose((plain,), 1000) == [list(range(99, -1, -1))]
-    assert input_content._choose((plain,), 250) == [list(range(99, -1, -4))]
-    assert input_content._choose(tuple(packed), 100) == [[], [0]]
-    assert input_content._choose((plain, *packed), 100) == [list(range(99, -1, -10)), [], []]
+    assert input_content._choose((plain,), 1000, 3) == [list(range(99, -1, -1))]
+    assert input_content._choose((plain,), 250, 3) == [list(range(99, -1, -4))]
+    assert input_content._choose(tuple(packed), 100, 3) == [[], [0]]
+    assert input_content._choose((plain, *packed), 100, 3) == [list(range(99, -1, -10)), [], []]
+    small = IndexedFile("b.jsonl", 1, 1, (Mark(0, 0, ""),))
+    assert input_content._choose((small,) * 7, 100, 3) == [[0], [], [], [0], [], [], [0]]
 
 
 @pytest.mark.parametrize("num_rows", [0, 7])
