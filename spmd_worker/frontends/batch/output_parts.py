@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import JsonError, create_file, parse_json_object, read_json_object, write_file, write_json
+from spmd_worker.base.files import (
+    JsonError,
+    create_file,
+    parse_json_object,
+    read_json_object,
+    remove_uncreated,
+    write_file,
+    write_json,
+)
 from spmd_worker.base.remote_files import create_remote, delete_remote, read_remote, replace_remote, state_of
 from spmd_worker.base.remote_names import FilePath, RemotePath
 
@@ -200,6 +208,8 @@ def claim_folder(pattern: FilePath, key: str = "job.output") -> None:
     # Some stores ignore the condition of a conditional write, and would replace it.
     if _read(path) is None:
         _create(path, _manifest_of(pattern, None, []))
+    if isinstance(path, Path):
+        remove_uncreated(path)
     earlier_parts(pattern, key)
 
 

@@ -12,6 +12,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from cut_jobs import Ended, end_after
+from forked_child import in_child
+from killed_writer import FileCalls, calls_on_files
 from ranks import REPOSITORY
 from s3_server import KEY, SECRET
 from waiting import wait_until
@@ -274,6 +276,25 @@ def test_parts_replace_no_manifest_of_another(tmp_path, manifest):
         run(input=str(tmp_path / "q-00000.jsonl"), output=str(tmp_path / "p-*.jsonl"))
     assert (tmp_path / "manifest.json").read_bytes() == manifest
     assert (tmp_path / "q-00000.jsonl").exists()
+
+
+def test_killed_claim_leaves_nothing_that_stays(tmp_path):
+    """Regression: each kill of a start that created the manifest could leave a file."""
+    pattern, names = tmp_path / "p-*.jsonl", []
+    for number in itertools.count():
+
+        def claim(number=number):
+            with calls_on_files(FileCalls(number)):
+                claim_folder(pattern)
+
+        code = in_child(claim)
+        names += [path.name for path in tmp_path.iterdir() if path.name != "manifest.json"]
+        claim_folder(pattern)
+        assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+        if code == 0:
+            break
+        (tmp_path / "manifest.json").unlink()
+    assert len(names) >= 2
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
