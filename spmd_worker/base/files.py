@@ -16,6 +16,8 @@ CONFIG_BYTES: Final = 16 * 1024 * 1024
 """Maximum size of a configuration file."""
 _MAX_NAME_BYTES: Final = 255
 """Maximum length of a file name on common systems."""
+_TOKEN_BYTES: Final = 8
+"""Random bytes in the name of a file that is being created."""
 
 
 class JobFileError(OSError):
@@ -69,7 +71,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes], *, is_durable: bool = True
 
 def create_file(path: Path, data: bytes) -> bool:
     """Create a file, whole and durably; False if the name exists. Raises OSError."""
-    partial = partial_path(path.with_name(f"{path.name}.{secrets.token_hex(8)}"))
+    partial = partial_path(path.with_name(f"{path.name}.{secrets.token_hex(_TOKEN_BYTES)}"))
     try:
         with open(partial, "xb") as stream:
             stream.write(data)
@@ -91,6 +93,15 @@ def create_file(path: Path, data: bytes) -> bool:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def remove_uncreated(path: Path) -> None:
+    """Remove what killed calls of `create_file` left. A call that runs goes on as on a file system without hard links.
+    Raises OSError.
+    """
+    token = "[0-9a-f]" * 2 * _TOKEN_BYTES
+    for partial in path.parent.glob(partial_path(path.with_name(f"{path.name}.{token}")).name):
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

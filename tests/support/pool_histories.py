@@ -25,9 +25,10 @@ from typing import Any
 
 import ranks
 from pool_worlds import one_piece, run_world, write_rows
+from process_families import family_of, is_stopped
+from waiting import wait_until
 
 from spmd_worker.base.config.schema import JobConfig
-from spmd_worker.base.process import children_of
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.posix_store import PosixStore
 from spmd_worker.frontends.batch.pool.records import Entry, RangeRecord, number_and_entry
@@ -250,10 +251,7 @@ class LaunchedHistory(History):
 
     def _signal(self, pid: int, number: int) -> None:
         """Ranks have sessions of their own. SIGTERM is the launcher's to pass on."""
-        family = [pid]
-        for parent in family:
-            family += children_of(parent)
-        for each in [pid] if number == signal.SIGTERM else family:
+        for each in [pid] if number == signal.SIGTERM else family_of(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, number)
         if number == signal.SIGTERM:
@@ -264,7 +262,7 @@ class LaunchedHistory(History):
         if pid is None:
             return None
         self._signal(pid, signal.SIGSTOP)
-        time.sleep(TICK_S)
+        wait_until(lambda: all(map(is_stopped, family_of(pid))))
         if self._is_in_a_lease(pid):
             return pid
         self._signal(pid, signal.SIGCONT)
@@ -286,7 +284,8 @@ class LaunchedHistory(History):
         return path.read_text().splitlines() if path.exists() else []
 
     def _computed(self) -> list[int]:
-        lines = [line.split() for path in self._rows_of.values() for line in self._lines(path)]
+        # Not those of `_rows_of`: a process id may be used again.
+        lines = [line.split() for path in self.folder.glob("computed.*") for line in self._lines(path)]
         self.figures["working"] = len({worker for worker, _ in lines})
         return [int(row) for _, row in lines]
 

@@ -248,9 +248,12 @@ def read_lines(path: FilePath) -> Iterator[bytes]:
         raise_missing_package("pyarrow", "parquet", f"output {path}", error)
     with open_bytes(path) as file:
         try:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256, columns=["json"]):
+            parquet = pyarrow.parquet.ParquetFile(file)
+            if "json" not in parquet.schema_arrow.names or parquet.schema_arrow.field("json").type != pyarrow.string():
+                raise OSError(f"{path} is no output of a job: it has no column json of texts")
+            for batch in parquet.iter_batches(batch_size=256, columns=["json"]):
                 for text in batch.column(0):
-                    yield text.as_py().encode() + b"\n"
+                    yield (text.as_py() or "").encode() + b"\n"
         except pyarrow.ArrowException as error:
             raise OSError(f"{path} is damaged ({error})") from None
 

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import JsonError, create_file, parse_json_object, read_json_object, write_file, write_json
+from spmd_worker.base.files import (
+    JsonError,
+    create_file,
+    parse_json_object,
+    read_json_object,
+    remove_uncreated,
+    write_file,
+    write_json,
+)
 from spmd_worker.base.remote_files import create_remote, delete_remote, read_remote, replace_remote, state_of
 from spmd_worker.base.remote_names import FilePath, RemotePath
 
@@ -47,12 +55,21 @@ def part_path(pattern: FilePath, number: int) -> FilePath:
 
 
 def files_of(output: FilePath) -> list[FilePath]:
-    """The files of an output, in order. Raises ConfigError, OSError for parts that no manifest lists."""
+    """The files of a complete output, in order. Raises OSError for one that is not there, ConfigError for parts that
+    are not complete, or another output's.
+    """
     if not is_parts(output):
         return [output]
-    if size_of(manifest := output.with_name(MANIFEST_NAME)) is None:
-        raise FileNotFoundError(errno.ENOENT, f"no {manifest}, which lists its parts")
-    return [output.with_name(name) for name in earlier_parts(output, "output")]
+    path = output.with_name(MANIFEST_NAME)
+    if (data := _read(path)) is None:
+        raise FileNotFoundError(errno.ENOENT, f"no {path}, which lists its parts")
+    manifest = _parse(data)
+    if manifest is None or _pattern_in(manifest, output) != output.name or _other_part(output, manifest) is not None:
+        raise ConfigError(f"{output}: {path} is not of this output: give the output as in job.output")
+    names = _names_in(manifest)
+    if not manifest.get("is_complete"):
+        raise ConfigError(f"{output} is not complete ({len(names)} parts in {path}): let its job end")
+    return [output.with_name(name) for name in names]
 
 
 class LineDigest:
@@ -122,11 +139,14 @@ class CommittedParts:
         """Describe the complete output, and remove an earlier one's parts beyond it."""
         del self._parts[-(-lines["lines"] // self.part_rows) :]
         self._record()
+        # While the manifest lists them: after a kill the next writer does.
+        for name in self._surplus():
+            _delete(self.pattern.with_name(name))
         self._show(lines)
+
+    def _surplus(self) -> list[str]:
         names = {each.part for each in self._parts}
-        for name in self._earlier:
-            if name not in names:
-                _delete(self.pattern.with_name(name))
+        return [name for name in self._earlier if name not in names]
 
     def _record(self) -> None:
         if self._run_dir is not None:
@@ -134,13 +154,18 @@ class CommittedParts:
             write_json(self._run_dir / PARTS_NAME, record | {"parts": [asdict(each) for each in self._parts]})
 
     def _show(self, lines: dict[str, Any] | None = None) -> None:
-        data = _manifest_of(self.pattern, self.part_rows, self._parts, lines)
+        data = _manifest_of(self.pattern, self.part_rows, self._parts, lines, self._surplus())
         _replace(self.pattern.with_name(MANIFEST_NAME), data)
 
 
 def _manifest_of(
-    pattern: FilePath, part_rows: int | None, parts: Sequence[Part], lines: dict[str, Any] | None = None
+    pattern: FilePath,
+    part_rows: int | None,
+    parts: Sequence[Part],
+    lines: dict[str, Any] | None = None,
+    earlier: Sequence[str] = (),
 ) -> bytes:
+    """Bytes of a manifest; until it is complete (`lines`) with the names of an earlier output's other parts."""
     manifest = {
         "format_version": FORMAT_VERSION,
         "pattern": pattern.name,
@@ -150,6 +175,8 @@ def _manifest_of(
         "parts": [asdict(each) for each in parts],
         "lines": lines,
     }
+    if lines is None and earlier:
+        manifest["earlier"] = list(earlier)
     return (json.dumps(manifest, indent=1) + "\n").encode("ascii")
 
 
@@ -177,7 +204,12 @@ def claim_folder(pattern: FilePath, key: str = "job.output") -> None:
     """Make the folder this output's by its manifest, which one of several jobs can create. Raises ConfigError as
     `earlier_parts` does if it is another's, OSError.
     """
-    _create(pattern.with_name(MANIFEST_NAME), _manifest_of(pattern, None, []))
+    path = pattern.with_name(MANIFEST_NAME)
+    # Some stores ignore the condition of a conditional write, and would replace it.
+    if _read(path) is None:
+        _create(path, _manifest_of(pattern, None, []))
+    if isinstance(path, Path):
+        remove_uncreated(path)
     earlier_parts(pattern, key)
 
 
@@ -190,20 +222,45 @@ def earlier_parts(pattern: FilePath, key: str = "job.output") -> list[str]:
     if data is None:
         return []
     way_out = "would be replaced: give parts a folder of their own"
-    try:
-        manifest = parse_json_object(data)
-        names = [str(each["part"]) for each in manifest["parts"]]
-    except (JsonError, TypeError, LookupError):
-        raise ConfigError(f"{key}={pattern}: {path} is not of an output in parts, and {way_out}") from None
-    if (name := manifest.get("pattern", pattern.name)) != pattern.name:
+    manifest = _parse(data)
+    if manifest is None:
+        # On a file system without hard links a kill can leave it so.
+        way_out += "" if data.strip() else ", or remove that file, which is empty"
+        raise ConfigError(f"{key}={pattern}: {path} is not of an output in parts, and {way_out}")
+    if (name := _pattern_in(manifest, pattern)) != pattern.name:
         raise ConfigError(
             f"{key}={pattern}: {path} is of the output {name}, whose job may be running, and {way_out}, or remove that "
             f"file if its job has ended and is not to go on"
         )
-    number = r"\d{5,}".join(map(re.escape, pattern.name.split("*")))
-    if other := [name for name in names if re.fullmatch(number, name) is None]:
-        raise ConfigError(f"{key}={pattern}: {path} lists {other[0]}, a part of another output, and {way_out}")
-    return names
+    if (other := _other_part(pattern, manifest)) is not None:
+        raise ConfigError(f"{key}={pattern}: {path} lists {other}, a part of another output, and {way_out}")
+    return [*_names_in(manifest), *manifest.get("earlier", ())]
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    """A manifest; None for anything else."""
+    try:
+        manifest = parse_json_object(data)
+        names = [*_names_in(manifest), *manifest.get("earlier", ())]
+    except (JsonError, TypeError, LookupError):
+        return None
+    return manifest if all(isinstance(name, str) for name in names) else None
+
+
+def _names_in(manifest: dict[str, Any]) -> list[str]:
+    return [each["part"] for each in manifest["parts"]]
+
+
+def _pattern_in(manifest: dict[str, Any], pattern: FilePath) -> str:
+    """The name of the manifest's output; early manifests have none."""
+    return str(manifest.get("pattern", pattern.name))
+
+
+def _other_part(pattern: FilePath, manifest: dict[str, Any]) -> str | None:
+    """A part that is not of the pattern, if the manifest lists one."""
+    number = re.compile(r"\d{5,}".join(map(re.escape, pattern.name.split("*"))))
+    names = [*_names_in(manifest), *manifest.get("earlier", ())]
+    return next((name for name in names if number.fullmatch(name) is None), None)
 
 
 def _read(path: FilePath) -> bytes | None:
@@ -220,6 +277,8 @@ def _create(path: FilePath, data: bytes) -> None:
     try:
         create_remote(path.raw, data)
     except (OSError, NotImplementedError) as error:
+        if isinstance(error, PermissionError) or getattr(error, "is_transient", False):
+            raise
         # A store without conditional writes, which cannot tell two jobs that start at once.
         logger.warning("%s cannot be created exclusively: %s", path, error)
         if read_remote(path.raw) is None:

@@ -264,6 +264,7 @@ def compare_bytes(first: FilePath, other: FilePath) -> str | None:
 
 def each_line(path: FilePath, *, is_decoded: bool) -> Iterator[bytes]:
     """Lines of an output: of rows, whatever its format, or of its bytes as they are; of all parts in order."""
+    each = path
     try:
         for each in files_of(path):
             if is_decoded:
@@ -274,7 +275,7 @@ def each_line(path: FilePath, *, is_decoded: bool) -> Iterator[bytes]:
     except IsADirectoryError:
         raise VerifyError(f"{path}: is a folder: give the output of a job (job.output)") from None
     except OSError as error:
-        raise VerifyError(f"cannot read {path}: {error.strerror or error}") from error
+        raise VerifyError(f"cannot read {each}: {error.strerror or error}") from error
     except ConfigError as error:
         raise VerifyError(str(error)) from None
 

@@ -1,6 +1,8 @@
 """Jobs whose input and output are in an S3 store, and outputs as parts: the bytes of a local job, also after kills."""
 
+import contextlib
 import gzip
+import itertools
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -10,6 +12,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from cut_jobs import Ended, end_after
+from forked_child import in_child
+from killed_writer import FileCalls, calls_on_files
 from ranks import REPOSITORY
 from s3_server import KEY, SECRET
 from waiting import wait_until
@@ -18,6 +22,7 @@ from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions,
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import list_remote, read_remote, replace_remote
 from spmd_worker.base.remote_names import file_path
+from spmd_worker.base.remote_store import RemoteError
 from spmd_worker.base.remote_upload import remove_leftovers, write_remote
 from spmd_worker.frontends.batch import open_job, output_parts
 from spmd_worker.frontends.batch.input.input_scan import InputScan
@@ -232,7 +237,38 @@ def test_parts_of_an_earlier_output_are_replaced(tmp_path, suffix):
         assert pyarrow.parquet.read_table(tmp_path / "p-00001.parquet")["index"].to_pylist() == [2]
 
 
-@pytest.mark.parametrize("manifest", [b'{"parts": [{"part": "q-00000.jsonl"}]}', b"another's"])
+def test_killed_writers_leave_no_parts_of_an_earlier_output(tmp_path, monkeypatch):
+    """Regression: a merge of fewer parts that was killed and repeated left those beyond, which only the first knew."""
+    lines, pattern = [b"%d\n" % number for number in range(7)], file_path(str(tmp_path / "p-*.jsonl"))
+    replace = output_parts._replace
+    for number in range(4):
+        write_lines(lines, pattern, None, 1)
+        calls = itertools.count()
+
+        def strike(path, data, number=number, calls=calls):
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            replace(path, data)
+
+        monkeypatch.setattr(output_parts, "_replace", strike)
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                write_lines(lines[:2], pattern, None, 1)
+        assert sorted(parts_in(str(tmp_path))) == ["manifest.json", "p-00000.jsonl", "p-00001.jsonl"]
+        assert "earlier" not in json.loads((tmp_path / "manifest.json").read_bytes())
+        monkeypatch.setattr(output_parts, "_replace", replace)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b'{"parts": [{"part": "q-00000.jsonl"}]}',
+        b'{"pattern": "p-*.jsonl", "parts": [], "earlier": ["q-00000.jsonl"]}',
+        b'{"parts": [{"part": 7}]}',
+        b"another's",
+        b"",
+    ],
+)
 def test_parts_replace_no_manifest_of_another(tmp_path, manifest):
     (tmp_path / "q-00000.jsonl").touch()
     (tmp_path / "manifest.json").write_bytes(manifest)
@@ -240,6 +276,25 @@ def test_parts_replace_no_manifest_of_another(tmp_path, manifest):
         run(input=str(tmp_path / "q-00000.jsonl"), output=str(tmp_path / "p-*.jsonl"))
     assert (tmp_path / "manifest.json").read_bytes() == manifest
     assert (tmp_path / "q-00000.jsonl").exists()
+
+
+def test_killed_claim_leaves_nothing_that_stays(tmp_path):
+    """Regression: each kill of a start that created the manifest could leave a file."""
+    pattern, names = tmp_path / "p-*.jsonl", []
+    for number in itertools.count():
+
+        def claim(number=number):
+            with calls_on_files(FileCalls(number)):
+                claim_folder(pattern)
+
+        code = in_child(claim)
+        names += [path.name for path in tmp_path.iterdir() if path.name != "manifest.json"]
+        claim_folder(pattern)
+        assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+        if code == 0:
+            break
+        (tmp_path / "manifest.json").unlink()
+    assert len(names) >= 2
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
@@ -262,6 +317,27 @@ def test_second_output_of_a_folder_is_rejected(s3, tmp_path, monkeypatch, where)
     # The other goes on.
     run(output=f"{folder}/a-*.jsonl", **job)
     assert sorted(parts_in(folder)) == ["a-00000.jsonl", "manifest.json"]
+
+
+def test_claim_replaces_nothing_in_stores_without_conditions(s3, monkeypatch):
+    """Regression: where the condition is ignored, a start replaced the manifest of a complete output."""
+    pattern = file_path(f"{s3.bucket}/a-*.jsonl")
+    write_lines(LINES, pattern, None, 2)
+    before = read_remote(f"{s3.bucket}/manifest.json")
+    monkeypatch.setattr(output_parts, "create_remote", replace_remote)
+    claim_folder(pattern)
+    assert read_remote(f"{s3.bucket}/manifest.json") == before
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), RemoteError("s3://b/a", "down", is_transient=True)])
+def test_claim_that_cannot_be_known_fails(s3, monkeypatch, error):
+    def failing(name, data):
+        raise error
+
+    monkeypatch.setattr(output_parts, "create_remote", failing)
+    with pytest.raises(type(error)):
+        claim_folder(file_path(f"{s3.bucket}/a-*.jsonl"))
+    assert read_remote(f"{s3.bucket}/manifest.json") is None
 
 
 def test_claim_needs_no_conditional_writes(s3, monkeypatch):

@@ -8,12 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_worker.base.remote_names import file_path
 from spmd_worker.frontends.batch.output_file import write_lines
+from spmd_worker.frontends.batch.output_parts import claim_folder
 
 
 @pytest.fixture
@@ -308,6 +310,30 @@ def test_outputs_of_every_kind_are_compared(s3: Any, tmp_path: Path, capsys, nam
     assert main([str(other), output]) == 1
     assert main([f"{output}.gone", str(other)]) == 2
     assert f"cannot read {output}.gone: " in capsys.readouterr().err or "*" in name
+
+
+def test_unfinished_outputs_are_not_compared(tmp_path: Path, capsys):
+    """Regression: two jobs that had written no part yet were the same."""
+    main = import_module("spmd_worker.frontends.tools.verify").main
+    pattern = tmp_path / "part-*.jsonl"
+    claim_folder(pattern)
+    assert main([str(pattern), str(pattern)]) == 2
+    assert f"{pattern} is not complete (0 parts in " in capsys.readouterr().err
+    write_lines([json.dumps(each).encode() + b"\n" for each in ROWS], pattern, part_rows=3)
+    assert main([str(tmp_path / "p-*.jsonl"), str(pattern)]) == 2
+    assert "p-*.jsonl: " in (error := capsys.readouterr().err)
+    assert "would be replaced" not in error
+    (tmp_path / "part-00001.jsonl").unlink()
+    assert main([str(pattern), str(pattern)]) == 2
+    assert f"cannot read {tmp_path}/part-00001.jsonl: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("column", [{"prompt": ["a"]}, {"json": [7]}])
+def test_parquet_of_no_output_is_named(tmp_path: Path, capsys, column: dict[str, Any]):
+    main = import_module("spmd_worker.frontends.tools.verify").main
+    pyarrow.parquet.write_table(pyarrow.table(column), tmp_path / "a.parquet")
+    assert main([str(tmp_path / "a.parquet")] * 2) == 2
+    assert "a.parquet is no output of a job: it has no column json" in capsys.readouterr().err
 
 
 def pooled_row(**answer: Any) -> dict[str, Any]:

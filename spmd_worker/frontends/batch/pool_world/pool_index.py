@@ -13,7 +13,7 @@ from spmd_worker.frontends.batch.pool.driver import run
 from spmd_worker.frontends.batch.pool.members import put_once
 from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME
 from spmd_worker.frontends.batch.pool.store import PoolStore
-from spmd_worker.frontends.batch.pool_world.input_content import check_content
+from spmd_worker.frontends.batch.pool_world.input_content import OWN_INDEX, POOLS_INDEX, check_content
 
 _ASK_S: Final = 5.0
 """Time between two looks for an index that another world has made."""
@@ -54,7 +54,10 @@ class PoolIndex:
 
     def _find(self) -> InputIndex:
         index = self._own
-        if index is None and not self._is_over():
+        if index is not None:
+            # Before it is every world's.
+            check_content(self._reader, index, OWN_INDEX, lambda: self._is_closed)
+        elif not self._is_over():
             index = index_input(self._reader, self._is_over)
         is_known = self._own is None and self._other is None
         if self._other is None:
@@ -72,8 +75,8 @@ class PoolIndex:
             raise ConfigError(
                 f"{key} has {whole.digest}, and the pool's index {found.digest}: give the {given}, or another job.pool"
             )
-        if not is_known:
-            check_content(self._reader, found, lambda: self._is_closed)
+        if whole is None:
+            check_content(self._reader, found, POOLS_INDEX, lambda: self._is_closed)
         return found
 
     def _is_over(self) -> bool:

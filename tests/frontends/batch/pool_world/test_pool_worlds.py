@@ -16,6 +16,7 @@ from pool_worlds import DEFAULTS, MemoryStore, TurnedWorld, one_piece, write_row
 
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.base.errors import ConfigError, PoolError
+from spmd_worker.base.remote_files import replace_remote
 from spmd_worker.frontends.batch.input.input_files import find_inputs
 from spmd_worker.frontends.batch.input.input_index import IndexedFile, InputIndex, Mark, index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
@@ -444,6 +445,33 @@ def test_other_input_of_equal_size_is_rejected(job: JobConfig, has_ended: bool):
         TurnedWorld(store, replace(job, input=str(path.with_name("*.jsonl"))))
 
 
+def test_longer_remote_input_is_rejected(s3: Any, job: JobConfig):
+    """Regression: of remote files no byte behind the pool's was looked for."""
+    content, store, name = Path(job.input or "").read_bytes(), MemoryStore(), f"{s3.bucket}/rows.jsonl"
+    replace_remote(name, content)
+    job = replace(job, input=name)
+    TurnedWorld(store, job).finish()
+    for more, message in (
+        (b'{"prompt": "more"}\n', r"^job\.input has \d+ bytes in s3:.*, and \d+ in the pool"),
+        (b"", ""),
+    ):
+        replace_remote(name, content + more)
+        with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+            pool_index.PoolIndex(store, RowReader.of(name)).wait(None)
+
+
+def test_stale_index_is_not_put_into_the_pool(job: JobConfig):
+    """Regression: it was, and kept every world from the pool."""
+    store, path = MemoryStore(), Path(job.input or "")
+    stale = index_input(RowReader.of(job.input or ""))
+    path.write_bytes(path.read_bytes().replace(b"row 58", b"row 85"))
+    with pytest.raises(ConfigError, match=r"than in job\.input_index \(.*make it again with spmd-worker-index"):
+        pool_index.PoolIndex(store, RowReader.of(job.input or ""), stale).wait(None)
+    assert INPUT_INDEX_NAME not in store.contents
+    TurnedWorld(store, job).finish()
+    check(job)
+
+
 def test_worlds_that_read_at_once_compare_digests(job: JobConfig, monkeypatch: pytest.MonkeyPatch):
     """Another world's index came while this one read its own, other, input to the end."""
     store, reader = MemoryStore(), RowReader.of(job.input or "")
@@ -462,10 +490,12 @@ def test_large_input_is_compared_in_part():
     marks = [Mark(number, number * 10, str(number)) for number in range(100)]
     plain = IndexedFile("a.jsonl", 1000, 100, tuple(marks))
     packed = [IndexedFile(f"{size}.gz", size, 1, (Mark(0, 0, ""),)) for size in (900, 500)]
-    assert input_content._choose((plain,), 1000) == [list(range(99, -1, -1))]
-    assert input_content._choose((plain,), 250) == [list(range(99, -1, -4))]
-    assert input_content._choose(tuple(packed), 100) == [[], [0]]
-    assert input_content._choose((plain, *packed), 100) == [list(range(99, -1, -10)), [], []]
+    assert input_content._choose((plain,), 1000, 3) == [list(range(99, -1, -1))]
+    assert input_content._choose((plain,), 250, 3) == [list(range(99, -1, -4))]
+    assert input_content._choose(tuple(packed), 100, 3) == [[], [0]]
+    assert input_content._choose((plain, *packed), 100, 3) == [list(range(99, -1, -10)), [], []]
+    small = IndexedFile("b.jsonl", 1, 1, (Mark(0, 0, ""),))
+    assert input_content._choose((small,) * 7, 100, 3) == [[0], [], [], [0], [], [], [0]]
 
 
 @pytest.mark.parametrize("num_rows", [0, 7])
