@@ -12,9 +12,12 @@ from itertools import count
 from pathlib import Path
 
 import launch
+from spmd_worker.base.liveness import signals
 from spmd_worker.frontends.batch.row_runner import RowRunner
 
 PAUSE_S = 0.3
+PATIENCE_S = 120.0
+"""Time to save rows, and to end after Ctrl-C: those of a job are seconds, which a busy disk may take for a sync."""
 
 
 def main() -> int:
@@ -27,6 +30,8 @@ def main() -> int:
         return step(self)
 
     RowRunner.step = step_slowly
+    for name in ("_INTERRUPTED_S", "_LEAVE_S"):
+        setattr(signals, name, PATIENCE_S)
     return launch.main(arguments)
 
 
