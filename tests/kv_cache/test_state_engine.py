@@ -13,7 +13,7 @@ from kv_cache.state_ops import StateOps
 DELTA, CONV = StateLayer((2, 4, 3), (3, 10)), StateLayer((), (2, 6))
 STATES = (DELTA, None, CONV, DELTA)
 DRAFTING = (replace(DELTA, saved=(2, 14)), None, replace(CONV, saved=(2, 6)), replace(DELTA, saved=(2, 14)))
-"""Of a run with drafts: what the convolution saves has the shape of its tail."""
+"""Cache of a run with drafts; inputs that the convolution saves have the shape of its tail."""
 NUM_SLOTS, NUM_HOST_SLOTS = 5, 3
 DTYPES = [torch.float32, torch.bfloat16]
 DEVICES = [

@@ -1,5 +1,6 @@
 """Draft heads against straight-line transcriptions of their definitions, in float32."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,27 @@ def _ours(draft: LoadedDraft, hidden: Tensor, aux: tuple[Tensor, ...], chunk: in
     return states, head(torch.tensor([77]), *of_tokens)
 
 
+def check_head(
+    folder: Path,
+    hidden: Tensor,
+    states_of: Callable[[list[int], Tensor], Tensor],
+    norm: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Check states, a second draft and argmax of a folder's head against its definition, whose states it returns."""
+    theirs = states_of(PROMPT[1:], hidden)
+    second = states_of([*PROMPT[1:], 77], torch.cat((hidden, theirs[-1:])))[-1:]
+    draft = _loaded(folder, "mtp")
+    for chunk in (len(PROMPT), 7):
+        ours, again = _ours(draft, hidden, (), chunk)
+        assert relative_error(ours, theirs) < TOLERANCE
+        assert relative_error(again, second) < TOLERANCE
+    values, columns = draft.module.argmax(ours)
+    logits = norm(theirs) @ load_file(folder / "model.safetensors")["lm_head.weight"].T
+    assert relative_error(values, logits.max(dim=-1).values) < TOLERANCE
+    assert columns.tolist() == logits.argmax(dim=-1).tolist()
+    return theirs
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "glm4_moe"])
 def test_mtp_layer_equals_its_definition(name: str):
@@ -101,17 +123,7 @@ def test_mtp_layer_equals_its_definition(name: str):
         out = deeper.model.layers[number](x[None], attention_mask=mask, position_embeddings=angles)
         return (out[0] if isinstance(out, tuple) else out)[0]
 
-    theirs = states_of(PROMPT[1:], hidden)
-    second = states_of([*PROMPT[1:], 77], torch.cat((hidden, theirs[-1:])))[-1:]
-    draft = _loaded(folder, "mtp")
-    for chunk in (len(PROMPT), 7):
-        ours, again = _ours(draft, hidden, (), chunk)
-        assert relative_error(ours, theirs) < TOLERANCE
-        assert relative_error(again, second) < TOLERANCE
-    values, columns = draft.module.argmax(ours)
-    logits = rms(theirs, norm) @ tensors["lm_head.weight"].T
-    assert relative_error(values, logits.max(dim=-1).values) < TOLERANCE
-    assert columns.tolist() == logits.argmax(dim=-1).tolist()
+    check_head(folder, hidden, states_of, lambda states: rms(states, norm))
 
 
 @torch.no_grad()
@@ -125,17 +137,7 @@ def test_qwen_mtp_layer_equals_its_definition(name: str):
     def states_of(ids: list[int], given: Tensor) -> Tensor:
         return reference(embedding[torch.tensor(ids)], given)
 
-    theirs = states_of(PROMPT[1:], hidden)
-    second = states_of([*PROMPT[1:], 77], torch.cat((hidden, theirs[-1:])))[-1:]
-    draft = _loaded(folder, "mtp")
-    for chunk in (len(PROMPT), 7):
-        ours, again = _ours(draft, hidden, (), chunk)
-        assert relative_error(ours, theirs) < TOLERANCE
-        assert relative_error(again, second) < TOLERANCE
-    values, columns = draft.module.argmax(ours)
-    logits = theirs @ tensors["lm_head.weight"].T
-    assert relative_error(values, logits.max(dim=-1).values) < TOLERANCE
-    assert columns.tolist() == logits.argmax(dim=-1).tolist()
+    theirs = check_head(folder, hidden, states_of, lambda states: states)
     # Each of these would be another head.
     swapped = reference.fc.weight.roll(embedding.shape[1], dims=1)
     for other, changes in (("fc", swapped), ("norm", reference.norm.weight + 1)):

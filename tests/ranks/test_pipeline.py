@@ -100,7 +100,7 @@ def test_two_stages_match_one_rank_bit_for_bit(tmp_path: Path, names: list[str])
 
 @pytest.mark.stress
 def test_uneven_stages_match_one_rank_bit_for_bit(tmp_path: Path):
-    """In the gate of a model that reads images: test_images.py."""
+    """The gate has it of a model that reads images: test_images.py."""
     by_rank = run({"pipeline_parallel_size": 2, "pipeline_layers": [1, 2]}, 2, ["llama_tied"], tmp_path)
     check(by_rank, [[0, 1], [1, 3]])
 

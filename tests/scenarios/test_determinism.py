@@ -110,7 +110,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 QUICK_BFLOAT16 = ("chunks of 7", "small blocks", "recomputed", "without a prefix cache")
 LAYOUT_BFLOAT16 = ("three at a time", "a step ahead, swapped")
-"""In bfloat16 these, these in the tier of layouts, and others in the stress tier."""
+"""Cases in bfloat16, those in the tier of layouts, and others in the stress tier."""
 ONLY_BFLOAT16 = ("small blocks", "recomputed", "without a prefix cache")
 """Cases whose float32 is in the stress tier."""
 

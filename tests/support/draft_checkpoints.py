@@ -57,7 +57,7 @@ class QwenMtpReference(nn.Module):
         stir_hybrid(self)
 
     def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Of the first tokens of a row, [T, hidden] both -> states [T, hidden]."""
+        """States [T, hidden] of the first tokens of a row; both arguments are [T, hidden]."""
         both = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states))
         x = self.fc(torch.cat(both, dim=-1))[None]
         angles = self.rotary(x, torch.arange(len(states))[None])

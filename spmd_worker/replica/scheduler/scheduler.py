@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether steps compute for any request. Before a pause, states that lag catch up."""
+        """Whether steps compute for any request. States that lag catch up before a pause."""
         return self.pause.num_computing > 0 or (self.pause.is_frozen and bool(lagging(self.queues)))
 
     @property

@@ -12,11 +12,11 @@ T: tokens of the step; S: sequences; R: rows that sample; B: blocks of the longe
 has a row of the tables for each group: row slot * G + g.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter, itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from spmd_worker.worker.runner.batch import (
     token_ids,
 )
 from spmd_worker.worker.runner.image_layout import last_visible_of, media_of_step, position_delta, rope_positions_of
-from spmd_worker.worker.runner.state_rows import draft_replay, state_slots
+from spmd_worker.worker.runner.state_rows import column, draft_replay, state_slots
 
 _SLOTS_A_SEQUENCE: Final = 4
 """Slots for the sequences of a few steps in flight and for waiting ones."""
@@ -156,7 +156,7 @@ class BatchState:
         last = self._layout
         is_same = last is not None and scheduled is last.scheduled
         sequences = last.sequences if last is not None and is_same else list(map(_SEQUENCE, scheduled))
-        firsts = _column(_NUM_COMPUTED, sequences)
+        firsts = column(_NUM_COMPUTED, sequences)
         replay = draft_replay(scheduled, self._most_drafts, self._device)
         can_continue = last is not None and replay is None and _continues(last, sequences, firsts)
         if last is not None and can_continue and (is_same or _decode(scheduled)):
@@ -254,8 +254,8 @@ class BatchState:
         self._grow_tables(len(sequences), width)
         own_slots = self._take_slots(sequences)
         places, blocks = self._new_blocks(_grown(sequences, own_slots))
-        counts = _column(_NUM_SCHEDULED, scheduled)
-        slot_indices, regimes = _column(_INDEX, own_slots), _column(_REGIME, sequences)
+        counts = column(_NUM_SCHEDULED, scheduled)
+        slot_indices, regimes = column(_INDEX, own_slots), column(_REGIME, sequences)
         starts, ends = np.append(0, counts.cumsum()), firsts + counts
         positions = np.arange(starts[-1]) + (firsts - starts[:-1]).repeat(counts)
         token_blocks, offsets, token_slots = self._of_tokens(slot_indices.repeat(counts), positions)
@@ -404,11 +404,6 @@ def _grown(sequences: list[MirroredSequence], slots: list[_Slot]) -> list[tuple[
         for sequence, slot in zip(sequences, slots)
         if len(sequence.block_ids) != slot.num_known or sequence.block_ids is not slot.table
     ]
-
-
-def _column(getter: Callable[[Any], int], values: Sequence[object]) -> Integers:
-    """int64 [len(values)]."""
-    return np.fromiter(map(getter, values), np.int64, len(values))
 
 
 def _padded(count: int) -> int:

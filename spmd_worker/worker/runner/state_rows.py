@@ -49,8 +49,8 @@ def draft_replay(scheduled: Sequence[ScheduledSequence], most_drafts: int, devic
     if not most_drafts or not (any(map(_NUM_LAGGING, scheduled)) or any(map(_DRAFTS, scheduled))):
         return None
     slots = state_slots(each.sequence for each in scheduled)
-    counts, firsts, lags = (_column(getter, scheduled) for getter in (_NUM_SCHEDULED, _NUM_COMPUTED, _NUM_LAGGING))
-    nums_drafts = _column(len, list(map(_DRAFTS, scheduled)))
+    counts, firsts, lags = (column(getter, scheduled) for getter in (_NUM_SCHEDULED, _NUM_COMPUTED, _NUM_LAGGING))
+    nums_drafts = column(len, list(map(_DRAFTS, scheduled)))
     assert max(lags.max(), nums_drafts.max()) <= most_drafts, (lags, nums_drafts, most_drafts)
     assert (nums_drafts < counts).all(), "a row computes a given token before its drafts"
     # Behind each row's last token, in the step and among the tokens of the recurrences.
@@ -68,8 +68,8 @@ def draft_replay(scheduled: Sequence[ScheduledSequence], most_drafts: int, devic
     return DraftReplay(StateSegments(*sent[:4]), *sent[4:])
 
 
-def _column(getter: Callable[[Any], int], values: Sequence[object]) -> _Integers:
-    """int64 [len(values)]."""
+def column(getter: Callable[[Any], int], values: Sequence[object]) -> _Integers:
+    """Numbers of the values, int64 [len(values)]."""
     return np.fromiter(map(getter, values), np.int64, len(values))
 
 

@@ -221,7 +221,7 @@ assert gc.get_freeze_count() == 0, "the process goes on"
 
 
 def test_full_collections_of_job_skip_earlier_survivors(tmp_path: Path):
-    """In a process without the objects of all tests, at which each collection would look for a second."""
+    """Runs in a process without the objects of all tests, at which each collection would look for a second."""
     (tmp_path / "collecting.py").write_text(COLLECTING)
     write_rows(tmp_path, [{"prompt": "add 1 2 =", "max_tokens": 3}])
     folders = os.pathsep.join([*IMPORT_PATH, str(Path(__file__).parent)])

@@ -125,7 +125,7 @@ def kept(states: LayerStates, slot: int) -> list[Tensor]:
 
 
 def sequence(row: int) -> MirroredSequence:
-    """In slot row + 1: nobody's are those around."""
+    """The row is in slot row + 1; the slots around are nobody's."""
     request = Request(RequestId(row), (0,), SamplingParams(), row)
     return MirroredSequence(request, 0, [], [], 0, 0, state_slot=row + 1)
 
@@ -140,7 +140,7 @@ class Drafted:
     sequences: list[MirroredSequence] = field(default_factory=lambda: [sequence(row) for row in range(3)])
 
     def run(self, parts: Sequence[Part | None]) -> list[tuple[int, Tensor, list[Tensor]]]:
-        """Of each row of the step: outputs of its given tokens and right drafts, and what its slot then holds."""
+        """Outputs of each row's given tokens and right drafts, and what its slot then holds."""
         scheduled, inputs = [], []
         for row, part in enumerate(parts):
             if part is not None:
@@ -224,7 +224,7 @@ def test_mistakes_of_replays_are_seen(mistake: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_planned_inputs_of_drafts_are_the_mixers(name: str) -> None:
-    """Of each rank; a rank may have a part of a key head, or of a group."""
+    """Shares of each rank, which may have a part of a key head, or of a group."""
     for size in (1, 2, 4):
         group = GroupHandle(ranks=tuple(range(size)), rank=size - 1, group=None)
         context = LayerContext(group, ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))

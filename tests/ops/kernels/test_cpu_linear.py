@@ -376,7 +376,7 @@ def test_unpackable_weight_is_multiplied_unpacked(kernels, packs_only, dtype, ca
 
 # One block and several, of a number of outputs that ends in a block of its own; then one that fits no tile.
 CONVERTED = [(576, 960), (4864, 272), (4096, 530), SMALL_BLOCKS := (256, 530), (64, 50), (33, 40)]
-"""In `SMALL_BLOCKS` blocks are as many as in the one before, of a sixteenth of the elements."""
+"""Blocks of `SMALL_BLOCKS` are as many as of the one before, of a sixteenth of the elements."""
 LONG = [(4864, 272), (4096, 530)]
 """Of these, in the stress tier."""
 

@@ -214,7 +214,7 @@ def seven(key: SequenceKey, position: int) -> int:
 
 
 def test_drafts_leave_tokens_before_snapshots():
-    """With three drafts at most, tokens 8 and 16 are given ones: a slot is there when the next step begins."""
+    """Tokens 8 and 16 are given ones, with three drafts at most: a slot is there when the next step begins."""
     run = lagging_run("right", seven, caching=True)
     run.admit(0, tokens(1, 5), max_tokens=20)
     assert [run.step(7) for _ in range(3)] == [[Row(0, 0, 0, 5, 1)], [Row(0, 0, 5, 2, 1)], [Row(0, 0, 7, 4, 1)]]

@@ -19,7 +19,7 @@ Inputs = tuple[tuple[int, int], ...]
 """Positions and tokens."""
 
 States = list[tuple[int, Inputs]]
-"""Of each slot the state, and the drafts that are saved beside it."""
+"""State of each slot, and the drafts that are saved beside it."""
 
 
 class VisibleStates:
