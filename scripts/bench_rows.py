@@ -1,15 +1,16 @@
 """Memory and time of a job by its number of rows, with everything of rank 0 but the engine.
 
-    python scripts/bench_rows.py WORK [--rows 100000,1000000,10000000] [--source fifo|file|parts] [--without-custom-ids]
-                                 [--quick-parser]
+    python scripts/bench_rows.py WORK [--rows 100000,1000000,10000000] [--source fifo|file|parts|s3]
+                                 [--without-custom-ids] [--quick-parser]
 
 WORK is a folder for the input, the run directory and the output. Rows come from a process that writes lines into a FIFO
-(`fifo`), or from a file; with `parts` the output is in parts, which are written while rows are answered. They are
-parsed and checked by the job's own input, and go through its journal into its output; 256 are in flight, and end in
-random order, with a line made by hand. Each number of rows is a process: `answer_mb` and `output_mb` are what its
-resident memory grew by at most while rows were answered, and until the output was complete, in MiB; `us_a_row` is its
-time on a core by rows (user and system; of the writer of the FIFO: none). With `--quick-parser` a row is not parsed but
-made of its custom_id: parsing takes most of the time, and no memory that stays. The last line is one JSON object.
+(`fifo`), from a file, or from an object in moto's S3, which is served by another process (`s3`); with `parts` the input
+is a file and the output in parts, which are written while rows are answered. Rows are parsed and checked by the job's
+own input, and go through its journal into its output; 256 are in flight, and end in random order, with a line made by
+hand. Each number of rows is a process: `answer_mb` and `output_mb` are what its resident memory grew by at most while
+rows were answered, and until the output was complete, in MiB; `us_a_row` is its time on a core by rows (user and
+system; of the writer of the FIFO and of the server: none). With `--quick-parser` a row is not parsed but made of its
+custom_id: parsing takes most of the time, and no memory that stays. The last line is one JSON object.
 """
 
 import argparse
@@ -19,26 +20,33 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_FLIGHT = 256
+S3_FOLDER = "s3://rows"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="a folder for what is made")
     parser.add_argument("--rows", default="100000,1000000,10000000", help="numbers of rows")
-    parser.add_argument("--source", choices=("fifo", "file", "parts"), default="fifo")
+    parser.add_argument("--source", choices=("fifo", "file", "parts", "s3"), default="fifo")
     parser.add_argument("--without-custom-ids", action="store_true")
     parser.add_argument("--quick-parser", action="store_true")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
         write_rows(options.work, int(options.rows), has_ids=not options.without_custom_ids)
+        return 0
+    if options.serve:
+        serve(options.work)
         return 0
     if options.measure:
         print(json.dumps(measure(options.work, int(options.rows), options.source, is_quick=options.quick_parser)))
@@ -60,7 +68,9 @@ def start(options: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     with subprocess.Popen([*command, *flags, "--write", str(source)]) as writer:
         if options.source != "fifo":
             writer.wait()
-        done = subprocess.run([*command, *flags, "--measure", str(source)], stdout=subprocess.PIPE, check=False)
+        with served(source) if options.source == "s3" else nullcontext(dict(os.environ)) as environment:
+            measured = [*command, *flags, "--measure", str(source)]
+            done = subprocess.run(measured, stdout=subprocess.PIPE, env=environment, check=False)
         if done.returncode:
             # It waits for a reader.
             writer.kill()
@@ -69,6 +79,34 @@ def start(options: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout)
     print(json.dumps(found), flush=True)
     return found
+
+
+@contextmanager
+def served(source: Path) -> Iterator[dict[str, str]]:
+    """The environment in which a file is an object in S3, served by another process."""
+    command = [sys.executable, __file__, "--serve", str(source)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        yield os.environ | json.loads(server.stdout.readline())
+        server.stdin.close()
+
+
+def serve(source: Path) -> None:
+    """Serve a file as an object of that name until standard input ends; the first line is the environment's JSON."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    import s3_server
+
+    server = s3_server.S3Server()
+    server.start()
+    os.environ.update(server.environment())
+    from spmd_worker.base.remote_store import open_store
+
+    files = open_store(f"{S3_FOLDER}/{source.name}").fs
+    files.call_s3("create_bucket", Bucket=S3_FOLDER.rpartition("/")[2])
+    files.put_file(str(source), f"{S3_FOLDER}/{source.name}")
+    print(json.dumps(server.environment()), flush=True)
+    sys.stdin.read()
 
 
 def write_rows(path: Path, num_rows: int, *, has_ids: bool) -> None:
@@ -107,8 +145,9 @@ def measure(source: Path, num_rows: int, kind: str, *, is_quick: bool) -> dict[s
     run_dir.mkdir(exist_ok=True)
     output.parent.mkdir(exist_ok=True)
     remove_journal(run_dir)
-    job = JobConfig(input=str(source), output=str(output), run_dir=str(run_dir))
-    reader = RowReader.of(str(source))
+    address = f"{S3_FOLDER}/{source.name}" if kind == "s3" else str(source)
+    job = JobConfig(input=address, output=str(output), run_dir=str(run_dir))
+    reader = RowReader.of(address)
     no_engine = SimpleNamespace(
         config=SimpleNamespace(model=SimpleNamespace(adapters=None, prompt_adapters=None), limits=RowLimits()),
         default_sampling=SamplingParams(),
