@@ -104,7 +104,8 @@ def serve(source: Path) -> None:
 
     files = open_store(f"{S3_FOLDER}/{source.name}").fs
     files.call_s3("create_bucket", Bucket=S3_FOLDER.rpartition("/")[2])
-    files.put_file(str(source), f"{S3_FOLDER}/{source.name}")
+    # One part at a time: the server is one thread of Python, and its own client would time out.
+    files.put_file(str(source), f"{S3_FOLDER}/{source.name}", max_concurrency=1)
     print(json.dumps(server.environment()), flush=True)
     sys.stdin.read()
 
