@@ -30,20 +30,21 @@ def file_identities(folder: Path, inside: Sequence[str] = ()) -> list[list[str |
 
 
 def tensor_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
-    """A digest of the contents of every tensor, by name, of the folder and of those `inside` it: reads all files, but
-    of a sharded state only what it says of them.
-    """
+    """A digest of the contents of every tensor, by name, of the folder and of those `inside` it: reads all files."""
     digests: dict[str, str] = {}
     for each in ("", *inside):
-        if (folder / each / STATE_FILE).is_file():
-            # Ranks may have their own files alone; it has the digests of all.
-            state = read_regular_file(folder / each / STATE_FILE, MAX_HEADER_BYTES)
-            digests[STATE_FILE] = blake2b(state, digest_size=16).hexdigest()
-            continue
         with Checkpoint.open(folder / each) as checkpoint:
             names = checkpoint.names()
             digests |= {f"{each}/{name}" if each else name: _digest(checkpoint, name) for name in names}
     return digests
+
+
+def state_digest(folder: Path) -> dict[str, str]:
+    """Digest of a sharded state's description, by its name, which has the digests of all files: ranks may have their
+    own files alone. Raises OSError.
+    """
+    state = read_regular_file(folder / STATE_FILE, MAX_HEADER_BYTES)
+    return {STATE_FILE: blake2b(state, digest_size=16).hexdigest()}
 
 
 def _digest(checkpoint: Checkpoint, name: str) -> str:
