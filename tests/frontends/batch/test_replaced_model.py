@@ -30,7 +30,6 @@ from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 from spmd_worker.ranks.environment import RankEnvironment
 
 NUM_ROWS, NUM_DONE = 8, 3
-WORDS = "A job never goes on with other weights under the same name"
 KEY = "weights of model.safetensors"
 
 
@@ -132,13 +131,13 @@ def refuse_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
 DOORS = {"resume": resume_with_other_weights, "merge": merge_with_other_weights, "pool": join_with_other_weights}
 
 
-@pytest.mark.guarantee(WORDS)
+@pytest.mark.guarantee("A job never goes on with other weights under the same name")
 @pytest.mark.parametrize("door", DOORS)
 def test_retrained_model_is_refused_before_it_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, door: str):
     DOORS[door](folder, monkeypatch)
 
 
-@pytest.mark.control(WORDS)
+@pytest.mark.control("A job never goes on with other weights under the same name")
 @pytest.mark.parametrize(("door", "words"), [("resume", "loaded"), ("merge", "merged"), ("pool", "loaded")])
 def test_headers_alone_do_not_refuse_another_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch, control: Callable[..., Any], door: str, words: str
