@@ -36,7 +36,8 @@ from spmd_worker.engine.kv_connector import (
 )
 from spmd_worker.executor.executor import Executor
 from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.weights.identity import file_identities, state_digest, tensor_digests
+from spmd_worker.model.weights.identity import file_identities, tensor_digests
+from spmd_worker.model.weights.sampled_digest import state_digest
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
 from spmd_worker.ranks.groups import world_environment

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import torch
 
-from spmd_worker.base.files import read_regular_file
 from spmd_worker.base.process import boot_id
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.region import split_region
-from spmd_worker.model.weights.safetensors_header import MAX_HEADER_BYTES
-from spmd_worker.model_config.tensor_names import STATE_FILE
 
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -37,14 +34,6 @@ def tensor_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
             names = checkpoint.names()
             digests |= {f"{each}/{name}" if each else name: _digest(checkpoint, name) for name in names}
     return digests
-
-
-def state_digest(folder: Path) -> dict[str, str]:
-    """Digest of a sharded state's description, by its name, which has the digests of all files: ranks may have their
-    own files alone. Raises OSError.
-    """
-    state = read_regular_file(folder / STATE_FILE, MAX_HEADER_BYTES)
-    return {STATE_FILE: blake2b(state, digest_size=16).hexdigest()}
 
 
 def _digest(checkpoint: Checkpoint, name: str) -> str:

@@ -12,8 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.model.weights.identity import state_digest
-from spmd_worker.model.weights.safetensors_header import SafetensorsHeader, read_header
+from spmd_worker.base.files import read_regular_file
+from spmd_worker.model.weights.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from spmd_worker.model_config.tensor_names import STATE_FILE
 from spmd_worker.resolved import ResolvedRun
 
 SAMPLE_BYTES: Final = 4096
@@ -27,16 +28,21 @@ def sampled_digests(resolved: ResolvedRun) -> dict[str, str]:
     """Digest of each weight file of a run, by its name in the model's folder: `state_digest` of a sharded state, empty
     for dummy weights. Raises CheckpointError and OSError.
     """
-    folder, load_format, pooling = (
-        resolved.model_folder,
-        resolved.config.model.load_format,
-        resolved.model_config.pooling,
-    )
+    folder, load_format = resolved.model_folder, resolved.config.model.load_format
+    pooling = resolved.model_config.pooling
     if load_format == "dummy":
         return {}
     if load_format == "sharded_state":
         return state_digest(folder)
     return file_digests(folder, () if pooling is None else pooling.weight_folders)
+
+
+def state_digest(folder: Path) -> dict[str, str]:
+    """Digest of a sharded state's description, by its name, which has the digests of all files: ranks may have their
+    own files alone. Raises OSError.
+    """
+    state = read_regular_file(folder / STATE_FILE, MAX_HEADER_BYTES)
+    return {STATE_FILE: blake2b(state, digest_size=16).hexdigest()}
 
 
 def file_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
